@@ -34,7 +34,7 @@ def test_the_past_is_refused() -> None:
 
 
 def test_a_server_does_one_thing_at_a_time_in_order() -> None:
-    server = Server("link", "link")
+    server = Server("link")
     assert [server.reserve(0, 10), server.reserve(3, 5), server.reserve(100, 7)] == [0, 10, 100]
     assert (server.free_ns, server.busy_ns) == (107, 22)
 

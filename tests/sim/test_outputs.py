@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,12 @@ import pytest
 from typer.testing import CliRunner
 from typer.testing import Result as CliResult
 
+from interlace.cli import sim_progress
 from interlace.cli.app import app
 from interlace.errors import ConfigError
 from interlace.sim import calibrate, plot, reproduce
+from interlace.sim.defaults import DEFAULTS
+from interlace.sim.figure import plain
 from interlace.sim.machine import load_machine
 from interlace.sim.results import Result
 from interlace.sim.scenario import Scenario
@@ -151,7 +155,7 @@ def test_a_changed_model_file_is_run_again(tmp_path: Path) -> None:
 
 
 def test_sweep_rejections() -> None:
-    with pytest.raises(ConfigError, match=r"a parameter must be one of model, .*; got 'speed'"):
+    with pytest.raises(ConfigError, match=r"a parameter must be one of fused, .*; got 'speed'"):
         sweep(Scenario("dlrm"), {"speed": [1]})
     with pytest.raises(ConfigError, match="parameter nodes must have values"):
         sweep(Scenario("dlrm"), {"nodes": []})
@@ -496,6 +500,78 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
     assert "Traceback" not in done.output
+
+
+def test_a_step_says_its_layers_and_its_pipeline(tmp_path: Path) -> None:
+    small = ("--nodes", 2, "--tensor", 4, "--pipeline", 2, "--set", "model.layers=4")
+    file = tmp_path / "t.json"
+    done = command("transformer", *small, "--set", "model.microbatches=3", "--json", file)
+    text = " ".join(done.output.split())
+    document = json.loads(file.read_text())
+    result, layers = document["result"], document["layers"]["both"]
+    assert list(layers) == ["l0", "l1", "the rest"]
+    assert "layer compute, unfused exposed, unfused compute, fused exposed, fused" in text
+    # Layers and the rest add up to the step's computation and exposed time.
+    assert sum(layer["compute_ns"] for layer in layers.values()) == result["busy_ns"]["compute"]
+    assert sum(layer["exposed_ns"] for layer in layers.values()) == result["exposed_ns"]
+    share = f"{100 * result['added_ns'] / result['total_ns']:.0f} % of the step) fused"
+    assert "Pipeline of 2 stages (--pipeline), 3 microbatches a step" in text
+    assert share in text
+
+
+def test_sweep_takes_the_options_of_a_run(tmp_path: Path) -> None:
+    file = tmp_path / "s.json"
+    options = ("--model", "mlperf", "--nodes", 4, "--no-cache", "--workers", 1, "--json", file)
+    command("sweep", "dlrm", "--param", "slices=2,4", *options)
+    scenario = json.loads(file.read_text())["scenario"]
+    assert (scenario["model"], scenario["nodes"], scenario["fused"]) == ("mlperf", 4, "both")
+    with pytest.raises(ConfigError, match="a collective has no model"):
+        Scenario("collective", model="mlperf").simulate()
+
+
+def test_other_spellings_are_taken(tmp_path: Path) -> None:
+    small = ("--shape", "256x256x64", "--network", "switch")
+    for degree in (("--tp", 4), ("--tp=4",), ("--tensor", 4)):
+        file = tmp_path / f"{len(degree)}{degree[0]}.json"
+        command("t3", *small, *degree, "--collective", "all-to-all", "--json", file)
+        document = json.loads(file.read_text())["t3"]
+        assert (document["ranks"], document["collective"]) == (4, "all_to_all")
+    output = command("collective", "all-to-all", "--nodes", 4, "--algorithm", "one-shot").output
+    assert "all_to_all, 16.8 MB" in output
+    shown = command("t3", "--help").output
+    assert "--tensor" in shown
+    assert "--tp" not in shown
+
+
+def test_help_shows_defaults() -> None:
+    for kind, default in DEFAULTS.items():
+        shown = command(kind, "--help").output
+        for value in default:
+            assert not value or f"[default: {value}]" in shown
+
+
+def test_progress_is_a_line_every_few_seconds(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sim_progress, "INTERVAL_S", 0.05)
+    with sim_progress.show_progress("sweep") as runs:
+        for number in runs.over([0, 1]):
+            deadline = time.monotonic() + 60
+            while f"sweep: {number} of 2 runs" not in (text := capsys.readouterr().err):
+                assert time.monotonic() < deadline, text
+                time.sleep(0.01)
+    assert runs.done == 2
+    assert capsys.readouterr().out == ""
+
+
+def test_labels_are_plain_numbers() -> None:
+    assert [plain(value) for value in (0.01234, 12.34, 999.4, 999.6, 1730.4)] == [
+        "0.0123",
+        "12.3",
+        "999",
+        "1000",
+        "1730",
+    ]
 
 
 def test_help_is_quick_and_light() -> None:

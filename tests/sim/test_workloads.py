@@ -29,7 +29,7 @@ from interlace.sim.step import run
 from interlace.sim.topology import Switch, Torus
 from interlace.sim.work import COMPUTE, Collective, Fused, Kernel, Task
 from interlace.sim.workloads import dlrm, moe, transformer
-from interlace.sim.workloads.common import load_workload
+from interlace.sim.workloads.common import Choices, load_workload
 from tests.sim.machines import machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -76,7 +76,7 @@ def test_dlrm_traffic_is_the_models() -> None:
     """Pooled rows once each way, every MLP weight's gradient once through a ring."""
     model = load_workload(dlrm.Dlrm, "dlrm", "mlperf")
     ranks, samples = 16, 512
-    result = dlrm.simulate(model, machine(), Switch(ranks, 1e9, 10))
+    result = model.step(Switch(ranks, 1e9, 10), Choices()).run(machine())
     exchanged = 26 * samples * 128 * 2
     weights = sum(
         a * b
@@ -86,7 +86,7 @@ def test_dlrm_traffic_is_the_models() -> None:
     assert result.traffic_bytes["all_to_all"] == pytest.approx(2 * exchanged * 15 / 16, rel=1e-4)
     assert result.traffic_bytes["all_reduce"] == pytest.approx(2 * weights * 2 * 15 / 16, rel=1e-4)
     for fused in FUSING:
-        again = dlrm.simulate(model, machine(), Switch(ranks, 1e9, 10), fused=fused)
+        again = model.step(Switch(ranks, 1e9, 10), Choices(fused=fused)).run(machine())
         assert sum(again.sent_bytes.values()) == pytest.approx(
             sum(result.sent_bytes.values()), rel=1e-4
         )
@@ -166,7 +166,7 @@ def test_transformer_traffic_is_the_models() -> None:
     model = load_workload(
         transformer.Transformer, "transformer", "gpt3-175b", {"layers": 2, "microbatches": 3}
     )
-    result = transformer.simulate(model, machine(), Switch(16, 1e9, 10), tensor=8, pipeline=1)
+    result = model.step(Switch(16, 1e9, 10), Choices(tensor=8, pipeline=1)).run(machine())
     activations = 2048 * 12288 * 2
     weights = 2 * 12 * 12288**2 / 8
     expected = 3 * 2 * 4 * activations * 2 * 7 / 8 + weights * 4 * 2 * 1 / 2
@@ -212,7 +212,7 @@ def test_fused_transformer_and_moe_are_not_slower() -> None:
 def test_moe_traffic_is_the_models() -> None:
     """Each token top_k times out and back, forward and backward."""
     model = load_workload(moe.Moe, "moe", "deepspeed-1.3b-moe128", {"layers": 2, "experts": 16})
-    result = moe.simulate(model, machine(), Switch(16, 1e9, 10))
+    result = model.step(Switch(16, 1e9, 10), Choices()).run(machine())
     assert result.traffic_bytes["all_to_all"] == pytest.approx(
         2 * 4 * 2048 * 2048 * 2 * 15 / 16, rel=1e-4
     )
@@ -220,7 +220,7 @@ def test_moe_traffic_is_the_models() -> None:
 
 def test_fewer_experts_than_ranks() -> None:
     model = load_workload(moe.Moe, "moe", "mixtral-8x7b", {"layers": 1})
-    result = moe.simulate(model, machine(), Switch(16, 1e9, 10))
+    result = model.step(Switch(16, 1e9, 10), Choices()).run(machine())
     assert result.traffic_bytes["all_to_all"] == pytest.approx(
         4 * 2 * 4096 * 4096 * 2 * 7 / 8, rel=1e-4
     )

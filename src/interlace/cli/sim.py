@@ -3,36 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from interlace.cli import sim_t3_commands
 from interlace.cli.outputs import Outputs
-from interlace.cli.sim_options import (
-    AllRanks,
-    AllReduce,
-    AllToAll,
-    CacheFolder,
-    CsvFile,
-    Fused,
-    HeatMapFile,
-    JsonFile,
-    Machine,
-    Model,
-    Network,
-    NoCache,
-    Nodes,
-    OutFolder,
-    PlotFile,
-    PointsFile,
-    Set,
-    Slices,
-    TraceFile,
-    Workers,
-)
+from interlace.cli.sim_options import options, underscored
+from interlace.sim.defaults import DEFAULTS
+
+
+class _SimCommands(TyperGroup):
+    """The group of the simulator's commands, which also take ``--tp`` for ``--tensor``."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        # T3's papers say TP; the option has one name in help and documents all the same.
+        spelled = [
+            arg.replace("--tp", "--tensor", 1) if arg.partition("=")[0] == "--tp" else arg
+            for arg in args
+        ]
+        return super().resolve_command(ctx, spelled)
+
 
 sim_app = typer.Typer(
+    cls=_SimCommands,
     help="Simulate training steps and collectives on many nodes: what fusing buys.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -44,165 +39,79 @@ reproduce_app = typer.Typer(
 )
 sim_app.add_typer(reproduce_app, name="reproduce")
 
+_FILES = ("json", "csv", "plot", "trace")
+_STEP = ("nodes", "model", "machine", "topology", "fused", "all_reduce", "slices", "all_ranks")
+
+
+def _run_workload(kind: str, **shared: Any) -> None:
+    from interlace.cli.sim_run import run_workload
+
+    run_workload(kind, **shared)
+
 
 @sim_app.command()
+@options(*_STEP, "all_to_all", "changes", files=_FILES, **DEFAULTS["dlrm"]._asdict())
 def dlrm(
-    nodes: Nodes = 0,
-    model: Model = "",
-    machine: Machine = "",
-    topology: Network = None,
-    fused: Fused = "both",
-    all_to_all: AllToAll = "one_shot",
-    all_reduce: AllReduce = "ring",
-    slices: Slices = 0,
-    changes: Set = None,
-    all_ranks: AllRanks = False,
-    json_file: JsonFile = None,
-    csv_file: CsvFile = None,
-    plot: PlotFile = None,
-    trace: TraceFile = None,
     chakra: Annotated[
         str | None,
         typer.Option(
             metavar="PREFIX", help="Write the unfused step as Chakra traces for ASTRA-sim."
         ),
     ] = None,
+    **shared: Any,
 ) -> None:
     """Simulate a training step of a recommendation model: embedding + All-to-All, fused and not."""
-    from interlace.cli.sim_run import run_workload
-
-    run_workload(
-        "dlrm",
-        {
-            "nodes": nodes,
-            "model": model,
-            "machine": machine,
-            "topology": topology,
-            "fused": fused,
-            "all_to_all": all_to_all,
-            "all_reduce": all_reduce,
-            "slices": slices,
-            "all_ranks": all_ranks,
-        },
-        changes,
-        Outputs(json=json_file, csv=csv_file, plot=plot, trace=trace),
-        chakra,
-    )
+    _run_workload("dlrm", chakra_prefix=chakra, **shared)
 
 
 @sim_app.command()
-def transformer(
-    nodes: Nodes = 0,
-    model: Model = "",
-    machine: Machine = "",
-    topology: Network = None,
-    fused: Fused = "both",
-    tensor: Annotated[int, typer.Option(min=1, help="GPUs of a tensor-parallel group.")] = 8,
-    pipeline: Annotated[int, typer.Option(min=1, help="Pipeline stages.")] = 8,
-    all_reduce: AllReduce = "ring",
-    slices: Slices = 0,
-    changes: Set = None,
-    all_ranks: AllRanks = False,
-    json_file: JsonFile = None,
-    csv_file: CsvFile = None,
-    plot: PlotFile = None,
-    trace: TraceFile = None,
-) -> None:
+@options(*_STEP, "tensor", "pipeline", "changes", files=_FILES, **DEFAULTS["transformer"]._asdict())
+def transformer(**shared: Any) -> None:
     """Simulate a training step of a Transformer with tensor, pipeline and data parallelism: GEMM +
     AllReduce, fused and not.
     """
-    from interlace.cli.sim_run import run_workload
-
-    run_workload(
-        "transformer",
-        {
-            "nodes": nodes,
-            "model": model,
-            "machine": machine,
-            "topology": topology,
-            "fused": fused,
-            "tensor": tensor,
-            "pipeline": pipeline,
-            "all_reduce": all_reduce,
-            "slices": slices,
-            "all_ranks": all_ranks,
-        },
-        changes,
-        Outputs(json=json_file, csv=csv_file, plot=plot, trace=trace),
-    )
+    _run_workload("transformer", **shared)
 
 
 @sim_app.command()
-def moe(
-    nodes: Nodes = 0,
-    model: Model = "",
-    machine: Machine = "",
-    topology: Network = None,
-    fused: Fused = "both",
-    all_to_all: AllToAll = "one_shot",
-    all_reduce: AllReduce = "ring",
-    slices: Slices = 0,
-    changes: Set = None,
-    all_ranks: AllRanks = False,
-    json_file: JsonFile = None,
-    csv_file: CsvFile = None,
-    plot: PlotFile = None,
-    trace: TraceFile = None,
-) -> None:
+@options(*_STEP, "all_to_all", "changes", files=_FILES, **DEFAULTS["moe"]._asdict())
+def moe(**shared: Any) -> None:
     """Simulate a training step of a mixture of experts with expert parallelism: GEMM + All-to-All,
     fused and not.
     """
-    from interlace.cli.sim_run import run_workload
-
-    run_workload(
-        "moe",
-        {
-            "nodes": nodes,
-            "model": model,
-            "machine": machine,
-            "topology": topology,
-            "fused": fused,
-            "all_to_all": all_to_all,
-            "all_reduce": all_reduce,
-            "slices": slices,
-            "all_ranks": all_ranks,
-        },
-        changes,
-        Outputs(json=json_file, csv=csv_file, plot=plot, trace=trace),
-    )
+    _run_workload("moe", **shared)
 
 
 @sim_app.command()
+@options(
+    "nodes",
+    "topology",
+    "all_ranks",
+    "changes",
+    files=("json", "plot", "trace"),
+    machine=DEFAULTS["collective"].machine,
+    nodes=DEFAULTS["collective"].nodes,
+)
 def collective(
     kind: Annotated[
-        str, typer.Argument(help="all_to_all, all_reduce, reduce_scatter or all_gather.")
+        str,
+        typer.Argument(
+            help="all_to_all, all_reduce, reduce_scatter or all_gather.", callback=underscored
+        ),
     ],
     size: Annotated[
         str, typer.Option(help="Bytes of each rank's whole buffer, say 16MiB.")
     ] = "16MiB",
     algorithm: Annotated[
-        str | None, typer.Option(help="One algorithm. \\[default: all of them]")
+        str | None,
+        typer.Option(help="One algorithm. \\[default: all of them]", callback=underscored),
     ] = None,
-    nodes: Nodes = 0,
-    machine: Machine = "",
-    topology: Network = None,
-    changes: Set = None,
-    all_ranks: AllRanks = False,
-    json_file: JsonFile = None,
-    plot: PlotFile = None,
-    trace: TraceFile = None,
+    **shared: Any,
 ) -> None:
     """Simulate one collective by one algorithm or by all: time, bandwidth, the physical bound."""
     from interlace.cli.sim_run import run_collective
 
-    run_collective(
-        kind,
-        size,
-        algorithm,
-        {"nodes": nodes, "machine": machine, "topology": topology, "all_ranks": all_ranks},
-        changes,
-        Outputs(json=json_file, plot=plot, trace=trace),
-    )
+    run_collective(kind, size, algorithm, **shared)
 
 
 # T3's commands have their own file; this is their place in the list that --help shows.
@@ -213,6 +122,7 @@ sim_app.command("t3-measured")(sim_t3_commands.t3_measured)
 
 
 @sim_app.command()
+@options(files=("json", "trace"))
 def astra(
     network: Annotated[Path, typer.Option(help="ASTRA-sim's network YAML.", metavar="FILE")],
     system: Annotated[Path, typer.Option(help="ASTRA-sim's system JSON.", metavar="FILE")],
@@ -228,16 +138,34 @@ def astra(
             "--congestion-unaware", help="Every message has the network to itself: not physical."
         ),
     ] = False,
-    json_file: JsonFile = None,
-    trace: TraceFile = None,
+    *,
+    outputs: Outputs,
 ) -> None:
     """Run ASTRA-sim's own inputs with its own semantics."""
     from interlace.cli.sim_files import run_astra
 
-    run_astra(network, system, workload, groups, unaware, Outputs(json=json_file, trace=trace))
+    run_astra(network, system, workload, groups, unaware, outputs)
 
 
 @sim_app.command()
+@options(
+    *_STEP,
+    "all_to_all",
+    "tensor",
+    "pipeline",
+    "changes",
+    "workers",
+    "cache",
+    "no_cache",
+    files=("json", "csv", "plot"),
+    helps={
+        "csv": "Write the points to FILE as CSV.",
+        "plot": "Draw a heat map over the first two parameters.",
+    },
+    nodes=None,
+    model=None,
+    machine=None,
+)
 def sweep(
     kind: Annotated[str, typer.Argument(help="dlrm, transformer, moe or collective.")],
     parameters: Annotated[
@@ -248,50 +176,40 @@ def sweep(
             help="Values of a parameter; every combination is run.",
         ),
     ],
-    changes: Set = None,
     value: Annotated[
         str,
         typer.Option(
             help="What the heat map shows: total_ns, exposed_ns, bound_ns or saved_percent."
         ),
     ] = "saved_percent",
-    workers: Workers = None,
-    cache: CacheFolder = None,
-    no_cache: NoCache = False,
-    json_file: JsonFile = None,
-    csv_file: PointsFile = None,
-    plot: HeatMapFile = None,
+    **shared: Any,
 ) -> None:
-    """Run every combination of some parameters in parallel; each is run once and remembered."""
+    """Run every combination of some parameters in parallel; each is run once and remembered.
+
+    The other options hold for every combination; without them the kind's own defaults do.
+    """
     from interlace.cli.sim_studies import run_sweep
 
-    run_sweep(
-        kind,
-        parameters,
-        changes,
-        value,
-        workers,
-        cache,
-        no_cache,
-        Outputs(json=json_file, csv=csv_file, plot=plot),
-    )
+    run_sweep(kind, parameters, value, **shared)
 
 
 @sim_app.command()
+@options(files=("folder",), folder=Path("interlace-sim-validate"))
 def validate(
     cases: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Recorded runs. \\[default: those of the package]"),
     ] = None,
-    out: OutFolder = Path("interlace-sim-validate"),
     brief: Annotated[
         bool, typer.Option("--brief", help="Show a summary and what differs, not every case.")
     ] = False,
+    *,
+    outputs: Outputs,
 ) -> None:
     """Run recorded ASTRA-sim runs and measured all-to-alls again; print and write every error."""
     from interlace.cli.sim_files import run_validate
 
-    raise typer.Exit(run_validate(cases, Outputs(folder=out), brief))
+    raise typer.Exit(run_validate(cases, outputs, brief))
 
 
 @sim_app.command()
@@ -334,16 +252,12 @@ def show_presets(
 
 
 @reproduce_app.command("sc24")
-def reproduce_sc24(
-    out: OutFolder = Path("interlace-sim-sc24"),
-    workers: Workers = None,
-    cache: CacheFolder = None,
-    no_cache: NoCache = False,
-) -> None:
+@options("workers", "cache", "no_cache", files=("folder",), folder=Path("interlace-sim-sc24"))
+def reproduce_sc24(**shared: Any) -> None:
     """Compare the 21 % of DLRM training on 128 nodes (Punniyamurthy et al., SC24) with ours."""
     from interlace.cli.sim_studies import run_sc24
 
-    run_sc24(Outputs(folder=out), workers, cache, no_cache)
+    run_sc24(**shared)
 
 
 reproduce_app.command("t3")(sim_t3_commands.reproduce_t3)

@@ -1,135 +1,199 @@
-"""Options that commands of ``interlace sim`` share, as annotated types."""
+"""Options that commands of ``interlace sim`` share: declared once, and taken by name."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-Nodes = Annotated[
-    int,
-    typer.Option(
-        min=0, help="Nodes of the machine's GPUs. \\[default: the workload's]", show_default=False
-    ),
-]
-Machine = Annotated[
-    str,
-    typer.Option(
-        help="A machine preset or YAML file; see `interlace sim presets`.", show_default=False
-    ),
-]
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A model preset or YAML file; see `interlace sim presets`.", show_default=False
-    ),
-]
-Network = Annotated[
-    str | None,
-    typer.Option(
-        "--topology",
-        help="ring, torus2d, torus3d, torus:AxB, switch, full, fattree[:LEAVESxDOWN/UP]. "
-        "\\[default: the machine's]",
-    ),
-]
-Fused = Annotated[str, typer.Option(help="Passes with fused operators: none, forward or both.")]
-AllToAll = Annotated[
-    str, typer.Option(help="The unfused All-to-All: one_shot, direct, per_dimension or ring.")
-]
-AllReduce = Annotated[
-    str, typer.Option(help="The AllReduce: ring, direct, halving_doubling or double_binary_tree.")
-]
-Slices = Annotated[
-    int,
-    typer.Option(
-        min=0,
-        help="Slices in which a fused kernel's output for a rank leaves. "
-        "\\[default: the workload's]",
-        show_default=False,
-    ),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="KEY=VALUE",
-        help="Change a value, say model.tables=1024 or machine.network.latency_ns=500; several "
-        "times.",
-    ),
-]
-AllRanks = Annotated[
-    bool, typer.Option("--all-ranks", help="Simulate every rank and link, not one of each kind.")
-]
-JsonFile = Annotated[
-    Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")
-]
-CsvFile = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Write the tasks to FILE as CSV.")
-]
-PlotFile = Annotated[
-    Path | None,
-    typer.Option(
-        "--plot", metavar="FILE", help="Draw the timelines, and bars beside them (FILE-bars)."
-    ),
-]
-TraceFile = Annotated[
-    Path | None, typer.Option("--trace", metavar="FILE", help="Write a trace for ui.perfetto.dev.")
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(min=1, help="Processes. \\[default: all processors]", show_default=False),
-]
-CacheFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--cache",
-        metavar="FOLDER",
-        help="Where outcomes are remembered. \\[default: the user's cache]",
-        show_default=False,
-    ),
-]
-NoCache = Annotated[
-    bool, typer.Option("--no-cache", help="Run everything again, and remember nothing.")
-]
-OutFolder = Annotated[
-    Path, typer.Option("--out", metavar="FOLDER", help="Where JSON, CSV and pictures go.")
-]
+from interlace.cli.outputs import Outputs
 
-T3Model = Annotated[
-    str, typer.Option("--model", help="Mega-GPT-2, T-NLG, GPT-3, PALM, MT-NLG, or a YAML file.")
-]
-T3Degree = Annotated[int, typer.Option("--tp", min=2, help="GPUs of the tensor-parallel group.")]
-T3SubLayer = Annotated[
-    str, typer.Option("--sublayer", help="op, fc2 (forward), fc1 or ip (backward).")
-]
-T3Shape = Annotated[
-    str | None,
-    typer.Option(
-        "--shape",
-        metavar="ROWSxCOLUMNSxDEPTH",
-        help="Any matrix product on each GPU, instead of a model's.",
-    ),
-]
-T3Set = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set", metavar="KEY=VALUE", help="Change a value of the machine, say tracker.sets=64."
-    ),
-]
+Command = Callable[..., None]
 
-# Commands whose files hold something else than a workload's say so in their own help.
-T3PlotFile = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw DRAM and link traffic over time, by cause."),
-]
-BarsFile = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Draw a bar for each shape.")
-]
-PointsFile = Annotated[
-    Path | None, typer.Option("--csv", metavar="FILE", help="Write the points to FILE as CSV.")
-]
-HeatMapFile = Annotated[
-    Path | None,
-    typer.Option("--plot", metavar="FILE", help="Draw a heat map over the first two parameters."),
-]
+
+def underscored(name: str | None) -> str | None:
+    """Return a name as it is spelled everywhere: ``all_to_all``, also for ``all-to-all``."""
+    return name and name.replace("-", "_")
+
+
+def _file(option: str, text: str) -> Any:
+    return Annotated[Path | None, typer.Option(f"--{option}", metavar="FILE", help=text)]
+
+
+def _named(text: str) -> Any:
+    return Annotated[str, typer.Option(help=text, callback=underscored)]
+
+
+# Annotation and default of each shared option, by the name under which a command gets it.
+_SHARED: dict[str, tuple[Any, Any]] = {
+    "nodes": (Annotated[int, typer.Option(min=1, help="Nodes of the machine's GPUs.")], 1),
+    "machine": (
+        Annotated[
+            str, typer.Option(help="A machine preset or YAML file; see `interlace sim presets`.")
+        ],
+        "",
+    ),
+    "model": (
+        Annotated[
+            str, typer.Option(help="A model preset or YAML file; see `interlace sim presets`.")
+        ],
+        "",
+    ),
+    "topology": (
+        Annotated[
+            str | None,
+            typer.Option(
+                help="ring, torus2d, torus3d, torus:AxB, switch, full, "
+                "fattree[:LEAVESxDOWN/UP]. \\[default: the machine's]",
+            ),
+        ],
+        None,
+    ),
+    "fused": (
+        Annotated[str, typer.Option(help="Passes with fused operators: none, forward or both.")],
+        "both",
+    ),
+    "tensor": (
+        Annotated[int, typer.Option(min=1, help="GPUs of a tensor-parallel group.")],
+        8,
+    ),
+    "pipeline": (Annotated[int, typer.Option(min=1, help="Pipeline stages.")], 8),
+    "all_to_all": (
+        _named("The unfused All-to-All: one_shot, direct, per_dimension or ring."),
+        "one_shot",
+    ),
+    "all_reduce": (
+        _named("The AllReduce: ring, direct, halving_doubling or double_binary_tree."),
+        "ring",
+    ),
+    "slices": (
+        Annotated[
+            int,
+            typer.Option(
+                min=0,
+                help="Slices in which a fused kernel's output for a rank leaves. "
+                "\\[default: the workload's]",
+                show_default=False,
+            ),
+        ],
+        0,
+    ),
+    "changes": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                "--set",
+                metavar="KEY=VALUE",
+                help="Change a value, say model.tables=1024 or machine.network.latency_ns=500; "
+                "several times.",
+            ),
+        ],
+        None,
+    ),
+    "all_ranks": (
+        Annotated[
+            bool,
+            typer.Option("--all-ranks", help="Simulate every rank and link, not one of each kind."),
+        ],
+        False,
+    ),
+    "workers": (
+        Annotated[
+            int | None,
+            typer.Option(min=1, help="Processes. \\[default: all processors]", show_default=False),
+        ],
+        None,
+    ),
+    "cache": (
+        Annotated[
+            Path | None,
+            typer.Option(
+                metavar="FOLDER",
+                help="Where outcomes are remembered. \\[default: the user's cache]",
+                show_default=False,
+            ),
+        ],
+        None,
+    ),
+    "no_cache": (
+        Annotated[
+            bool, typer.Option("--no-cache", help="Run everything again, and remember nothing.")
+        ],
+        False,
+    ),
+    "sublayer": (
+        Annotated[str, typer.Option(help="op, fc2 (forward), fc1 or ip (backward).")],
+        "fc2",
+    ),
+    "shape": (
+        Annotated[
+            str | None,
+            typer.Option(
+                metavar="ROWSxCOLUMNSxDEPTH",
+                help="Any matrix product on each GPU, instead of a model's.",
+            ),
+        ],
+        None,
+    ),
+    "json": (_file("json", "Write everything to FILE as JSON."), None),
+    "csv": (_file("csv", "Write the tasks to FILE as CSV."), None),
+    "plot": (_file("plot", "Draw the timelines, and bars beside them (FILE-bars)."), None),
+    "trace": (_file("trace", "Write a trace for ui.perfetto.dev."), None),
+    "folder": (
+        Annotated[
+            Path, typer.Option("--out", metavar="FOLDER", help="Where JSON, CSV and pictures go.")
+        ],
+        None,
+    ),
+}
+_FILES = ("json", "csv", "plot", "trace", "folder")
+
+
+def options(
+    *names: str, files: tuple[str, ...] = (), helps: dict[str, str] | None = None, **defaults: Any
+) -> Callable[[Command], Command]:
+    """Give a command shared options after its own.
+
+    The command gets each option as a keyword. Files arrive together, as the
+    :class:`interlace.cli.outputs.Outputs` of the keyword ``outputs``.
+
+    Args:
+        names: options other than files, as keys of the table above.
+        files: files that the command writes: ``json``, ``csv``, ``plot``, ``trace``, ``folder``.
+        helps: texts of files that hold something else than a workload's.
+        defaults: options by name whose default is the command's own.
+    """
+
+    def declare(name: str) -> inspect.Parameter:
+        annotation, default = _SHARED[name]
+        if helps and name in helps:
+            annotation = _file(name, helps[name])
+        return inspect.Parameter(
+            name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=defaults.get(name, default),
+            annotation=annotation,
+        )
+
+    def decorate(command: Command) -> Command:
+        own = [
+            parameter
+            for parameter in inspect.signature(command, eval_str=True).parameters.values()
+            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
+        shared = [declare(name) for name in dict.fromkeys((*names, *defaults, *files))]
+
+        @functools.wraps(command)
+        def run(*args: Any, **values: Any) -> None:
+            paths = {name: values.pop(name) for name in _FILES if name in values}
+            command(*args, **values, **({"outputs": Outputs(**paths)} if paths else {}))
+
+        # Typer reads a command's options from its signature.
+        run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        return run
+
+    return decorate

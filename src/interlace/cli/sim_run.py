@@ -12,6 +12,7 @@ from rich.table import Table
 
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
+from interlace.cli.sim_progress import show_progress
 from interlace.cli.tables import make_table
 from interlace.errors import ArgumentError, ConfigError
 from interlace.sim import plot, sweeps
@@ -20,8 +21,7 @@ from interlace.sim.collectives import ALGORITHMS
 from interlace.sim.results import Result
 from interlace.sim.scenario import FUSING, Scenario
 from interlace.sim.trace import to_perfetto
-from interlace.sim.workloads import dlrm
-from interlace.sim.workloads.common import load_workload
+from interlace.sim.workloads.transformer import Transformer
 from interlace.units import GIB, KIB, MIB, format_bytes, format_ns
 
 Changes = list[str] | None
@@ -62,10 +62,11 @@ def parse_changes(changes: Changes, example: str) -> dict[str, Any]:
 
 def run_workload(
     kind: str,
-    options: Mapping[str, Any],
+    *,
     changes: Changes,
     outputs: Outputs,
     chakra_prefix: str | None = None,
+    **options: Any,
 ) -> None:
     """Run a workload three times: nothing fused, the forward pass fused, and both passes fused.
 
@@ -74,9 +75,11 @@ def run_workload(
     """
     requested = scenario(kind, options, changes).complete()
     started = time.perf_counter()
-    results: dict[str, Result] = {
-        fused: dataclasses.replace(requested, fused=fused).simulate() for fused in FUSING
-    }
+    with show_progress(kind) as runs:
+        results: dict[str, Result] = {
+            fused: dataclasses.replace(requested, fused=fused).simulate()
+            for fused in runs.over(FUSING)
+        }
     seconds = time.perf_counter() - started
     result = results[requested.fused]
     console = make_console()
@@ -86,6 +89,10 @@ def run_workload(
     )
     console.print(_comparison(results, requested.fused))
     console.print(_resources(results["none"], result))
+    console.print(_layers(results["none"], result))
+    model = requested.load_model()
+    if isinstance(model, Transformer):
+        console.print(_pipeline(model, requested.pipeline, results["none"], result))
     console.print(_critical(result))
     events = sum(run.events for run in results.values())
     console.print(
@@ -98,6 +105,13 @@ def run_workload(
         lambda: {
             "scenario": dataclasses.asdict(requested),
             "result": result.to_json(),
+            "layers": {
+                fused: {
+                    name: {"compute_ns": computed, "exposed_ns": exposed}
+                    for name, (computed, exposed) in run.layers().items()
+                }
+                for fused, run in results.items()
+            },
             "comparison": {fused: _summary(run, results["none"]) for fused, run in results.items()},
         }
     )
@@ -109,7 +123,7 @@ def run_workload(
     outputs.write_plot(lambda file: plot.bars(titled, file), "-bars")
     outputs.write_trace(lambda: to_perfetto(shown))
     if chakra_prefix is not None:
-        _write_chakra(requested, result.ranks, chakra_prefix)
+        _write_chakra(requested, chakra_prefix)
     outputs.say_written(console)
 
 
@@ -163,6 +177,39 @@ def _resources(unfused: Result, result: Result) -> Table:
     return table
 
 
+def _layers(unfused: Result, result: Result) -> Table:
+    """Make the table of layers; neighbours with equal figures share a line."""
+    table = make_table(
+        "layer", "compute, unfused", "exposed, unfused", "compute, fused", "exposed, fused"
+    )
+    lines: list[tuple[list[str], list[str]]] = []
+    before, after = unfused.layers(), result.layers()
+    for name in dict.fromkeys([*before, *after]):
+        times = (*before.get(name, (0, 0)), *after.get(name, (0, 0)))
+        cells = [format_ns(time_ns) for time_ns in times]
+        if lines and lines[-1][1] == cells:
+            lines[-1][0].append(name)
+        else:
+            lines.append(([name], cells))
+    for names, cells in lines:
+        # Of 40 equal layers the first and the last say it, and how many they are.
+        each = f" ({len(names)}, each)" if len(names) > 1 else ""
+        table.add_row(" to ".join(dict.fromkeys([names[0], names[-1]])) + each, *cells)
+    return table
+
+
+def _pipeline(model: Transformer, stages: int, unfused: Result, result: Result) -> str:
+    """Say the depth and the microbatches, which no option need have named, and what they cost."""
+    shares = [
+        f"{format_ns(run.added_ns)} ({100 * run.added_ns / run.total_ns:.0f} % of the step)"
+        for run in (unfused, result)
+    ]
+    return (
+        f"Pipeline of {stages} stages (--pipeline), {model.microbatches.value:g} microbatches a "
+        f"step (--set model.microbatches=N): bubble {shares[0]} unfused, {shares[1]} fused."
+    )
+
+
 def _critical(result: Result) -> str:
     """Describe the critical path in one line; short neighbours of a row are merged."""
     parts: list[tuple[str, str, str, int]] = []  # row, first, last, time
@@ -189,23 +236,21 @@ def _critical(result: Result) -> str:
     return "Critical path: " + " -> ".join(shown)
 
 
-def _write_chakra(requested: Scenario, ranks: int, prefix: str) -> None:
-    model = load_workload(dlrm.Dlrm, "dlrm", requested.model, dict(requested.model_changes))
+def _write_chakra(requested: Scenario, prefix: str) -> None:
     # ASTRA-sim has no fused kernels, so the unfused step is exported whatever --fused says.
-    tasks = dlrm.tasks(
-        model, ranks, all_to_all=requested.all_to_all, all_reduce=requested.all_reduce
-    ).tasks
-    graph = export.to_graph(tasks, requested.load_machine())
-    chakra.write_traces([graph] * ranks, prefix)
+    step = dataclasses.replace(requested, fused="none").step()
+    graph = export.to_graph(step.tasks, requested.load_machine())
+    chakra.write_traces([graph] * step.topology.ranks, prefix)
 
 
 def run_collective(
     kind: str,
     size: str,
     algorithm: str | None,
-    options: Mapping[str, Any],
+    *,
     changes: Changes,
     outputs: Outputs,
+    **options: Any,
 ) -> None:
     """Run one collective by one algorithm, or by every algorithm that fits the network."""
     if kind not in ALGORITHMS:
@@ -214,14 +259,15 @@ def run_collective(
     base = scenario("collective", {**options, "collective": kind, "size": count}, changes)
     results: dict[str, Result] = {}
     skipped: dict[str, str] = {}
-    for name in [algorithm] if algorithm else ALGORITHMS[kind]:
-        try:
-            results[name] = base.change({"algorithm": name}).simulate()
-        # Without --algorithm, algorithms that do not fit the network are listed as skipped.
-        except ConfigError as error:
-            if algorithm:
-                raise
-            skipped[name] = str(error)
+    with show_progress(kind) as runs:
+        for name in runs.over([algorithm] if algorithm else ALGORITHMS[kind]):
+            try:
+                results[name] = base.change({"algorithm": name}).simulate()
+            # Without --algorithm, algorithms that do not fit the network are listed as skipped.
+            except ConfigError as error:
+                if algorithm:
+                    raise
+                skipped[name] = str(error)
     console = make_console()
     # A network that no algorithm fits is an error, and the first reason is shown.
     first = next(iter(results.values()), None)

@@ -11,6 +11,7 @@ from typing import Any
 
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
+from interlace.cli.sim_progress import show_progress
 from interlace.cli.sim_run import Changes, scenario
 from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
@@ -21,12 +22,14 @@ from interlace.units import format_ns
 def run_sweep(
     kind: str,
     parameters: Sequence[str],
-    changes: Changes,
     value: str,
+    *,
+    changes: Changes,
     workers: int | None,
     cache: Path | None,
     no_cache: bool,
     outputs: Outputs,
+    **options: Any,
 ) -> None:
     """Run every combination of some parameters' values; print a table and draw a heat map.
 
@@ -35,11 +38,14 @@ def run_sweep(
     if value not in sweeps.VALUES:
         raise ConfigError(f"--value must be one of {', '.join(sweeps.VALUES)}; got {value!r}.")
     values = dict(sweeps.parse_parameter(text) for text in parameters)
-    base = scenario(kind, {"fused": "both"} if kind != "collective" else {}, changes)
+    given = {name: option for name, option in options.items() if option is not None}
+    # A collective has no passes, and one result under whatever is asked of them.
+    base = scenario(kind, given | ({"fused": "none"} if kind == "collective" else {}), changes)
     # --no-cache wins over --cache, so that a script can add it to any command.
     folder = None if no_cache else cache or sweeps.default_cache()
     started = time.perf_counter()
-    points = sweeps.sweep(base, values, workers=workers, cache_folder=folder)
+    with show_progress(f"sweep {kind}") as runs:
+        points = sweeps.sweep(base, values, workers=workers, cache_folder=folder, progress=runs)
     console = make_console()
     table = make_table(*values, "step", "exposed", "bound", "saved", left=())
     for point in points:
@@ -123,12 +129,12 @@ def _short(value: Any) -> str:
     return str(value)
 
 
-def run_sc24(outputs: Outputs, workers: int | None, cache: Path | None, no_cache: bool) -> None:
+def run_sc24(*, outputs: Outputs, workers: int | None, cache: Path | None, no_cache: bool) -> None:
     """Compare the paper's 21 % with ours over baselines, networks, assumptions and node counts."""
     started = time.perf_counter()
-    study = reproduce.sc24(
-        workers=workers, cache_folder=None if no_cache else cache or sweeps.default_cache()
-    )
+    folder = None if no_cache else cache or sweeps.default_cache()
+    with show_progress("reproduce sc24") as runs:
+        study = reproduce.sc24(workers=workers, cache_folder=folder, progress=runs)
     console = make_console()
     console.print(
         "DLRM training on 128 GPUs, time saved by embedding + All-to-All fused (forward), and the "

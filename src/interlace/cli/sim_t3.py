@@ -13,6 +13,7 @@ from rich.table import Table
 
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
+from interlace.cli.sim_progress import show_progress
 from interlace.cli.sim_run import Changes, parse_changes
 from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
@@ -42,39 +43,43 @@ FASTER = ("t3", "t3-mca", "ideal")
 
 
 def run_t3(
+    *,
     model: str,
-    ranks: int,
+    tensor: int,
     sublayer: str,
     shape: str | None,
     tokens: int | None,
     collective: str,
     network: str | None,
     slowest: float | None,
-    machine_name: str,
+    machine: str,
     changes: Changes,
     outputs: Outputs,
 ) -> None:
     """Simulate one sub-layer in every configuration; print tables and write files."""
-    machine = load_t3_machine(machine_name, parse_changes(changes, CHANGE))
-    product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, ranks, tokens)
+    loaded = load_t3_machine(machine, parse_changes(changes, CHANGE))
+    product = (
+        parse_shape(shape) if shape else load_t3_model(model).product(sublayer, tensor, tokens)
+    )
     # A slow GPU breaks the symmetry that lets one GPU stand for all, so all are simulated.
-    slowness = None if slowest is None else (slowest, *[1.0] * (ranks - 1))
+    slowness = None if slowest is None else (slowest, *[1.0] * (tensor - 1))
     started = time.perf_counter()
-    results = {
-        name: simulate(
-            machine,
-            product,
-            ranks,
-            name,
-            collective,  # type: ignore[arg-type]
-            network=network,  # type: ignore[arg-type]
-            slowness=slowness,
-        )
-        for name in CONFIGURATIONS
-    }
+    with show_progress("t3") as runs:
+        results = {
+            name: simulate(
+                loaded,
+                product,
+                tensor,
+                name,
+                collective,  # type: ignore[arg-type]
+                network=network,  # type: ignore[arg-type]
+                slowness=slowness,
+            )
+            for name in runs.over(CONFIGURATIONS)
+        }
     seconds = time.perf_counter() - started
     console = make_console()
-    print_product(console, product, ranks, machine, results["t3"].result.topology)
+    print_product(console, product, tensor, loaded, results["t3"].result.topology)
     console.print(_times(results))
     console.print(_traffic(results))
     console.print(_occupancy(results))
@@ -91,21 +96,23 @@ def run_t3(
 
 
 def run_sensitivity(
+    *,
     model: str,
-    ranks: int,
+    tensor: int,
     sublayer: str,
     shape: str | None,
-    machine_name: str,
+    machine: str,
     changes: Changes,
     outputs: Outputs,
 ) -> None:
     """Simulate one sub-layer with each assumption changed in turn; print the speed-ups."""
     pairs = parse_changes(changes, CHANGE)
-    product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, ranks)
-    machine = load_t3_machine(machine_name, pairs)
-    rows = sensitivity(machine_name, pairs, product, ranks)
+    product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, tensor)
+    loaded = load_t3_machine(machine, pairs)
+    with show_progress("t3-sensitivity") as runs:
+        rows = sensitivity(machine, pairs, product, tensor, runs)
     console = make_console()
-    print_product(console, product, ranks, machine, machine.network.topology)
+    print_product(console, product, tensor, loaded, loaded.network.topology)
     table = make_table("value", "changed to", *(f"{name}, faster" for name in rows[0].speed_ups))
     for row in rows:
         gains = (f"{100 * (gain - 1):.1f} %" for gain in row.speed_ups.values())
@@ -116,28 +123,30 @@ def run_sensitivity(
 
 
 def run_layer(
+    *,
     model: str,
-    ranks: int,
-    machine_name: str,
+    tensor: int,
+    machine: str,
     changes: Changes,
     sequences: int,
     rest_share: float,
     outputs: Outputs,
 ) -> None:
     """Estimate a layer in training, for a prompt, and in the generation of tokens."""
-    machine = load_t3_machine(machine_name, parse_changes(changes, CHANGE))
+    loaded = load_t3_machine(machine, parse_changes(changes, CHANGE))
     layers = load_t3_model(model)
-    estimates = {
-        phase: estimate(
-            machine,
-            layers,
-            ranks,
-            phase,
-            tokens=sequences if phase == "generation" else None,
-            rest_share=rest_share,
-        )
-        for phase in REDUCED
-    }
+    with show_progress("t3-layer") as runs:
+        estimates = {
+            phase: estimate(
+                loaded,
+                layers,
+                tensor,
+                phase,
+                tokens=sequences if phase == "generation" else None,
+                rest_share=rest_share,
+            )
+            for phase in runs.over(tuple(REDUCED))
+        }
     console = make_console()
     table = make_table(
         "layer",
@@ -165,8 +174,8 @@ def run_layer(
             *(f"{100 * (layer.speed_up(name) - 1):.1f} %" for name in FASTER),
         )
     console.print(
-        f"{layers.name}, one of {int(layers.layers.value)} equal layers, {ranks} GPUs; "
-        f"{machine.name}"
+        f"{layers.name}, one of {int(layers.layers.value)} equal layers, {tensor} GPUs; "
+        f"{loaded.name}"
     )
     console.print(table)
     outputs.write_json(
@@ -177,15 +186,17 @@ def run_layer(
 
 def run_measured(
     files: list[Path],
-    machine_name: str,
+    *,
+    machine: str,
     changes: Changes,
     outputs: Outputs,
 ) -> None:
     """Compare T3 with measured software, shape by shape."""
-    machine = load_t3_machine(machine_name, parse_changes(changes, CHANGE))
-    comparisons, left_out = compare(machine, files)
+    loaded = load_t3_machine(machine, parse_changes(changes, CHANGE))
+    with show_progress("t3-measured"):
+        comparisons, left_out = compare(loaded, files)
     console = make_console()
-    console.print(f"{machine.name}; measured: {', '.join(file.name for file in files)}")
+    console.print(f"{loaded.name}; measured: {', '.join(file.name for file in files)}")
     table = make_table(
         "operator",
         "shape",
@@ -315,10 +326,11 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
     return table
 
 
-def run_reproduce(outputs: Outputs, workers: int | None) -> None:
+def run_reproduce(*, every_case: bool, outputs: Outputs, workers: int | None) -> None:
     """Compare every published figure with ours, and list the assumptions with their sources."""
     started = time.perf_counter()
-    done = study(workers=workers)
+    with show_progress("reproduce t3") as runs:
+        done = study(every_case=every_case, workers=workers, progress=runs)
     console = make_console()
     headings = ("figure", "published", "ours", "difference", "tolerance", "met", "note")
     table = make_table(*headings, left=("figure", "note"))

@@ -3,32 +3,23 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from interlace.cli.outputs import Outputs
-from interlace.cli.sim_options import (
-    BarsFile,
-    JsonFile,
-    Machine,
-    OutFolder,
-    T3Degree,
-    T3Model,
-    T3PlotFile,
-    T3Set,
-    T3Shape,
-    T3SubLayer,
-    TraceFile,
-    Workers,
+from interlace.cli.sim_options import options, underscored
+
+_PRODUCT = ("model", "tensor", "sublayer", "shape", "machine", "changes")
+_SHARED: dict[str, Any] = {"model": "T-NLG", "machine": "t3-paper"}
+
+
+@options(
+    *_PRODUCT,
+    files=("json", "plot", "trace"),
+    helps={"plot": "Draw DRAM and link traffic over time, by cause."},
+    **_SHARED,
 )
-
-
 def t3(
-    model: T3Model = "T-NLG",
-    tp: T3Degree = 8,
-    sublayer: T3SubLayer = "fc2",
-    shape: T3Shape = None,
     tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Rows of the product, instead of the model's. Few: generation."),
@@ -36,9 +27,10 @@ def t3(
     collective: Annotated[
         str,
         typer.Option(
-            help="reduce-scatter (and all-gather), all-to-all, or all-gather (before the product)."
+            help="reduce_scatter (and all_gather), all_to_all, or all_gather (before the product).",
+            callback=underscored,
         ),
-    ] = "reduce-scatter",
+    ] = "reduce_scatter",
     network: Annotated[
         str | None, typer.Option(help="ring, full or switch; the machine's by default.")
     ] = None,
@@ -48,65 +40,45 @@ def t3(
             min=1, help="Simulate every GPU, and let the first one compute this many times as long."
         ),
     ] = None,
-    machine: Machine = "t3-paper",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
-    plot: T3PlotFile = None,
-    trace: TraceFile = None,
+    **shared: Any,
 ) -> None:
     """Simulate a sub-layer whose memory system tracks the product and triggers its collective
     (T3), next to six other configurations.
     """
     from interlace.cli.sim_t3 import run_t3
 
-    run_t3(
-        model,
-        tp,
-        sublayer,
-        shape,
-        tokens,
-        collective,
-        network,
-        slowest,
-        machine,
-        changes,
-        Outputs(json=json_file, plot=plot, trace=trace),
-    )
+    run_t3(tokens=tokens, collective=collective, network=network, slowest=slowest, **shared)
 
 
+@options("model", "tensor", "machine", "changes", files=("json",), **_SHARED)
 def t3_layer(
-    model: T3Model = "T-NLG",
-    tp: T3Degree = 8,
     sequences: Annotated[int, typer.Option(min=1, help="Sequences that generate tokens.")] = 8,
     rest_share: Annotated[
         float,
         typer.Option(min=0, max=0.99, help="Share of the time in operators that are not sliced."),
     ] = 0.425,
-    machine: Machine = "t3-paper",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
+    **shared: Any,
 ) -> None:
     """Estimate a layer with T3: in training, for a prompt, and in the generation of tokens."""
     from interlace.cli.sim_t3 import run_layer
 
-    run_layer(model, tp, machine, changes, sequences, rest_share, Outputs(json=json_file))
+    run_layer(sequences=sequences, rest_share=rest_share, **shared)
 
 
-def t3_sensitivity(
-    model: T3Model = "T-NLG",
-    tp: T3Degree = 8,
-    sublayer: T3SubLayer = "fc2",
-    shape: T3Shape = None,
-    machine: Machine = "t3-paper",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
-) -> None:
+@options(*_PRODUCT, files=("json",), **_SHARED)
+def t3_sensitivity(**shared: Any) -> None:
     """Change each of T3's assumptions in turn, and show the speed-ups. A minute or two."""
     from interlace.cli.sim_t3 import run_sensitivity
 
-    run_sensitivity(model, tp, sublayer, shape, machine, changes, Outputs(json=json_file))
+    run_sensitivity(**shared)
 
 
+@options(
+    "changes",
+    files=("json", "plot"),
+    helps={"plot": "Draw a bar for each shape."},
+    machine="t3-h200",
+)
 def t3_measured(
     documents: Annotated[
         list[Path],
@@ -115,21 +87,28 @@ def t3_measured(
             metavar="FILE...",
         ),
     ],
-    machine: Machine = "t3-h200",
-    changes: T3Set = None,
-    json_file: JsonFile = None,
-    plot: BarsFile = None,
+    **shared: Any,
 ) -> None:
     """Compare T3's hardware with software that was measured, shape by shape."""
     from interlace.cli.sim_t3 import run_measured
 
-    run_measured(documents, machine, changes, Outputs(json=json_file, plot=plot))
+    run_measured(documents, **shared)
 
 
-def reproduce_t3(out: OutFolder = Path("interlace-sim-t3"), workers: Workers = None) -> None:
+@options("workers", files=("folder",), folder=Path("interlace-sim-t3"))
+def reproduce_t3(
+    every_case: Annotated[
+        bool,
+        typer.Option(
+            "--every-case",
+            help="Simulate and write cases that no figure needs, too; twice as long.",
+        ),
+    ] = False,
+    **shared: Any,
+) -> None:
     """Compare the figures of tracked and triggered communication (Pati et al., ASPLOS'24) with
     ours, and list every assumption.
     """
     from interlace.cli.sim_t3 import run_reproduce
 
-    run_reproduce(Outputs(folder=out), workers)
+    run_reproduce(every_case=every_case, **shared)

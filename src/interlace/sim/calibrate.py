@@ -17,12 +17,13 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import yaml
 
 from interlace.errors import ConfigError
+from interlace.sim.collectives import least_sent_bytes
 from interlace.sim.configfile import read
 from interlace.sim.machine import Machine
 
@@ -76,6 +77,9 @@ class Fit:
     mean_error: float
     median_error: float
     worst_error: float
+
+
+Point = TypeVar("Point", Product, Timing)
 
 
 def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing]]:
@@ -152,7 +156,6 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
             f"a fit must have at least {2 * HOLD_OUT} matrix products; got {len(products)}. "
             "Measure more."
         )
-    seen, unseen = _split(products)
 
     def predict(parameters: np.ndarray, points: Sequence[Product]) -> np.ndarray:
         # Shares are fitted through a logistic and times through an exponential, so that the search
@@ -169,32 +172,18 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
         larger, smaller = np.maximum(compute, memory), np.minimum(compute, memory)
         return np.asarray(kernel + larger * (1 + (smaller / larger) ** norm) ** (1 / norm))
 
-    # The loss is the mean error of logarithms: relative errors count alike at all sizes, and
-    # outliers less than in squares.
-    measured = np.array([p.ns for p in seen])
+    def values(best: np.ndarray) -> dict[str, float]:
+        shares = (1 / (1 + math.exp(-x)) for x in best[:2])
+        found = (*shares, math.exp(best[2]), 1 + math.exp(best[3]))
+        return dict(zip(_PARAMETERS, found, strict=True))
 
-    def loss(parameters: np.ndarray) -> float:
-        return float(np.mean(np.abs(np.log(predict(parameters, seen) / measured))))
-
-    best = minimise(loss, np.array([1.0, 1.5, math.log(3000.0), 0.5]))
-    values = (
-        1 / (1 + math.exp(-best[0])),
-        1 / (1 + math.exp(-best[1])),
-        math.exp(best[2]),
-        1 + math.exp(best[3]),
-    )
-    errors = np.abs(predict(best, unseen) / np.array([p.ns for p in unseen]) - 1)
-    return _fit("matrix products", dict(zip(_PARAMETERS, values, strict=True)), len(seen), errors)
+    start = np.array([1.0, 1.5, math.log(3000.0), 0.5])
+    return _fit("matrix products", products, predict, start, values)
 
 
 def steps(kind: str, gpus: int) -> int:
     """Return the dependent steps of the library's algorithm: a ring's, or 1 for an all-to-all."""
     return {"all_to_all": 1, "all_reduce": 2 * (gpus - 1)}.get(kind, gpus - 1)
-
-
-def link_bytes(kind: str, gpus: int, size: float) -> float:
-    """Return the bytes that leave each GPU for a buffer of ``size`` bytes."""
-    return (2 if kind == "all_reduce" else 1) * size * (gpus - 1) / gpus
 
 
 def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
@@ -211,7 +200,6 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
             f"a fit must have at least {2 * HOLD_OUT} timings of each collective; got "
             f"{len(timings)} of {len(kinds)}. Measure more."
         )
-    seen, unseen = _split(timings)
 
     def predict(parameters: np.ndarray, points: Sequence[Timing]) -> np.ndarray:
         launch, step = np.exp(parameters[0]), np.exp(parameters[1])
@@ -220,39 +208,51 @@ def fit_collectives(timings: Sequence[Timing], link_bytes_per_s: float) -> Fit:
             [
                 launch
                 + step * steps(t.kind, t.gpus)
-                + 1e9 * link_bytes(t.kind, t.gpus, t.size) / (link_bytes_per_s * share[t.kind])
+                + 1e9
+                * least_sent_bytes(t.kind, t.size, t.gpus)
+                / (link_bytes_per_s * share[t.kind])
                 for t in points
             ]
         )
 
-    measured = np.array([t.ns for t in seen])
+    def values(best: np.ndarray) -> dict[str, float]:
+        return {
+            "launch_ns": math.exp(best[0]),
+            "step_ns": math.exp(best[1]),
+            **{
+                f"efficiency_of.{kind}": float(1 / (1 + math.exp(-x)))
+                for kind, x in zip(kinds, best[2:], strict=True)
+            },
+        }
 
+    start = np.array([math.log(8000.0), math.log(600.0), *([1.0] * len(kinds))])
+    return _fit("collectives", timings, predict, start, values)
+
+
+def _fit(
+    quantity: str,
+    points: Sequence[Point],
+    predict: Callable[[np.ndarray, Sequence[Point]], np.ndarray],
+    start: np.ndarray,
+    values: Callable[[np.ndarray], dict[str, float]],
+) -> Fit:
+    """Fit a model's parameters to three of four points, and check them on the fourth."""
+    # Every fourth point, so that sizes from small to large are held out.
+    unseen = list(points[HOLD_OUT - 1 :: HOLD_OUT])
+    seen = [point for number, point in enumerate(points) if number % HOLD_OUT != HOLD_OUT - 1]
+    measured = np.array([point.ns for point in seen])
+
+    # The loss is the mean error of logarithms: relative errors count alike at all sizes, and
+    # outliers less than in squares.
     def loss(parameters: np.ndarray) -> float:
         return float(np.mean(np.abs(np.log(predict(parameters, seen) / measured))))
 
-    best = minimise(loss, np.array([math.log(8000.0), math.log(600.0), *([1.0] * len(kinds))]))
-    values = {"launch_ns": math.exp(best[0]), "step_ns": math.exp(best[1])}
-    values |= {
-        f"efficiency_of.{kind}": float(1 / (1 + math.exp(-x)))
-        for kind, x in zip(kinds, best[2:], strict=True)
-    }
-    errors = np.abs(predict(best, unseen) / np.array([t.ns for t in unseen]) - 1)
-    return _fit("collectives", values, len(seen), errors)
-
-
-def _split(points: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    # Every fourth point, so that sizes from small to large are held out.
-    unseen = list(points[HOLD_OUT - 1 :: HOLD_OUT])
-    return [
-        point for number, point in enumerate(points) if number % HOLD_OUT != HOLD_OUT - 1
-    ], unseen
-
-
-def _fit(quantity: str, values: dict[str, float], seen: int, errors: np.ndarray) -> Fit:
+    best = minimise(loss, start)
+    errors = np.abs(predict(best, unseen) / np.array([point.ns for point in unseen]) - 1)
     return Fit(
         quantity,
-        values,
-        seen,
+        values(best),
+        len(seen),
         len(errors),
         float(errors.mean()),
         float(np.median(errors)),

@@ -12,7 +12,7 @@ random numbers.
 Example::
 
     engine = Engine()
-    link = Server("link", "link")
+    link = Server("link")
     engine.after(5, lambda: print(engine.now, link.reserve(engine.now, 10)))   # 5 5
     engine.after(7, lambda: print(engine.now, link.reserve(engine.now, 10)))   # 7 15
     engine.run()
@@ -26,9 +26,6 @@ import heapq
 import math
 from collections.abc import Callable
 from typing import Any
-
-KINDS = ("compute", "memory", "link", "nic", "dma")
-"""What a server models: processors, device memory, a link, a network card's port, a copy engine."""
 
 
 class Engine:
@@ -85,16 +82,14 @@ class Server:
     copy engine.
 
     Attributes:
-        kind: one of :data:`KINDS`.
         free_ns: time at which all reserved work will be done.
         busy_ns: nanoseconds of work in all.
     """
 
-    __slots__ = ("busy_ns", "free_ns", "kind", "name")
+    __slots__ = ("busy_ns", "free_ns", "name")
 
-    def __init__(self, name: str, kind: str) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.kind = kind
         self.free_ns = 0
         self.busy_ns = 0
 

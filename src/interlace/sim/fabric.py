@@ -30,7 +30,6 @@ class Fabric:
 
     Attributes:
         sent_bytes: bytes per link class: one rank's if mirrored, else all ranks'.
-        messages: number of messages that were sent.
     """
 
     def __init__(
@@ -54,7 +53,6 @@ class Fabric:
         """
         self.engine, self.topology, self.mirrored = engine, topology, mirrored
         self.store_and_forward = store_and_forward
-        self.messages = 0
         self._observe = observe
         self._servers: dict[Hop, Server] = {}
         self._paths: dict[tuple[int, int], list[list[_Resolved]]] = {}
@@ -83,7 +81,6 @@ class Fabric:
             efficiency: share of the links' bandwidth that the sender reaches; below 1 it occupies
                 the links for longer.
         """
-        self.messages += 1
         paths = self._paths.get((source, destination))
         if paths is None:
             paths = [self._resolve(path) for path in self.topology.paths(source, destination)]
@@ -105,7 +102,7 @@ class Fabric:
             key = (index, 0) if self.mirrored else (index, link)
             server = self._servers.get(key)
             if server is None:
-                server = self._servers[key] = Server(description.name, description.kind)
+                server = self._servers[key] = Server(description.name)
             # Ranks that share a link use it at the same time, so each gets its share of the
             # bandwidth; a rank with several links of a class uses one per message.
             sharing = max(1.0, self.topology.sharing(index)) if self.mirrored else 1.0

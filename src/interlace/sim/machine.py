@@ -21,17 +21,22 @@ from interlace.sim.engine import duration_ns
 Confidence = Literal["measured", "published", "derived", "assumed"]
 
 
-class Sourced(BaseModel):
-    """A number with its source and a confidence.
+class Source(BaseModel):
+    """Where a value comes from, and the confidence in it.
 
     Confidences are: measured by us, published by others, derived from such figures, assumed.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    value: float
     source: Annotated[str, Field(min_length=3)]
     confidence: Confidence
+
+
+class Sourced(Source):
+    """A number with its source and a confidence."""
+
+    value: float
 
     @model_validator(mode="after")
     def _not_negative(self) -> Sourced:
@@ -40,10 +45,10 @@ class Sourced(BaseModel):
         return self
 
 
-def _with_source(value: Any) -> Any:
-    """Turn a bare number into a number whose source the file does not name."""
+def with_source(value: Any) -> Any:
+    """Give a bare number, or a bare list, the source of a value whose file names none."""
     # YAML's true and false are ints in Python, and no value of a machine.
-    plain = isinstance(value, int | float) and not isinstance(value, bool)
+    plain = isinstance(value, int | float | list) and not isinstance(value, bool)
     return (
         {"value": value, "source": "given without a source", "confidence": "assumed"}
         if plain
@@ -51,7 +56,7 @@ def _with_source(value: Any) -> Any:
     )
 
 
-Given = Annotated[Sourced, BeforeValidator(_with_source)]
+Given = Annotated[Sourced, BeforeValidator(with_source)]
 """A number with its source; in a user's file a bare number is enough."""
 
 

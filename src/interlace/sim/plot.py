@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from interlace.sim.figure import open_figure, time_unit
+from interlace.sim.figure import open_figure, plain, time_unit
 from interlace.sim.results import Result
 from interlace.sim.timeline import timeline
 
@@ -60,9 +60,7 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
             )
             # The first bar is the reference, so its own label has no percentage.
             saved = 1 - result.total_ns / base
-            text = f"{result.total_ns / scale:.3g}" + (
-                f"\n{-100 * saved:+.1f} %" if position else ""
-            )
+            text = plain(result.total_ns / scale) + (f"\n{-100 * saved:+.1f} %" if position else "")
             axis.annotate(
                 text,
                 (position, result.total_ns / scale),

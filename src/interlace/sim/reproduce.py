@@ -13,7 +13,7 @@ from typing import Any
 
 from interlace.errors import ConfigError
 from interlace.sim.scenario import FUSING, Scenario
-from interlace.sim.sweeps import run_all
+from interlace.sim.sweeps import Progress, run_all
 
 PAPER_PERCENT = 21.0
 """SC24: DLRM training on 128 nodes, up to 21 % faster with the fused operator (arXiv:2305.06942,
@@ -133,7 +133,11 @@ class Study:
 
 
 def sc24(
-    *, workers: int | None = None, cache_folder: Path | None = None, nodes: Sequence[int] = NODES
+    *,
+    workers: int | None = None,
+    cache_folder: Path | None = None,
+    nodes: Sequence[int] = NODES,
+    progress: Progress | None = None,
 ) -> Study:
     """Run the study.
 
@@ -141,6 +145,7 @@ def sc24(
         workers: number of processes; None is all processors, 1 runs in this process.
         cache_folder: folder of remembered outcomes; None remembers nothing.
         nodes: node counts of the curve.
+        progress: called after every run.
     """
     base = Scenario("dlrm")
     # The table varies network and unfused algorithm together, since they depend on each other.
@@ -187,7 +192,7 @@ def sc24(
         scenario.change({"fused": fused}).complete() for scenario in scenarios for fused in FUSING
     ]
     # Scenarios repeat between the tables, and each is run once.
-    times = run_all(list(dict.fromkeys(every)), workers, cache_folder)
+    times = run_all(list(dict.fromkeys(every)), workers, cache_folder, progress)
 
     def saving(scenario: Scenario) -> Saving:
         outcomes = [times[scenario.change({"fused": fused}).complete()] for fused in FUSING]

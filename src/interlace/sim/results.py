@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import io
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -35,15 +36,26 @@ class LinkUse:
     size: float
 
 
+_LAYER = re.compile(r"\b(?:l\d+|(?:bottom|top) \d+|embedding|interaction)\b")
+"""The part of a task's name that says which layer of its model it belongs to."""
+REST = "the rest"
+"""Tasks of no layer, such as the optimizer, and waiting for the last collectives."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TaskTime:
-    """Start and end of a task on the rank that ended last, and the task that it waited for last."""
+    """Start and end of a task on the rank that ended last, and the task that it waited for last.
+
+    Attributes:
+        compute_ns: nanoseconds in which the task computed; a fused one also waits.
+    """
 
     name: str
     row: str
     start_ns: int
     end_ns: int
     after: str | None
+    compute_ns: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,6 +109,31 @@ class Result:
             path.append(tasks[at])
             at = tasks[at].after
         return path[::-1]
+
+    def streams(self) -> list[str]:
+        """List the rows in which rank 0 worked: computation first, the others by name."""
+        return sorted({span.row for span in self.spans}, key=lambda row: (row != "compute", row))
+
+    def layers(self) -> dict[str, tuple[int, int]]:
+        """Return the nanoseconds of computation and of exposed communication of each layer.
+
+        Waiting counts for the layer whose computation it holds up, and inside of a fused kernel for
+        the kernel's own layer. The sums are the step's, without ``added_ns``.
+        """
+        times: dict[str, tuple[int, int]] = {}
+        at = 0
+        for task in sorted(self.tasks, key=lambda task: task.start_ns):
+            if not task.compute_ns:
+                continue
+            match = _LAYER.search(task.name)
+            name = match[0] if match else REST
+            computed, exposed = times.get(name, (0, 0))
+            waited = task.end_ns - at - task.compute_ns
+            times[name] = computed + task.compute_ns, exposed + waited
+            at = task.end_ns
+        computed, exposed = times.pop(REST, (0, 0))
+        times[REST] = computed, exposed + self.total_ns - self.added_ns - at
+        return times
 
     def to_json(self) -> dict[str, Any]:
         """Return everything but the single spans and link uses, for JSON."""

@@ -11,44 +11,31 @@ from typing import Any
 
 from interlace.errors import ConfigError
 from interlace.sim.collectives import ALGORITHMS
+from interlace.sim.defaults import DEFAULTS
 from interlace.sim.machine import Machine, load_machine
 from interlace.sim.results import Result
-from interlace.sim.step import run
 from interlace.sim.work import Collective, Task
 from interlace.sim.workloads import dlrm, moe, transformer
-from interlace.sim.workloads.common import Fusing, load_workload
+from interlace.sim.workloads.common import Choices, Fusing, Step, Workload, load_workload
 
-KINDS = ("dlrm", "transformer", "moe", "collective")
-DEFAULT_MODEL = {
-    "dlrm": "model-i",
-    "transformer": "gpt3-175b",
-    "moe": "deepseek-v3",
-    "collective": "",
+KINDS = tuple(DEFAULTS)
+MODELS: dict[str, type[Workload]] = {
+    "dlrm": dlrm.Dlrm,
+    "transformer": transformer.Transformer,
+    "moe": moe.Moe,
 }
-DEFAULT_MACHINE = {
-    "dlrm": "sc24-torus",
-    "transformer": "h200-cluster",
-    "moe": "h200-cluster",
-    "collective": "sc24-torus",
-}
-DEFAULT_NODES = {"dlrm": 128, "transformer": 64, "moe": 8, "collective": 128}
 FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
 
 
 @dataclasses.dataclass(frozen=True)
-class Scenario:
-    """Everything that determines a result.
+class Scenario(Choices):
+    """Everything that determines a result, the choices of :class:`Choices` among it.
 
     Attributes:
         kind: one of :data:`KINDS`.
         model, machine: a preset's name or a YAML file.
         nodes: number of nodes; a node has one or several of the machine's GPUs.
         topology: network between nodes; None is the machine's.
-        fused: passes that use the fused operators.
-        all_to_all, all_reduce: the library's algorithms.
-        slices: slices in which a fused kernel's output for one rank leaves; 0 is the workload's
-            default.
-        tensor, pipeline: sizes of a ``transformer``'s parallel groups.
         collective, algorithm, size: kind, algorithm and bytes of a ``collective``.
         all_ranks: simulate every rank instead of one that stands for all.
         model_changes, machine_changes: pairs of a dotted key and its value.
@@ -59,12 +46,6 @@ class Scenario:
     machine: str = ""
     nodes: int = 0
     topology: str | None = None
-    fused: Fusing = "none"
-    all_to_all: str = "one_shot"
-    all_reduce: str = "ring"
-    slices: int = 0
-    tensor: int = 8
-    pipeline: int = 8
     collective: str = "all_to_all"
     algorithm: str = "one_shot"
     size: int = 16 << 20
@@ -93,11 +74,14 @@ class Scenario:
                 f"nodes, slices and bytes must not be negative; got {self.nodes}, {self.slices}, "
                 f"{self.size}."
             )
+        if self.kind == "collective" and (self.model or self.model_changes):
+            raise ConfigError("a collective has no model; got one. Leave it out.")
+        default = DEFAULTS[self.kind]
         return dataclasses.replace(
             self,
-            model=self.model or DEFAULT_MODEL[self.kind],
-            machine=self.machine or DEFAULT_MACHINE[self.kind],
-            nodes=self.nodes or DEFAULT_NODES[self.kind],
+            model=self.model or default.model,
+            machine=self.machine or default.machine,
+            nodes=self.nodes or default.nodes,
         )
 
     def change(self, changes: Mapping[str, Any]) -> Scenario:
@@ -138,8 +122,13 @@ class Scenario:
         """Load the scenario's machine with its changes."""
         return load_machine(self.complete().machine, dict(self.machine_changes))
 
-    def simulate(self) -> Result:
-        """Simulate the scenario.
+    def load_model(self) -> Workload:
+        """Load the scenario's model with its changes; its class is that of the kind."""
+        full = self.complete()
+        return load_workload(MODELS[full.kind], full.kind, full.model, dict(full.model_changes))
+
+    def step(self) -> Step:
+        """List the scenario's tasks, on its network.
 
         Raises:
             ConfigError: a file, a key or a combination is wrong.
@@ -149,31 +138,12 @@ class Scenario:
         # A machine without nodes counts every GPU as a node.
         ranks = full.nodes * (machine.node.gpus if machine.node else 1)
         topology = machine.build_topology(ranks, full.topology)
-        changes = dict(full.model_changes)
-        common: dict[str, Any] = {
-            "fused": full.fused,
-            "all_reduce": full.all_reduce,
-            "all_ranks": full.all_ranks,
-        }
-        # Workloads have different defaults, so 0 must not reach them.
-        if full.slices:
-            common["slices"] = full.slices
-        if full.kind == "dlrm":
-            model = load_workload(dlrm.Dlrm, "dlrm", full.model, changes)
-            return dlrm.simulate(model, machine, topology, all_to_all=full.all_to_all, **common)
-        if full.kind == "moe":
-            mixture = load_workload(moe.Moe, "moe", full.model, changes)
-            return moe.simulate(mixture, machine, topology, all_to_all=full.all_to_all, **common)
-        if full.kind == "transformer":
-            dense = load_workload(transformer.Transformer, "transformer", full.model, changes)
-            return transformer.simulate(
-                dense, machine, topology, tensor=full.tensor, pipeline=full.pipeline, **common
-            )
+        if full.kind != "collective":
+            return full.load_model().step(topology, full)
         work = Collective(full.collective, full.algorithm, full.size)
-        return run(
-            machine,
-            topology,
-            [Task(full.collective, full.collective, work)],
-            name=f"{full.collective}, {full.algorithm}",
-            all_ranks=full.all_ranks,
-        )
+        tasks = [Task(full.collective, full.collective, work)]
+        return Step(f"{full.collective}, {full.algorithm}", topology, tasks)
+
+    def simulate(self) -> Result:
+        """Simulate the scenario; errors are those of :meth:`step`."""
+        return self.step().run(self.load_machine(), all_ranks=self.all_ranks)

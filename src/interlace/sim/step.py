@@ -5,6 +5,7 @@ The program is a list of tasks in rows, see :mod:`interlace.sim.work`.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -23,6 +24,7 @@ from interlace.sim.work import (
     COPY,
     Collective,
     Consuming,
+    Exchanging,
     Fused,
     HostCopy,
     Kernel,
@@ -106,6 +108,8 @@ class _Rank:
         self.done: dict[str, int] = {}
         self.times: list[TaskTime] = []
         self.compute_ns = 0
+        # Computation of each task so far, by its index.
+        self.computed: collections.Counter[int] = collections.Counter()
         self.memory_bytes = 0.0
         self.copy_ns = 0
 
@@ -226,7 +230,8 @@ class _Simulation:
         cause = max(self.before[index], key=lambda name: rank.done[name], default=None)
         rank.done[task.name] = now
         rank.running.discard(task.row)
-        rank.times.append(TaskTime(task.name, task.row, start, now, cause))
+        rank.compute_ns += rank.computed[index]
+        rank.times.append(TaskTime(task.name, task.row, start, now, cause, rank.computed[index]))
         self._advance(rank)
 
     def _begin(self, rank: _Rank, index: int, start: int) -> None:
@@ -240,8 +245,7 @@ class _Simulation:
             self._end(rank, index, start)
 
         if isinstance(work, Kernel):
-            duration = self._compute_ns(rank, work)
-            rank.compute_ns += duration
+            rank.computed[index] = duration = self._compute_ns(rank, work)
             self.engine.after(duration, end)
         elif isinstance(work, Collective):
             # A library launches a kernel before anything moves; the launch is not computation.
@@ -310,17 +314,13 @@ class _Simulation:
         )
         self.fabric.send(rank.number, destination, work.size, end, traffic="message")
 
-    def _slices(
-        self, rank: _Rank, index: int, group: Group, kind: str, size: int, slices: int
-    ) -> Slices:
-        shared = self.shared.get(index)
-        if shared is None:
-            shared = Rounds(self.setting, [], group, kind)
-            self.shared[index] = shared
+    def _slices(self, rank: _Rank, index: int, work: Exchanging) -> Slices:
+        group = self.group(work.axes)
+        shared = self.shared.setdefault(index, Rounds(self.setting, [], group, work.kind))
         assert isinstance(shared, Rounds)
         # No more slices than bytes, so that no slice is empty.
-        block = -(-size // group.size)
-        return Slices(self.setting, rank.number, shared, block, min(slices, max(1, block)))
+        block = -(-work.size // group.size)
+        return Slices(self.setting, rank.number, shared, block, min(work.slices, max(1, block)))
 
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
         """Run a fused kernel: slices leave as they are computed.
@@ -328,8 +328,8 @@ class _Simulation:
         The kernel ends when its own work is done and the peers' slices have arrived.
         """
         library, group = self.machine.collectives, self.group(work.axes)
-        launch, body = self._launch_and_body(rank, work.kernel)
-        slices = self._slices(rank, index, group, work.kind, work.size, work.slices)
+        launch, body = self._launch_and_body(rank, index, work.kernel)
+        slices = self._slices(rank, index, work)
         # The last rank's slices arrive later than this rank's by the spread of the kernels' ends.
         skew = round(body * library.skew.value)
         # A consuming task waits for the peers' slices, so this kernel ends with its computation.
@@ -344,7 +344,7 @@ class _Simulation:
         )
 
         def last() -> None:
-            rank.compute_ns += receive
+            rank.computed[index] += receive
             self.engine.after(receive, end)
 
         def complete() -> None:
@@ -362,7 +362,7 @@ class _Simulation:
 
         slices.produce(launch, body, complete)
 
-    def _launch_and_body(self, rank: _Rank, kernel: Kernel) -> tuple[int, int]:
+    def _launch_and_body(self, rank: _Rank, index: int, kernel: Kernel) -> tuple[int, int]:
         """Split a fused kernel's time into its launch, in which nothing leaves, and its body.
 
         Only the body suffers from fusing: registers, occupancy, address arithmetic.
@@ -370,7 +370,7 @@ class _Simulation:
         alone = self._compute_ns(rank, kernel)
         launch = min(alone, round(self.machine.gpu.kernel_ns.value))
         body = round((alone - launch) * self.machine.collectives.fused_slowdown.value)
-        rank.compute_ns += launch + body
+        rank.computed[index] = launch + body
         return launch, body
 
     def _consuming(self, rank: _Rank, index: int, work: Consuming, end: Callable[[], None]) -> None:
@@ -378,14 +378,11 @@ class _Simulation:
 
         A slice is computed when it has arrived and the slice before it is done.
         """
-        group = self.group(work.axes)
-        launch, body = self._launch_and_body(rank, work.kernel)
+        launch, body = self._launch_and_body(rank, index, work.kernel)
         # The slices arrive under the task that sent them, so that is where their arrivals count.
         if work.sent_by is not None:
             index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)
-        self._slices(rank, index, group, work.kind, work.size, work.slices).consume(
-            launch, body, end, work.sent_by is None
-        )
+        self._slices(rank, index, work).consume(launch, body, end, work.sent_by is None)
 
     # Only rank 0 and its links are recorded: with mirrored traffic there are no others.
 

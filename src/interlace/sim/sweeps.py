@@ -7,13 +7,14 @@ scenario names, and of the simulator's own source, so a changed preset or model 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import itertools
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -26,6 +27,9 @@ from interlace.sim.scenario import Scenario
 
 Item = TypeVar("Item")
 Outcome = TypeVar("Outcome")
+
+Progress = Callable[[int, int], None]
+"""Called with the runs that are done and the number of all of them."""
 
 VALUES = ("total_ns", "exposed_ns", "bound_ns", "saved_percent", "events")
 
@@ -62,6 +66,7 @@ def sweep(
     *,
     workers: int | None = None,
     cache_folder: Path | None = None,
+    progress: Progress | None = None,
 ) -> list[Point]:
     """Run every combination of the parameters' values, the last parameter varying fastest.
 
@@ -70,6 +75,7 @@ def sweep(
         base: the scenario whose parameters vary.
         workers: number of processes; None is all processors, 1 runs in this process.
         cache_folder: folder of remembered outcomes; None remembers nothing.
+        progress: called after every run.
 
     Raises:
         ConfigError: a parameter does not exist, or has no values.
@@ -84,7 +90,8 @@ def sweep(
     scenarios = [base.change(combination).complete() for combination in combinations]
     # Every point needs its unfused twin for the saving; twins that coincide run once.
     unfused = [dataclasses.replace(scenario, fused="none") for scenario in scenarios]
-    outcomes = run_all(list(dict.fromkeys([*scenarios, *unfused])), workers, cache_folder)
+    every = list(dict.fromkeys([*scenarios, *unfused]))
+    outcomes = run_all(every, workers, cache_folder, progress)
     points = []
     for combination, scenario, plain in zip(combinations, scenarios, unfused, strict=True):
         outcome, reference = outcomes[scenario], outcomes[plain]
@@ -109,7 +116,10 @@ def sweep(
 
 
 def run_all(
-    scenarios: Sequence[Scenario], workers: int | None, folder: Path | None
+    scenarios: Sequence[Scenario],
+    workers: int | None,
+    folder: Path | None,
+    progress: Progress | None = None,
 ) -> dict[Scenario, dict[str, Any]]:
     """Run every scenario once and return its figures; scenarios must be complete."""
     if folder is not None:
@@ -126,29 +136,41 @@ def run_all(
         if remembered is not None:
             figures[scenario] = {**remembered, "cached": True}
     left = [scenario for scenario in scenarios if scenario not in figures]
-    for scenario, outcome in zip(left, map_processes(run_one, left, workers), strict=True):
+    outcomes = map_processes(run_one, left, workers, progress)
+    for scenario, outcome in zip(left, outcomes, strict=True):
         figures[scenario] = {**outcome, "cached": False}
         _remember(folder, scenario, outcome)
     return figures
 
 
 def map_processes(
-    function: Callable[[Item], Outcome], items: Sequence[Item], workers: int | None
-) -> list[Outcome]:
-    """Call a function on every item, in several processes, and return the outcomes in order.
+    function: Callable[[Item], Outcome],
+    items: Sequence[Item],
+    workers: int | None,
+    progress: Progress | None = None,
+) -> Iterator[Outcome]:
+    """Call a function on every item, in several processes, and yield the outcomes in order.
 
     Args:
         function: a function of a module, which processes can import.
         items: its arguments.
         workers: number of processes; None is all processors, 1 runs in this process.
+        progress: called before the first outcome and after each.
     """
     count = min(len(items), workers or os.cpu_count() or 1)
-    if count <= 1:
-        return [function(item) for item in items]
-    # Spawned and not forked: a caller may hold threads and locks, of torch for instance. Chunks
-    # save messages, and four per process keep the processes evenly busy.
-    with ProcessPoolExecutor(count, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(function, items, chunksize=max(1, len(items) // (4 * count))))
+    with contextlib.ExitStack() as stack:
+        outcomes: Iterator[Outcome] = map(function, items)
+        if count > 1:
+            # Spawned and not forked: a caller may hold threads and locks, of torch for instance.
+            context = multiprocessing.get_context("spawn")
+            pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=context))
+            # Chunks save messages, and four per process keep the processes evenly busy.
+            outcomes = pool.map(function, items, chunksize=max(1, len(items) // (4 * count)))
+        report = progress or (lambda done, total: None)
+        report(0, len(items))
+        for number, outcome in enumerate(outcomes):
+            report(number + 1, len(items))
+            yield outcome
 
 
 def run_one(scenario: Scenario) -> dict[str, Any]:

@@ -15,11 +15,8 @@ import copy
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Literal
 
 from interlace.errors import ConfigError
-
-LinkKind = Literal["link", "nic"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +25,12 @@ class LinkClass:
 
     Attributes:
         name: name in results.
-        kind: ``"nic"`` for the port by which a rank or node enters a network, else ``"link"``.
         bytes_per_s: bytes per second of one link, in this direction.
         latency_ns: nanoseconds from the first byte in to the first byte out.
         count: number of links.
     """
 
     name: str
-    kind: LinkKind
     bytes_per_s: float
     latency_ns: int
     count: int
@@ -43,6 +38,15 @@ class LinkClass:
 
 Hop = tuple[int, int]
 """A link: the index of its class, and its index in the class."""
+
+
+def coordinates(rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a rank as one index per dimension of ``shape``; the first varies fastest."""
+    out = []
+    for count in shape:
+        rank, index = divmod(rank, count)
+        out.append(index)
+    return tuple(out)
 
 
 class Topology(abc.ABC):
@@ -138,11 +142,7 @@ class Topology(abc.ABC):
 
     def coordinates(self, rank: int) -> tuple[int, ...]:
         """Return a rank's coordinates."""
-        out = []
-        for count in self.shape:
-            out.append(rank % count)
-            rank //= count
-        return tuple(out)
+        return coordinates(rank, self.shape)
 
     def rank(self, coordinates: Sequence[int]) -> int:
         """Return the rank at these coordinates, each taken modulo its size."""

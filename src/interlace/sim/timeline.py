@@ -37,7 +37,7 @@ def timeline(results: Sequence[Result], file: Path) -> None:
     Raises:
         ArgumentError: the file cannot be written.
     """
-    panels = [(_streams(result), _links(result)) for result in results]
+    panels = [(result.streams(), _links(result)) for result in results]
     heights = [len(streams) + 0.8 * len(links) + 0.6 for streams, links in panels]
     with open_figure(file, 12, 1.6 + 0.52 * sum(heights)) as figure:
         axes = figure.subplots(len(results), 1, sharex=True, height_ratios=heights, squeeze=False)[
@@ -127,11 +127,6 @@ def _panel(
         loc="left",
         fontsize=10,
     )
-
-
-def _streams(result: Result) -> list[str]:
-    names = list(dict.fromkeys(span.row for span in result.spans))
-    return sorted(names, key=lambda row: (row != "compute", row))
 
 
 def _links(result: Result) -> list[str]:

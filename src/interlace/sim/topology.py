@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from interlace.errors import ConfigError
-from interlace.sim.symmetry import Hop, LinkClass, LinkKind, Topology
+from interlace.sim.symmetry import Hop, LinkClass, Topology
 from interlace.units import GB
 
 __all__ = [
@@ -30,7 +30,6 @@ __all__ = [
     "Hierarchical",
     "Hop",
     "LinkClass",
-    "LinkKind",
     "Switch",
     "Topology",
     "Torus",
@@ -55,7 +54,7 @@ class Torus(Topology):
         # The names of link classes: x+ is the direction of growing first coordinates.
         axes = "xyzw" if len(self.shape) <= 4 else [f"d{i}" for i in range(len(self.shape))]
         self.classes = [
-            LinkClass(f"{axes[dim]}{sign}", "link", bytes_per_s, latency_ns, self.ranks)
+            LinkClass(f"{axes[dim]}{sign}", bytes_per_s, latency_ns, self.ranks)
             for dim in range(len(self.shape))
             for sign in "+-"
         ]
@@ -108,9 +107,7 @@ class Switch(Topology):
     def __init__(self, ranks: int, bytes_per_s: float, latency_ns: int) -> None:
         self.shape = (ranks,)
         self.name = f"switch:{ranks}"
-        self.classes = [
-            LinkClass(name, "nic", bytes_per_s, latency_ns, ranks) for name in ("up", "down")
-        ]
+        self.classes = [LinkClass(name, bytes_per_s, latency_ns, ranks) for name in ("up", "down")]
 
     def path(self, source: int, destination: int) -> list[Hop]:
         return [] if source == destination else [(0, source), (1, destination)]
@@ -133,7 +130,7 @@ class FullyConnected(Topology):
         self._along_links = (True,)
         self.name = f"full:{ranks}"
         self.classes = [
-            LinkClass(f"to +{d}", "link", bytes_per_s, latency_ns, ranks) for d in range(1, ranks)
+            LinkClass(f"to +{d}", bytes_per_s, latency_ns, ranks) for d in range(1, ranks)
         ]
 
     def path(self, source: int, destination: int) -> list[Hop]:
@@ -167,10 +164,10 @@ class FatTree(Topology):
         self.down, self.leaves, self.up = down, leaves, up
         self.name = f"fattree:{leaves}x{down}/{up}"
         self.classes = [
-            LinkClass("host up", "nic", bytes_per_s, latency_ns, self.ranks),
-            LinkClass("leaf up", "link", bytes_per_s, latency_ns, leaves * up),
-            LinkClass("leaf down", "link", bytes_per_s, latency_ns, leaves * up),
-            LinkClass("host down", "nic", bytes_per_s, latency_ns, self.ranks),
+            LinkClass("host up", bytes_per_s, latency_ns, self.ranks),
+            LinkClass("leaf up", bytes_per_s, latency_ns, leaves * up),
+            LinkClass("leaf down", bytes_per_s, latency_ns, leaves * up),
+            LinkClass("host down", bytes_per_s, latency_ns, self.ranks),
         ]
 
     def path(self, source: int, destination: int) -> list[Hop]:
@@ -239,9 +236,7 @@ class Hierarchical(Topology):
         self.name = f"nodes:{self.nodes}x{gpus} ({inner.name}, {outer.name})"
         self.classes = [
             *(
-                dataclasses.replace(
-                    link, name=f"node {link.name}", kind="link", count=link.count * self.nodes
-                )
+                dataclasses.replace(link, name=f"node {link.name}", count=link.count * self.nodes)
                 for link in inner.classes
             ),
             *(dataclasses.replace(link, name=f"net {link.name}") for link in outer.classes),

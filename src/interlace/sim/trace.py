@@ -76,10 +76,8 @@ def report_to_perfetto(
 
 
 def _rows(result: Result) -> list[str]:
-    streams = list(dict.fromkeys(span.row for span in result.spans))
-    streams.sort(key=lambda row: (row != "compute", row))
     links = list(dict.fromkeys(use.link for use in result.link_uses))
-    return [*streams, *(f"link {link}" for link in sorted(links))]
+    return [*result.streams(), *(f"link {link}" for link in sorted(links))]
 
 
 def named(kind: str, pid: int, name: str, tid: int | None = None) -> dict[str, Any]:
@@ -139,7 +137,7 @@ def _traffics(name: str, row: str) -> tuple[str, ...]:
     """Return the kinds of traffic that a task may have caused."""
     by_row = (
         [row]
-        if row.startswith("all_")
+        if row in TITLES
         else ["message"]
         if row == "copy engine"
         else ["all_reduce"]

@@ -13,7 +13,6 @@ computes the slices that have arrived while later ones are on their way.
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
 
 # Names of rows; a library's streams have the names of their collectives.
 COMPUTE, COPY = "compute", "copy engine"
@@ -51,50 +50,49 @@ class Collective:
 
 
 @dataclasses.dataclass(frozen=True)
-class Fused:
-    """A kernel whose output goes into an all-to-all, a reduce-scatter or an all-reduce.
+class Exchanging:
+    """A kernel that exchanges slices with its peers while it computes.
 
     Attributes:
         kernel: the computation.
         kind: name of the collective.
         size: bytes per rank of the collective's buffer.
         axes: coordinates in which the group's ranks differ; None is all ranks.
-        slices: slices in which the output for one rank leaves.
+        slices: slices in which the data of one rank travels.
+    """
+
+    kernel: Kernel
+    kind: str
+    size: int
+    axes: tuple[int, ...] | None = None
+    slices: int = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Exchanging):
+    """A kernel whose output goes into an all-to-all, a reduce-scatter or an all-reduce.
+
+    Attributes:
         receive_bytes: memory traffic after the peers' slices have arrived, such as adding slots.
         waits: whether the kernel waits for the peers' slices; otherwise a consuming task does.
         gather_size: bytes of the sum that the owners of an all-reduce then send to every rank;
             ``size`` by default.
     """
 
-    kernel: Kernel
-    kind: Literal["all_to_all", "reduce_scatter", "all_reduce"]
-    size: int
-    axes: tuple[int, ...] | None = None
-    slices: int = 4
     receive_bytes: float = 0.0
     waits: bool = True
     gather_size: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
-class Consuming:
+class Consuming(Exchanging):
     """An all-to-all or all-gather whose output a kernel computes on slice by slice, as it arrives.
 
     Attributes:
-        kernel: the computation.
-        kind: name of the collective.
-        size: bytes per rank of the collective's buffer.
-        axes: coordinates in which the group's ranks differ; None is all ranks.
-        slices: slices in which a rank's data arrives.
         sent_by: name of a fused task of equal sizes that does not wait; without one, every slice
             is sent when this task starts.
     """
 
-    kernel: Kernel
-    kind: Literal["all_to_all", "all_gather"]
-    size: int
-    axes: tuple[int, ...] | None = None
-    slices: int = 4
     sent_by: str | None = None
 
 

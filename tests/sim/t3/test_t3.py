@@ -144,15 +144,15 @@ def test_traffic_of_the_ring(ranks: int) -> None:
         for name in ("sequential", "t3-mca")
     )
     chunk = ODD.output_bytes / ranks
-    assert before.moved("reduce-scatter", "read") / chunk == pytest.approx(2 * ranks - 1)
-    assert after.moved("reduce-scatter", "read") / chunk == pytest.approx(ranks - 2)
+    assert before.moved("reduce_scatter", "read") / chunk == pytest.approx(2 * ranks - 1)
+    assert after.moved("reduce_scatter", "read") / chunk == pytest.approx(ranks - 2)
     assert [_written(one) / chunk for one in (before, after)] == pytest.approx(
         [2 * ranks, 2 * ranks - 2]
     )
     for one in (before, after):
         assert (
-            one.moved("all-gather", "read")
-            == one.moved("all-gather", "write")
+            one.moved("all_gather", "read")
+            == one.moved("all_gather", "write")
             == pytest.approx((ranks - 1) * chunk)
         )
         assert sum(one.result.sent_bytes.values()) == pytest.approx(2 * (ranks - 1) * chunk)
@@ -169,8 +169,8 @@ def test_traffic_of_direct_collectives(network: Any) -> None:
     """
     chunk = ODD.output_bytes / 4
     for collective, reads, writes in (
-        ("reduce-scatter", 3 + 4, 4 + 3 + 1),
-        ("all-to-all", 3, 4 + 3),
+        ("reduce_scatter", 3 + 4, 4 + 3 + 1),
+        ("all_to_all", 3, 4 + 3),
     ):
         before, after = (
             simulate(load_t3_machine(), ODD, 4, name, collective, network=network)  # type: ignore[arg-type]
@@ -194,19 +194,19 @@ def test_traffic_of_a_gathered_input(network: Any) -> None:
     """
     shard = ODD.gathered_bytes / 4
     before, after = (
-        simulate(load_t3_machine(), ODD, 4, name, "all-gather", network=network)
+        simulate(load_t3_machine(), ODD, 4, name, "all_gather", network=network)
         for name in ("sequential", "t3")
     )
-    assert before.moved("all-gather", "read") / shard == pytest.approx(
+    assert before.moved("all_gather", "read") / shard == pytest.approx(
         3 if network == "ring" else 1
     )
-    assert after.moved("all-gather", "read") / shard == pytest.approx(3)
+    assert after.moved("all_gather", "read") / shard == pytest.approx(3)
     for one in (before, after):
-        assert one.moved("all-gather", "write") / shard == pytest.approx(3)
+        assert one.moved("all_gather", "write") / shard == pytest.approx(3)
         assert one.result.traffic_bytes["all_gather"] / shard == pytest.approx(3)
 
 
-@pytest.mark.parametrize("collective", ["reduce-scatter", "all-to-all", "all-gather"])
+@pytest.mark.parametrize("collective", ["reduce_scatter", "all_to_all", "all_gather"])
 def test_one_gpu_stands_for_all(collective: Any) -> None:
     """All four in detail take the same time and move the same; one that computes half as fast holds
     up all.
@@ -271,7 +271,7 @@ def _ended(changes: dict[str, Any], first: int, threshold: float | None) -> int:
     for _ in range(first):
         memory.request("compute", "product", "read", 16384, lambda: None)
     memory.request(
-        "communication", "reduce-scatter", "read", 16384, lambda: done.append(engine.now)
+        "communication", "reduce_scatter", "read", 16384, lambda: done.append(engine.now)
     )
     engine.run()
     return done[0]
@@ -363,7 +363,7 @@ def test_no_tracker_costs_traffic_and_loses_nothing(small: dict[str, SubLayer]) 
     without = simulate(load_t3_machine("t3-paper", {"tracker.sets": 0}), SMALL, 8, "t3")
     assert without.fused.tracker_overflows == 6 * 32  # the blocks that wait for a DMA
     assert without.moved("tracker", "read") == without.moved("tracker", "write") == 2 * 6 * 32 * 64
-    assert without.moved("reduce-scatter") == small["t3"].moved("reduce-scatter")
+    assert without.moved("reduce_scatter") == small["t3"].moved("reduce_scatter")
     assert small["t3"].moved("tracker") == 0
 
 
@@ -401,6 +401,16 @@ def test_study_compares_every_figure_that_it_can() -> None:
     )
     assert mean.met == (abs(mean.ours - 29) <= 3)
     assert len(figures(_named(done.cases, "t-nlg"))) > 15
+
+
+def test_figures_need_few_cases() -> None:
+    every, few = (
+        study(models=("palm", "gpt-3"), workers=1, tokens=128, every_case=every_case)
+        for every_case in (True, False)
+    )
+    assert few.figures == every.figures
+    assert [case.model for case in few.cases] == ["palm"] * 4
+    assert few.cases[0].total_ns.keys() == {"sequential", "t3-mca"}
 
 
 def _named(cases: list[Case], model: str) -> list[Case]:
@@ -483,11 +493,11 @@ def _some_shapes(file: Path, shapes: tuple[str, ...]) -> Path:
         ),
         (lambda machine: simulate(machine, SMALL, 1, "t3"), "at least 2 ranks; got 1"),
         (
-            lambda machine: simulate(machine, SMALL, 1, "t3", "all-gather"),
+            lambda machine: simulate(machine, SMALL, 1, "t3", "all_gather"),
             "at least 2 ranks, and rows that divide evenly",
         ),
         (
-            lambda machine: simulate(machine, ODD, 3, "t3", "all-gather"),
+            lambda machine: simulate(machine, ODD, 3, "t3", "all_gather"),
             "got 1000 rows and 3 ranks",
         ),
         (
@@ -504,7 +514,7 @@ def _some_shapes(file: Path, shapes: tuple[str, ...]) -> Path:
         ),
         (
             lambda machine: simulate(
-                machine, SMALL, 4, "t3", "all-gather", address_map=ring_reduce_scatter(4)
+                machine, SMALL, 4, "t3", "all_gather", address_map=ring_reduce_scatter(4)
             ),
             "got one for an all-gather",
         ),
@@ -589,7 +599,7 @@ def _run(*arguments: object) -> str:
 
 def test_command_prints_and_writes(tmp_path: Path) -> None:
     files = {name: tmp_path / f"t3.{name}" for name in ("json", "png", "trace")}
-    shape = ("--shape", "1024x1024x256", "--tp", 4, "--set", "tracker.sets=64")
+    shape = ("--shape", "1024x1024x256", "--tensor", 4, "--set", "tracker.sets=64")
     output = _run(
         "t3", *shape, "--json", files["json"], "--plot", files["png"], "--trace", files["trace"]
     )
@@ -598,7 +608,7 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
     assert document.keys() == set(CONFIGURATIONS)
     assert files["png"].read_bytes().startswith(b"\x89PNG")
     events = json.loads(files["trace"].read_text())["traceEvents"]
-    flows = [e for e in events if e["ph"] in "stf" and e["pid"] == 1]
+    flows = [e for e in events if e.get("cat") == "block" and e["pid"] == 1]
     first = [e for e in flows if e["id"] == flows[0]["id"]]
     assert [e["ph"] for e in first] == ["s", "t", "t", "f"]  # stored, in memory, triggered, sent
     assert [e["ts"] for e in first] == sorted(e["ts"] for e in first)
@@ -608,7 +618,7 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("collective", "network"),
-    [("all-to-all", "switch"), ("all-gather", "full"), ("reduce-scatter", "full")],
+    [("all_to_all", "switch"), ("all_gather", "full"), ("reduce_scatter", "full")],
 )
 def test_command_of_what_the_paper_only_discusses(
     collective: str, network: str, tmp_path: Path
@@ -616,7 +626,7 @@ def test_command_of_what_the_paper_only_discusses(
     arguments = (
         "--shape",
         "512x512x128",
-        "--tp",
+        "--tensor",
         4,
         "--collective",
         collective,
@@ -627,12 +637,12 @@ def test_command_of_what_the_paper_only_discusses(
     )
     output = _run("t3", *arguments, "--plot", tmp_path / "a.png", "--trace", tmp_path / "a.json")
     assert f"{network} of 4" in output
-    assert collective.replace("reduce-scatter", "product update") in output
+    assert collective.replace("reduce_scatter", "product update") in output
 
 
 def test_other_commands(tmp_path: Path) -> None:
     rows = tmp_path / "rows.json"
-    _run("t3-sensitivity", "--shape", "256x256x64", "--tp", 2, "--json", rows)
+    _run("t3-sensitivity", "--shape", "256x256x64", "--tensor", 2, "--json", rows)
     assert json.loads(rows.read_text())[0]["key"] == "as given"
     bench = _some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048",))
     output = _run("t3-measured", bench, "--json", tmp_path / "m.json", "--plot", tmp_path / "m.png")

@@ -12,13 +12,33 @@ import abc
 import math
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from interlace.sim.astra.system import Npu, Stream
 
 LOCAL_DELAY_NS = 10
 """Nanoseconds of the endpoint inside a communicator group, which ASTRA-sim fixes."""
+
+
+class Part(NamedTuple):
+    """The part of one NPU in a collective, for one chunk in one dimension.
+
+    Attributes:
+        collective: kind of the collective.
+        members: NPUs of the dimension.
+        size: bytes of the chunk; of the shard for an all-gather.
+        endpoint_ns: nanoseconds of a packet in the endpoint.
+        step: direction of a ring, 1 or -1.
+    """
+
+    npu: Npu
+    stream: Stream
+    collective: str
+    members: list[int]
+    size: int
+    endpoint_ns: int
+    step: int = 1
 
 
 class _Packets(abc.ABC):
@@ -33,9 +53,11 @@ class _Packets(abc.ABC):
     window: int
     message_bytes: int
 
-    def __init__(self, npu: Npu, stream: Stream, collective: str, endpoint_ns: int) -> None:
-        self.npu, self.stream, self.collective = npu, stream, collective
-        self.endpoint_ns = endpoint_ns
+    def __init__(self, part: Part) -> None:
+        self.npu, self.stream, self.collective, self.members = part[:4]
+        self.endpoint_ns, self.step = part.endpoint_ns, part.step
+        self.at = self.members.index(self.npu.id)
+        self.window = 1
         self.credits = 0
         # Receiver, sender and bytes of each packet.
         self.queue: deque[tuple[int, int, int]] = deque()
@@ -99,27 +121,15 @@ class _Packets(abc.ABC):
 class Ring(_Packets):
     """A ring: each NPU sends to its neighbour; an all-to-all relays each block hop by hop."""
 
-    def __init__(
-        self,
-        npu: Npu,
-        stream: Stream,
-        collective: str,
-        members: list[int],
-        size: int,
-        step: int,
-        endpoint_ns: int,
-    ) -> None:
-        super().__init__(npu, stream, collective, endpoint_ns)
-        count = len(members)
-        self.members, self.step = members, step
-        self.at = members.index(npu.id)
-        self.window = 1
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
+        count, collective = len(part.members), part.collective
         # A ring passes every block n - 1 times; a relayed all-to-all passes blocks 1 to n - 1 times
         # each.
         self.messages = {"all_reduce": 2 * (count - 1), "all_to_all": (count - 1) * count // 2}.get(
             collective, count - 1
         )
-        self.message_bytes = size if collective == "all_gather" else size // count
+        self.message_bytes = part.size if collective == "all_gather" else part.size // count
 
     def _later_packets(self) -> int:
         return (len(self.members) - 1) * self.window
@@ -137,22 +147,12 @@ class Direct(Ring):
     At most ``window`` messages travel at a time; -1 is all of them.
     """
 
-    def __init__(
-        self,
-        npu: Npu,
-        stream: Stream,
-        collective: str,
-        members: list[int],
-        size: int,
-        step: int,
-        endpoint_ns: int,
-        window: int,
-    ) -> None:
-        super().__init__(npu, stream, collective, members, size, step, endpoint_ns)
-        peers = len(members) - 1
+    def __init__(self, part: Part, window: int) -> None:
+        super().__init__(part)
+        peers = len(part.members) - 1
         self.peers, self._offset, self._received_count = peers, 0, 0
         self.window = peers if window == -1 else min(window, peers)
-        if collective == "all_to_all":
+        if part.collective == "all_to_all":
             self.messages = peers
 
     def _later_packets(self) -> int:
@@ -185,22 +185,13 @@ class HalvingDoubling(_Packets):
     and so on; then back.
     """
 
-    def __init__(
-        self,
-        npu: Npu,
-        stream: Stream,
-        collective: str,
-        members: list[int],
-        size: int,
-        endpoint_ns: int,
-    ) -> None:
-        super().__init__(npu, stream, collective, endpoint_ns)
-        count = len(members)
-        self.members, self.at, self.window = members, members.index(npu.id), 1
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
+        count, collective = len(part.members), part.collective
         self.levels = int(math.log2(count))
         self.messages = 2 * self.levels if collective == "all_reduce" else self.levels
         gather = collective == "all_gather"
-        self.message_bytes = size if gather else size // 2
+        self.message_bytes = part.size if gather else part.size // 2
         self._distance = count // 2 if gather else 1
         self._growing = not gather
 

@@ -6,24 +6,15 @@ hop, in nanoseconds.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
 from interlace.sim.engine import Engine
+from interlace.sim.symmetry import coordinates
 from interlace.units import GIB
-
-BLOCKS = ("Ring", "FullyConnected", "Switch")
-
-
-def coordinates(npu: int, shape: tuple[int, ...]) -> list[int]:
-    """Return ``npu`` as one index per dimension; the first dimension varies fastest."""
-    out = []
-    for count in shape:
-        out.append(npu % count)
-        npu //= count
-    return out
 
 
 def ring_steps(source: int, destination: int, count: int) -> tuple[int, int]:
@@ -81,16 +72,15 @@ class UnawareNetwork(Network):
         self.engine.after(int(hops * self.latency[dim] + size / self.bytes_per_ns[dim]), arrived)
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Link:
     """One direction of a link, which sends one message at a time; later ones wait in order."""
 
-    __slots__ = ("busy", "bytes_per_ns", "engine", "latency", "waiting")
-
-    def __init__(self, engine: Engine, bytes_per_ns: float, latency: float) -> None:
-        self.engine = engine
-        self.bytes_per_ns, self.latency = bytes_per_ns, latency
-        self.busy = False
-        self.waiting: deque[_Message] = deque()
+    engine: Engine
+    bytes_per_ns: float
+    latency: float
+    busy: bool = False
+    waiting: deque[_Message] = dataclasses.field(default_factory=deque)
 
     def send(self, message: _Message) -> None:
         if self.busy:
@@ -111,14 +101,14 @@ class _Link:
             self._start(self.waiting.popleft())
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class _Message:
     """Bytes on their way, which are stored completely at every hop before they go on."""
 
-    __slots__ = ("arrived", "hop", "route", "size")
-
-    def __init__(self, size: int, route: list[_Link], arrived: Callable[[], None]) -> None:
-        self.size, self.route, self.arrived = size, route, arrived
-        self.hop = 0
+    size: int
+    route: list[_Link]
+    arrived: Callable[[], None]
+    hop: int = 0
 
     def arrive(self) -> None:
         self.hop += 1
@@ -149,7 +139,7 @@ class AwareNetwork(Network):
         route[0].send(_Message(size, route, arrived))
 
     def _find(self, source: int, destination: int) -> list[_Link]:
-        at, target = coordinates(source, self.shape), coordinates(destination, self.shape)
+        at, target = list(coordinates(source, self.shape)), coordinates(destination, self.shape)
         route = []
         for dim, count in enumerate(self.shape):
             if at[dim] == target[dim]:

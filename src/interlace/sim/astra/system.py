@@ -4,6 +4,7 @@ that a collective becomes.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ from interlace.sim.astra.algorithms import (
     LOCAL_DELAY_NS,
     Direct,
     HalvingDoubling,
+    Part,
     Ring,
     Tree,
     binary_tree,
@@ -78,27 +80,25 @@ class Mailbox:
             self._arrived[key] = self._arrived.get(key, 0) + 1
 
 
+@dataclasses.dataclass(slots=True)
 class Phase:
     """A collective in one dimension, which becomes an algorithm when its turn comes."""
 
-    __slots__ = ("build", "dimension")
-
-    def __init__(self, dimension: int, build: Callable[[Stream], Algorithm]) -> None:
-        self.dimension, self.build = dimension, build
+    dimension: int
+    build: Callable[[Stream], Algorithm]
 
 
+@dataclasses.dataclass(slots=True, eq=False)
 class Stream:
     """One chunk of a collective on one NPU."""
 
-    __slots__ = ("algorithm", "dimension", "done", "phases", "priority", "running", "tag")
-
-    def __init__(
-        self, tag: Tag, phases: list[Phase], priority: int, done: Callable[[], None]
-    ) -> None:
-        self.tag, self.phases, self.priority, self.done = tag, phases, priority, done
-        self.algorithm: Algorithm | None = None
-        self.dimension = -1
-        self.running = False
+    tag: Tag
+    phases: list[Phase]
+    priority: int
+    done: Callable[[], None]
+    algorithm: Algorithm | None = None
+    dimension: int = -1
+    running: bool = False
 
 
 class Npu:
@@ -228,9 +228,11 @@ class Npu:
         if members is not None:
             if len(members) == 1:
                 return []
-            return [
-                Phase(0, lambda stream: Ring(self, stream, kind, members, size, 1, LOCAL_DELAY_NS))
-            ]
+
+            def ring(stream: Stream) -> Ring:
+                return Ring(Part(self, stream, kind, members, size, LOCAL_DELAY_NS))
+
+            return [Phase(0, ring)]
         algorithms = self.system.algorithms(kind, len(self.shape))
         axes = self._axes(algorithms)
         if dims is not None and len(dims) < len(axes):
@@ -301,13 +303,15 @@ class Npu:
     ) -> Callable[[Stream], Algorithm]:
         delay = self.system.endpoint_delay
         plain = name.removeprefix("one").lower()
+
+        def part(stream: Stream) -> Part:
+            return Part(self, stream, kind, members, size, delay, direction)
+
         if plain == "ring":
-            return lambda stream: Ring(self, stream, kind, members, size, direction, delay)
+            return lambda stream: Ring(part(stream))
         if plain.startswith("direct"):
             window = int(plain.removeprefix("direct") or -1)
-            return lambda stream: Direct(
-                self, stream, kind, members, size, direction, delay, window
-            )
+            return lambda stream: Direct(part(stream), window)
         power_of_two = len(members) & (len(members) - 1) == 0
         if not power_of_two:
             raise ConfigError(
@@ -320,7 +324,7 @@ class Npu:
                     "all-to-all-implementation must be ring or direct; got halvingDoubling. Use "
                     "direct."
                 )
-            return lambda stream: HalvingDoubling(self, stream, kind, members, size, delay)
+            return lambda stream: HalvingDoubling(part(stream))
         if kind != "all_reduce":
             raise ConfigError(
                 f"doubleBinaryTree must be of an all-reduce; got {kind}. Use ring or direct."

@@ -10,22 +10,16 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
-from interlace.sim import collectives as titles
+from interlace.sim.collectives import TITLES
 from interlace.sim.engine import Join
 from interlace.sim.results import Span
 from interlace.sim.t3.gpu import Gpu, Group, Part
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.memory import Kind
 
-Collective = Literal["reduce-scatter", "all-gather", "all-to-all"]
+Collective = Literal["reduce_scatter", "all_gather", "all_to_all"]
 PIECE_BYTES = 32768
 """Bytes of a piece of a transfer, which is the output of a tile of 128 x 128 in fp16."""
-TRAFFIC: dict[str, str] = {
-    kind: kind.replace("-", "_") for kind in ("reduce-scatter", "all-gather", "all-to-all")
-}
-"""Each collective's name in :mod:`interlace.sim.collectives`, which results use for traffic."""
-TITLES: dict[str, str] = {kind: titles.TITLES[traffic] for kind, traffic in TRAFFIC.items()}
-"""Each collective's name in tables and pictures."""
 
 
 @functools.lru_cache(maxsize=16)
@@ -53,7 +47,7 @@ def alone(
     # A library does not reach the links' bandwidth, even with all compute units.
     share *= machine.network.library_efficiency.value
     run = _Run(group.gpus[0], kind, size / ranks, share, near_memory=near_memory)
-    start = run.ring if network == "ring" and kind != "all-to-all" else run.direct
+    start = run.ring if network == "ring" and kind != "all_to_all" else run.direct
     group.engine.at(round(machine.network.library_launch_ns.value), start)
     return group.run(kind)
 
@@ -66,7 +60,7 @@ class _Run:
     ) -> None:
         self._gpu, self._kind, self._chunk, self._share = gpu, kind, chunk, share
         # Near-memory compute adds arrivals as they are written, so compute units read nothing.
-        self._adds = kind == "reduce-scatter" and not near_memory
+        self._adds = kind == "reduce_scatter" and not near_memory
         self._arriving: Kind = "update" if near_memory else "write"
         self._pieces = max(1, -(-int(chunk) // PIECE_BYTES))
         self._started = 0
@@ -95,7 +89,7 @@ class _Run:
         everything = Join(self._pieces * (ranks - 1), self._exchanged)
         for _ in range(self._pieces):
             for to in range(1, ranks):
-                self._move(to, 0 if self._kind == "all-gather" and to > 1 else 1, everything.done)
+                self._move(to, 0 if self._kind == "all_gather" and to > 1 else 1, everything.done)
 
     def _exchanged(self) -> None:
         self._span("exchange")
@@ -110,7 +104,7 @@ class _Run:
 
         self._gpu.memory.request(
             "communication", self._kind, "read", reads * piece,
-            lambda: self._gpu.send(to, piece, TRAFFIC[self._kind], arrived, self._share),
+            lambda: self._gpu.send(to, piece, self._kind, arrived, self._share),
         )  # fmt: skip
 
     def _sum(self, addends: int) -> None:

@@ -7,10 +7,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from interlace.sim.collectives import TITLES
 from interlace.sim.engine import Join, Server
 from interlace.sim.results import Span
 from interlace.sim.t3.addresses import AddressMap, Target
-from interlace.sim.t3.collectives import PIECE_BYTES, TITLES, TRAFFIC, Collective
+from interlace.sim.t3.collectives import PIECE_BYTES, Collective
 from interlace.sim.t3.gpu import Flow, Gpu, Group, Part
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.memory import Kind
@@ -28,7 +29,7 @@ class _Fused:
         self._gpu, self._kind, self._plan, self._slowness = gpu, kind, plan, slowness
         self._units = int(machine.gpu.compute_units.value)
         self._engines = [
-            Server(f"DMA {number}", "dma") for number in range(int(machine.dma.engines.value))
+            Server(f"DMA {number}") for number in range(int(machine.dma.engines.value))
         ]
         self._start_ns = round(machine.dma.start_ns.value)
         self.tracker = Tracker(
@@ -168,7 +169,7 @@ class _Producer(_Fused):
                 self._gpu.engine.after(self._gpu.group.latency_ns(target.to), acknowledged)
             self._peers[receiver.rank].receive(receiver_block, target)
 
-        self._gpu.send(target.to, self._size, TRAFFIC[self._kind], arrived)
+        self._gpu.send(target.to, self._size, self._kind, arrived)
 
     def receive(self, block: int, target: Target) -> None:
         """Receive a block of another GPU: it is added and counted, or written."""
@@ -201,7 +202,7 @@ class _Consumer(_Fused):
     def __init__(
         self, gpu: Gpu, plan: Plan, *, ring: bool, prefer_product: bool, slowness: float
     ) -> None:
-        super().__init__(gpu, "all-gather", plan, prefer_product=prefer_product, slowness=slowness)
+        super().__init__(gpu, "all_gather", plan, prefer_product=prefer_product, slowness=slowness)
         self._ring, self._ranks = ring, gpu.group.ranks
         # A row of tiles arrives in pieces, so that a ring's next hop starts before the row is
         # complete.
@@ -251,7 +252,7 @@ class _Consumer(_Fused):
             self._gpu.send(
                 to,
                 size,
-                TRAFFIC["all-gather"],
+                "all_gather",
                 lambda receiver: self._peers[receiver.rank].receive(receiver_row, piece, size),
             )
 
@@ -267,7 +268,7 @@ class _Consumer(_Fused):
         def written() -> None:
             self.tracker.update(row << 10 | piece, 1, lambda: self._complete(row, piece))
 
-        self._gpu.memory.request("communication", "all-gather", "write", size, written)
+        self._gpu.memory.request("communication", "all_gather", "write", size, written)
 
     def _complete(self, row: int, piece: int) -> None:
         part = row // self._plan.part_rows
@@ -326,5 +327,5 @@ def run(
         for producer in producers:
             producer.start(producers)
         first = producers[0]
-    part = group.run("all-gather and product" if addresses is None else f"product and {kind}")
+    part = group.run("all_gather and product" if addresses is None else f"product and {kind}")
     return first.report(part)

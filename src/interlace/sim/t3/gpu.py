@@ -110,7 +110,8 @@ class Group:
         self.machine, self.ranks, self.mirrored = machine, ranks, mirrored
         self.engine = Engine()
         self.uses: list[LinkUse] = []
-        self._open_uses: dict[str, LinkUse] = {}
+        # Start, end and bytes of the use that each cause's next access may continue.
+        self._open_uses: dict[str, tuple[int, int, float]] = {}
         # A mesh splits a GPU's bandwidth over its links; a message crosses two links of a switch.
         links = ranks - 1 if network == "full" else 1
         self.topology = topology.build(
@@ -125,7 +126,8 @@ class Group:
     def run(self, name: str) -> Part:
         """Run all events, and return the records of GPU 0."""
         time_ns = self.engine.run()
-        self.uses.extend(self._open_uses.values())
+        for cause, use in self._open_uses.items():
+            self._used_link("memory", cause, *use)
         first = self.gpus[0]
         memory = first.memory
         names = [link.name for link in self.topology.classes]
@@ -153,13 +155,11 @@ class Group:
     def used_memory(self, cause: str, start: int, end: int, size: float) -> None:
         """Record a use of GPU 0's memory; close accesses of one cause are merged into one use."""
         # A run has millions of accesses; merged uses keep the records small.
-        last = self._open_uses.get(cause)
-        if last is not None and start - last.end_ns < CLOSE_NS and last.size < USE_BYTES:
-            self._open_uses[cause] = LinkUse("memory", cause, last.start_ns, end, last.size + size)
-            return
-        if last is not None:
-            self.uses.append(last)
-        self._open_uses[cause] = LinkUse("memory", cause, start, end, size)
+        first, last, moved = self._open_uses.get(cause, (start, start, 0.0))
+        if start - last >= CLOSE_NS or moved >= USE_BYTES:
+            self._used_link("memory", cause, first, last, moved)
+            first, moved = start, 0.0
+        self._open_uses[cause] = first, end, moved + size
 
     def _used_link(self, link: str, traffic: str, start: int, end: int, size: float) -> None:
         self.uses.append(LinkUse(link, traffic, start, end, size))

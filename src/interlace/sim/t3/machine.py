@@ -5,22 +5,18 @@ Presets lie in ``presets/t3_machines``.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
 from interlace.sim.configfile import Strict
-from interlace.sim.machine import Confidence, Given, find, load_changed
+from interlace.sim.machine import Given, Source, find, load_changed
 
 
-class SourcedList(BaseModel):
+class SourcedList(Source):
     """Several numbers with their source and a confidence."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     value: tuple[float, ...]
-    source: Annotated[str, Field(min_length=3)]
-    confidence: Confidence
 
 
 # Times that an ideal machine may lack, and switches that are 0 or 1.

@@ -12,7 +12,7 @@ from typing import Any
 
 from interlace.costs import OPERATOR_COSTS
 from interlace.errors import ConfigError
-from interlace.sim.t3.collectives import TRAFFIC, Collective
+from interlace.sim.t3.collectives import Collective
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.product import Product
 from interlace.sim.t3.run import COLLECTIVES, SubLayer, simulate
@@ -23,7 +23,7 @@ OPERATORS: dict[str, Collective] = {
     for declared in OPERATOR_COSTS.values()
     if declared.computation == "GEMM"
     and not declared.collective_first
-    and declared.collective == TRAFFIC[collective]
+    and declared.collective == collective
 }
 """Operators that T3's hardware runs as well, by name: one product, and then a collective of T3."""
 IMPLEMENTATIONS = ("fused", "remote_stores", "chunked", "triggered")
@@ -167,4 +167,4 @@ def _compare(machine: T3Machine, row: dict[str, Any], product: Product) -> Compa
 
 def _without_gather(run: SubLayer) -> int:
     """Return the time before a sub-layer's all-gather, which begins when all else has ended."""
-    return run.total_ns - sum(part.time_ns for part in run.parts if part.name == "all-gather")
+    return run.total_ns - sum(part.time_ns for part in run.parts if part.name == "all_gather")

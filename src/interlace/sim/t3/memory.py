@@ -44,15 +44,19 @@ class _Request:
     """The part of a request that is still to be done on the channel.
 
     Attributes:
+        label: cause and kind in records.
         left: bytes that have not entered the queue.
-        run: bytes in one row, or 0 if rows are used completely.
+        segment: the most bytes of one access.
+        scattered: whether every access is in another row, instead of running through memory.
         pending: accesses that are in the queue or on the bus.
     """
 
     cause: str
     kind: Kind
+    label: str
     left: float
-    run: float
+    segment: float
+    scattered: bool
     arrived_ns: int
     done: Callable[[], None]
     pending: int = 0
@@ -63,17 +67,12 @@ class _Access:
     """An access of up to a segment in one row of one bank."""
 
     request: _Request
+    read: bool
     number: int
     size: float
     columns: float
     row: int
     arrived_ns: float
-
-
-_Candidate = tuple[bool, float, int, int, int, float | None]
-"""An access that may be next: whether it should wait for the other direction, its start, number and
-bank, its index in the bank's queue, and the time at which its row is opened.
-"""
 
 
 class Memory:
@@ -122,11 +121,12 @@ class Memory:
             "communication": collections.deque(),
         }
         banks, groups = int(memory.banks.value), int(memory.bank_groups.value)
-        self._groups = groups
+        self._group_of = [bank % groups for bank in range(banks)]
         self._queues: list[list[_Access]] = [[] for _ in range(banks)]
         self._open_row = [-1] * banks
-        self._bank_free = [0.0] * banks
         self._opened = [-1e9] * banks
+        # The earliest time at which a bank may open another row.
+        self._closed = [0.0] * banks
         self._last_open = -1e9
         self._group_free = [0.0] * groups
         self._bus_free = 0.0
@@ -172,8 +172,10 @@ class Memory:
         if size <= 0:
             done()
             return
+        label, segment = f"{cause} {kind}", min(run or SEGMENT_BYTES, SEGMENT_BYTES)
+        left, now = size / self._channels, self._engine.now
         self._streams[stream].append(
-            _Request(cause, kind, size / self._channels, run, self._engine.now, done)
+            _Request(cause, kind, label, left, segment, bool(run), now, done)
         )
         self._arbitrate()
 
@@ -185,13 +187,13 @@ class Memory:
         """Let accesses enter the queue as long as it has room."""
         while (stream := self._next()) is not None:
             request = self._streams[stream][0]
-            size = min(request.left, request.run or SEGMENT_BYTES, SEGMENT_BYTES)
+            size = request.left if request.left < request.segment else request.segment
             columns = size / self._column_bytes
             if self._entries + columns > self._capacity:
                 break
-            if stream == "communication":
-                self.waited_ns = max(self.waited_ns, self._engine.now - request.arrived_ns)
             self._after_communication = stream == "communication"
+            if self._after_communication:
+                self.waited_ns = max(self.waited_ns, self._engine.now - request.arrived_ns)
             request.left -= size
             request.pending += 1
             # Bytes per channel are fractions, so a remainder may be a rounding error.
@@ -199,17 +201,16 @@ class Memory:
                 request.left = 0.0
                 self._streams[stream].popleft()
             self._entries += columns
-            self.most_entries = max(self.most_entries, self._entries)
-            self._enter(request, size, columns)
+            if self._entries > self.most_entries:
+                self.most_entries = self._entries
+            bank, row = self._scattered() if request.scattered else self._running(request, size)
+            self._numbers += 1
+            read, now = request.kind == "read", self._engine.now
+            self._queues[bank].append(
+                _Access(request, read, self._numbers, size, columns, row, now)
+            )
         if not self._serving and self._entries > 1e-9:
             self._serve()
-
-    def _enter(self, request: _Request, size: float, columns: float) -> None:
-        bank, row = self._scattered() if request.run else self._running(request, size)
-        self._numbers += 1
-        self._queues[bank].append(
-            _Access(request, self._numbers, size, columns, row, self._engine.now)
-        )
 
     def _scattered(self) -> tuple[int, int]:
         """Return a bank without a pattern, and a row that no other access uses."""
@@ -250,65 +251,80 @@ class Memory:
         After a queue's length of columns in one direction, an access of the other direction goes
         first, so that neither starves.
         """
+        bank, index, start, opened = self._first()
+        access = self._queues[bank].pop(index)
+        request, kind, columns = access.request, access.request.kind, access.columns
+        if opened is not None:
+            self.row_misses += 1
+            self._open_row[bank], self._opened[bank] = access.row, opened
+            self._last_open = max(self._last_open, opened)
+        read = access.read
+        self._batch = columns if read != self._reading else self._batch + columns
+        self._reading, self._serving = read, True
+        self._bus_free = start + columns * self._column_ns
+        group_free = start + columns * self._group_ns[kind]
+        self._group_free[self._group_of[bank]] = group_free
+        # A written row must not be closed before the write has reached the cells.
+        free = group_free if read else group_free + self._write_recovery_ns
+        self._closed[bank] = max(free, self._opened[bank] + self._row_cycle_ns)
+        self.accesses += 1
+        self.busy_ns += columns * self._column_ns
+        if self._observe is not None:
+            end = round(self._bus_free)
+            self._observe(request.label, round(start), end, access.size * self._channels)
+        self._engine.at(max(self._engine.now, math.ceil(self._bus_free)), self._served, access)
+
+    def _first(self) -> tuple[int, int, float, float | None]:
+        """Find the access that can start first.
+
+        Each bank offers the oldest access to its open row, or else its oldest one. Of two that can
+        start at the same time, the older one goes first.
+
+        Returns:
+            The access's bank, its index in the bank's queue, its start, and the time at which its
+            row is opened; None if the row is open.
+        """
         # Events are at integer nanoseconds and the bus is not: an access that directly follows
         # another one starts at the exact time at which that one ended.
         now = self._bus_free if self._engine.now - self._bus_free < 1 else float(self._engine.now)
         # Hits in one direction could otherwise keep the bus for ever.
         tired = self._batch >= self._capacity
-        best = min(
-            self._candidate(bank, queue, now, tired=tired)
-            for bank, queue in enumerate(self._queues)
-            if queue
-        )
-        _, start, _, bank, index, opened = best
-        access = self._queues[bank].pop(index)
-        request, kind = access.request, access.request.kind
-        if opened is not None:
-            self.row_misses += 1
-            self._open_row[bank], self._opened[bank] = access.row, opened
-            self._last_open = max(self._last_open, opened)
-        read = kind == "read"
-        self._batch = access.columns if read != self._reading else self._batch + access.columns
-        self._reading, self._serving = read, True
-        self._bus_free = start + access.columns * self._column_ns
-        group_free = start + access.columns * self._group_ns[kind]
-        self._group_free[bank % self._groups] = group_free
-        # A written row must not be closed before the write has reached the cells.
-        self._bank_free[bank] = group_free if read else group_free + self._write_recovery_ns
-        self.accesses += 1
-        self.busy_ns += access.columns * self._column_ns
-        if self._observe is not None:
-            self._observe(
-                f"{request.cause} {kind}",
-                round(start),
-                round(self._bus_free),
-                access.size * self._channels,
-            )
-        self._engine.at(max(self._engine.now, math.ceil(self._bus_free)), self._served, access)
-
-    def _candidate(self, bank: int, queue: list[_Access], now: float, *, tired: bool) -> _Candidate:
-        """Return a bank's next access: its open row's oldest, or else its oldest; and its start."""
-        open_row, opened, index = self._open_row[bank], None, 0
-        start = max(now, self._group_free[bank % self._groups])
-        # First-ready: an access to the open row overtakes older ones of its bank.
-        for at, access in enumerate(queue):
-            if access.row == open_row:
-                index = at
-                break
-        else:
-            access = queue[0]
-            opened = max(
-                access.arrived_ns,
-                self._bank_free[bank],
-                self._opened[bank] + self._row_cycle_ns,
-                self._last_open + self._row_gap_ns,
-            )
-            start = max(start, opened + self._open_ns)
+        # Local names, and comparisons instead of max(): this loop is most of the time of a run.
+        reading, open_rows, group_of = self._reading, self._open_row, self._group_of
+        group_free, closed, open_ns = self._group_free, self._closed, self._open_ns
+        next_open = self._last_open + self._row_gap_ns
         # The bus needs time to turn around between reading and writing.
-        read = access.request.kind == "read"
-        if read != self._reading:
-            start = max(start, self._bus_free + (self._to_read_ns if read else self._to_write_ns))
-        return tired and read == self._reading, start, access.number, bank, index, opened
+        turned = self._bus_free + (self._to_write_ns if reading else self._to_read_ns)
+        best = (True, math.inf, 0)
+        found: tuple[int, int, float, float | None] = (0, 0, 0.0, None)
+        for bank, queue in enumerate(self._queues):
+            if not queue:
+                continue
+            open_row, opened, index = open_rows[bank], None, 0
+            start = group_free[group_of[bank]]
+            if start < now:
+                start = now
+            # First-ready: an access to the open row overtakes older ones of its bank.
+            for access in queue:
+                if access.row == open_row:
+                    break
+                index += 1
+            else:
+                access, index = queue[0], 0
+                opened = closed[bank]
+                if opened < next_open:
+                    opened = next_open
+                if opened < access.arrived_ns:
+                    opened = access.arrived_ns
+                if start < opened + open_ns:
+                    start = opened + open_ns
+            same = access.read == reading
+            if not same and start < turned:
+                start = turned
+            offer = (tired and same, start, access.number)
+            if offer < best:
+                best, found = offer, (bank, index, start, opened)
+        return found
 
     def _served(self, access: _Access) -> None:
         self._serving = False

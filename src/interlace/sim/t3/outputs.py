@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.sim.figure import open_figure
+from interlace.sim.figure import open_figure, plain
 from interlace.sim.t3.measured import Comparison
 from interlace.sim.t3.reproduce import Figure
 from interlace.sim.t3.run import SubLayer
@@ -18,15 +18,15 @@ _COLOURS = {
     "product read": "#56B4E9",
     "product write": "#0072B2",
     "product update": "#0072B2",
-    "reduce-scatter read": "#E69F00",
-    "reduce-scatter write": "#D55E00",
-    "reduce-scatter update": "#D55E00",
-    "all-gather read": "#009E73",
-    "all-gather write": "#117755",
+    "reduce_scatter read": "#E69F00",
+    "reduce_scatter write": "#D55E00",
+    "reduce_scatter update": "#D55E00",
+    "all_gather read": "#009E73",
+    "all_gather write": "#117755",
     "tracker read": "#CC79A7",
     "tracker write": "#CC79A7",
-    "all-to-all read": "#E69F00",
-    "all-to-all write": "#D55E00",
+    "all_to_all read": "#E69F00",
+    "all_to_all write": "#D55E00",
     "reduce_scatter": "#D55E00",
     "all_gather": "#009E73",
     "all_to_all": "#D55E00",
@@ -138,7 +138,7 @@ def draw_figures(figures: Sequence[Figure], file: Path) -> None:
             axis.plot([0, distance], [row, row], color="#888888", linewidth=1)
             axis.plot(distance, row, "o", color="#009E73" if figure.met else "#D55E00")
         names = [
-            f"{figure.name}: {figure.published:g} {figure.unit}, ours {figure.ours:.3g}"
+            f"{figure.name}: {figure.published:g} {figure.unit}, ours {plain(figure.ours)}"
             for figure in figures
         ]
         axis.set_yticks(range(len(figures)), names, fontsize=8)

@@ -178,7 +178,7 @@ class Running:
         self._gpu, self._plan, self._units = gpu, plan, units
         self._store, self._gate, self._stage_done = store, gate, stage_done
         self._step_ns = round(plan.step_ns * slowness)
-        self._port = Server("cache", "memory")
+        self._port = Server("cache")
         self._port_rate = gpu.machine.memory.cache_bytes_per_s.value
         self._capacity = int(gpu.machine.memory.cache_bytes.value)
         self._used = 0

@@ -8,20 +8,23 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 from typing import Any
 
-from interlace.sim.sweeps import map_processes
+from interlace.sim.sweeps import Progress, map_processes
 from interlace.sim.t3 import endtoend
 from interlace.sim.t3.machine import T3Machine, load_t3_machine
 from interlace.sim.t3.models import SUBLAYERS, SubLayerName, load_t3_model
-from interlace.sim.t3.run import CONFIGURATIONS, SubLayer, simulate
+from interlace.sim.t3.product import Product
+from interlace.sim.t3.run import CONFIGURATIONS, simulate
 
 SMALL, LARGE = ("mega-gpt-2", "t-nlg"), ("palm", "mt-nlg")
 """The models of the paper's main figures, and those of its 29 %."""
+LARGE_CONFIGURATIONS = ("sequential", "t3-mca")
+"""Configurations that the figures of the large models come from."""
 MODELS = (*SMALL, "gpt-3", *LARGE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A sub-layer in all configurations, without the single events."""
+    """A sub-layer in the configurations that were simulated, without the single events."""
 
     model: str
     ranks: int
@@ -106,42 +109,47 @@ def study(
     models: Sequence[str] = MODELS,
     *,
     tokens: int | None = None,
+    every_case: bool = True,
     workers: int | None = None,
+    progress: Progress | None = None,
 ) -> Study:
     """Run all sub-layers of some models at their degrees, and compare them with the paper.
 
-    It takes one to two minutes of a processor's time.
+    It takes about a minute of a processor's time.
 
     Args:
         machine: the machine; the paper's by default.
         models: presets of models.
         tokens: tokens of every model instead of its own; quicker, but not the paper's comparison.
+        every_case: whether to simulate models and configurations that no figure needs as well.
         workers: number of processes; None is all processors, 1 runs in this process.
+        progress: called after every product.
     """
     machine = machine or load_t3_machine()
-    degrees = [
-        (name, int(ranks)) for name in models for ranks in load_t3_model(name).tensor_parallel.value
+    wanted = [
+        (name, int(ranks), sublayer, model.product(sublayer, int(ranks), tokens))
+        for name, model in ((name, load_t3_model(name)) for name in models)
+        if every_case or name in (*SMALL, *LARGE)
+        for ranks in model.tensor_parallel.value
+        for sublayer in SUBLAYERS
     ]
-    simulated = map_processes(functools.partial(_cases, machine, tokens), degrees, workers)
-    cases = [case for group in simulated for case in group]
-    return Study(cases, figures(cases) + _end_to_end(machine, cases), assumptions(machine))
-
-
-def _cases(machine: T3Machine, tokens: int | None, degree: tuple[str, int]) -> list[Case]:
-    name, ranks = degree
-    model = load_t3_model(name)
-    done: dict[int, dict[str, SubLayer]] = {}
-    cases = []
     # FC-1 backward has the sizes of FC-2 forward, so it is simulated once for both.
-    for sublayer in SUBLAYERS:
-        product = model.product(sublayer, ranks, tokens)
-        if product.depth not in done:
-            done[product.depth] = {
-                configuration: simulate(machine, product, ranks, configuration)
-                for configuration in CONFIGURATIONS
-            }
-        cases.append(_case(name, ranks, sublayer, done[product.depth]))
-    return cases
+    different = {(name, ranks, product.depth): product for name, ranks, _, product in wanted}
+    # The largest come first, so that no process is left alone with one of them in the end; those of
+    # one degree stay together, since they share the simulated collectives.
+    keys = sorted(different, key=lambda key: (-different[key].output_bytes, *key))
+    few = () if every_case else LARGE
+    runs = [
+        (key[1], different[key], LARGE_CONFIGURATIONS if key[0] in few else CONFIGURATIONS)
+        for key in keys
+    ]
+    simulated = map_processes(functools.partial(_case, machine), runs, workers, progress)
+    cases = dict(zip(keys, simulated, strict=True))
+    named = [
+        dataclasses.replace(cases[name, ranks, product.depth], model=name, sublayer=sublayer)
+        for name, ranks, sublayer, product in wanted
+    ]
+    return Study(named, figures(named) + _end_to_end(machine, named), assumptions(machine))
 
 
 _PUBLISHED_LAYERS: tuple[tuple[endtoend.Phase, str, float, float], ...] = (
@@ -179,19 +187,24 @@ def _end_to_end(machine: T3Machine, cases: Sequence[Case]) -> list[Figure]:
     return compared
 
 
-def _case(model: str, ranks: int, sublayer: SubLayerName, results: dict[str, SubLayer]) -> Case:
-    both = ("product", "reduce-scatter")
+def _case(machine: T3Machine, run: tuple[int, Product, Sequence[str]]) -> Case:
+    """Simulate a product in some configurations; the caller fills in model and sub-layer."""
+    ranks, product, configurations = run
+    results = {name: simulate(machine, product, ranks, name) for name in configurations}
+    both = ("product", "reduce_scatter")
     return Case(
-        model,
+        "",
         ranks,
-        sublayer,
-        depth=results["sequential"].product.depth,
+        "op",
+        depth=product.depth,
         total_ns={name: result.total_ns for name, result in results.items()},
         part_ns={name: [part.time_ns for part in result.parts] for name, result in results.items()},
         reduce_scatter_ns={
-            name: results[name].parts[1].time_ns for name in ("sequential", "ideal-nmc")
+            name: results[name].parts[1].time_ns
+            for name in ("sequential", "ideal-nmc")
+            if name in results
         },
-        reads={name: result.moved("reduce-scatter", "read") for name, result in results.items()},
+        reads={name: result.moved("reduce_scatter", "read") for name, result in results.items()},
         writes={
             name: sum(result.moved(cause, "write", "update") for cause in both)
             for name, result in results.items()

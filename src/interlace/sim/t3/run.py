@@ -18,7 +18,7 @@ from interlace.sim.results import LinkUse, Result, Span, TaskTime
 from interlace.sim.t3 import addresses as maps
 from interlace.sim.t3 import fused
 from interlace.sim.t3.addresses import AddressMap
-from interlace.sim.t3.collectives import TRAFFIC, Collective, alone
+from interlace.sim.t3.collectives import Collective, alone
 from interlace.sim.t3.gpu import TOPOLOGIES, BytesBy, Group, Part
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.memory import Kind
@@ -33,7 +33,7 @@ compute units, memory contention left out, as in the paper; T3; T3 with the cont
 arbitration; perfect overlap of product and collective; perfect overlap with near-memory compute.
 """
 
-COLLECTIVES: tuple[Collective, ...] = ("reduce-scatter", "all-to-all", "all-gather")
+COLLECTIVES: tuple[Collective, ...] = ("reduce_scatter", "all_to_all", "all_gather")
 """Collectives in order: after the product, and then an all-gather; after the product; before it."""
 
 Schedule = list[tuple[int, Part]]
@@ -47,7 +47,7 @@ class SubLayer:
     Attributes:
         result: times, rows, link uses and the physical bound, in the form of every simulation.
         memory_bytes: bytes of DRAM traffic by (cause, kind): causes ``product``,
-            ``reduce-scatter``, ``all-gather``, ``all-to-all``, ``tracker``; kinds ``read``,
+            ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``tracker``; kinds ``read``,
             ``write``, ``update``.
         parts: simulated parts in the order of their starts.
         overlapped_ns: nanoseconds that links worked while the product ran.
@@ -107,7 +107,7 @@ def simulate(
     product: Product,
     ranks: int,
     configuration: str,
-    collective: Collective = "reduce-scatter",
+    collective: Collective = "reduce_scatter",
     *,
     network: Literal["ring", "full", "switch"] | None = None,
     address_map: AddressMap | None = None,
@@ -121,7 +121,7 @@ def simulate(
     Args:
         configuration: one of :data:`CONFIGURATIONS`.
         collective: one of :data:`COLLECTIVES`. A reduce-scatter is followed by an all-gather; an
-            ``all-gather`` gathers the rows of the product's first input.
+            ``all_gather`` gathers the rows of the product's first input.
         machine: the GPUs and their links.
         product: the matrix product on each GPU.
         ranks: number of GPUs, at least 2.
@@ -175,7 +175,7 @@ def _address_map(
     collective: Collective, product: Product, ranks: int, network: str, requested: AddressMap | None
 ) -> AddressMap | None:
     """Return the collective's address map, or the user's if it makes equal sums."""
-    if collective == "all-gather":
+    if collective == "all_gather":
         if ranks < 2 or product.rows % ranks:
             raise ConfigError(
                 "an all-gather must have at least 2 ranks, and rows that divide evenly over them; "
@@ -188,14 +188,14 @@ def _address_map(
             )
         return None
     if requested is None:
-        ring = network == "ring" and collective == "reduce-scatter"
-        direct = maps.all_to_all if collective == "all-to-all" else maps.direct_reduce_scatter
+        ring = network == "ring" and collective == "reduce_scatter"
+        direct = maps.all_to_all if collective == "all_to_all" else maps.direct_reduce_scatter
         return (maps.ring_reduce_scatter if ring else direct)(ranks)
     if requested.chunks != ranks:
         raise ConfigError(
             f"an address map must have a chunk for each of {ranks} GPUs; got {requested.chunks}."
         )
-    addends = 1 if collective == "all-to-all" else ranks
+    addends = 1 if collective == "all_to_all" else ranks
     for chunk in set(range(ranks)) - requested.targets().keys():
         if requested.addends(chunk) != addends:
             raise ConfigError(
@@ -221,11 +221,11 @@ class _SubLayer:
         self.machine, self.product, self.ranks, self.network = machine, product, ranks, network
         self.collective, self._slowest = collective, slowest
         self.units = int(machine.gpu.compute_units.value)
-        self.size = product.gathered_bytes if collective == "all-gather" else product.output_bytes
+        self.size = product.gathered_bytes if collective == "all_gather" else product.output_bytes
 
     def _moved(self, share: float = 1.0, *, near_memory: bool = False) -> Part:
         # Only a reduce-scatter adds anything that near-memory compute could add.
-        near = near_memory and self.collective == "reduce-scatter"
+        near = near_memory and self.collective == "reduce_scatter"
         return alone(
             self.machine, self.collective, self.size, self.ranks, self.network, share, near
         )
@@ -235,19 +235,19 @@ class _SubLayer:
 
     def then_gathered(self, schedule: Schedule, share: float = 1.0) -> Schedule:
         """Append a reduce-scatter's all-gather, which starts when all other parts have ended."""
-        if self.collective != "reduce-scatter":
+        if self.collective != "reduce_scatter":
             return schedule
-        gather = alone(self.machine, "all-gather", self.size, self.ranks, self.network, share)
+        gather = alone(self.machine, "all_gather", self.size, self.ranks, self.network, share)
         return [*schedule, (max(start + part.time_ns for start, part in schedule), gather)]
 
     def sequential(self) -> Schedule:
         parts = [self._product(self.units), self._moved()]
-        if self.collective == "all-gather":
+        if self.collective == "all_gather":
             parts.reverse()
         return self.then_gathered([(0, parts[0]), (parts[0].time_ns, parts[1])])
 
     def ideal(self, *, near_memory: bool) -> Schedule:
-        bypass = near_memory and self.collective != "all-gather"
+        bypass = near_memory and self.collective != "all_gather"
         return self.then_gathered(
             [
                 (0, self._product(self.units, bypass=bypass)),
@@ -318,7 +318,7 @@ def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubL
         # On a switch the bytes pass two links, of which the way up is counted.
         traffic_bytes={
             kind: sum(use.size for use in uses if use.traffic == kind and use.link != "down")
-            for kind in TRAFFIC.values()
+            for kind in COLLECTIVES
         },
         memory_bytes=sum(memory.values()),
         tasks=_tasks(schedule),

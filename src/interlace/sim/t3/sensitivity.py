@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from interlace.sim.sweeps import Progress
 from interlace.sim.t3.machine import load_t3_machine
 from interlace.sim.t3.product import Product
 from interlace.sim.t3.run import simulate
@@ -42,28 +43,26 @@ class Row:
 
 
 def sensitivity(
-    machine_name: str, changes: dict[str, Any], product: Product, ranks: int
-) -> list[Row]:
-    """Simulate the machine as it is, and with each of :data:`CHANGES`."""
-    rows = [_row(machine_name, changes, None, None, product, ranks)]
-    for key, values in CHANGES.items():
-        rows += [_row(machine_name, changes, key, value, product, ranks) for value in values]
-    return rows
-
-
-def _row(
-    name: str,
+    machine_name: str,
     changes: dict[str, Any],
-    key: str | None,
-    value: float | None,
     product: Product,
     ranks: int,
-) -> Row:
-    machine = load_t3_machine(name, changes if key is None else {**changes, key: value})
-    # The baseline has the change as well: a faster link helps both.
-    base = simulate(machine, product, ranks, "sequential").total_ns
-    return Row(
-        key or "as given",
-        value,
-        {name: base / simulate(machine, product, ranks, name).total_ns for name in CONFIGURATIONS},
-    )
+    progress: Progress | None = None,
+) -> list[Row]:
+    """Simulate the machine as it is, and with each of :data:`CHANGES`."""
+    alternatives: list[tuple[str, float | None]] = [("as given", None)]
+    alternatives += [(key, value) for key, values in CHANGES.items() for value in values]
+    rows = []
+    for key, value in alternatives:
+        changed = changes if value is None else {**changes, key: value}
+        machine = load_t3_machine(machine_name, changed)
+        # The baseline has the change as well: a faster link helps both.
+        base, *others = (
+            simulate(machine, product, ranks, name).total_ns
+            for name in ("sequential", *CONFIGURATIONS)
+        )
+        gains = {name: base / time for name, time in zip(CONFIGURATIONS, others, strict=True)}
+        rows.append(Row(key, value, gains))
+        if progress is not None:
+            progress(len(rows), len(alternatives))
+    return rows

@@ -2,37 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveInt, model_validator
+from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 
 from interlace.sim.configfile import Strict
-from interlace.sim.machine import Confidence, Given, find, load_changed
+from interlace.sim.machine import Machine, Source, find, load_changed, with_source
+from interlace.sim.results import Result
+from interlace.sim.step import run
+from interlace.sim.topology import Topology
 from interlace.sim.work import COMPUTE, Kernel, Task, Work
 
 Fusing = Literal["none", "forward", "both"]
 """Which passes use the fused operators."""
 
 
-class Layers(BaseModel):
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Choices:
+    """What a run of a workload chooses besides the model, the machine and the network.
+
+    Attributes:
+        fused: passes that use the fused operators.
+        all_to_all, all_reduce: the library's algorithms, see :mod:`interlace.sim.collectives`.
+        slices: slices in which a fused kernel's output for one rank leaves; 0 is the workload's
+            default.
+        tensor, pipeline: sizes of a Transformer's parallel groups.
+    """
+
+    fused: Fusing = "none"
+    all_to_all: str = "one_shot"
+    all_reduce: str = "ring"
+    slices: int = 0
+    tensor: int = 8
+    pipeline: int = 8
+
+
+class Layers(Source):
     """Sizes of a chain of layers, with their source."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
     value: Annotated[list[PositiveInt], Field(min_length=2)]
-    source: Annotated[str, Field(min_length=3)]
-    confidence: Confidence
 
 
-def _with_source(value: Any) -> Any:
-    return (
-        {"value": value, "source": "given without a source", "confidence": "assumed"}
-        if isinstance(value, list)
-        else value
-    )
-
-
-GivenLayers = Annotated[Layers, BeforeValidator(_with_source)]
+GivenLayers = Annotated[Layers, BeforeValidator(with_source)]
 
 
 class Workload(Strict):
@@ -53,6 +66,14 @@ class Workload(Strict):
             ):
                 raise ValueError(f"{key} must be a whole number of at least 1; got {value:g}")
         return self
+
+    def step(self, topology: Topology, choices: Choices) -> Step:
+        """List the tasks of the step on one rank of a network.
+
+        Raises:
+            ConfigError: the model does not fit the number of ranks.
+        """
+        raise NotImplementedError
 
     @classmethod
     def fractions(cls) -> tuple[str, ...]:
@@ -90,12 +111,37 @@ class Tasks:
         return self.add(name, COMPUTE, Kernel(flops, memory_bytes), *deps)
 
 
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """A step that can be run.
+
+    Attributes:
+        name: the result's name.
+        topology: the network, with the coordinates that the tasks' groups refer to.
+        tasks: one rank's tasks.
+        extra_ns: nanoseconds that are added in the end, from the result.
+    """
+
+    name: str
+    topology: Topology
+    tasks: list[Task]
+    extra_ns: Callable[[Result], int] | None = None
+
+    def run(self, machine: Machine, *, all_ranks: bool = False) -> Result:
+        """Simulate the step; see :func:`interlace.sim.step.run`."""
+        return run(
+            machine,
+            self.topology,
+            self.tasks,
+            name=self.name,
+            all_ranks=all_ranks,
+            extra_ns=self.extra_ns,
+        )
+
+
 def product(m: float, n: float, k: float, itemsize: float) -> tuple[float, float]:
     """Return FLOPs and memory bytes of an [m, k] by [k, n] matrix product.
 
     Operands and result are moved once.
     """
     return 2 * m * n * k, itemsize * (m * k + n * k + m * n)
-
-
-__all__ = ["Fusing", "Given", "GivenLayers", "Tasks", "Workload", "load_workload", "product"]

@@ -27,13 +27,18 @@ from __future__ import annotations
 import itertools
 from typing import Literal
 
-from interlace.sim.machine import Machine
+from interlace.sim.machine import Given
 from interlace.sim.operators import embedding_all_to_all
-from interlace.sim.results import Result
-from interlace.sim.step import run
 from interlace.sim.topology import Topology
-from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel
-from interlace.sim.workloads.common import Fusing, Given, GivenLayers, Tasks, Workload, product
+from interlace.sim.work import COMPUTE, COPY, Collective, Consuming, Fused, HostCopy, Kernel, Task
+from interlace.sim.workloads.common import (
+    Choices,
+    GivenLayers,
+    Step,
+    Tasks,
+    Workload,
+    product,
+)
 
 
 class Dlrm(Workload):
@@ -67,25 +72,13 @@ class Dlrm(Workload):
     def fractions(cls) -> tuple[str, ...]:
         return ("pooling_factor",)
 
+    def step(self, topology: Topology, choices: Choices) -> Step:
+        name = f"DLRM {self.name}, fused: {choices.fused}"
+        return Step(name, topology, _tasks(self, choices))
 
-def tasks(
-    model: Dlrm,
-    ranks: int,
-    *,
-    fused: Fusing = "none",
-    all_to_all: str = "one_shot",
-    all_reduce: str = "ring",
-    slices: int = 4,
-) -> Tasks:
-    """List the tasks of the step on one rank.
 
-    Args:
-        model: the model.
-        ranks: number of ranks.
-        fused: passes that use the fused operators.
-        all_to_all, all_reduce: the library's algorithms, see :mod:`interlace.sim.collectives`.
-        slices: slices in which a fused kernel's output for one rank leaves.
-    """
+def _tasks(model: Dlrm, choices: Choices) -> list[Task]:
+    fused, slices = choices.fused, choices.slices or 4
     out = Tasks()
     samples, dim = model.batch_per_rank.value, model.embedding_dim.value
     # A rank has tables / ranks of the tables, and looks them up for samples x ranks samples.
@@ -107,7 +100,7 @@ def tasks(
         itemsize=int(model.embedding_bytes.value),
         exchange_itemsize=int(model.exchange_bytes.value),
         index_itemsize=int(model.index_bytes.value),
-        algorithm=all_to_all,
+        algorithm=choices.all_to_all,
         unpack=model.unpack,
         slices=slices,
     )
@@ -127,7 +120,7 @@ def tasks(
     _mlp_forward(out, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
 
     # Layers nearest the output come first in the backward pass, and fill the first bucket.
-    reducer = _Reducer(out, model.bucket_bytes.value, all_reduce)
+    reducer = _Reducer(out, model.bucket_bytes.value, choices.all_reduce)
     _mlp_backward(out, reducer, "top", model.top_mlp.value, samples, model.mlp_bytes.value)
     gradient = Kernel(2 * pairs_flops, 2 * pairs_bytes)
     # Every looked-up row is read and written; the gradients are read once.
@@ -148,7 +141,7 @@ def tasks(
         exchanged_gradient = out.add(
             "gradient All-to-All",
             "all_to_all",
-            Collective("all_to_all", all_to_all, exchanged),
+            Collective("all_to_all", choices.all_to_all, exchanged),
             sent,
         )
     _mlp_backward(out, reducer, "bottom", model.bottom_mlp.value, samples, model.mlp_bytes.value)
@@ -167,7 +160,7 @@ def tasks(
         for a, b in itertools.pairwise(sizes)
     )
     out.kernel("optimizer", 2 * weights, 3 * weights * model.mlp_bytes.value, *reducer.names)
-    return out
+    return out.tasks
 
 
 def _mlp_forward(out: Tasks, name: str, sizes: list[int], samples: float, itemsize: float) -> str:
@@ -211,32 +204,3 @@ class _Reducer:
                 self.out.add(f"AllReduce {len(self.names)}", "all_reduce", work, self.last)
             )
             self.held = 0.0
-
-
-def simulate(
-    model: Dlrm,
-    machine: Machine,
-    topology: Topology,
-    *,
-    fused: Fusing = "none",
-    all_to_all: str = "one_shot",
-    all_reduce: str = "ring",
-    slices: int = 4,
-    all_ranks: bool = False,
-) -> Result:
-    """Run one step; see :func:`tasks` and :func:`interlace.sim.step.run`."""
-    step = tasks(
-        model,
-        topology.ranks,
-        fused=fused,
-        all_to_all=all_to_all,
-        all_reduce=all_reduce,
-        slices=slices,
-    )
-    return run(
-        machine,
-        topology,
-        step.tasks,
-        name=f"DLRM {model.name}, fused: {fused}",
-        all_ranks=all_ranks,
-    )

@@ -20,12 +20,10 @@ Uneven routing lengthens both forms.
 from __future__ import annotations
 
 from interlace.errors import ConfigError
-from interlace.sim.machine import Machine
-from interlace.sim.results import Result
-from interlace.sim.step import run
+from interlace.sim.machine import Given
 from interlace.sim.topology import Topology
-from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel
-from interlace.sim.workloads.common import Fusing, Given, Tasks, Workload, product
+from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel, Task
+from interlace.sim.workloads.common import Choices, Step, Tasks, Workload, product
 
 
 class Moe(Workload):
@@ -48,6 +46,20 @@ class Moe(Workload):
     itemsize: Given
     gradient_bytes: Given
 
+    def step(self, topology: Topology, choices: Choices) -> Step:
+        experts, ranks = int(self.experts.value), topology.ranks
+        if experts % ranks and ranks % experts:
+            raise ConfigError(
+                f"experts must divide evenly over the ranks, or ranks over experts; got {experts} "
+                f"and {ranks}. Change the nodes."
+            )
+        groups: list[tuple[int, ...]] | None = None
+        # More ranks than experts: each group has every expert once.
+        if experts < ranks:
+            topology, groups = topology.split((experts, ranks // experts))
+        tasks = _tasks(self, ranks, groups, choices)
+        return Step(f"{self.name}, fused: {choices.fused}", topology, tasks)
+
 
 class _Layers:
     """Builder of the tasks of one layer, forward and backward."""
@@ -58,16 +70,10 @@ class _Layers:
         model: Moe,
         ranks: int,
         axes: tuple[int, ...] | None,
-        all_to_all: str,
-        slices: int,
+        choices: Choices,
     ) -> None:
-        self.out, self.model, self.ranks, self.algorithm, self.slices = (
-            out,
-            model,
-            ranks,
-            all_to_all,
-            slices,
-        )
+        self.out, self.model, self.ranks = out, model, ranks
+        self.algorithm, self.slices = choices.all_to_all, choices.slices or 4
         self.tokens = int(model.sequence.value * model.batch_per_rank.value)
         self.hidden, self.itemsize = int(model.hidden.value), int(model.itemsize.value)
         self.kv = int(model.hidden.value * model.key_value_heads.value / model.heads.value)
@@ -156,16 +162,9 @@ class _Layers:
         self._dense(f"{name} attention backward", 2)
 
 
-def tasks(
-    model: Moe,
-    ranks: int,
-    groups: list[tuple[int, ...]] | None = None,
-    *,
-    fused: Fusing = "none",
-    all_to_all: str = "one_shot",
-    all_reduce: str = "ring",
-    slices: int = 4,
-) -> Tasks:
+def _tasks(
+    model: Moe, ranks: int, groups: list[tuple[int, ...]] | None, choices: Choices
+) -> list[Task]:
     """List the tasks of the step on one rank.
 
     Args:
@@ -173,21 +172,11 @@ def tasks(
         ranks: number of ranks.
         groups: coordinates of the ranks that split the experts between them, and coordinates of
             the ranks that have copies of each other's experts; None if all ranks split them.
-        fused: passes that use the fused operators.
-        all_to_all, all_reduce: the library's algorithms, see :mod:`interlace.sim.collectives`.
-        slices: slices in which a fused kernel's output for one rank leaves.
-
-    Raises:
-        ConfigError: the experts do not divide over the ranks, nor the ranks over the experts.
+        choices: the run's.
     """
-    experts = int(model.experts.value)
-    if experts % ranks and ranks % experts:
-        raise ConfigError(
-            f"experts must divide evenly over the ranks, or ranks over experts; got {experts} and "
-            f"{ranks}. Change the nodes."
-        )
+    fused = choices.fused
     out = Tasks()
-    stage = _Layers(out, model, ranks, groups[0] if groups else None, all_to_all, slices)
+    stage = _Layers(out, model, ranks, groups[0] if groups else None, choices)
     layers = int(model.layers.value)
     gradients: list[str] = []
     for layer in range(layers):
@@ -200,49 +189,15 @@ def tasks(
                 out.add(
                     f"l{layer} gradients",
                     "gradients",
-                    Collective("all_reduce", all_reduce, size),
+                    Collective("all_reduce", choices.all_reduce, size),
                     stage.last,
                 )
             )
         # Ranks with copies of one expert sum its gradients, the others have nothing to sum.
         if groups is not None:
             size = round(stage.expert_weights() * model.gradient_bytes.value)
-            work = Collective("all_reduce", all_reduce, size, groups[1])
+            work = Collective("all_reduce", choices.all_reduce, size, groups[1])
             gradients.append(out.add(f"l{layer} expert gradients", "gradients", work, stage.last))
     weights = layers * (stage.dense_weights() + stage.expert_weights())
     out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
-    return out
-
-
-def simulate(
-    model: Moe,
-    machine: Machine,
-    topology: Topology,
-    *,
-    fused: Fusing = "none",
-    all_to_all: str = "one_shot",
-    all_reduce: str = "ring",
-    slices: int = 4,
-    all_ranks: bool = False,
-) -> Result:
-    """Run one step; see :func:`tasks` and :func:`interlace.sim.step.run`.
-
-    With fewer experts than ranks, each group of as many ranks has all experts once.
-    """
-    experts = int(model.experts.value)
-    groups: list[tuple[int, ...]] | None = None
-    # More ranks than experts: each group has every expert once.
-    if experts < topology.ranks and topology.ranks % experts == 0:
-        topology, groups = topology.split((experts, topology.ranks // experts))
-    step = tasks(
-        model,
-        topology.ranks,
-        groups,
-        fused=fused,
-        all_to_all=all_to_all,
-        all_reduce=all_reduce,
-        slices=slices,
-    )
-    return run(
-        machine, topology, step.tasks, name=f"{model.name}, fused: {fused}", all_ranks=all_ranks
-    )
+    return out.tasks

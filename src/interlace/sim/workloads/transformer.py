@@ -21,14 +21,15 @@ backward pass and both its messages (Narayanan et al., arXiv:2104.04473).
 
 from __future__ import annotations
 
+import functools
+
 from interlace.errors import ConfigError
-from interlace.sim.machine import Machine
+from interlace.sim.machine import Given
 from interlace.sim.operators import gemm_all_reduce
 from interlace.sim.results import Result
-from interlace.sim.step import run
 from interlace.sim.topology import Topology
 from interlace.sim.work import COPY, Collective, Message
-from interlace.sim.workloads.common import Fusing, Given, Tasks, Workload, product
+from interlace.sim.workloads.common import Choices, Step, Tasks, Workload, product
 
 
 class Transformer(Workload):
@@ -53,88 +54,78 @@ class Transformer(Workload):
     gradient_bytes: Given
     """Bytes of an element of the gradients that are all-reduced."""
 
+    def step(self, topology: Topology, choices: Choices) -> Step:
+        """List the tasks of the step on one rank of one stage.
 
-def check_parallel(model: Transformer, ranks: int, tensor: int, pipeline: int) -> int:
-    """Return the size of the data-parallel groups.
+        Ranks outside a tensor and pipeline group are data-parallel.
 
-    Raises:
-        ConfigError: the sizes do not divide.
-    """
-    if tensor < 1 or pipeline < 1 or ranks % (tensor * pipeline):
-        raise ConfigError(
-            f"tensor x pipeline must divide the number of ranks; got {tensor} x {pipeline} for "
-            f"{ranks}. Change one of them."
-        )
-    if model.layers.value % pipeline:
-        raise ConfigError(
-            f"layers must divide evenly over the pipeline's stages; got {model.layers.value:g} "
-            f"and {pipeline}. Change pipeline."
-        )
-    if model.heads.value % tensor:
-        raise ConfigError(
-            f"heads must divide evenly over the tensor group; got {model.heads.value:g} and "
-            f"{tensor}. Change tensor."
-        )
-    return ranks // (tensor * pipeline)
-
-
-def tasks(
-    model: Transformer,
-    sizes: tuple[int, int, int],
-    groups: list[tuple[int, ...]],
-    *,
-    fused: Fusing = "none",
-    all_reduce: str = "ring",
-    slices: int = 8,
-) -> Tasks:
-    """List the tasks of the step on one rank of one stage.
-
-    Args:
-        model: the model.
-        sizes: ranks of the tensor, pipeline and data-parallel groups.
-        fused: passes that use the fused operators.
-        all_reduce: the library's AllReduce, see :mod:`interlace.sim.collectives`.
-        slices: slices in which a fused kernel's output for one rank leaves.
-        groups: the groups' coordinates in the topology, see
-            :meth:`interlace.sim.topology.Topology.split`.
-    """
-    out = Tasks()
-    tensor, pipeline, data = sizes
-    stage = _Stage(out, model, tensor, groups[0], all_reduce, slices)
-    layers = int(model.layers.value) // pipeline
-    activations = round(
-        model.microbatch.value
-        * model.sequence.value
-        * model.hidden.value
-        * model.itemsize.value
-        / tensor
-    )
-    gradients: list[str] = []
-    last = int(model.microbatches.value) - 1
-    for micro in range(last + 1):
-        for layer in range(layers):
-            stage.forward(f"m{micro} l{layer} ", fused != "none")
+        Raises:
+            ConfigError: the sizes do not divide, or groups would cut a ring.
+        """
+        tensor, pipeline = choices.tensor, choices.pipeline
+        data = self._data_parallel(topology.ranks, tensor, pipeline)
+        topology, groups = topology.split((tensor, pipeline, data))
+        out = Tasks()
+        stage = _Stage(out, self, groups[0], choices)
+        layers = int(self.layers.value) // pipeline
         # Tensor-parallel ranks each send a part of the activations.
-        if pipeline > 1:
-            out.add(f"m{micro} activations", COPY, Message(groups[1], activations), stage.last)
-        for layer in reversed(range(layers)):
-            stage.backward(f"m{micro} l{layer} ", fused == "both")
-            # Gradients accumulate over microbatches, and are summed over ranks once.
-            if micro == last and data > 1:
-                size = round(stage.weights() * model.gradient_bytes.value)
-                work = Collective("all_reduce", all_reduce, size, groups[2])
-                gradients.append(out.add(f"l{layer} gradients", "gradients", work, stage.last))
-        if pipeline > 1:
-            out.add(
-                f"m{micro} gradients of activations",
-                COPY,
-                Message(groups[1], activations),
-                stage.last,
+        activations = Message(
+            groups[1], round(stage.tokens * self.hidden.value * self.itemsize.value / tensor)
+        )
+        gradients: list[str] = []
+        last = int(self.microbatches.value) - 1
+        for micro in range(last + 1):
+            for layer in range(layers):
+                stage.forward(f"m{micro} l{layer} ", choices.fused != "none")
+            if pipeline > 1:
+                out.add(f"m{micro} activations", COPY, activations, stage.last)
+            for layer in reversed(range(layers)):
+                stage.backward(f"m{micro} l{layer} ", choices.fused == "both")
+                # Gradients accumulate over microbatches, and are summed over ranks once.
+                if micro == last and data > 1:
+                    size = round(stage.weights() * self.gradient_bytes.value)
+                    work = Collective("all_reduce", choices.all_reduce, size, groups[2])
+                    gradients.append(out.add(f"l{layer} gradients", "gradients", work, stage.last))
+            if pipeline > 1:
+                out.add(f"m{micro} gradients of activations", COPY, activations, stage.last)
+        weights = stage.weights() * layers
+        # Adam reads and writes two moments and the float32 weight, per weight.
+        out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
+        name = (
+            f"{self.name}, tensor {tensor}, pipeline {pipeline}, data {data}, "
+            f"fused: {choices.fused}"
+        )
+        fill = functools.partial(_fill_and_drain, pipeline)
+        return Step(name, topology, out.tasks, fill)
+
+    def _data_parallel(self, ranks: int, tensor: int, pipeline: int) -> int:
+        """Return the size of the data-parallel groups."""
+        if tensor < 1 or pipeline < 1 or ranks % (tensor * pipeline):
+            raise ConfigError(
+                f"tensor x pipeline must divide the number of ranks; got {tensor} x {pipeline} for "
+                f"{ranks}. Change one of them."
             )
-    weights = stage.weights() * layers
-    # Adam reads and writes two moments and the float32 weight, per weight.
-    out.kernel("optimizer", 4 * weights, 16 * weights, stage.last, *gradients)
-    return out
+        if self.layers.value % pipeline:
+            raise ConfigError(
+                "layers must divide evenly over the pipeline's stages; got "
+                f"{self.layers.value:g} and {pipeline}. Change pipeline."
+            )
+        if self.heads.value % tensor:
+            raise ConfigError(
+                f"heads must divide evenly over the tensor group; got {self.heads.value:g} and "
+                f"{tensor}. Change tensor."
+            )
+        return ranks // (tensor * pipeline)
+
+
+def _fill_and_drain(pipeline: int, result: Result) -> int:
+    """Return the nanoseconds of a pipeline's fill and drain, from a stage in its steady state."""
+    # The first microbatch is timed: the last one contends with the gradients' all-reduces.
+    first = [task for task in result.tasks if task.name.startswith("m0 ")]
+    work = [task for task in first if task.row != COPY]
+    messages = sum(task.end_ns - task.start_ns for task in first if task.row == COPY)
+    busy = max(task.end_ns for task in work) - min(task.start_ns for task in work)
+    return (pipeline - 1) * (busy + messages)
 
 
 class _Stage:
@@ -144,19 +135,11 @@ class _Stage:
         self,
         out: Tasks,
         model: Transformer,
-        tensor: int,
         group: tuple[int, ...],
-        algorithm: str,
-        slices: int,
+        choices: Choices,
     ) -> None:
-        self.out, self.model, self.tensor, self.group, self.algorithm, self.slices = (
-            out,
-            model,
-            tensor,
-            group,
-            algorithm,
-            slices,
-        )
+        self.out, self.model, self.group, self.tensor = out, model, group, choices.tensor
+        self.algorithm, self.slices = choices.all_reduce, choices.slices or 8
         self.tokens = int(model.microbatch.value * model.sequence.value)
         self.hidden, self.itemsize = int(model.hidden.value), int(model.itemsize.value)
         self.kv = int(model.hidden.value * model.key_value_heads.value / model.heads.value)
@@ -232,49 +215,3 @@ class _Stage:
         self._reduced(
             prefix + "QKV input gradient ", (self.hidden + 2 * self.kv) / t, self.hidden, fused
         )
-
-
-def simulate(
-    model: Transformer,
-    machine: Machine,
-    topology: Topology,
-    *,
-    tensor: int,
-    pipeline: int,
-    fused: Fusing = "none",
-    all_reduce: str = "ring",
-    slices: int = 8,
-    all_ranks: bool = False,
-) -> Result:
-    """Run one step; ranks outside a tensor and pipeline group are data-parallel.
-
-    Raises:
-        ConfigError: the sizes do not divide, or groups would cut a ring.
-    """
-    data = check_parallel(model, topology.ranks, tensor, pipeline)
-    sizes = (tensor, pipeline, data)
-    topology, groups = topology.split(sizes)
-    step = tasks(model, sizes, groups, fused=fused, all_reduce=all_reduce, slices=slices)
-
-    def fill_and_drain(result: Result) -> int:
-        # The first microbatch is timed: the last one contends with the gradients' all-reduces.
-        if pipeline == 1:
-            return 0
-        micro = [task for task in result.tasks if task.name.startswith("m0 ") and task.row != COPY]
-        messages = [
-            task.end_ns - task.start_ns
-            for task in result.tasks
-            if task.name.startswith("m0 ") and task.row == COPY
-        ]
-        return (pipeline - 1) * (
-            max(t.end_ns for t in micro) - min(t.start_ns for t in micro) + sum(messages)
-        )
-
-    return run(
-        machine,
-        topology,
-        step.tasks,
-        name=f"{model.name}, tensor {tensor}, pipeline {pipeline}, data {data}, fused: {fused}",
-        all_ranks=all_ranks,
-        extra_ns=fill_and_drain,
-    )

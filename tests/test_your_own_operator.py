@@ -152,7 +152,9 @@ def test_explain_and_the_registry_know_it():
     assert text.startswith(
         "gemm_broadcast of x [37, 21] and w [29, 21], float32, on 1 rank: fused ("
     )
-    with pytest.raises(interlace.ArgumentError, match="impl must be one of auto, measured, fused, unfused"):
+    with pytest.raises(
+        interlace.ArgumentError, match="impl must be one of auto, measured, fused, unfused"
+    ):
         package.gemm_broadcast(x, w, impl="chunked")
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,6 +43,28 @@ def _has(operator: str) -> bool:
     import torch.distributed._symmetric_memory
 
     return hasattr(torch.ops.symm_mem, operator)
+
+
+@functools.cache
+def own_kernel(operator: str, device_type: str) -> Callable[..., Any]:
+    """Return PyTorch's own kernel of ``torch.ops.symm_mem.<operator>``.
+
+    It stays PyTorch's own if :mod:`interlace.integrations.symm_mem` replaces the operator later;
+    the implementations here are never what replaced it.
+
+    Args:
+        operator: The operator's name.
+        device_type: ``"CUDA"``; or ``"CPU"``, for which PyTorch has no kernel but the plain pair
+            that it traces shapes with.
+    """
+    # The import defines the operators.
+    import torch.distributed._symmetric_memory
+
+    key = getattr(torch._C.DispatchKey, device_type)
+    kernel = torch.library.get_kernel(
+        f"symm_mem::{operator}", "Meta" if device_type == "CPU" else device_type
+    )
+    return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(key))
 
 
 def _unmet(terms: Terms, operator: str) -> list[str]:
@@ -190,7 +214,7 @@ def _run_async_reduce_scatter(call: GemmCall) -> torch.Tensor:
         return alone
     name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
     with call.group.running():
-        y: torch.Tensor = torch.ops.symm_mem.fused_matmul_reduce_scatter(
+        y: torch.Tensor = own_kernel("fused_matmul_reduce_scatter", "CUDA")(
             operands.x, operands.w.T, "sum", 0, name
         )
     return y
@@ -203,7 +227,7 @@ def _run_async_all_gather(call: GemmCall) -> tuple[torch.Tensor, torch.Tensor]:
         return alone
     name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
     with call.group.running():
-        gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+        gathered, (y,) = own_kernel("fused_all_gather_matmul", "CUDA")(
             operands.x, [operands.w.T], 0, name, return_A=call.gather
         )
     return y, gathered if call.gather else operands.x.new_empty([0, operands.inner])

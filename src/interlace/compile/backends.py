@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from interlace.comm import default_device_type
 from interlace.comm.identity import PACKAGE, digest_of, identity
 from interlace.comm.interpreter import interpreting
+from interlace.compile import foreign
 from interlace.compile.choice import ranks_of_a_machine
 from interlace.compile.rewrite import fuse
 
@@ -228,6 +229,7 @@ def _fingerprint() -> str:
         interpreting(),
         ranks_of_a_machine(device),
         _groups(),
+        foreign.names(),
         settings,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()

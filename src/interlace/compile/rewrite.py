@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, received, rows, sums
+from interlace.compile import collectives, foreign, received, rows, sums
 from interlace.compile.choice import all_reduce_operator, choose, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
@@ -45,6 +45,24 @@ def fuse(graph: Graph) -> list[Finding]:
         else "forward"
     )
     replace_copies(graph)
+    spelled, refused = foreign.spell_out(graph)
+    try:
+        findings = _fuse_all(graph, direction)
+    finally:
+        for each in spelled:
+            each.finish()
+    findings += [
+        Finding(**_description(node, direction), operator=None, reason=reason)
+        for node, reason in refused
+    ]
+    if any(finding.operator for finding in findings):
+        graph.lint()
+    record(findings)
+    return findings
+
+
+def _fuse_all(graph: Graph, direction: str) -> list[Finding]:
+    """Try to fuse every collective of ``torch.distributed``, and return a finding for each."""
     # Collectives are described before any is rewritten: later their operands may be gone.
     descriptions = {
         node: _description(node, direction)
@@ -52,7 +70,7 @@ def fuse(graph: Graph) -> list[Finding]:
         if collectives.is_collective(node)
     }
     merged = sums.merge_all_reduces(graph)
-    findings = [
+    return [
         Finding(
             **description,
             operator=operator_matching("gemm", "all_reduce").name,
@@ -62,10 +80,6 @@ def fuse(graph: Graph) -> list[Finding]:
         else _consider(node, description)
         for node, description in descriptions.items()
     ]
-    if any(finding.operator for finding in findings):
-        graph.lint()
-    record(findings)
-    return findings
 
 
 def replace_copies(graph: Graph) -> None:

@@ -241,6 +241,9 @@ def _groups() -> list[tuple[str, list[int]]]:
         return []
     from torch.distributed.distributed_c10d import _world
 
+    # A group that this rank is no member of is an integer there, GroupMember.NON_GROUP_MEMBER.
     return sorted(
-        (group.group_name, sorted(ranks)) for group, ranks in _world.pg_group_ranks.items()
+        (group.group_name, sorted(ranks))
+        for group, ranks in _world.pg_group_ranks.items()
+        if not isinstance(group, int)
     )

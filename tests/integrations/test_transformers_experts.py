@@ -80,7 +80,8 @@ def _training(
 ) -> tuple[dict[str, float], int]:
     """The relative errors of logits and gradients, and the calls of the operator."""
     interlace.integrations.transformers.register()
-    generator = torch.Generator().manual_seed(dist.get_rank() if "fsdp_size" in parallel else 7)
+    # Ranks of a TP group, neighbours, share a batch.
+    generator = torch.Generator().manual_seed(dist.get_rank() // parallel.get("tp_size", 1))
     tokens = torch.randint(0, SIZES["vocab_size"], (rows, 9), generator=generator)
     expected = _step(_model(name, sizes, folder, parallel), tokens)
     launched = interlace.group_of().traffic
@@ -112,6 +113,15 @@ def test_training_with_a_batch_for_each_rank(ranks: Any, tmp_path: Path) -> None
     config, sizes = MODELS["Qwen3-MoE"]
     parallel = {"fsdp_size": 2, "ep_size": 2}
     for errors, messages in ranks(2).run(_training, config, sizes, str(tmp_path), parallel, 2):
+        assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
+        assert messages > 0
+
+
+def test_training_with_a_batch_for_each_half_of_the_ranks(ranks: Any, tmp_path: Path) -> None:
+    """Two ranks share a batch, and four the experts."""
+    config, sizes = MODELS["Mixtral"]
+    parallel = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+    for errors, messages in ranks(4).run(_training, config, sizes, str(tmp_path), parallel, 2):
         assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
         assert messages > 0
 

@@ -194,26 +194,35 @@ def test_collectives_of_vllm(ranks: Any, name: str) -> None:
         assert error < 1e-5
 
 
-def _dynamic() -> tuple[list[str | None], list[float]]:
+def _dynamic(name: str) -> tuple[list[str | None], list[float]]:
     """vLLM compiles one graph for any number of tokens."""
-    program = PROGRAMS["two layers"][0]
+    program, (_, *shapes), *_ = PROGRAMS[name]
     torch.manual_seed(17 + dist.get_rank())
-    w, v = torch.randn(N, K), torch.randn(K, N)
+    weights = [torch.randn(shape) for shape in shapes]
     errors = []
     with _vllm(), torch.no_grad(), recording() as findings:
         torch.compiler.reset()
         compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
-        for tokens in (130, 257, 3):
+        for tokens in (130, 256, 6):
             x = torch.randn(tokens, K)
             torch._dynamo.mark_dynamic(x, 0)
-            expected = program(x, w, v)
-            errors.append(float((compiled(x, w, v) - expected).norm() / expected.norm()))
+            expected = program(x, *weights)
+            errors.append(float((compiled(x, *weights) - expected).norm() / expected.norm()))
     return [finding.operator for finding in findings], errors
 
 
-def test_tokens_whose_number_changes(ranks: Any) -> None:
-    for operators, errors in ranks(2).run(_dynamic):
-        assert operators == ["gemm_all_reduce", "gemm_all_reduce"]
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("two layers", ["gemm_all_reduce", "gemm_all_reduce"]),
+        ("reduce-scatter", [None]),
+        ("all-gather", [None]),
+    ],
+)
+def test_tokens_whose_number_changes(ranks: Any, name: str, wanted: list[str | None]) -> None:
+    """Only an all-reduce is fused; the graph is not compiled anew."""
+    for operators, errors in ranks(2).run(_dynamic, name):
+        assert operators == wanted
         assert max(errors) < 1e-5
 
 

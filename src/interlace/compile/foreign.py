@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from interlace.compile.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, argument, value
+from interlace.compile.graph import Writer, argument, is_static, value
 
 ProcessGroupOf = Callable[[str], dist.ProcessGroup]
 
@@ -130,8 +130,12 @@ def _spell(node: Node, foreign: Foreign) -> Spelled:
         group = foreign.process_group(name)
     except (LookupError, AttributeError, TypeError, ImportError) as error:
         raise LeftAlone(f"its group {name!r} is not known in this process") from error
-    if foreign.collective != "all_reduce" and of("dim") % value(operand).dim():
-        raise LeftAlone("it is along another dimension than the first")
+    if foreign.collective != "all_reduce":
+        if of("dim") % value(operand).dim():
+            raise LeftAlone("it is along another dimension than the first")
+        # Spelling it out would already assume that the ranks' rows are equally many.
+        if not is_static(*value(operand).shape):
+            raise LeftAlone("sizes change from call to call (dynamic shapes)")
     ranks, group_name = dist.get_world_size(group), group.group_name
     writer = Writer(node, node)
     if foreign.collective == "all_reduce":

@@ -53,9 +53,16 @@ test-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and alone'
 
 # Programs that people run, from the package index: make test passes over those that are absent.
+# FBGEMM's libraries fit one version of PyTorch, here that of setup. TorchRec and torchtitan go without
+# what they ask for beside, which would be another PyTorch and much that is not used.
+TORCHREC = torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics lightning-utilities pyre-extensions \
+	typing-inspect mypy-extensions iopath portalocker pyvers cloudpickle
+TORCHTITAN = torchtitan==0.3.0 spmd-types torchdata tyro docstring-parser typeguard tomli
+
 test-integrations: setup
 	$(BIN)/python -m pip install --quiet --editable '.[test,integrations]'
-	$(BIN)/python -m pytest tests/integrations
+	$(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) $(TORCHTITAN)
+	$(PYTEST) tests/integrations
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'

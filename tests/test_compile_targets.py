@@ -369,7 +369,8 @@ def _mixture_of_experts_rows():
     import triton.language as tl
 
     blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 1024, "TOP_K": 6}
-    yield _MOE_TYPES | {"y": "*bf16"}, _MOE_LANES | blocks
+    for halves in (False, True):
+        yield _MOE_TYPES | {"y": "*bf16"}, _MOE_LANES | blocks | {"HALVES": halves}
 
 
 def _mixture_of_experts_products(kernel):
@@ -383,10 +384,12 @@ def _mixture_of_experts_products(kernel):
         programs=16, rows=64, block_rows=8, block_columns=1024, top_k=6, align=8
     )  # fmt: skip
     shared = _MOE_LANES | {"PUSHING": pushing}
-    for forward in (True, False):
+    for forward, halves in ((True, False), (True, True), (False, False)):
+        if kernel != "dispatch_grouped_gemm" and halves:
+            continue  # no other product minds the order of gate and up
         if kernel == "grouped_gemm_gradient" and not forward:
             continue  # the kernel is the same in both directions
-        weight = "256, 64" if forward else "64, 256"
+        weight = "64, 256" if not forward else "128, 64" if halves else "256, 64"
         out = "128, 128" if forward else "128, 256"
         types = _MOE_TYPES | {"x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>"}
         if kernel == "grouped_gemm_gradient":
@@ -404,6 +407,7 @@ def _mixture_of_experts_products(kernel):
             "DTYPE": tl.bfloat16,
             "FORWARD": forward,
             "EVEN": forward,
+            "HALVES": halves,
             "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward, precision="ieee"),
             "num_warps": 8,
         }
@@ -414,6 +418,7 @@ def _mixture_of_experts_products(kernel):
         "DTYPE": tl.float32,
         "FORWARD": forward,
         "EVEN": False,
+        "HALVES": forward,
         "TILING": Tiling(64, 64, 32, 8, False, w_along_k=forward, precision="ieee"),
         "a_tiles": None,
     }

@@ -29,6 +29,7 @@ def _modules_after(code):
             "interlace.costs.machine"
         ),
         "import interlace.units, interlace.errors",
+        "import interlace.integrations",
     ],
 )
 def test_these_need_neither_torch_nor_triton(code):
@@ -59,6 +60,7 @@ WITHOUT_TRITON = [
     # Its gradient is the other operator.
     "import interlace; interlace.gemm_reduce_scatter; import torch; "
     "torch.ops.interlace.all_gather_gemm.default",
+    "from interlace.integrations import torchrec, transformers",
     "import interlace; interlace.embedding_all_to_all, interlace.optim.SGD; import torch; "
     "torch.ops.interlace.embedding_all_to_all.default",
     (
@@ -87,6 +89,17 @@ def test_operators_are_registered_without_triton():
     command = [sys.executable, "-c", _EACH_WITHOUT_TRITON, *WITHOUT_TRITON]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("", "")
+
+
+def test_integrations_do_not_import_their_programs():
+    """They are imported by what is called, so that Interlace can be without them."""
+    code = (
+        "from interlace.integrations import sglang, symm_mem, torchrec, transformers, vllm; "
+        "import sys; print(*{'sglang', 'torchrec', 'transformers', 'vllm'} & set(sys.modules))"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert done.stdout.strip() == ""
 
 
 def test_every_public_name_can_be_had():

@@ -200,7 +200,7 @@ def test_the_pass_can_be_installed_for_the_whole_process(ranks: Any) -> None:
 
 def _identities() -> list[Any]:
     """Of the pass: on its own, after one that can be told apart, after one that cannot; and with a
-    group more.
+    group more, and one that only rank 0 is a member of.
     """
 
     class Other(InductorPass):
@@ -209,6 +209,7 @@ def _identities() -> list[Any]:
 
     ids = [InductorPass().uuid(), InductorPass(Other()).uuid(), InductorPass(lambda _: None).uuid()]
     dist.new_group([0, 1])
+    dist.new_group([0])
     return [*ids, InductorPass().uuid()]
 
 

@@ -76,6 +76,8 @@ def _calls(world_size):
         Call(world_size, 50, 2, 2, 100, 60, "float32", config=None, seed=7),
         Call(world_size, 5, 1, 1, 7, 3, "bfloat16", config=None, seed=8),
         Call(world_size, 1000, 8, 16, 64, 64, "bfloat16", config=CONFIGS[0], seed=9),
+        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=10, halves=True),
+        Call(world_size, 50, 2, 2, 100, 60, "float32", config=None, seed=11, halves=True),
     ]
 
 

@@ -83,9 +83,13 @@ def test_inference(ranks: Any, tmp_path: Path, config_name: str) -> None:
     for error, findings, said in ranks(2).run(_inference, config_name, str(tmp_path)):
         assert error < 1e-5
         for report in (findings, said):
-            *layers, head = report
-            # Qwen3's layers are one graph, which is compiled once and runs for each of them.
-            assert len(layers) == 2 * (LAYERS if config_name == "LlamaConfig" else 1)
+            *others, head = report
+            # Since 5.18 or later the vocabulary is cut, too, and a lookup's parts are added up.
+            layers = [finding for finding in others if "embed_tokens" not in finding.module]
+            assert {finding.operator for finding in others if finding not in layers} <= {None}
+            # Some versions' layers of Qwen3 are one graph, which runs for each of them.
+            counts = {2 * LAYERS} if config_name == "LlamaConfig" else {2, 2 * LAYERS}
+            assert len(layers) in counts
             assert {finding.operator for finding in layers} == {"gemv_all_reduce"}
             assert (head.collective, head.operator) == ("all_gather_into_tensor", None)
 
@@ -123,16 +127,22 @@ def _training(
     return _error(loss, expected_loss), errors, [(each.graph, each.operator) for each in findings]
 
 
-def test_training(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config_name", MODELS.values(), ids=MODELS)
+def test_training(ranks: Any, tmp_path: Path, config_name: str) -> None:
     """Forward, the row-parallel layers' sums; backward, the gradients of the column-parallel ones.
 
-    Of Llama: torch 2.13 does not trace Qwen3's training with DTensor, by ``aot_eager`` either
+    torch 2.13 does not trace the training of Qwen3 of transformers 5.17, by ``aot_eager`` either
     (RecursionError).
     """
-    for error, errors, fused in ranks(2).run(_training, "LlamaConfig", str(tmp_path)):
+    if config_name == "Qwen3Config":
+        pytest.importorskip("transformers", minversion="5.23")
+    for error, errors, fused in ranks(2).run(_training, config_name, str(tmp_path)):
         assert error < 1e-5
         assert {name: each for name, each in errors.items() if not each < 1e-4} == {}
         forward = [operator for graph, operator in fused if graph == "forward"]
         backward = [operator for graph, operator in fused if graph == "backward"]
-        assert forward == [*["gemm_all_reduce"] * 2 * LAYERS, None]
+        # The logits' gather is left alone, and so is what adds up the embeddings, if anything does.
+        assert forward in (
+            [*lookup, *["gemm_all_reduce"] * 2 * LAYERS, None] for lookup in ([], [None])
+        )
         assert backward.count("gemm_all_reduce") >= 2 * LAYERS

@@ -16,6 +16,7 @@ from torch.fx import Graph, GraphModule
 from interlace.comm import default_device_type
 from interlace.comm.identity import PACKAGE, digest_of, identity
 from interlace.comm.interpreter import interpreting
+from interlace.compile import foreign
 from interlace.compile.choice import ranks_of_a_machine
 from interlace.compile.rewrite import fuse
 
@@ -241,6 +242,7 @@ def _fingerprint() -> str:
         interpreting(),
         ranks_of_a_machine(device),
         _groups(),
+        foreign.names(),
         settings,
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
@@ -252,6 +254,9 @@ def _groups() -> list[tuple[str, list[int]]]:
         return []
     from torch.distributed.distributed_c10d import _world
 
+    # A group that this rank is no member of is an integer there, GroupMember.NON_GROUP_MEMBER.
     return sorted(
-        (group.group_name, sorted(ranks)) for group, ranks in _world.pg_group_ranks.items()
+        (group.group_name, sorted(ranks))
+        for group, ranks in _world.pg_group_ranks.items()
+        if not isinstance(group, int)
     )

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, received, rows, sums
+from interlace.compile import collectives, foreign, received, rows, sums
 from interlace.compile.choice import all_reduce_operator, choose, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
@@ -47,6 +47,26 @@ def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
         else "forward"
     )
     replace_copies(graph)
+    spelled, refused = foreign.spell_out(graph)
+    try:
+        findings = _fuse_all(graph, direction)
+    finally:
+        for each in spelled:
+            each.finish()
+    findings += [
+        Finding(**_description(node, direction), operator=None, reason=reason)
+        for node, reason in refused
+    ]
+    if any(finding.operator for finding in findings):
+        if autotune:
+            _let_measure(graph)
+        graph.lint()
+    record(findings)
+    return findings
+
+
+def _fuse_all(graph: Graph, direction: str) -> list[Finding]:
+    """Try to fuse every collective of ``torch.distributed``, and return a finding for each."""
     # Collectives are described before any is rewritten: later their operands may be gone.
     descriptions = {
         node: _description(node, direction)
@@ -54,7 +74,7 @@ def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
         if collectives.is_collective(node)
     }
     merged = sums.merge_all_reduces(graph)
-    findings = [
+    return [
         Finding(
             **description,
             operator=operator_matching("gemm", "all_reduce").name,
@@ -64,12 +84,6 @@ def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
         else _consider(node, description)
         for node, description in descriptions.items()
     ]
-    if any(finding.operator for finding in findings):
-        if autotune:
-            _let_measure(graph)
-        graph.lint()
-    record(findings)
-    return findings
 
 
 def _let_measure(graph: Graph) -> None:

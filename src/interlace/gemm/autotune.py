@@ -33,8 +33,8 @@ _WARM_UPS = 2
 _MOST_CALLS, _MOST_SAMPLES = 16, 5
 """Calls in a CUDA graph, and replays of the graph."""
 
-_SLEEP_CYCLES = 400_000
-"""A fifth of a millisecond, in which hosts enqueue a graph before the GPUs begin it."""
+_SLEEP_CYCLES = 1_000_000
+"""Half a millisecond, in which hosts enqueue a graph before the GPUs begin it."""
 
 _asked: bool | None = None
 """What the innermost context says; None outside of any."""
@@ -271,6 +271,8 @@ def _record(
 def _median_us(graph: torch.cuda.CUDAGraph, call: GemmCall, samples: int) -> float:
     """Return the median time of a graph on this rank's GPU, in microseconds."""
     meeting, times = torch.zeros(1, device=call.group.device), []
+    with call.group.running():
+        graph.replay()  # the first replay uploads the graph
     for _ in range(samples):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         # The hosts enqueue while the GPUs sleep, so their time does not count; nor does the time by

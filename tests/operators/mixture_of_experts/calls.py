@@ -28,6 +28,7 @@ class Call:
     Attributes:
         routing: ``"random"``; ``"one"``: all tokens to the last expert first; ``"few"``: every
             second expert gets nothing; ``"holes"``: some slots name no expert.
+        halves: Whether the memory of w_in holds an expert's gate before its up.
     """
 
     world_size: int
@@ -42,6 +43,7 @@ class Call:
     impl: str = "fused"
     config: MixtureOfExpertsConfig | None = SMALL
     seed: int = 0
+    halves: bool = False
 
     @property
     def experts(self) -> int:
@@ -65,6 +67,8 @@ class Call:
 
         x, grad = random(self.tokens, self.hidden), random(self.tokens, self.hidden)
         w_in = random(self.local, self.ffn, 2, self.hidden, scale=self.hidden**-0.5)
+        if self.halves:
+            w_in = w_in.transpose(1, 2).contiguous().transpose(1, 2)
         w_out = random(self.local, self.hidden, self.ffn, scale=self.ffn**-0.5)
         scores = torch.rand(self.tokens, self.experts, generator=generator)
         if self.routing == "one":
@@ -162,7 +166,10 @@ def run_one(
     tensors = call.inputs(dist.get_rank(group))
     leaves = [tensors[i].requires_grad_(backward) for i in (0, 2, 3, 4)]
     y = forward(call, tensors, group)
-    return [y.detach(), *(torch.autograd.grad(y, leaves, tensors[5]) if backward else ())]
+    grads = torch.autograd.grad(y, leaves, tensors[5]) if backward else ()
+    if grads:
+        assert grads[2].stride() == tensors[3].stride()
+    return [y.detach(), *grads]
 
 
 def run(calls: list[Call]) -> list[list[torch.Tensor]]:

@@ -52,6 +52,9 @@ def _calls(world_size):
         {"top_k": 6, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
         {"routing": "holes", "local": 3, "factor": 0.5, "hidden": 1, "ffn": 1, "config": None},
         {"tokens": 0},
+        {"halves": True, "local": 3, "hidden": 33, "ffn": 70},
+        {"halves": True, "dtype": "bfloat16", "factor": 0.75, "tokens": 40},
+        {"halves": True, "impl": "unfused"},
     ]
     changes = {1: changes[:2], 2: changes, 4: changes[:3]}[world_size]
     return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]
@@ -73,7 +76,8 @@ def _with_tiles(call):
         return run([call])
 
 
-def test_tiles_of_descriptors(ranks):
+@pytest.mark.parametrize("halves", [False, True])
+def test_tiles_of_descriptors(ranks, halves):
     """Tiles that hold rows of two sources, or run past an expert's last row: strangers land in rows
     to spare.
     """
@@ -84,6 +88,7 @@ def test_tiles_of_descriptors(ranks):
         ffn=64,
         config=dataclasses.replace(SMALL, block_n=32, block_k=16),
         seed=1,
+        halves=halves,
     )
     check_all([call], ranks(2).run(_with_tiles, call))
 

@@ -35,6 +35,28 @@ _ALIGNMENT_BYTES = 16
 _needs = functools.partial(needs, gpu=True, same_dtype=True, dtypes=_SUMMED)
 
 
+@functools.cache
+def own_kernel(operator: str, device_type: str) -> Callable[..., Any]:
+    """Return PyTorch's own kernel of ``torch.ops.symm_mem.<operator>``.
+
+    It stays PyTorch's own if :mod:`interlace.integrations.symm_mem` replaces the operator later;
+    the implementations here are never what replaced it.
+
+    Args:
+        operator: The operator's name.
+        device_type: ``"CUDA"``; or ``"CPU"``, for which PyTorch has no kernel but the plain pair
+            that it traces shapes with.
+    """
+    # The import defines the operators.
+    import torch.distributed._symmetric_memory
+
+    key = getattr(torch._C.DispatchKey, device_type)
+    kernel = torch.library.get_kernel(
+        f"symm_mem::{operator}", "Meta" if device_type == "CPU" else device_type
+    )
+    return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(key))
+
+
 NCCL = Implementation(
     "nccl",
     "cuBLAS, then NCCL's collective",
@@ -150,12 +172,12 @@ def _run_async(call: GemmCall, run: Callable[[GemmCall, str], Any]) -> Any:
 
 def _reduce_scatter(call: GemmCall, name: str) -> Any:
     x, w = call.operands.x, call.operands.w
-    return torch.ops.symm_mem.fused_matmul_reduce_scatter(x, w.T, "sum", 0, name)
+    return own_kernel("fused_matmul_reduce_scatter", "CUDA")(x, w.T, "sum", 0, name)
 
 
 def _all_gather(call: GemmCall, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     x, w = call.operands.x, call.operands.w
-    gathered, (y,) = torch.ops.symm_mem.fused_all_gather_matmul(
+    gathered, (y,) = own_kernel("fused_all_gather_matmul", "CUDA")(
         x, [w.T], 0, name, return_A=call.gather
     )
     return y, gathered if call.gather else x.new_empty([0, call.operands.inner])

@@ -48,7 +48,9 @@ def mixture_of_experts(
             from E on, drops the slot.
         weights: ``[T, k]``, floating; used as float32.
         w_in: ``[L, F, 2, hidden]`` of x's dtype: ``w_in[e, :, 0]`` is the gate's weight, ``w_in[e,
-            :, 1]`` that of up.
+            :, 1]`` that of up. Contiguous, or the view ``w.view(L, 2, F, hidden).transpose(1, 2)``
+            of a contiguous ``[L, 2 F, hidden]`` with the gate's rows before those of up; its
+            gradient has the same strides. Other strides are copied in each call.
         w_out: ``[L, hidden, F]`` of x's dtype.
         capacity: maximum number of rows that an expert takes from each rank. Further slots, by
             token and then by j, are dropped: they add nothing to y. None: no limit.

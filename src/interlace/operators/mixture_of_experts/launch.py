@@ -286,7 +286,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     }
     agree = Launch(plan_call, (blocks,), arguments, constants)
     first = tools.dispatch(
-        call.x, saved, call.w_in, active, space, kept=kept if call.keeps else None, grants=grants
+        call.x, saved, tools.w_in, active, space, kept=kept if call.keeps else None, grants=grants
     )
     second = tools.combine(plan, active, call.w_out, transposed=True)
     total = tools.sum(saved, call.weights, y, None)
@@ -323,16 +323,15 @@ def prepare_backward(
             grad, saved, call.w_out, product_gradient, space, scales=call.weights, met=met
         ),
         tools.activation(saved, met, product_gradient, inner_gradient, scaled, arrived),
-        tools.combine(saved.plan, inner_gradient, call.w_in, met=met, transposed=False),
+        tools.combine(saved.plan, inner_gradient, tools.w_in, met=met, transposed=False),
     ]
     grad_in, grad_out = (
-        torch.empty_like(weight, memory_format=torch.contiguous_format)
-        if need
-        else weight.new_empty(0)
+        layout.like(weight) if need else weight.new_empty(0)
         for weight, need in zip((call.w_in, call.w_out), needed, strict=True)
     )
     if needed[0]:
-        launches.append(tools.gradient(saved.plan, inner_gradient, saved.received, grad_in))
+        target = layout.in_memory_order(grad_in)
+        launches.append(tools.gradient(saved.plan, inner_gradient, saved.received, target))
     if needed[1]:
         launches.append(tools.gradient(saved.plan, arrived, scaled, grad_out))
     launches.append(tools.sum(saved, None, grad_x, grad_weights))
@@ -369,4 +368,4 @@ def _unfused_gradients(
         torch.zeros_like(leaf) if gradient is None else gradient
         for gradient, leaf in zip(grads, leaves, strict=True)
     )
-    return x_grad, weights_grad, w_in_grad, w_out_grad
+    return x_grad, weights_grad, layout.like(w_in).copy_(w_in_grad), w_out_grad

@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Final
 
+import torch
+
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 ROWS: Final = 128
@@ -104,6 +106,29 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> 
     if factor is None:
         return max(tokens, 1)
     return max(1, min(tokens, -int(-factor * tokens * top_k // experts)))
+
+
+def has_halves(w_in: torch.Tensor) -> bool:
+    """Return whether the memory of ``w_in [L, F, 2, hidden]`` holds an expert's gate before its up.
+
+    That is the memory of a contiguous ``[L, 2 F, hidden]``, seen through a transposed view. Memory
+    in w_in's own order has a row of the gate and a row of up in turn.
+    """
+    return not w_in.is_contiguous() and w_in.transpose(1, 2).is_contiguous()
+
+
+def in_memory_order(w_in: torch.Tensor) -> torch.Tensor:
+    """Return ``w_in`` contiguous: ``[L, 2, F, hidden]`` if it :func:`has_halves`, else itself, or a
+    copy if its memory has another order.
+    """
+    return w_in.transpose(1, 2) if has_halves(w_in) else w_in.contiguous()
+
+
+def like(weight: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor for the gradient of a weight, its memory in the weight's order."""
+    if weight.dim() == 4 and has_halves(weight):
+        return torch.empty_like(weight.transpose(1, 2)).transpose(1, 2)
+    return torch.empty_like(weight, memory_format=torch.contiguous_format)
 
 
 def blocks(slots: int, block: int) -> int:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
+from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.launch import Call, Saved, run, run_backward
 from interlace.operators.mixture_of_experts.layout import Sizes
 
@@ -113,9 +114,7 @@ def _fake_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weights)
     ]
     weight_grads = [
-        torch.empty_like(weight, memory_format=torch.contiguous_format)
-        if need
-        else weight.new_empty(0)
+        layout.like(weight) if need else weight.new_empty(0)
         for weight, need in zip((w_in, w_out), needed, strict=True)
     ]
     return *like, *weight_grads

@@ -39,6 +39,9 @@ class Steps:
     """The launches of one call; their common arguments are computed once.
 
     Attributes:
+        w_in: The weight of gate and up, contiguous; see ``layout.in_memory_order``.
+        halves: Whether that is ``[L, 2, F, hidden]``, an expert's gate before its up, or else
+            ``[L, F, 2, hidden]``.
         tiles: Whether operands and results are tensor descriptors.
         align: The elements, a power of two, that rows are a multiple of.
         results, gradients: Addresses of the rows that come back, and of their slots' gradients.
@@ -52,6 +55,7 @@ class Steps:
         self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
         _, self.config = call.chosen
         self.dtype = call.x.dtype
+        self.w_in, self.halves = layout.in_memory_order(call.w_in), layout.has_halves(call.w_in)
         ranks, experts = sizes.world_size, sizes.experts
         self.workspace = group.workspace(operator, 4 * ranks * (experts + 1), layout.SIGNALS)
         self.context = group.context(operator)
@@ -105,9 +109,14 @@ class Steps:
 
         return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], block)
 
-    def weight(self, weight: torch.Tensor, columns: int, inner: int, transposed: bool) -> Any:
-        """Describe the experts' weights, ``[columns, inner]`` each if ``transposed``."""
-        block_n, block_k = self.config.block_n, self.config.block_k
+    def weight(
+        self, weight: torch.Tensor, columns: int, inner: int, transposed: bool, halves: bool = False
+    ) -> Any:
+        """Describe the experts' weights, ``[columns, inner]`` each if ``transposed``.
+
+        With ``halves``, a tile of gates and one of ups are loaded, each with half of the columns.
+        """
+        block_n, block_k = self.config.block_n // (2 if halves else 1), self.config.block_k
         if transposed:
             return self.operand(weight, inner, [block_n, block_k])
         return self.operand(weight, columns, [block_k, block_n])
@@ -167,7 +176,7 @@ class Steps:
             "plan": saved.plan,
             "grants": grants,
             "a_tiles": a_tiles,
-            "b": self.weight(weight, columns, sizes.hidden, forward),
+            "b": self.weight(weight, columns, sizes.hidden, forward, forward and self.halves),
             "out": self.operand(out, sizes.ffn, block),
             "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
             "ticket": ticket,
@@ -189,6 +198,7 @@ class Steps:
         constants = self.constants | {
             "TILING": self.tiling._replace(w_along_k=forward),
             "FORWARD": forward,
+            "HALVES": self.halves,
             "PUSHING": Pushing(
                 config.push_programs, push_rows, rows, row_columns, sizes.top_k, self.align
             ),
@@ -327,6 +337,7 @@ class Steps:
             "WORLD_SIZE": sizes.world_size,
             "DTYPE": triton_dtype(self.dtype),
             "L_LANES": self.lanes["L_LANES"],
+            "HALVES": self.halves,
             "ROWS": rows,
             "COLS": columns,
             "num_warps": 4,

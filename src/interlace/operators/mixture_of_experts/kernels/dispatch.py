@@ -9,7 +9,7 @@ import interlace.language as il
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, Plan, completeness, local_experts, pick,
 )
-from interlace.operators.mixture_of_experts.kernels.tiles import multiply, store_rows, tile_of
+from interlace.operators.mixture_of_experts.kernels.tiles import multiply, multiply_halves, store_rows, tile_of
 
 
 class Pushing(NamedTuple):
@@ -116,11 +116,12 @@ def dispatch_grouped_gemm(
     x, slot_at, scales, plan, grants, a_tiles, b, out, kept, ticket, met, buffers, signals, epochs,
     ctx, call, buffer_bytes, scale_bytes, buffer_index, arrivals, E, L, columns, hidden_groups,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, FORWARD: tl.constexpr, PUSHING: tl.constexpr,
-    TILING: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr,
+    TILING: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr, HALVES: tl.constexpr,
 ):
     """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the weights.
 
-    ``FORWARD``: ``b`` is ``[L, 2 F, hidden]`` with gate and up in turn; ``out`` becomes
+    ``FORWARD``: ``b`` is ``[L, 2 F, hidden]``, the gate's rows before those of up if ``HALVES``, or
+    else a row of each in turn; ``out`` becomes
     ``silu(gate) * up``, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up as well,
     ``[2, arrivals, F]``. Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``,
     rows are accompanied by their slot's weight (``scales``), and the product is stored as it is.
@@ -219,11 +220,18 @@ def dispatch_grouped_gemm(
                     ready = expert
                 first = pick(begin, lanes, expert)
                 row, end = first + m * BLOCK_M, first + pick(rows, lanes, expert)
-                total = poison + multiply(
-                    a, weight, row, end, expert, n * BLOCK_N, columns, hidden, TILING
-                )
+                if FORWARD and HALVES:
+                    gate, up = multiply_halves(
+                        a, weight, row, end, expert, n * (BLOCK_N // 2), columns // 2, hidden, TILING
+                    )
+                    gate, up = poison + gate, poison + up
+                else:
+                    total = poison + multiply(
+                        a, weight, row, end, expert, n * BLOCK_N, columns, hidden, TILING
+                    )
                 if FORWARD:
-                    gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
+                    if not HALVES:
+                        gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
                     active = gate / (1 + tl.exp(-gate)) * up
                     width, column = columns // 2, n * (BLOCK_N // 2)
                     if kept is not None:

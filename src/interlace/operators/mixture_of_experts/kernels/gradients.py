@@ -15,9 +15,9 @@ from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
 def swiglu_backward(
     plan, met, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx,
     scale_bytes, arrivals, E, L, width, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
-    L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    L_LANES: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
-    """Compute each row's gradients of gate and up, in turn, and its activation times its weight.
+    """Compute each row's gradients of gate and up, in the weight's order, and its activation times its weight.
 
     The gradient of the row's weight goes to the row's source. With ``p = grad_y @ w_out``
     (``product_gradient``), slot weight s, ``a = silu(gate) * up``: the gradient of a is ``s p``,
@@ -66,12 +66,19 @@ def swiglu_backward(
             # be NaN as well.
             active = tl.where(incoming == incoming, silu * up * scale[:, None], incoming)
             incoming *= scale[:, None]
-            both = tl.join(incoming * up * sigmoid * (1 + gate * (1 - sigmoid)), incoming * silu)
-            both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
-            both_cells = row.to(tl.int64)[:, None] * 2 * width + both_columns
-            both_mask = (row < end)[:, None] & (both_columns < 2 * width)
-            pointers = inner + both_cells
-            tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(DTYPE), mask=both_mask)
+            of_gate = incoming * up * sigmoid * (1 + gate * (1 - sigmoid))
+            of_up = incoming * silu
+            if HALVES:
+                pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
+                tl.store(pointers, of_gate.to(DTYPE), mask=mask)
+                tl.store(pointers + width, of_up.to(DTYPE), mask=mask)
+            else:
+                both = tl.join(of_gate, of_up)
+                both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+                both_cells = row.to(tl.int64)[:, None] * 2 * width + both_columns
+                both_mask = (row < end)[:, None] & (both_columns < 2 * width)
+                pointers = inner + both_cells
+                tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(DTYPE), mask=both_mask)
             tl.store(weighted + cells, active.to(DTYPE), mask=mask)
         table = plan + rank * L + expert
         peer = tl.zeros([ROWS], tl.int32)

@@ -1,0 +1,151 @@
+"""Collectives that other programs have defined as operators of their own.
+
+Such an operator is functional, waits itself, and names its group in the program's words. The pass
+spells it out as a collective of ``torch.distributed``, tries to fuse that, and puts the program's
+operator back where it could not.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.fx import Graph, Node
+
+from interlace.compile.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from interlace.compile.findings import LeftAlone
+from interlace.compile.graph import Writer, argument, is_static, value
+
+ProcessGroupOf = Callable[[str], dist.ProcessGroup]
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign:
+    """An operator of another program.
+
+    Its schema must be ``(tensor, group_name)``, or ``(tensor, dim, world_size, group_name)`` if it
+    gathers or scatters; further arguments, and other names of these, are allowed.
+
+    Attributes:
+        name: The operator's qualified name, such as ``"vllm::all_reduce"``.
+        collective: ``"all_reduce"``, ``"reduce_scatter"`` (both of them sums) or ``"all_gather"``.
+        process_group: Returns the process group of a name of the program's.
+    """
+
+    name: str
+    collective: str
+    process_group: ProcessGroupOf
+
+
+_known: dict[str, Foreign] = {}
+
+
+def register(foreign: Foreign) -> None:
+    """Let the pass fuse the collectives of another program."""
+    if foreign.collective not in ("all_reduce", "reduce_scatter", "all_gather"):
+        raise ValueError(f"{foreign.name}: no operator has the collective {foreign.collective!r}")
+    _known[foreign.name] = foreign
+
+
+def unregister(name: str) -> None:
+    """Undo :func:`register`."""
+    _known.pop(name, None)
+
+
+def names() -> list[str]:
+    """Return the names of all registered operators."""
+    return sorted(_known)
+
+
+@dataclasses.dataclass
+class Spelled:
+    """A program's collective, and the two calls that stand for it meanwhile.
+
+    Attributes:
+        node: The program's call, detached from its operand.
+        start, wait: The calls that stand for it.
+        args: The program's arguments behind the operand.
+    """
+
+    node: Node
+    start: Node
+    wait: Node
+    args: tuple[Any, ...]
+
+    def finish(self) -> None:
+        """Erase the program's call if the collective has been fused; else put it back."""
+        graph = self.node.graph
+        if not self.start._erased:
+            self.node.args = (self.start.args[0], *self.args)
+            self.wait.replace_all_uses_with(self.node)
+            graph.erase_node(self.wait)
+            graph.erase_node(self.start)
+        elif not self.node._erased:
+            graph.erase_node(self.node)
+
+
+def spell_out(graph: Graph) -> tuple[list[Spelled], list[tuple[Node, str]]]:
+    """Replace the collectives of other programs by those of ``torch.distributed``.
+
+    Returns:
+        The replaced calls, to be finished after the pass; and the calls that have no such spelling,
+        with the reason.
+    """
+    spelled, refused = [], []
+    for node in list(graph.nodes) if _known else []:
+        foreign = _foreign(node)
+        if foreign is None:
+            continue
+        try:
+            spelled.append(_spell(node, foreign))
+        except LeftAlone as refusal:
+            refused.append((node, str(refusal)))
+    return spelled, refused
+
+
+def _foreign(node: Node) -> Foreign | None:
+    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    return None if schema is None else _known.get(schema.name)
+
+
+def _spell(node: Node, foreign: Foreign) -> Spelled:
+    schema = node.target._schema  # type: ignore[union-attr]
+    positions = {each.name: index for index, each in enumerate(schema.arguments)}
+
+    def of(name: str) -> Any:
+        if name not in positions:
+            raise LeftAlone(f"{foreign.name} has no argument {name!r}")
+        return argument(node, positions[name], name)
+
+    # All arguments by position, without the operand, which is the first.
+    given = [
+        argument(node, index, each.name, each.default_value)
+        for index, each in enumerate(schema.arguments)
+    ]
+    operand, *others = given
+    name = of("group_name")
+    try:
+        group = foreign.process_group(name)
+    except (LookupError, AttributeError, TypeError, ImportError) as error:
+        raise LeftAlone(f"its group {name!r} is not known in this process") from error
+    if foreign.collective != "all_reduce":
+        if of("dim") % value(operand).dim():
+            raise LeftAlone("it is along another dimension than the first")
+        # Spelling it out would already assume that the ranks' rows are equally many.
+        if not is_static(*value(operand).shape):
+            raise LeftAlone("sizes change from call to call (dynamic shapes)")
+    ranks, group_name = dist.get_world_size(group), group.group_name
+    writer = Writer(node, node)
+    if foreign.collective == "all_reduce":
+        start = writer.call(ALL_REDUCE, operand, "sum", group_name)
+    elif foreign.collective == "reduce_scatter":
+        start = writer.call(REDUCE_SCATTER, operand, "sum", ranks, group_name)
+    else:
+        start = writer.call(ALL_GATHER, operand, ranks, group_name)
+    wait = writer.call(WAIT, start)
+    node.replace_all_uses_with(wait)
+    # Without its operand, the call is no use of the product.
+    node.args, node.kwargs = (), {}
+    return Spelled(node, start, wait, tuple(others))

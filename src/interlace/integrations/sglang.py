@@ -1,0 +1,122 @@
+"""Interlace in SGLang: a hook around its row-parallel linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from interlace.compile.choice import all_reduce_operator, overload, usable_ranks
+from interlace.compile.findings import LeftAlone
+from interlace.gemm.operands import FLOATS, contiguous_dimension
+from interlace.gemm.operator import GemmOperator
+from interlace.integrations.calls import Calls
+
+TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
+
+calls = Calls()
+"""Counts of the layer's calls in this process."""
+
+
+def register() -> None:
+    """Put Interlace around SGLang's row-parallel linear layer.
+
+    SGLang calls this in each of its processes, by the entry point ``sglang.srt.plugins``, unless
+    its variable ``SGLANG_PLUGINS`` names other plugins only. A layer whose product and all-reduce
+    are predicted to be faster by Interlace runs as one operator; any other runs as before.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    import interlace.operators  # noqa: F401  # registers torch.ops.interlace
+
+    HookRegistry.register(TARGET, forward, HookType.AROUND)
+
+
+def forward(
+    original: Callable[..., Any],
+    layer: Any,
+    input_: torch.Tensor,
+    skip_all_reduce: bool = False,
+    forward_batch: Any = None,
+    output_tensor: torch.Tensor | None = None,
+) -> Any:
+    """Run ``RowParallelLinear.forward`` as one operator, or as ``original`` where it cannot be.
+
+    Returns:
+        The sum over ranks, ``[..., N]``, and the bias if the layer leaves adding it to its caller,
+        as SGLang's method does.
+    """
+    # A graph that is traced keeps SGLang's operators, which its compiler knows.
+    if torch.compiler.is_compiling():
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+    try:
+        if skip_all_reduce or output_tensor is not None:
+            raise LeftAlone("the caller does not want the sum, or brings memory for it")
+        group_name = _require_all_reduce(layer, forward_batch)
+        y = _reduced_product(layer, input_, group_name)
+    except LeftAlone as refusal:
+        calls.leave("RowParallelLinear", str(refusal))
+        return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
+    calls.take("RowParallelLinear")
+    return y, layer.bias if layer.skip_bias_add else None
+
+
+def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
+    """Return the name of the process group in which ``layer`` reduces its product.
+
+    Raises:
+        LeftAlone: The layer does something else than a product and an all-reduce.
+    """
+    from sglang.srt.layers import linear
+
+    group = layer.tp_group
+    if group is None or group.world_size == 1 or not layer.reduce_results:
+        raise LeftAlone("the layer does not reduce its product")
+    if linear.get_forward().sp_active or linear.should_skip_mlp_all_reduce():
+        raise LeftAlone("SGLang reduces the product in another way, or later")
+    if layer.use_dp_attention_reduce or layer.use_decode_attn_tp:
+        raise LeftAlone("the layer reduces over another group than its weight is cut by")
+    if group is not linear.get_parallel().tp_group:
+        raise LeftAlone("the layer's weight is cut by another group than the tensor-parallel one")
+    if (
+        forward_batch is not None
+        and not forward_batch.forward_mode.is_decode_or_idle()
+        and linear.get_exec().comm.enable_quant_communications
+    ):
+        raise LeftAlone("the sum travels in a quantised format")
+    if not layer.input_is_parallel:
+        raise LeftAlone("the layer cuts its input itself")
+    if type(layer.quant_method).__name__ != "UnquantizedLinearMethod":
+        raise LeftAlone("the layer's weight is quantised")
+    name: str = group.device_group.group_name
+    return name
+
+
+def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """Multiply ``x [..., K]`` by the layer's weight and add up the products of all ranks.
+
+    Raises:
+        LeftAlone: No operator computes this, or none is known to be faster.
+    """
+    weight, bias = layer.weight, None if layer.skip_bias_add else layer.bias
+    tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
+    if any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in FLOATS:
+        raise LeftAlone("operators take operands of one floating dtype")
+    if weight.dim() != 2 or contiguous_dimension(weight) is None or not x.numel():
+        raise LeftAlone("the operands are not matrices")
+    ranks = usable_ranks(group_name, x.device)
+    rows = x.reshape(-1, x.shape[-1])
+    columns, inner = weight.shape
+    operator = all_reduce_operator(len(rows), weight.stride(1) == 1)
+    sizes = dict(zip(operator.sizes, (len(rows), columns, inner), strict=True))
+    choice = operator.choose(**sizes, dtype=x.dtype, world_size=ranks, device=x.device)
+    if x.device.type == "cuda" and choice.impl not in choice.faster:
+        raise LeftAlone("the operator is not known to be faster at these sizes")
+    is_gemm = isinstance(operator, GemmOperator)
+    options = [None, None, x.dtype] if is_gemm else []
+    with torch.no_grad():
+        y: torch.Tensor = overload(operator.name)(
+            rows, weight, bias, *options, group_name, "auto", ""
+        )
+    return y.view(*x.shape[:-1], columns)

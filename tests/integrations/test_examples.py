@@ -1,0 +1,38 @@
+"""The examples of other programs run; each ends by checking its own result."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from tests.programs import run_program
+
+FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
+NEEDED = {
+    "async_tp": (),
+    "torchrec_dlrm": ("torchrec", "fbgemm_gpu"),
+    "transformers_llama": ("transformers", "accelerate"),
+    "transformers_mixtral": ("transformers.distributed.expert_parallel", "accelerate"),
+}
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ImportError:
+        return False
+
+
+def test_every_example_is_run() -> None:
+    assert sorted(path.stem for path in FOLDER.glob("*.py")) == sorted(NEEDED)
+
+
+@pytest.mark.parametrize("example", NEEDED)
+def test_example(example: str, tmp_path: Path) -> None:
+    absent = [module for module in NEEDED[example] if not _is_installed(module)]
+    if absent:
+        pytest.skip(f"make test-integrations installs {', '.join(absent)}")
+    ended = run_program(FOLDER / f"{example}.py", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,165 @@
+"""The hook around SGLang's row-parallel linear, against the contract of that layer and of SGLang's
+hooks, which here are modules of the same names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from enum import Enum
+from importlib.metadata import entry_points
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from interlace.integrations import sglang
+
+K, N = 16, 12
+
+
+class UnquantizedLinearMethod:
+    """SGLang's method of a layer whose weight is a plain ``[N, K]``."""
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return F.linear(x, layer.weight, bias)
+
+
+class Fp8LinearMethod(UnquantizedLinearMethod):
+    """A method that the operator does not have."""
+
+
+class RowParallelLinear:
+    """The attributes and the method that the hook relies on."""
+
+    def __init__(self, group: Any, bias: bool = False, **changes: Any) -> None:
+        self.tp_group = group
+        self.weight = torch.randn(N, K)
+        # The bias is the same on every rank.
+        self.bias = torch.arange(float(N)) if bias else None
+        self.quant_method = UnquantizedLinearMethod()
+        self.skip_bias_add = self.use_dp_attention_reduce = self.use_decode_attn_tp = False
+        self.reduce_results = self.input_is_parallel = True
+        self.__dict__.update(changes)
+
+    def forward(
+        self,
+        input_: torch.Tensor,
+        skip_all_reduce: bool = False,
+        forward_batch: Any = None,
+        output_tensor: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = None if dist.get_rank() or self.skip_bias_add else self.bias
+        y = self.quant_method.apply(self, input_, bias)
+        if output_tensor is not None:
+            y = output_tensor.copy_(y)
+        if self.reduce_results and not skip_all_reduce:
+            dist.all_reduce(y)
+        return y, self.bias if self.skip_bias_add else None
+
+
+class HookType(Enum):
+    AROUND = "around"
+
+
+@contextmanager
+def _sglang() -> Iterator[type]:
+    """What the hook needs of SGLang; gives the class of layers with the hook around its method."""
+    hooks: dict[str, Callable[..., Any]] = {}
+
+    class HookRegistry:
+        @staticmethod
+        def register(target: str, hook: Callable[..., Any], hook_type: HookType) -> None:
+            assert hook_type is HookType.AROUND
+            hooks[target] = hook
+
+    group = SimpleNamespace(world_size=dist.get_world_size(), device_group=dist.group.WORLD)
+    forward = SimpleNamespace(sp_active=False)
+    registry: Any = ModuleType("sglang.srt.plugins.hook_registry")
+    registry.HookRegistry, registry.HookType = HookRegistry, HookType
+    linear: Any = ModuleType("sglang.srt.layers.linear")
+    linear.get_forward = lambda: forward
+    linear.should_skip_mlp_all_reduce = lambda: False
+    linear.get_parallel = lambda: SimpleNamespace(tp_group=group)
+    linear.get_exec = lambda: SimpleNamespace(
+        comm=SimpleNamespace(enable_quant_communications=True)
+    )
+    layers: Any = ModuleType("sglang.srt.layers")
+    layers.linear = linear
+    modules: dict[str, Any] = {
+        name: ModuleType(name) for name in ("sglang", "sglang.srt", "sglang.srt.plugins")
+    }
+    modules |= {each.__name__: each for each in (registry, linear, layers)}
+    sys.modules.update(modules)
+    sglang.calls.clear()
+    try:
+        sglang.register()
+        hook = hooks["sglang.srt.layers.linear.RowParallelLinear.forward"]
+
+        class Hooked(RowParallelLinear):
+            def forward(self, *args: Any, **kwargs: Any) -> Any:
+                return hook(RowParallelLinear.forward, self, *args, **kwargs)
+
+        Hooked.group = group  # type: ignore[attr-defined]
+        yield Hooked
+    finally:
+        for name in modules:
+            del sys.modules[name]
+
+
+PREFILL = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: False))
+DECODE = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: True))
+
+# name: shape of x, changes of the layer, arguments of the call, part of the reason if it is left
+CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], str | None]] = {
+    "decode": ((6, K), {}, {"forward_batch": DECODE}, None),
+    "prefill": ((130, K), {}, {}, None),
+    "three dimensions": ((2, 3, K), {}, {}, None),
+    "a bias": ((130, K), {"bias": True}, {}, None),
+    "a bias of few tokens": ((5, K), {"bias": True}, {}, None),
+    "a bias for the caller": ((6, K), {"bias": True, "skip_bias_add": True}, {}, None),
+    "no sum": ((6, K), {"reduce_results": False}, {}, "does not reduce"),
+    "skipped": ((6, K), {}, {"skip_all_reduce": True}, "does not want the sum"),
+    "memory": ((6, K), {}, {"output_tensor": torch.empty(6, N)}, "brings memory"),
+    "quantised sum": ((6, K), {}, {"forward_batch": PREFILL}, "quantised format"),
+    "quantised": ((6, K), {"quant_method": Fp8LinearMethod()}, {}, "weight is quantised"),
+    "another group": ((6, K), {"use_dp_attention_reduce": True}, {}, "another group"),
+}
+
+
+def _call(name: str) -> tuple[int, list[str], float, bool]:
+    shape, changes, options, _ = CALLS[name]
+    torch.manual_seed(3 + dist.get_rank())
+    with _sglang() as hooked:
+        layer = hooked(hooked.group, **changes)  # type: ignore[attr-defined]
+        x = torch.randn(shape)
+        expected, its_bias = RowParallelLinear.forward(layer, x, **options)
+        expected = expected.clone()
+        found, bias = layer.forward(x, **options)
+    assert found.shape == expected.shape
+    left = [reason for _, reason in sglang.calls.left]
+    error = float((found - expected).norm() / expected.norm())
+    return sglang.calls.taken.total(), left, error, bias is its_bias
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_row_parallel_linear(ranks: Any, name: str) -> None:
+    *_, reason = CALLS[name]
+    for taken, left, error, same_bias in ranks(2).run(_call, name):
+        assert taken == (reason is None)
+        assert [reason in each for each in left] == ([] if reason is None else [True])
+        assert error < 1e-5
+        assert same_bias
+
+
+def test_sglang_finds_the_plugin() -> None:
+    """By the entry point that SGLang loads in each of its processes."""
+    plugins = entry_points(group="sglang.srt.plugins")
+    found = [plugin for plugin in plugins if plugin.name == "interlace"]
+    if not found:
+        pytest.skip("Interlace is not installed, or was before it had this entry point")
+    assert found[0].load() is sglang.register

@@ -1,0 +1,177 @@
+"""Models of ``transformers`` with experts, unedited, with expert parallelism by Interlace: results
+and gradients are those of transformers' own implementation.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+import interlace.integrations.transformers
+from interlace.errors import ArgumentError
+
+pytest.importorskip("transformers", minversion="5.23", reason="make test-integrations installs it")
+pytest.importorskip("accelerate", reason="transformers needs it to shard a model")
+
+SIZES = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 96, "max_position_embeddings": 64, "head_dim": 8,
+}  # fmt: skip
+MODELS = {
+    "Mixtral": ("MixtralConfig", {"intermediate_size": 48, "num_local_experts": 4}),
+    "Qwen3-MoE": (
+        "Qwen3MoeConfig",
+        {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 4},
+    ),
+    "OLMoE": (
+        "OlmoeConfig",
+        {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": None},
+    ),
+}
+
+
+def _model(name: str, sizes: dict[str, Any], folder: str, parallel: dict[str, Any]) -> Any:
+    """A model with random weights, sharded over the ranks as a program would load it."""
+    import transformers
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    # What torchrun sets, and transformers reads.
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    both = {key: value for key, value in (SIZES | sizes).items() if value is not None}
+    if rank == 0 and not (Path(folder) / "config.json").exists():
+        torch.manual_seed(0)
+        config = getattr(transformers, name)(**both)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    dist.barrier()
+    return AutoModelForCausalLM.from_pretrained(
+        folder,
+        distributed_config=DistributedConfig(**parallel),
+        attn_implementation="eager",
+        dtype=torch.float32,
+    )
+
+
+def _step(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The logits, and each parameter's gradient of the loss."""
+    from torch.distributed.tensor import DTensor
+
+    output = model(input_ids=tokens, labels=tokens, use_cache=False)
+    output.loss.backward()
+    results = {"logits": output.logits}
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            results[name] = parameter.grad
+    return {
+        name: (each.full_tensor() if isinstance(each, DTensor) else each).detach()
+        for name, each in results.items()
+    }
+
+
+def _training(
+    name: str, sizes: dict[str, Any], folder: str, parallel: dict[str, Any], rows: int
+) -> tuple[dict[str, float], int]:
+    """The relative errors of logits and gradients, and the calls of the operator."""
+    interlace.integrations.transformers.register()
+    # Ranks of a TP group, neighbours, share a batch.
+    generator = torch.Generator().manual_seed(dist.get_rank() // parallel.get("tp_size", 1))
+    tokens = torch.randint(0, SIZES["vocab_size"], (rows, 9), generator=generator)
+    expected = _step(_model(name, sizes, folder, parallel), tokens)
+    launched = interlace.group_of().traffic
+    launched.reset()
+    ours = _model(name, sizes, folder, parallel | {"ep_implementation": "interlace"})
+    found = _step(ours, tokens)
+    assert found.keys() == expected.keys()
+    errors = {
+        key: float((found[key] - expected[key]).norm() / expected[key].norm().clamp(min=1e-12))
+        for key in expected
+    }
+    return errors, launched.messages
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_training(ranks: Any, tmp_path: Path, name: str, rows: int) -> None:
+    """Ranks of the expert group share a batch, of an odd or an even number of tokens."""
+    config, sizes = MODELS[name]
+    parallel = {"tp_size": 2, "ep_size": 2}
+    for errors, messages in ranks(2).run(_training, config, sizes, str(tmp_path), parallel, rows):
+        assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
+        assert any("experts.gate_up_proj" in key for key in errors)
+        assert messages > 0
+
+
+def test_training_with_a_batch_for_each_rank(ranks: Any, tmp_path: Path) -> None:
+    """The expert group is larger than the group that shares a batch: FSDP for all other weights."""
+    config, sizes = MODELS["Qwen3-MoE"]
+    parallel = {"fsdp_size": 2, "ep_size": 2}
+    for errors, messages in ranks(2).run(_training, config, sizes, str(tmp_path), parallel, 2):
+        assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
+        assert messages > 0
+
+
+def test_training_with_a_batch_for_each_half_of_the_ranks(ranks: Any, tmp_path: Path) -> None:
+    """Two ranks share a batch, and four the experts."""
+    config, sizes = MODELS["Mixtral"]
+    parallel = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
+    for errors, messages in ranks(4).run(_training, config, sizes, str(tmp_path), parallel, 2):
+        assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
+        assert messages > 0
+
+
+def _generating(folder: str) -> tuple[bool, int]:
+    """Whether the same tokens are generated, and the messages that Interlace sent."""
+    interlace.integrations.transformers.register()
+    config, sizes = MODELS["Mixtral"]
+    parallel = {"tp_size": 2, "ep_size": 2}
+    prompt = torch.arange(5).view(1, 5)
+    traffic, outputs = interlace.group_of().traffic, []
+    for implementation in ("auto", "interlace"):
+        traffic.reset()
+        model = _model(config, sizes, folder, parallel | {"ep_implementation": implementation})
+        outputs.append(model.generate(prompt, max_new_tokens=4, do_sample=False))
+    return torch.equal(*outputs), traffic.messages
+
+
+def test_generating(ranks: Any, tmp_path: Path) -> None:
+    """One token at a time, of which one rank has a share and the other a row to fill it up."""
+    for same, messages in ranks(2).run(_generating, str(tmp_path)):
+        assert same
+        assert messages > 0
+
+
+def _refused(name: str, sizes: dict[str, Any], folder: str) -> str:
+    interlace.integrations.transformers.register()
+    parallel = {"tp_size": 2, "ep_size": 2, "ep_implementation": "interlace"}
+    try:
+        _model(name, sizes, folder, parallel)
+    except ArgumentError as refusal:
+        return str(refusal)
+    return "loaded"
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "rule"),
+    [
+        ("GptOssConfig", {"intermediate_size": 24, "num_local_experts": 4}, "have no biases"),
+        (
+            "MixtralConfig",
+            {"intermediate_size": 24, "num_local_experts": 4, "hidden_act": "gelu"},
+            "have SiLU as their activation",
+        ),
+    ],
+)
+def test_other_experts_are_refused(
+    ranks: Any, tmp_path: Path, name: str, sizes: dict[str, Any], rule: str
+) -> None:
+    """A program that asks for Interlace is not given something else."""
+    for message in ranks(2).run(_refused, name, sizes, str(tmp_path)):
+        assert rule in message
+        assert 'Use ep_implementation="auto".' in message

@@ -1,0 +1,256 @@
+"""Graphs with vLLM's collectives, which here are operators of the same schema: what is fused, that
+results stay, and that collectives that are left alone remain vLLM's.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import entry_points
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from interlace.compile import eager_backend, foreign, recording, uninstall
+from interlace.integrations import vllm
+
+M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
+
+
+def _all_reduce(tensor: torch.Tensor, group_name: str) -> torch.Tensor:
+    result = tensor.clone()
+    dist.all_reduce(result)
+    return result
+
+
+def _reduce_scatter(
+    tensor: torch.Tensor, dim: int, world_size: int, group_name: str
+) -> torch.Tensor:
+    result = _all_reduce(tensor, group_name)
+    return result.chunk(world_size, dim)[dist.get_rank()].clone()
+
+
+def _all_gather(tensor: torch.Tensor, dim: int, world_size: int, group_name: str) -> torch.Tensor:
+    parts = [torch.empty_like(tensor) for _ in range(world_size)]
+    dist.all_gather(parts, tensor.contiguous())
+    return torch.cat(parts, dim)
+
+
+def _resized(tensor: torch.Tensor, dim: int, size: Any) -> torch.Tensor:
+    shape = list(tensor.shape)
+    shape[dim] = size
+    return tensor.new_empty(shape)
+
+
+@contextmanager
+def _vllm() -> Iterator[None]:
+    """What the pass needs of vLLM: its operators, and its groups by name."""
+    library = torch.library.Library("vllm", "FRAGMENT")
+    library.define("all_reduce(Tensor tensor, str group_name) -> Tensor")
+    library.impl("all_reduce", _all_reduce, "CPU")
+    torch.library.register_fake(
+        "vllm::all_reduce", lambda tensor, group_name: torch.empty_like(tensor), lib=library
+    )
+    for name, run, resize in (
+        ("reduce_scatter", _reduce_scatter, lambda size, ranks: size // ranks),
+        ("all_gather", _all_gather, lambda size, ranks: size * ranks),
+    ):
+        library.define(f"{name}(Tensor tensor, int dim, int world_size, str group_name) -> Tensor")
+        library.impl(name, run, "CPU")
+
+        def fake(
+            tensor: torch.Tensor,
+            dim: int,
+            world_size: int,
+            group_name: str,
+            resize: Callable[[Any, int], Any] = resize,
+        ) -> torch.Tensor:
+            return _resized(tensor, dim, resize(tensor.shape[dim], world_size))
+
+        torch.library.register_fake(f"vllm::{name}", fake, lib=library)
+    coordinator = SimpleNamespace(device_group=dist.group.WORLD)
+    state: Any = ModuleType("vllm.distributed.parallel_state")
+    state._groups = {"tp:0": lambda: coordinator, "gone:0": lambda: None}
+    modules: dict[str, Any] = {
+        "vllm": ModuleType("vllm"),
+        "vllm.distributed": ModuleType("vllm.distributed"),
+        "vllm.distributed.parallel_state": state,
+    }
+    modules["vllm.distributed"].parallel_state = state
+    sys.modules.update(modules)
+    vllm.register()
+    try:
+        yield
+    finally:
+        uninstall()
+        for name in vllm.COLLECTIVES:
+            foreign.unregister(name)
+        for name in modules:
+            del sys.modules[name]
+        library._destroy()
+
+
+def _ops() -> Any:
+    return torch.ops.vllm
+
+
+# name: the program, shapes of its arguments, the operators wanted, the collectives left
+PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | None], int]] = {
+    "many tokens": (
+        lambda x, w: _ops().all_reduce(x @ w.t(), "tp:0").relu(),
+        [(M, K), (N, K)],
+        ["gemm_all_reduce"],
+        0,
+    ),
+    "few tokens": (
+        lambda x, w: _ops().all_reduce(x @ w.t(), group_name="tp:0"),
+        [(6, K), (N, K)],
+        ["gemv_all_reduce"],
+        0,
+    ),
+    "reduce-scatter": (
+        lambda x, w: _ops().reduce_scatter(x @ w.t(), 0, 2, "tp:0"),
+        [(M, K), (N, K)],
+        ["gemm_reduce_scatter"],
+        0,
+    ),
+    "all-gather": (
+        lambda x, w: _ops().all_gather(x, 0, world_size=2, group_name="tp:0") @ w.t(),
+        [(M, K), (N, K)],
+        ["all_gather_gemm"],
+        0,
+    ),
+    "two layers": (
+        lambda x, w, v: _ops().all_reduce(
+            _ops().all_reduce(x @ w.t(), "tp:0").relu() @ v.t(), "tp:0"
+        ),
+        [(M, K), (N, K), (K, N)],
+        ["gemm_all_reduce", "gemm_all_reduce"],
+        0,
+    ),
+    "the product has another use": (
+        lambda x, w: (lambda y: _ops().all_reduce(y, "tp:0") + y)(x @ w.t()),
+        [(M, K), (N, K)],
+        [None],
+        1,
+    ),
+    "the logits' gather": (
+        lambda x, w: _ops().all_gather(x @ w.t(), -1, 2, "tp:0"),
+        [(M, K), (N, K)],
+        [None],
+        1,
+    ),
+    "a group that is gone": (
+        lambda x, w: _ops().all_reduce(x @ w.t(), "gone:0"),
+        [(M, K), (N, K)],
+        [None],
+        1,
+    ),
+}
+
+
+def _run(name: str) -> tuple[list[str | None], int, float]:
+    """What was fused, the vLLM collectives that remain, and the result's error."""
+    program, shapes, *_ = PROGRAMS[name]
+    torch.manual_seed(17 + dist.get_rank())
+    arguments = [torch.randn(shape) for shape in shapes]
+    remaining = 0
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        from torch._dynamo.backends.common import aot_autograd
+        from torch._functorch._aot_autograd.utils import make_boxed_func
+
+        from interlace.compile import fuse
+
+        def compile_graph(graph: torch.fx.GraphModule, _: Any) -> Any:
+            nonlocal remaining
+            fuse(graph.graph)
+            graph.recompile()
+            targets = [str(node.target) for node in graph.graph.nodes]
+            remaining = sum(target.startswith("vllm.") for target in targets)
+            assert not any(target.startswith("_c10d_functional") for target in targets)
+            return make_boxed_func(graph.forward)
+
+        return aot_autograd(fw_compiler=compile_graph)(module, inputs)
+
+    with _vllm(), torch.no_grad(), recording() as findings:
+        expected = program(*arguments)
+        torch.compiler.reset()
+        found = torch.compile(program, backend=backend, fullgraph=True)(*arguments)
+    assert found.stride() == expected.stride()
+    error = float((found - expected).norm() / expected.norm())
+    return [finding.operator for finding in findings], remaining, error
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_collectives_of_vllm(ranks: Any, name: str) -> None:
+    *_, operators, left = PROGRAMS[name]
+    for found, remaining, error in ranks(2).run(_run, name):
+        assert (found, remaining) == (operators, left)
+        assert error < 1e-5
+
+
+def _dynamic(name: str) -> tuple[list[str | None], list[float]]:
+    """vLLM compiles one graph for any number of tokens."""
+    program, (_, *shapes), *_ = PROGRAMS[name]
+    torch.manual_seed(17 + dist.get_rank())
+    weights = [torch.randn(shape) for shape in shapes]
+    errors = []
+    with _vllm(), torch.no_grad(), recording() as findings:
+        torch.compiler.reset()
+        compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
+        for tokens in (130, 256, 6):
+            x = torch.randn(tokens, K)
+            torch._dynamo.mark_dynamic(x, 0)
+            expected = program(x, *weights)
+            errors.append(float((compiled(x, *weights) - expected).norm() / expected.norm()))
+    return [finding.operator for finding in findings], errors
+
+
+@pytest.mark.parametrize(
+    ("name", "wanted"),
+    [
+        ("two layers", ["gemm_all_reduce", "gemm_all_reduce"]),
+        ("reduce-scatter", [None]),
+        ("all-gather", [None]),
+    ],
+)
+def test_tokens_whose_number_changes(ranks: Any, name: str, wanted: list[str | None]) -> None:
+    """Only an all-reduce is fused; the graph is not compiled anew."""
+    for operators, errors in ranks(2).run(_dynamic, name):
+        assert operators == wanted
+        assert max(errors) < 1e-5
+
+
+def _inductor() -> tuple[list[str | None], float]:
+    """By Inductor without a word of the program, as vLLM's own backend calls it."""
+    from torch._inductor import config
+
+    program, shapes, *_ = PROGRAMS["two layers"]
+    torch.manual_seed(17 + dist.get_rank())
+    arguments = [torch.randn(shape) for shape in shapes]
+    with _vllm(), torch.no_grad(), recording() as findings, config.patch(force_disable_caches=True):
+        expected = program(*arguments)
+        torch.compiler.reset()
+        found = torch.compile(program, fullgraph=True)(*arguments)
+    return [each.operator for each in findings], float((found - expected).norm() / expected.norm())
+
+
+def test_inductor(ranks: Any) -> None:
+    for operators, error in ranks(2).run(_inductor):
+        assert operators == ["gemm_all_reduce", "gemm_all_reduce"]
+        assert error < 1e-5
+
+
+def test_vllm_finds_the_plugin() -> None:
+    """By the entry point that vLLM loads in each of its processes."""
+    found = [
+        each for each in entry_points(group="vllm.general_plugins") if each.name == "interlace"
+    ]
+    if not found:
+        pytest.skip("Interlace is not installed, or was before it had this entry point")
+    assert found[0].load() is vllm.register

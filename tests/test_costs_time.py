@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 from interlace.bench import profile_fit
-from interlace.costs.time import Call, MachineProfile, parse_profile, parts_us, profile_of
+from interlace.costs.known_profiles import parse_profile, profile_of
+from interlace.costs.time import Call, MachineProfile, parts_us
 from interlace.errors import ConfigError
 from interlace.registry import operators
 

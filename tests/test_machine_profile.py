@@ -18,8 +18,9 @@ from interlace.bench import machine_profile
 from interlace.bench.machine_profile import ProductTime
 from interlace.cli.tune_machine import write
 from interlace.comm import identity
-from interlace.costs import time
-from interlace.costs.time import Call, MachineProfile, profile_of
+from interlace.costs import known_profiles
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.time import Call, MachineProfile
 
 H200 = profile_of("NVIDIA H200")
 SLOW = dataclasses.replace(
@@ -107,10 +108,10 @@ def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = identity._own_profile.__wrapped__
     assert digest(gpu) == ""
     assert profile_of("Another GPU", 132).is_guess
-    write(time.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
+    write(known_profiles.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
     profile_of.cache_clear()
     assert profile_of("Another GPU", 132) == dataclasses.replace(SLOW, gpu="Another GPU")
-    assert time.own_file("Another GPU").parent.stat().st_mode & 0o077 == 0
+    assert known_profiles.own_file("Another GPU").parent.stat().st_mode & 0o077 == 0
     assert digest(gpu), "ranks that have different profiles must not be a group"
 
 
@@ -123,7 +124,7 @@ def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 @pytest.mark.usefixtures("own_cache")
 def test_a_profile_that_cannot_be_trusted(text: str, mode: int, reason: str) -> None:
-    file = time.own_file("NVIDIA H200")
+    file = known_profiles.own_file("NVIDIA H200")
     file.parent.mkdir(mode=0o700)
     file.write_text(text)
     os.chmod(file, mode)

@@ -11,7 +11,8 @@ from rich.table import Table
 from interlace.cli.bench_products import parse_work
 from interlace.cli.console import make_console
 from interlace.cli.tables import make_table
-from interlace.costs.time import Call, profile_of, profiled_gpus
+from interlace.costs.known_profiles import profile_of, profiled_gpus
+from interlace.costs.time import Call
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.operator import GemmOperator

@@ -22,7 +22,8 @@ from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
-from interlace.costs.time import MachineProfile, own_file, profile_of
+from interlace.costs.known_profiles import own_file, profile_of
+from interlace.costs.time import MachineProfile
 from interlace.errors import BackendError
 
 _SEED, _MOST_CALLS = 7, 400

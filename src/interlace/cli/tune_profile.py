@@ -13,7 +13,7 @@ from interlace.cli.bench_sweep import summary_table
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
-from interlace.costs.time import profile_of
+from interlace.costs.known_profiles import profile_of
 from interlace.errors import ArgumentError
 
 

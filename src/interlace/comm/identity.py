@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from interlace import __version__
-from interlace.costs.time import own_profile
+from interlace.costs.known_profiles import own_profile
 
 PACKAGE = Path(__file__).parents[1]
 TABLES = PACKAGE / "tuning" / "tables"

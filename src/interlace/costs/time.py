@@ -14,18 +14,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib.resources
-import json
 import math
-import re
-import warnings
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Literal
 
-from interlace.cache_folder import cache_folder, is_own
 from interlace.costs.registry import find_cost
-from interlace.errors import ConfigError
 from interlace.units import ceil_div, round_up
 
 Schedule = Literal["whole", "batch", "by_rank", "by_peer", "tiled"]
@@ -383,99 +376,3 @@ def _own_tiles_us(profile: MachineProfile, call: Call, tile: tuple[int, int], ra
     flops_per_s = profile.flops_per_s(call, own=True)
     waves = ceil_div(tiles, profile.processors)
     return waves * profile.tile_us(block_m, block_n, call.inner, flops_per_s)
-
-
-# Profiles: those that are shipped, and the user's own
-
-
-@functools.cache
-def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
-    """Return the profile of a GPU: what ``interlace tune machine`` has measured for this user, else
-    the one that is shipped, else a guess.
-
-    The guess is the profile of the NVIDIA H200, with products scaled by the number of processors.
-    Links and memory stay as they are, so it ranks implementations rather than times them.
-
-    Args:
-        gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
-        processors: its number of streaming multiprocessors, for a guess.
-    """
-    own = own_profile(gpu)
-    if own is not None:
-        return own
-    folder = importlib.resources.files("interlace.costs") / "profiles"
-    file = folder / _file_name(gpu)
-    if file.is_file():
-        return parse_profile(file.read_text(encoding="utf-8"))
-    model = parse_profile((folder / _file_name(_MODEL)).read_text(encoding="utf-8"))
-    share = processors / model.processors
-    return dataclasses.replace(
-        model,
-        gpu=gpu,
-        source=f"a guess: {model.gpu}'s, with {processors} of {model.processors} processors",
-        processors=processors,
-        product=dataclasses.replace(
-            model.product,
-            flops_per_s=model.product.flops_per_s * share,
-            float32_flops_per_s=model.product.float32_flops_per_s * share,
-            own_float32_flops_per_s=model.product.own_float32_flops_per_s * share,
-        ),
-        corrections={},
-        is_guess=True,
-    )
-
-
-_MODEL = "NVIDIA H200"
-"""The GPU after whose profile those of unknown GPUs are guessed."""
-
-
-def own_file(gpu: str) -> Path:
-    """Return the file of the user's own profile of a GPU, which need not exist."""
-    return cache_folder("profiles") / _file_name(gpu)
-
-
-def own_profile(gpu: str) -> MachineProfile | None:
-    """Return the profile that this user has measured; None without one.
-
-    A file that is no profile, or that others may write to, is ignored with a warning.
-    """
-    file = own_file(gpu)
-    try:
-        if not (is_own(file) and is_own(file.parent)):
-            raise ConfigError("others than this user may write to it")
-        return parse_profile(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except (OSError, ConfigError) as error:
-        warnings.warn(f"interlace: {file} is ignored: {error}", RuntimeWarning, stacklevel=2)
-        return None
-
-
-def _file_name(gpu: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "_", gpu.lower()).strip("_") + ".json"
-
-
-def profiled_gpus() -> list[str]:
-    """Return the names of the GPUs whose profiles are shipped."""
-    folder = importlib.resources.files("interlace.costs") / "profiles"
-    files = (file for file in folder.iterdir() if file.name.endswith(".json"))
-    return sorted(parse_profile(file.read_text(encoding="utf-8")).gpu for file in files)
-
-
-def parse_profile(text: str) -> MachineProfile:
-    """Return the profile that a JSON text describes.
-
-    Raises:
-        ConfigError: it is not a profile.
-    """
-    try:
-        values = json.loads(text)
-        corrections = {
-            operator: Corrections(**each) for operator, each in values["corrections"].items()
-        }
-        product = ProductRates(**values["product"])
-        return MachineProfile(**values | {"product": product, "corrections": corrections})
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(
-            f"a machine profile must be JSON with all its fields; {error}."
-        ) from error

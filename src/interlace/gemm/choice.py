@@ -14,7 +14,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from interlace.costs.time import Call, MachineProfile, profile_of
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.time import Call, MachineProfile
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.terms import Terms
 from interlace.registry import operator_named

@@ -279,9 +279,11 @@ def all_gather_gemm(
         impl: ``"fused"``, ``"chunked"`` (``torch.mm`` for each rank's rows once copy engines have
             brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then
             ``torch.mm``: for few rows; these two not for float8, nor for another ``out_dtype``),
-            ``"unfused"`` (``all_gather``, then ``F.linear``), or ``"auto"``: what was measured to
-            be faster; :func:`interlace.explain` says which and why. An explicit choice is never
-            replaced.
+            ``"unfused"`` (``all_gather``, then ``F.linear``), and PyTorch's own pairs, ``"nccl"``
+            and ``"async_tp"``, on GPUs. ``"auto"`` is the one of these that is predicted to be the
+            fastest; :func:`interlace.explain` says which and why. ``"measured"`` is the one that
+            the first call of a kind measures to be the fastest (:func:`interlace.autotune`). An
+            explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every
             rank.
 

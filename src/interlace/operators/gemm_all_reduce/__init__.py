@@ -138,8 +138,9 @@ def gemm_all_reduce(
             that counts its tiles, and copy engines (rows split evenly). ``"unfused"`` is
             ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and ``"two_shot"`` are
             PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the
-            fastest; :func:`interlace.explain` says which it is and why. An explicit choice is never
-            replaced.
+            fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
+            that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
+            An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

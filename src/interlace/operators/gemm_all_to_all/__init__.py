@@ -229,9 +229,12 @@ def gemm_all_to_all(
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
             evenly). ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split
-            evenly). ``"unfused"`` is ``F.linear``, then ``all_to_all_single``. ``"auto"`` is the
-            one of these that was measured to be the fastest; :func:`interlace.explain` says which
-            it is and why. An explicit choice is never replaced.
+            evenly). ``"pushed"`` is ``torch.mm``, then a kernel that stores the rows at the peers
+            (rows split evenly). ``"unfused"`` is ``F.linear``, then ``all_to_all_single``.
+            ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to
+            be the fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is
+            the one that the first call of a kind measures to be the fastest
+            (:func:`interlace.autotune`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

@@ -56,8 +56,7 @@ class Staging:
         return offset_behind(self.rows * self.row_bytes)
 
     def workspace(self, group: Group) -> Workspace:
-        """Return the operator's workspace, grown to hold the staged rows. Collective when it must
-        grow.
+        """Return the operator's workspace, grown to hold the staged rows.
 
         Collective when it must grow.
         """

@@ -74,8 +74,8 @@ def embedding_all_to_all(
             it when it is made.
         group: 1 to 8 ranks of one machine; default: the default process group.
         impl: ``"fused"``, ``"unfused"`` (``F.embedding_bag``, ``all_to_all_single``, unpack), or
-            ``"auto"``: the one that was measured to be faster. An explicit choice is never
-            replaced.
+            ``"auto"``: the fused kernels, which were faster wherever both were measured. An
+            explicit choice is never replaced.
         config: configuration of the fused kernels; default: from the tuned table. It must be the
             same on every rank.
         check_indices: look for indices and offsets out of range before anything is sent, and tell

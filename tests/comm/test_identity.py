@@ -59,3 +59,18 @@ def test_ranks_with_other_tuned_tables_do_not_form_a_group(ranks: Any) -> None:
         "got 'those of rank 0' on rank 0, 'those of rank 1' on rank 1. Nothing was computed."
     )
     assert ranks(2).run(_other_tables) == [("RankMismatchError", message)] * 2
+
+
+def _other_settings() -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INTERLACE_AUTOTUNE", str(dist.get_rank()))
+        return error_of(interlace.group_of, dist.new_group())[:2]
+
+
+def test_ranks_with_other_settings_do_not_form_a_group(ranks: Any) -> None:
+    """One would measure, and wait for peers that do not."""
+    message = (
+        "joining a group: INTERLACE_AUTOTUNE must be the same on every rank; "
+        "got '0' on rank 0, '1' on rank 1. Nothing was computed."
+    )
+    assert ranks(2).run(_other_settings) == [("RankMismatchError", message)] * 2

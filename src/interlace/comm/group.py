@@ -17,7 +17,7 @@ from interlace.comm.cache import Answers, CallCache
 from interlace.comm.channel import HostChannel
 from interlace.comm.cpu_faults import Traffic
 from interlace.comm.health import Health, Running, default_deadline
-from interlace.comm.identity import identity
+from interlace.comm.identity import identity, settings
 from interlace.comm.members import check_members, members_of, require_dedicated_gpus
 from interlace.comm.memory import Block, Heap
 from interlace.comm.ordinary import makes_ordinary_tensors
@@ -89,9 +89,9 @@ class Group:
         self.agreement = Agreement(self.cache, self.health, self.exchange)
         members.ranks_per_gpu = check_members(members, self.exchange)
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
-        # Each rank chooses implementations by itself, so all ranks must choose by the same code and
-        # tables.
-        self.agreement.compare("joining a group", identity(device))
+        # Each rank chooses implementations by itself, so all ranks must choose by the same code,
+        # tables and settings.
+        self.agreement.compare("joining a group", identity(device) | settings())
         self.memory = SymmetricMemory(
             self.channel, self.agreement, self.health, self.streams, self.cache.replays
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
+import os
 from pathlib import Path
 
 import torch
@@ -55,6 +56,14 @@ def identity(device: torch.device) -> dict[str, str]:
         "the_version_of_Triton": _version_of_triton(),
         "the_model_of_the_GPU": gpu,
     }
+
+
+def settings() -> dict[str, str]:
+    """Return the settings in the environment that all ranks must share, by name.
+
+    A rank that measures its implementations waits for its peers to measure them, too.
+    """
+    return {"INTERLACE_AUTOTUNE": os.environ.get("INTERLACE_AUTOTUNE", "")}
 
 
 @functools.cache

@@ -63,7 +63,7 @@ def settings() -> dict[str, str]:
 
     A rank that measures its implementations waits for its peers to measure them, too.
     """
-    return {"INTERLACE_AUTOTUNE": os.environ.get("INTERLACE_AUTOTUNE", "")}
+    return {"the_environment's_setting_of_autotuning": os.environ.get("INTERLACE_AUTOTUNE", "")}
 
 
 @functools.cache

@@ -4,6 +4,7 @@ made up, as the CPU backend has none.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import stat
@@ -20,8 +21,11 @@ import torch.distributed as dist
 import interlace
 from interlace.cache_folder import cache_folder
 from interlace.gemm import autotune
+from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
+from interlace.gemm.operands import Operands
 from interlace.operators.gemm_all_reduce import GemmAllReduce
+from interlace.registry import operator_named
 from interlace.tuning import measured
 from interlace.tuning.choice import Choice
 from interlace.tuning.measured import MeasuredTimes
@@ -159,6 +163,42 @@ def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         with interlace.autotune():
             assert autotune.is_enabled()
     autotune._by_environment.cache_clear()
+
+
+def test_copies_of_a_weight_as_far_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight of 1 MiB, and an L2 of 4: eight copies; or as many as there is memory for."""
+    properties = SimpleNamespace(L2_cache_size=4 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    w = torch.ones(256, 1024)
+    operands = Operands(torch.ones(4, 1024), w, None, None, None, torch.float32)
+    group: Any = SimpleNamespace(device=torch.device("cpu"))
+    call = GemmCall(
+        operator=operator_named("gemm_all_reduce"),  # type: ignore[arg-type]
+        operands=operands,
+        rows=RowPlan((2, 2), (), 4, 4, 4),
+        gather=False,
+        group=group,
+        group_name="",
+        config=GemmAllReduce.config_type(),
+        mark=0,
+        is_explicit=False,
+    )
+    weights = [layer.operands.w for layer in autotune._layers(call)]
+    assert len({weight.data_ptr() for weight in weights}) == len(weights) == 8
+    assert weights[0] is w
+    assert all(torch.equal(weight, w) for weight in weights)
+
+    class Scarce(torch.Tensor):
+        left = 2
+
+        def clone(self, *_: Any, **__: Any) -> torch.Tensor:
+            Scarce.left -= 1
+            if Scarce.left < 0:
+                raise torch.OutOfMemoryError
+            return torch.ones(256, 1024)
+
+    scarce = dataclasses.replace(operands, w=w.as_subclass(Scarce))
+    assert len(autotune._layers(dataclasses.replace(call, operands=scarce))) == 3
 
 
 # Files

@@ -239,7 +239,11 @@ def _layers(call: GemmCall) -> list[GemmCall]:
     w = call.operands.w
     cache_bytes = torch.cuda.get_device_properties(call.group.device).L2_cache_size
     count = min(_MOST_CALLS, ceil_div(2 * cache_bytes, max(1, w.nbytes)))
-    weights = [w, *(w.clone() for _ in range(count - 1))]
+    weights = [w]
+    # Without memory for copies a rank goes on with fewer: its peers would wait for it.
+    with contextlib.suppress(torch.OutOfMemoryError):
+        while len(weights) < count:
+            weights.append(w.clone())
     return [
         dataclasses.replace(call, operands=dataclasses.replace(call.operands, w=weight))
         for weight in weights

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,18 @@ from interlace.costs import (
     gemv_all_reduce,
 )
 from interlace.costs import embedding_all_to_all as costs
+from interlace.costs.known_profiles import shipped_profile
+from interlace.costs.time import Call
 from interlace.errors import ConfigError
 from interlace.sim import operators
+from interlace.sim.kernel_time import kernel_ns, launch_and_body_ns
 from interlace.sim.machine import find, load_machine, presets
 from interlace.sim.scenario import FUSING, Scenario
 from interlace.sim.step import run
 from interlace.sim.topology import Switch, Torus
 from interlace.sim.work import COMPUTE, Collective, Fused, Kernel, Task
 from interlace.sim.workloads import dlrm, moe, transformer
-from interlace.sim.workloads.common import Choices, load_workload
+from interlace.sim.workloads.common import Choices, load_workload, product
 from tests.sim.machines import machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -133,12 +137,12 @@ def test_cost_grows_as_documented() -> None:
         nodes: Scenario("dlrm", nodes=nodes, fused="both").simulate().events
         for nodes in (128, 256, 1024)
     }
-    assert events == {128: 7653, 256: 19045, 1024: 140389}
+    assert events == {128: 7652, 256: 19044, 1024: 140388}
     slices = {
         count: Scenario("dlrm", nodes=128, fused="both", slices=count).simulate().events
         for count in (1, 4, 16)
     }
-    assert slices == {1: 2283, 4: 7653, 16: 29133}
+    assert slices == {1: 2282, 4: 7652, 16: 29132}
 
 
 def test_sc24_reference_lies_on_both_sides_of_the_paper() -> None:
@@ -239,7 +243,8 @@ def test_operators_follow_the_costs() -> None:
         (operators.all_gather_gemm, all_gather_gemm.fused(**sizes)),
     ):
         operator = make(**sizes)  # type: ignore[operator]
-        assert operator.fused.kernel == Kernel(cost.flops, cost.memory_bytes)
+        call = Call(64, 96, 32, 2, 4)
+        assert operator.fused.kernel == Kernel(cost.flops, cost.memory_bytes, product=call)
         for fused in (True, False):
             result = run(machine(), Switch(4, 1e9, 0), operator.tasks(fused))
             assert sum(result.traffic_bytes.values()) == pytest.approx(cost.link_bytes), (
@@ -342,42 +347,60 @@ def measured(result: dict[str, Any], name: str) -> float:
     return float(result["times"][name]["median_us"])
 
 
-def microseconds(work: list[Task]) -> float:
+def microseconds(work: list[Task], ranks: int = 4) -> float:
     h200 = load_machine("h200-node")
-    return run(h200, h200.build_topology(4), work).total_ns / 1e3
+    return run(h200, h200.build_topology(ranks), work).total_ns / 1e3
 
 
-def errors(tasks: list[list[Task]], found: list[dict[str, Any]], name: str) -> list[int]:
+def errors(
+    tasks: list[list[Task]], found: list[dict[str, Any]], name: str, ranks: int = 4
+) -> list[int]:
     """By how many percent the model is above the measured times of that name."""
     return [
-        round(100 * (microseconds(work) / measured(result, name) - 1))
+        round(100 * (microseconds(work, ranks) / measured(result, name) - 1))
         for work, result in zip(tasks, found, strict=True)
     ]
 
 
 @pytest.mark.parametrize(
-    ("name", "unfused", "fused"),
+    ("ranks", "name", "unfused", "fused"),
     [
-        ("gemm_all_to_all", [4, 2, 6, 6, 8], [2, -3, 4, 8, 11]),
-        ("gemm_reduce_scatter", [1, -1, 3, 3, 6], [0, -3, 0, 0, 8]),
-        ("gemm_all_reduce", [0, -1, 2, 4, 7], [19, 16, 19, 22, 13]),
-        ("all_gather_gemm", [0, -3, 3, 5, 7], [2, -1, 3, 9, 5]),
+        (4, "gemm_all_to_all", [4, 3, 6, 6, 9, 3, -4, 0], [-1, -6, 1, 4, 6, -4, 14, -4]),
+        (4, "gemm_reduce_scatter", [1, -1, 3, 3, 7, 3, -17, 7], [-2, -6, -2, -3, 4, -33, -29, -39]),
+        (4, "gemm_all_reduce", [1, -1, 3, 4, 8, 2, -12, 0], [-6, -9, -5, 1, 0, -38, -32, -42]),
+        (4, "all_gather_gemm", [1, -2, 4, 5, 7, 1, -20, 4], [0, -4, 0, 5, 1, -22, -36, -51]),
+        (
+            2,
+            "gemm_all_to_all",
+            [1, -1, 4, 4, 9, 3, -4, 1, 8, 9],
+            [1, -4, 4, 7, 9, 4, 25, 1, 14, 16],
+        ),
+        (2, "gemm_reduce_scatter", [-8, -9, -6, 0, 6, 1, -11, 7], [1, -3, 2, 3, 6, -30, -21, 16]),
+        (2, "gemm_all_reduce", [-6, -7, -3, 1, 5, -1, -15, 2], [1, -4, 2, 4, 5, -32, -22, 2]),
+        (2, "all_gather_gemm", [-2, -4, 1, 1, 2, -1, -15, 5], [0, 0, -2, 3, -1, -12, -11, -11]),
     ],
 )
 def test_h200_products_against_measurements(
-    name: str, unfused: list[int], fused: list[int]
+    ranks: int, name: str, unfused: list[int], fused: list[int]
 ) -> None:
-    """With fewer rows a kernel's tiles do not fill the GPU, of which the model knows nothing."""
-    large = [result for result in results(f"2026-11-21-{name}-4xh200") if result["rows"] >= 4096]
+    """Five products of 4096 rows and more, then 1024, 256 and 64 rows; on two ranks, all-to-all has
+    two of 2560 rows more.
+
+    The kernels whose parts are added up or gathered have smaller tiles for 1024 rows and fewer,
+    which reach less than the tiles that the model gives every fused kernel.
+    """
+    date = {4: "2026-11-21", 2: "2026-11-22"}[ranks]
+    found = results(f"{date}-{name}-{ranks}xh200")
     made = [
         getattr(operators, name)(
             rows=result["rows"], columns=result["columns"], inner=result["inner"], itemsize=2,
-            world_size=4
+            world_size=ranks
         )
-        for result in large
+        for result in found
     ]  # fmt: skip
-    assert errors([operator.tasks(False) for operator in made], large, "cuBLAS + NCCL") == unfused
-    assert errors([operator.tasks(True) for operator in made], large, "fused") == fused
+    pairs = [operator.tasks(False) for operator in made]
+    assert errors(pairs, found, "cuBLAS + NCCL", ranks) == unfused
+    assert errors([operator.tasks(True) for operator in made], found, "fused", ranks) == fused
 
 
 def test_h200_embedding_against_measurements() -> None:
@@ -489,6 +512,60 @@ def test_h200_nccl_against_measurements(kind: str) -> None:
     """
     for size, us in zip((1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28), NCCL_US[kind], strict=True):
         assert microseconds(_nccl(kind, size)) == pytest.approx(us, rel=0.21), size
+
+
+# Products that a profile times.
+
+
+def test_a_profile_times_products_and_nothing_else() -> None:
+    """One implementation of the model of time, to the nanosecond; without it, the roofline."""
+    h200, profile = load_machine("h200-node"), shipped_profile("NVIDIA H200")
+    assert profile is not None
+    work = product(256, 8192, 7168, 2)
+    call = Call(256, 8192, 7168, 2, 1)
+    assert work.product == call
+    expected_us = profile.library_product_us(call)
+    assert kernel_ns(h200.gpu, work) == math.ceil(1e3 * expected_us)
+    # 64 tiles on 132 processors, one of them after another: the launch, and one tile's time.
+    launch, body = launch_and_body_ns(h200, work)
+    assert launch == round(1e3 * profile.product.launch_us)
+    assert body == math.ceil(1e3 * profile.tile_us(128, 256, 7168, profile.product.flops_per_s))
+    roofline = h200.gpu.roofline_ns(work.flops, work.memory_bytes)
+    assert kernel_ns(h200.gpu, dataclasses.replace(work, product=None)) == roofline
+    plain = load_machine("h200-node", {"gpu.profile": "none", "gpu.flops_per_s": 989e12})
+    assert kernel_ns(plain.gpu, work) == roofline
+    assert kernel_ns(h200.gpu, dataclasses.replace(work, given_ns=5)) == 5
+
+
+def test_elements_of_four_bytes_are_exact() -> None:
+    """PyTorch multiplies float32 without tensor cores, 51 TFLOP/s in the library's kernels."""
+    h200 = load_machine("h200-node")
+    four, two = (kernel_ns(h200.gpu, product(8192, 8192, 8192, size)) for size in (4, 2))
+    assert four == pytest.approx(2 * 8192**3 / 51e12 * 1e9, rel=0.05)
+    assert four > 10 * two
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    m=st.integers(1, 5000),
+    n=st.integers(1, 5000),
+    k=st.integers(1, 5000),
+    itemsize=st.sampled_from([1, 2, 4]),
+    products=st.integers(1, 9),
+)
+def test_no_profile_undercuts_physics(m: int, n: int, k: int, itemsize: int, products: int) -> None:
+    h200, work = load_machine("h200-node"), product(m, n, k, itemsize, products)
+    floor = h200.gpu.floor_ns(work.flops, work.memory_bytes)
+    assert kernel_ns(h200.gpu, work) >= floor
+    assert launch_and_body_ns(h200, work)[1] >= floor
+
+
+def test_a_changed_rate_needs_another_clock() -> None:
+    """A profile would time the products as before, and the change would be lost without a word."""
+    with pytest.raises(ConfigError, match=r"timed by the profile of NVIDIA H200. Set gpu.profile="):
+        load_machine("h200-node", {"gpu.flops_per_s": 1e15})
+    with pytest.raises(ConfigError, match=r"gpu.profile is wrong: .*none or one of NVIDIA H200"):
+        load_machine("h200-node", {"gpu.profile": "H9000"})
 
 
 # What is refused.

@@ -14,8 +14,28 @@ from __future__ import annotations
 
 import dataclasses
 
+from interlace.costs.time import Call
+
 # Names of rows; a library's streams have the names of their collectives.
 COMPUTE, COPY = "compute", "copy engine"
+
+
+def product_of(
+    rows: float, columns: float, inner: float, itemsize: float, world_size: int = 1
+) -> Call:
+    """Return the sizes of a product ``[rows, inner] x [inner, columns]``, by which a machine with a
+    profile times it.
+
+    Elements of four bytes are multiplied without tensor cores, as PyTorch does by default.
+
+    Args:
+        itemsize: bytes of an element of the operands and the result.
+        world_size: number of ranks whose rows these are; no tile of a fused kernel has rows of two
+            ranks.
+    """
+    # Models give sizes as floats, and a fractional size is rounded as a model's traffic is.
+    m, n, k = (max(1, round(size)) for size in (rows, columns, inner))
+    return Call(m, n, k, int(itemsize), world_size, is_exact=itemsize == 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +46,16 @@ class Kernel:
         flops: multiplications and additions.
         memory_bytes: bytes that this GPU's memory reads and writes.
         given_ns: nanoseconds of the kernel, if they are known instead.
+        product: sizes of the matrix product that the kernel computes, by which a machine with a
+            profile times it; None for all other kernels.
+        products: number of such products, each with its own operands.
     """
 
     flops: float = 0.0
     memory_bytes: float = 0.0
     given_ns: int | None = None
+    product: Call | None = None
+    products: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

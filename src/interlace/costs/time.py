@@ -7,7 +7,8 @@ little more than the longer one, a stock pair takes their sum. *Corrections* say
 measured calls of similar sizes took longer or shorter than that. Compositions and corrections are
 fitted to measurements (:mod:`interlace.bench.profile_fit`) and shipped with the profile.
 
-``impl="auto"`` and ``interlace.explain`` read it. Nothing here imports torch.
+``impl="auto"`` and ``interlace.explain`` read it; the simulator reads its products' times. Nothing
+here imports torch.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ time (:class:`interlace.sim.machine.Gpu`).
 
 from __future__ import annotations
 
+import functools
 import math
 
 from interlace.costs.known_profiles import shipped_profile
-from interlace.costs.time import MachineProfile
+from interlace.costs.time import Call, MachineProfile
 from interlace.sim.machine import Gpu, Machine
 from interlace.sim.work import Kernel
 
@@ -23,11 +24,10 @@ def kernel_ns(gpu: Gpu, kernel: Kernel) -> int:
     """Return the nanoseconds of a kernel that only computes; 0 for no work."""
     if kernel.given_ns is not None:
         return kernel.given_ns
-    profile = _profile(gpu, kernel)
-    if profile is None or kernel.product is None:
+    if gpu.profile is None or kernel.product is None:
         return gpu.roofline_ns(kernel.flops, kernel.memory_bytes)
-    product_us = profile.library_product_us(kernel.product, products=kernel.products)
-    # A profile's rates are measured, but a user may give the machine a slower memory.
+    product_us, _ = _product_us(gpu.profile, kernel.product, kernel.products)
+    # A user may give a machine a slower memory than its profile was measured with.
     return math.ceil(max(1e3 * product_us, gpu.floor_ns(kernel.flops, kernel.memory_bytes)))
 
 
@@ -35,24 +35,34 @@ def launch_and_body_ns(machine: Machine, kernel: Kernel) -> tuple[int, int]:
     """Split the nanoseconds of a kernel that communicates into its launch, in which nothing leaves,
     and its body.
 
-    Only the body suffers from fusing: registers, occupancy, address arithmetic. The tiles of a
-    profile's products are those of fused kernels already.
+    Only the body suffers from fusing: registers, occupancy, address arithmetic. A profile's tiles
+    are those of our own kernels, so that they need no factor for it.
     """
     gpu = machine.gpu
-    profile = _profile(gpu, kernel)
-    if profile is None or kernel.product is None:
+    if gpu.profile is None or kernel.product is None or kernel.given_ns is not None:
         alone = kernel_ns(gpu, kernel)
         launch = min(alone, round(gpu.kernel_ns.value))
         return launch, round((alone - launch) * machine.collectives.fused_slowdown.value)
-    tiles_us = profile.own_product_us(kernel.product, _OWN_TILE, products=kernel.products)
-    memory_us = 1e6 * kernel.memory_bytes / profile.product.memory_bytes_per_s
+    _, tiles_us = _product_us(gpu.profile, kernel.product, kernel.products)
+    rates = _profile(gpu.profile).product
+    # The peers' parts are written into this memory beside the product.
+    memory_us = 1e6 * kernel.memory_bytes / rates.memory_bytes_per_s
     floor_ns = gpu.floor_ns(kernel.flops, kernel.memory_bytes)
-    body = math.ceil(max(1e3 * tiles_us, 1e3 * memory_us, floor_ns))
-    return round(1e3 * profile.product.launch_us), body
+    return round(1e3 * rates.launch_us), math.ceil(max(1e3 * tiles_us, 1e3 * memory_us, floor_ns))
 
 
-def _profile(gpu: Gpu, kernel: Kernel) -> MachineProfile | None:
-    """Return the profile that times a kernel; None if a roofline does."""
-    if gpu.profile is None or kernel.product is None or kernel.given_ns is not None:
-        return None
-    return shipped_profile(gpu.profile)
+def _profile(gpu: str) -> MachineProfile:
+    profile = shipped_profile(gpu)
+    assert profile is not None, "a machine's profile is checked when it is loaded"
+    return profile
+
+
+# A step has few different products, each many times, and a profile tries many tiles for each.
+@functools.lru_cache(maxsize=1024)
+def _product_us(gpu: str, call: Call, products: int) -> tuple[float, float]:
+    """Return how long a product takes in the library's kernel, and in tiles of ours."""
+    profile = _profile(gpu)
+    return (
+        profile.library_product_us(call, products=products),
+        profile.own_product_us(call, _OWN_TILE, products=products),
+    )

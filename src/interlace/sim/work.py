@@ -20,24 +20,6 @@ from interlace.costs.time import Call
 COMPUTE, COPY = "compute", "copy engine"
 
 
-def product_of(
-    rows: float, columns: float, inner: float, itemsize: float, world_size: int = 1
-) -> Call:
-    """Return the sizes of a product ``[rows, inner] x [inner, columns]``, by which a machine with a
-    profile times it.
-
-    Elements of four bytes are multiplied without tensor cores, as PyTorch does by default.
-
-    Args:
-        itemsize: bytes of an element of the operands and the result.
-        world_size: number of ranks whose rows these are; no tile of a fused kernel has rows of two
-            ranks.
-    """
-    # Models give sizes as floats, and a fractional size is rounded as a model's traffic is.
-    m, n, k = (max(1, round(size)) for size in (rows, columns, inner))
-    return Call(m, n, k, int(itemsize), world_size, is_exact=itemsize == 4)
-
-
 @dataclasses.dataclass(frozen=True)
 class Kernel:
     """A computation.
@@ -56,6 +38,28 @@ class Kernel:
     given_ns: int | None = None
     product: Call | None = None
     products: int = 1
+
+
+def matrix_product(
+    m: float, n: float, k: float, itemsize: float, *, products: int = 1, world_size: int = 1
+) -> Kernel:
+    """Return the kernel of [m, k] by [k, n] matrix products, whose operands and results are moved
+    once.
+
+    Elements of four bytes are multiplied without tensor cores, as PyTorch does by default; only a
+    machine with a profile knows the difference.
+
+    Args:
+        itemsize: bytes of an element of the operands and the result.
+        products: number of such products, each with its own operands.
+        world_size: number of ranks whose rows these are; no tile of a fused kernel has rows of two
+            ranks.
+    """
+    # Models may give sizes that do not divide evenly over ranks, and tiles have whole ones.
+    rows, columns, inner = (max(1, round(size)) for size in (m, n, k))
+    call = Call(rows, columns, inner, int(itemsize), world_size, is_exact=itemsize == 4)
+    moved = products * itemsize * (m * k + n * k + m * n)
+    return Kernel(products * 2 * m * n * k, moved, product=call, products=products)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ from interlace.sim.machine import Machine, Source, find, load_changed, with_sour
 from interlace.sim.results import Result
 from interlace.sim.step import run
 from interlace.sim.topology import Topology
-from interlace.sim.work import COMPUTE, Kernel, Task, Work, product_of
+from interlace.sim.work import COMPUTE, Kernel, Task, Work, matrix_product
 
 Fusing = Literal["none", "forward", "both"]
 """Which passes use the fused operators."""
@@ -114,7 +114,7 @@ class Tasks:
         self, name: str, m: float, n: float, k: float, itemsize: float, *deps: str | None
     ) -> str:
         """Append the kernel of an [m, k] by [k, n] product and return its name."""
-        return self.add(name, COMPUTE, product(m, n, k, itemsize), *deps)
+        return self.add(name, COMPUTE, matrix_product(m, n, k, itemsize), *deps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +143,3 @@ class Step:
             all_ranks=all_ranks,
             extra_ns=self.extra_ns,
         )
-
-
-def product(m: float, n: float, k: float, itemsize: float, products: int = 1) -> Kernel:
-    """Return the kernel of [m, k] by [k, n] matrix products, each with its own operands.
-
-    Operands and results are moved once.
-    """
-    return Kernel(
-        products * 2 * m * n * k,
-        products * itemsize * (m * k + n * k + m * n),
-        product=product_of(m, n, k, itemsize),
-        products=products,
-    )

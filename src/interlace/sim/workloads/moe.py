@@ -22,8 +22,8 @@ from __future__ import annotations
 from interlace.errors import ConfigError
 from interlace.sim.machine import Given
 from interlace.sim.topology import Topology
-from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel, Task
-from interlace.sim.workloads.common import Choices, Step, Tasks, Workload, product
+from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel, Task, matrix_product
+from interlace.sim.workloads.common import Choices, Step, Tasks, Workload
 
 
 class Moe(Workload):
@@ -94,8 +94,8 @@ class _Layers:
         return self.local * self.hidden * (self.first + int(self.model.expert_ffn.value))
 
     def _dense(self, name: str, factor: float) -> None:
-        qkv = product(self.tokens, self.hidden + 2 * self.kv, self.hidden, self.itemsize)
-        output = product(self.tokens, self.hidden, self.hidden, self.itemsize)
+        qkv = matrix_product(self.tokens, self.hidden + 2 * self.kv, self.hidden, self.itemsize)
+        output = matrix_product(self.tokens, self.hidden, self.hidden, self.itemsize)
         pairs = self.model.batch_per_rank.value * self.model.sequence.value**2 / 2
         attention = (
             4 * pairs * self.hidden,
@@ -111,12 +111,12 @@ class _Layers:
     def _expert(self, columns: int, inner: int) -> Kernel:
         """Return the products of all experts of this rank, each with its own weights."""
         tokens = self.routed / self.local
-        return product(tokens, columns, inner, self.itemsize, self.local)
+        return matrix_product(tokens, columns, inner, self.itemsize, products=self.local)
 
     def _weight_gradient(self, rows: int, columns: int) -> Kernel:
         """Return the products of the gradients of all experts' weights, whose K are the tokens."""
         tokens = self.routed / self.local
-        return product(rows, columns, tokens, self.itemsize, self.local)
+        return matrix_product(rows, columns, tokens, self.itemsize, products=self.local)
 
     def _arriving(self, name: str, kernel: Kernel, fused: bool, stage: str) -> None:
         """Add an exchange of tokens and the product that computes on them."""

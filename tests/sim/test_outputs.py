@@ -225,6 +225,7 @@ def test_a_fit_finds_the_machine_behind_the_times(tmp_path: Path) -> None:
     assert "held-out" in made.note
     assert made.collectives.library_efficiency("all_to_all") == pytest.approx(0.75, rel=0.02)
     assert made.gpu.kernel_ns.confidence == "measured"
+    assert made.gpu.profile is None  # which would time products instead of what was fitted
     assert made.collectives.reduction.value == 0
     largest = Task("c", "c", Collective("all_reduce", "ring", 2**28))
     ours = run(made, made.build_topology(8), [largest]).total_ns / 1e3

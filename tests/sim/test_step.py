@@ -167,6 +167,7 @@ def test_mirrored_equals_every_rank(text: str, kind: str, algorithm: str) -> Non
     [
         Fused(Kernel(memory_bytes=5e6), "all_to_all", 64_000),
         Fused(Kernel(memory_bytes=5e6), "all_reduce", 64_000, receive_bytes=1000),
+        Fused(Kernel(memory_bytes=5e3), "all_reduce", 64_007, receive_bytes=1000, gather_size=37),
         Consuming(Kernel(memory_bytes=5e6), "all_gather", 64_000),
         Message((0,), 5000),
     ],
@@ -235,6 +236,22 @@ def test_slices_slowdown_skew_and_flags_are_charged() -> None:
     assert fine.total_ns < coarse.total_ns
 
 
+def test_the_owners_sums_leave_slice_by_slice() -> None:
+    """Four ranks of two slices, 1000 ns each: own slices are done at 7000 and 8000 ns, and their
+    sums, 500 B for each of three peers, leave then. With one slice all sums leave at 8000 ns.
+    """
+    topology = Switch(4, 1e9, 0)
+    work = Fused(Kernel(given_ns=8000), "all_reduce", 4000, slices=2)
+    assert one(topology, work).total_ns == 7000 + 2 * 3 * 500
+    assert one(topology, dataclasses.replace(work, slices=1)).total_ns == 8000 + 3 * 1000
+    # Adding up takes 1001 ns, half of it before each slice's sums leave.
+    adding = one(topology, dataclasses.replace(work, receive_bytes=1e6))
+    assert adding.total_ns == 8000 + 1001 + 3 * 500
+    assert adding.busy_ns[COMPUTE] == 8000 + 1001
+    # From 1000 ns on the links decide: 30,000 B of parts, and as many of sums.
+    assert one(topology, dataclasses.replace(work, size=40_000)).total_ns == 1000 + 60_000
+
+
 def test_a_consumer_starts_on_what_has_come() -> None:
     topology = Switch(8, 1e9, 0)
     kernel = Kernel(given_ns=8000)
@@ -301,6 +318,29 @@ def test_nothing_is_faster_than_physics(data: st.DataObject) -> None:
         return
     assert result.total_ns >= result.bound.time_ns
     assert (result.bound.time_ns > 0) == (size > 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_no_fused_kernel_is_faster_than_physics(data: st.DataObject) -> None:
+    """As above, and one rank stands for all of them."""
+    topology = build(
+        text := data.draw(st.sampled_from(["ring:5", "torus:4x2", "switch:8", "switch:1"])),
+        {"ring:5": 5, "torus:4x2": 8, "switch:8": 8, "switch:1": 1}[text],
+        bytes_per_s=data.draw(st.sampled_from([1e9, 7e9])),
+        latency_ns=data.draw(st.integers(0, 900)),
+    )
+    work = Fused(
+        Kernel(given_ns=data.draw(st.integers(0, 10**6))),
+        data.draw(st.sampled_from(["all_to_all", "reduce_scatter", "all_reduce"])),
+        data.draw(st.integers(0, 10**6)),
+        slices=data.draw(st.integers(1, 9)),
+        receive_bytes=data.draw(st.integers(0, 10**6)),
+        gather_size=data.draw(st.none() | st.integers(0, 10**6)),
+    )
+    slice_ns = data.draw(st.integers(0, 5000))
+    result = one(topology, work, slice_ns=slice_ns)
+    assert result.total_ns == one(topology, work, all_ranks=True, slice_ns=slice_ns).total_ns
 
 
 def test_a_result_below_its_bound_is_refused() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +20,17 @@ from interlace.costs import (
     gemv_all_reduce,
 )
 from interlace.costs import embedding_all_to_all as costs
+from interlace.costs.time import Call
 from interlace.errors import ConfigError
 from interlace.sim import operators
 from interlace.sim.machine import find, load_machine, presets
 from interlace.sim.scenario import FUSING, Scenario
 from interlace.sim.step import run
 from interlace.sim.topology import Switch, Torus
-from interlace.sim.work import COMPUTE, Collective, Fused, Kernel, Task
+from interlace.sim.work import COMPUTE, Fused, Kernel, Task
 from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import Choices, load_workload
 from tests.sim.machines import machine
-
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 # Presets.
 
@@ -133,12 +131,12 @@ def test_cost_grows_as_documented() -> None:
         nodes: Scenario("dlrm", nodes=nodes, fused="both").simulate().events
         for nodes in (128, 256, 1024)
     }
-    assert events == {128: 7653, 256: 19045, 1024: 140389}
+    assert events == {128: 7652, 256: 19044, 1024: 140388}
     slices = {
         count: Scenario("dlrm", nodes=128, fused="both", slices=count).simulate().events
         for count in (1, 4, 16)
     }
-    assert slices == {1: 2283, 4: 7653, 16: 29133}
+    assert slices == {1: 2282, 4: 7652, 16: 29132}
 
 
 def test_sc24_reference_lies_on_both_sides_of_the_paper() -> None:
@@ -218,6 +216,33 @@ def test_moe_traffic_is_the_models() -> None:
     )
 
 
+def test_products_have_their_sizes() -> None:
+    """A weight's gradient sums over tokens, so its K are the tokens."""
+    gpt = load_workload(
+        transformer.Transformer, "transformer", "gpt3-175b", {"layers": 1, "microbatches": 1}
+    )
+    kernels = kernels_of(gpt.step(Switch(8, 1e9, 0), Choices(pipeline=1)).tasks)
+    hidden, tokens = 12288, 2048
+    first = Call(tokens, hidden // 2, hidden, itemsize=2, world_size=1)
+    assert kernels["m0 l0 FC-1"].product == first
+    gradient = Call(hidden // 2, hidden, tokens, itemsize=2, world_size=1)
+    assert kernels["m0 l0 FC-1 weight gradient"].product == gradient
+    # No tile of a fused all-reduce has rows of two of the eight ranks.
+    output = Call(tokens, hidden, hidden // 8, itemsize=2, world_size=8)
+    assert kernels["m0 l0 output GEMM"].product == output
+    # Each of 4096 tokens goes to two of eight experts, of which each of four ranks has two.
+    mixtral = load_workload(moe.Moe, "moe", "mixtral-8x7b", {"layers": 1})
+    kernels = kernels_of(mixtral.step(Switch(4, 1e9, 0), Choices()).tasks)
+    combine, update = kernels["l0 combine GEMM"], kernels["l0 second weight gradient"]
+    assert combine.product == Call(4096, 4096, 14336, itemsize=2, world_size=1)
+    assert update.product == Call(4096, 14336, 4096, itemsize=2, world_size=1)
+    assert combine.products == update.products == 2
+
+
+def kernels_of(tasks: list[Task]) -> dict[str, Kernel]:
+    return {task.name: task.work for task in tasks if isinstance(task.work, Kernel)}
+
+
 def test_fewer_experts_than_ranks() -> None:
     model = load_workload(moe.Moe, "moe", "mixtral-8x7b", {"layers": 1})
     result = model.step(Switch(16, 1e9, 10), Choices()).run(machine())
@@ -239,7 +264,8 @@ def test_operators_follow_the_costs() -> None:
         (operators.all_gather_gemm, all_gather_gemm.fused(**sizes)),
     ):
         operator = make(**sizes)  # type: ignore[operator]
-        assert operator.fused.kernel == Kernel(cost.flops, cost.memory_bytes)
+        call = Call(64, 96, 32, 2, 4)
+        assert operator.fused.kernel == Kernel(cost.flops, cost.memory_bytes, product=call)
         for fused in (True, False):
             result = run(machine(), Switch(4, 1e9, 0), operator.tasks(fused))
             assert sum(result.traffic_bytes.values()) == pytest.approx(cost.link_bytes), (
@@ -325,170 +351,6 @@ def test_the_embedding_operator_moves_what_its_costs_say() -> None:
     assert made.fused.kernel.memory_bytes == memory
     traffic = run(machine(), Switch(4, 1e9, 0), made.tasks(True)).traffic_bytes["all_to_all"]
     assert traffic == costs.floor_link_bytes(widths=widths, batch=batch, rank=0, itemsize=2)
-
-
-# Against the committed measurements on 4 x H200. The preset was fitted to none of these pairs.
-
-
-def results(name: str) -> list[dict[str, Any]]:
-    """The results of a file under benchmarks/results."""
-    found: list[dict[str, Any]] = json.loads(
-        (RESULTS / f"{name}.json").read_text(encoding="utf-8")
-    )["results"]
-    return found
-
-
-def measured(result: dict[str, Any], name: str) -> float:
-    return float(result["times"][name]["median_us"])
-
-
-def microseconds(work: list[Task]) -> float:
-    h200 = load_machine("h200-node")
-    return run(h200, h200.build_topology(4), work).total_ns / 1e3
-
-
-def errors(tasks: list[list[Task]], found: list[dict[str, Any]], name: str) -> list[int]:
-    """By how many percent the model is above the measured times of that name."""
-    return [
-        round(100 * (microseconds(work) / measured(result, name) - 1))
-        for work, result in zip(tasks, found, strict=True)
-    ]
-
-
-@pytest.mark.parametrize(
-    ("name", "unfused", "fused"),
-    [
-        ("gemm_all_to_all", [4, 2, 6, 6, 8], [2, -3, 4, 8, 11]),
-        ("gemm_reduce_scatter", [1, -1, 3, 3, 6], [0, -3, 0, 0, 8]),
-        ("gemm_all_reduce", [0, -1, 2, 4, 7], [19, 16, 19, 22, 13]),
-        ("all_gather_gemm", [0, -3, 3, 5, 7], [2, -1, 3, 9, 5]),
-    ],
-)
-def test_h200_products_against_measurements(
-    name: str, unfused: list[int], fused: list[int]
-) -> None:
-    """With fewer rows a kernel's tiles do not fill the GPU, of which the model knows nothing."""
-    large = [result for result in results(f"2026-11-21-{name}-4xh200") if result["rows"] >= 4096]
-    made = [
-        getattr(operators, name)(
-            rows=result["rows"], columns=result["columns"], inner=result["inner"], itemsize=2,
-            world_size=4
-        )
-        for result in large
-    ]  # fmt: skip
-    assert errors([operator.tasks(False) for operator in made], large, "cuBLAS + NCCL") == unfused
-    assert errors([operator.tasks(True) for operator in made], large, "fused") == fused
-
-
-def test_h200_embedding_against_measurements() -> None:
-    """The model pools as a kernel does that is bound by memory; ``F.embedding_bag`` takes about
-    twice as long.
-    """
-    found, made = results("2026-11-21-embedding_all_to_all-4xh200-forward"), []
-    for result in found:
-        itemsize = {"float32": 4, "float16": 2}[result["dtype"]]
-        low, _, high = result["lookups"].partition("-")
-        operator = operators.embedding_all_to_all(
-            bags=result["tables"] * result["batch"],
-            pooling_factor=(int(low) + int(high or low)) / 2,
-            dim=result["width"],
-            itemsize=itemsize,
-            exchange_itemsize=itemsize,
-        )
-        made.append(operator)
-    assert errors([operator.tasks(False) for operator in made], found, "our bags + NCCL") == [
-        4,
-        1,
-        -6,
-        -6,
-        -12,
-        12,
-    ]
-    assert errors([operator.tasks(True) for operator in made], found, "fused") == [
-        2,
-        6,
-        18,
-        24,
-        1,
-        23,
-    ]
-
-
-def test_h200_gemv_against_measurements() -> None:
-    found = results("2026-11-20-gemv_all_reduce-4xh200-one-token")
-    made = [
-        operators.gemv_all_reduce(
-            tokens=1,
-            rows=result["rows"],
-            columns=result["columns"],
-            itemsize=2,
-            world_size=4,
-            protocol="one_shot",
-        )
-        for result in found
-    ]
-    assert errors([operator.tasks(False) for operator in made], found, "cuBLAS + NCCL") == [
-        11,
-        6,
-        8,
-        7,
-        2,
-        5,
-        6,
-    ]
-    assert errors([operator.tasks(True) for operator in made], found, "fused") == [
-        20,
-        18,
-        17,
-        16,
-        17,
-        18,
-        13,
-    ]
-
-
-@pytest.mark.parametrize(
-    ("kind", "above"),
-    [
-        ("all_to_all", [2, -2, 5, 3, -12, -22, -48, -53]),
-        ("all_reduce", [-2, -5, 0, -2, -8, -9, -30, -39]),
-        ("reduce_scatter", [-2, -6, 1, -2, -10, -14, -43, -47]),
-    ],
-)
-def test_h200_nccl_between_products(kind: str, above: list[int]) -> None:
-    """128, 64, 224, 128, 32, 16, 4 and 1 MiB. Short ones take up to 2.1 times as long as modelled
-    if they are alone.
-    """
-    found = results(f"2026-11-21-gemm_{kind}-4xh200")
-    assert (
-        errors(
-            [_nccl(kind, 2 * result["rows"] * result["columns"]) for result in found],
-            found,
-            "NCCL alone",
-        )
-        == above
-    )
-
-
-def _nccl(kind: str, size: int) -> list[Task]:
-    return [Task("c", "c", Collective(kind, "one_shot" if kind == "all_to_all" else "ring", size))]
-
-
-NCCL_US = {
-    "all_to_all": (10.5, 16.0, 66, 189, 693),
-    "all_reduce": (13.3, 19.9, 96, 323, 1182),
-    "reduce_scatter": (10.6, 13.6, 59, 190, 674),
-}
-"""What the preset's sources cite: NCCL by itself, 64 KB to 256 MB."""
-
-
-@pytest.mark.parametrize("kind", NCCL_US)
-def test_h200_nccl_against_measurements(kind: str) -> None:
-    """The preset's launch and efficiencies come from the smallest and the largest size; those
-    between are predictions.
-    """
-    for size, us in zip((1 << 16, 1 << 20, 1 << 24, 1 << 26, 1 << 28), NCCL_US[kind], strict=True):
-        assert microseconds(_nccl(kind, size)) == pytest.approx(us, rel=0.21), size
 
 
 # What is refused.

@@ -33,11 +33,11 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
     own = own_profile(gpu)
     if own is not None:
         return own
-    folder = importlib.resources.files("interlace.costs") / "profiles"
-    file = folder / _file_name(gpu)
-    if file.is_file():
-        return parse_profile(file.read_text(encoding="utf-8"))
-    model = parse_profile((folder / _file_name(_MODEL)).read_text(encoding="utf-8"))
+    shipped = shipped_profile(gpu)
+    if shipped is not None:
+        return shipped
+    model = shipped_profile(_MODEL)
+    assert model is not None
     share = processors / model.processors
     return dataclasses.replace(
         model,
@@ -53,6 +53,13 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
         corrections={},
         is_guess=True,
     )
+
+
+@functools.cache
+def shipped_profile(gpu: str) -> MachineProfile | None:
+    """Return the profile of a GPU that is shipped; None without one."""
+    file = importlib.resources.files("interlace.costs") / "profiles" / _file_name(gpu)
+    return parse_profile(file.read_text(encoding="utf-8")) if file.is_file() else None
 
 
 _MODEL = "NVIDIA H200"

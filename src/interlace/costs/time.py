@@ -7,7 +7,8 @@ little more than the longer one, a stock pair takes their sum. *Corrections* say
 measured calls of similar sizes took longer or shorter than that. Compositions and corrections are
 fitted to measurements (:mod:`interlace.bench.profile_fit`) and shipped with the profile.
 
-``impl="auto"`` and ``interlace.explain`` read it. Nothing here imports torch.
+``impl="auto"`` and ``interlace.explain`` read it; the simulator reads its products' times. Nothing
+here imports torch.
 """
 
 from __future__ import annotations
@@ -276,6 +277,24 @@ class MachineProfile:
         waves = ceil_div(tiles, self.processors)
         return waves * self.tile_us(block_m, block_n, ceil_div(inner, split), flops_per_s)
 
+    def own_product_us(
+        self, call: Call, tile: tuple[int, int], *, ranks: int | None = None, products: int = 1
+    ) -> float:
+        """Return how long our kernels' tiles take for a call's product, in microseconds, without
+        the launch. No tile covers two ranks' rows.
+
+        Args:
+            tile: rows and columns of a tile.
+            ranks: number of ranks whose rows are computed; all of them by default.
+            products: number of such products in one kernel.
+        """
+        block_m, block_n = tile
+        ranks = call.world_size if ranks is None else ranks
+        tiles_of_rank = ceil_div(ceil_div(call.rows, call.world_size), block_m)
+        tiles = products * ranks * tiles_of_rank * ceil_div(call.columns, block_n)
+        waves = ceil_div(tiles, self.processors)
+        return waves * self.tile_us(block_m, block_n, call.inner, self.flops_per_s(call, own=True))
+
     def link_us(self, operator: str, call: Call) -> float:
         """Return how long the bytes that an operator's call sends are on their way, in us."""
         cost = find_cost(operator).formula(
@@ -346,14 +365,14 @@ def parts_us(
     bytes_per_us = profile.product.memory_bytes_per_s / 1e6
     rows_of_rank = ceil_div(call.rows, call.world_size)
     if schedule == "tiled":
-        product = _own_tiles_us(profile, call, tile, call.world_size)
+        product = profile.own_product_us(call, tile)
     elif schedule == "batch":
         product = profile.library_product_us(call, rows_of_rank, call.world_size)
     elif schedule == "by_rank":
         product = call.world_size * profile.library_product_us(call, rows_of_rank)
     elif schedule == "by_peer":
         products = (call.world_size - 1) * profile.library_product_us(call, rows_of_rank)
-        product = products + _own_tiles_us(profile, call, tile, 1)
+        product = products + profile.own_product_us(call, tile, ranks=1)
     else:
         product = profile.library_product_us(call)
     return {
@@ -366,13 +385,3 @@ def parts_us(
         "memory": call.itemsize * (call.rows + call.columns) * call.inner / bytes_per_us,
         "uneven": product if call.rows % call.world_size else 0.0,
     }
-
-
-def _own_tiles_us(profile: MachineProfile, call: Call, tile: tuple[int, int], ranks: int) -> float:
-    """Return how long our kernels' tiles take for the rows of so many ranks, in microseconds."""
-    block_m, block_n = tile
-    rows_of_rank = ceil_div(call.rows, call.world_size)
-    tiles = ranks * ceil_div(rows_of_rank, block_m) * ceil_div(call.columns, block_n)
-    flops_per_s = profile.flops_per_s(call, own=True)
-    waves = ceil_div(tiles, profile.processors)
-    return waves * profile.tile_us(block_m, block_n, call.inner, flops_per_s)

@@ -10,12 +10,12 @@ See ``docs/simulator.md``. Neither torch nor Triton is needed. One call gives on
 
 Any other program is a list of tasks on a machine::
 
-    from interlace.sim import Collective, Kernel, Task, load_machine, run
+    from interlace.sim import Collective, Task, load_machine, matrix_product, run
 
     machine = load_machine("h200-node")
     tasks = [
-        Task("GEMM", "compute", Kernel(flops=1e12, memory_bytes=1e9)), Task("AllReduce", "library",
-        Collective("all_reduce", "ring", size=64 << 20), deps=("GEMM",)),
+        Task("GEMM", "compute", matrix_product(8192, 8192, 7168, itemsize=2)),
+        Task("AllReduce", "library", Collective("all_reduce", "ring", size=64 << 20), ("GEMM",)),
     ]
     result = run(machine, machine.build_topology(4), tasks)
 """
@@ -33,7 +33,16 @@ if TYPE_CHECKING:
     from interlace.sim.scenario import Scenario
     from interlace.sim.step import run
     from interlace.sim.sweeps import sweep
-    from interlace.sim.work import Collective, Consuming, Fused, HostCopy, Kernel, Message, Task
+    from interlace.sim.work import (
+        Collective,
+        Consuming,
+        Fused,
+        HostCopy,
+        Kernel,
+        Message,
+        Task,
+        matrix_product,
+    )
 
 _PUBLIC = {
     "Collective": "work",
@@ -51,6 +60,7 @@ _PUBLIC = {
     "Server": "engine",
     "Task": "work",
     "load_machine": "machine",
+    "matrix_product": "work",
     "run": "step",
     "sweep": "sweeps",
 }
@@ -71,6 +81,7 @@ __all__ = [
     "Server",
     "Task",
     "load_machine",
+    "matrix_product",
     "run",
     "sweep",
 ]

@@ -21,8 +21,9 @@ from interlace.sim.work import Collective
 _MAX_PIECES = 64
 # Pieces in which each tree's half of the buffer flows through the tree.
 _TREE_PIECES = 16
-# "Rounds" under which a fused kernel's messages arrive; a collective's rounds are 0 and up.
-_PRODUCED, _GATHERED = -1, -2
+# "Rounds" under which a fused kernel's messages arrive; a collective's rounds are 0 and up. The
+# parts of an all-reduce have one for each slice, from _PARTS down.
+_PRODUCED, _GATHERED, _PARTS = -1, -2, -3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +142,9 @@ class Slices:
         self.peers = shared.group.size - 1
         self.efficiency = setting.machine.collectives.fused_efficiency.value
 
-    def _piece(self, number: int) -> int:
-        """Return the bytes of a slice; all slices together are the block."""
-        return self.block * (number + 1) // self.slices - self.block * number // self.slices
+    def _piece(self, number: int, block: int) -> int:
+        """Return the bytes of a slice of a block; all slices together are the block."""
+        return block * (number + 1) // self.slices - block * number // self.slices
 
     def produce(self, launch: int, body: int, complete: Callable[[], None] | None) -> None:
         """Send the remote slices first, round the peers; the rank's own block is computed last.
@@ -154,40 +155,99 @@ class Slices:
             complete: called when the computation is done and the peers' slices have arrived; None
                 if no one waits.
         """
-        engine = self.setting.engine
+        start = self.setting.engine.now + launch
+        self._send_remote(start, body, lambda number: _PRODUCED)
+        if complete is not None:
+            self._call_after(start + body, complete)
+
+    def _remote(self) -> int:
+        """Count the slices that leave, which are as many as arrive."""
+        return self.peers * self.slices if self.block else 0
+
+    def _send_remote(self, start: int, body: int, round_of: Callable[[int], int]) -> None:
+        """Send each remote slice when it is computed.
+
+        Args:
+            start: time at which the computation begins.
+            body: nanoseconds of the computation.
+            round_of: function from a slice's number to the round under which it arrives.
+        """
         # The kernel computes one slice per rank and number; all take equal time.
         total = (self.peers + 1) * self.slices
-        start = engine.now + launch
-        for number in range(self.peers * self.slices if self.block else 0):
-            ready = start + body * (number + 1) // total
-            size = self._piece(number // self.peers)
-            engine.at(
-                ready,
+        for index in range(self._remote()):
+            number = index // self.peers
+            self.setting.engine.at(
+                start + body * (index + 1) // total,
                 self.shared.send,
                 self.rank,
-                number % self.peers + 1,
-                size,
-                _PRODUCED,
+                index % self.peers + 1,
+                self._piece(number, self.block),
+                round_of(number),
                 self.efficiency,
             )
-        if complete is not None:
-            self._call_after(
-                _PRODUCED, self.peers * self.slices if self.block else 0, start + body, complete
-            )
 
-    def gather(self, block: int, complete: Callable[[], None]) -> None:
-        """Send the owner's sums to every peer."""
-        engine = self.setting.engine
-        for to in range(1, self.peers + 1):
-            self.shared.send(self.rank, to, block, _GATHERED, self.efficiency)
-        self._call_after(_GATHERED, self.peers, engine.now, complete)
-
-    def _call_after(
-        self, number: int, count: int, not_before: int, complete: Callable[[], None]
+    def all_reduce(
+        self, launch: int, body: int, receive: int, block: int, complete: Callable[[], None]
     ) -> None:
-        """Call ``complete()`` once ``count`` messages of a round have arrived, at ``not_before`` at
-        the earliest.
+        """Send the remote slices, then add up and send the sums of each own slice when it is done.
+
+        The own slices are computed last, so most of the peers' parts have arrived by then, and the
+        sums of one slice travel while the next one is computed.
+
+        Args:
+            launch: nanoseconds before the computation begins.
+            body: nanoseconds of the computation; slices are spread evenly over it.
+            receive: nanoseconds of adding up, spread evenly over the own slices.
+            block: bytes of the sums that this rank sends to each peer.
+            complete: called when the last sums are sent and the peers' have arrived.
         """
+        engine, rank, arrived = self.setting.engine, self.rank, self.shared.arrived
+        start = engine.now + launch
+        # Slices of one number come from all peers, so each number is counted by itself.
+        self._send_remote(start, body, lambda number: _PARTS - number)
+        parts = self.peers if self.block else 0
+        pieces = [self._piece(number, block) for number in range(self.slices)]
+        awaited = self.peers * sum(piece > 0 for piece in pieces)
+        flag = round(self.setting.machine.collectives.slice_ns.value)
+        total, remote = (self.peers + 1) * self.slices, self.peers * self.slices
+        state = {"next": 0, "free": start + body * remote // total}
+        called: list[bool] = []
+
+        def work() -> None:
+            number = state["next"]
+            while number < self.slices and arrived.get((rank, _PARTS - number), 0) >= parts:
+                at = remote + number
+                computed = state["free"] + body * (at + 1) // total - body * at // total
+                # A part is usable when its signal is seen, a little later than its bytes.
+                summed = max(computed, engine.now + flag if parts else 0) + (
+                    receive * (number + 1) // self.slices - receive * number // self.slices
+                )
+                if pieces[number]:
+                    for to in range(1, self.peers + 1):
+                        engine.at(
+                            summed,
+                            self.shared.send,
+                            rank,
+                            to,
+                            pieces[number],
+                            _GATHERED,
+                            self.efficiency,
+                        )
+                number += 1
+                state["free"], state["next"] = summed, number
+                if number == self.slices:
+                    engine.at(summed, work)
+            done = number == self.slices and engine.now >= state["free"]
+            if done and not called and arrived.get((rank, _GATHERED), 0) >= awaited:
+                # The hook stays registered, and a later message would call it again.
+                called.append(True)
+                complete()
+
+        self.shared.hooks[rank] = work
+        work()
+
+    def _call_after(self, not_before: int, complete: Callable[[], None]) -> None:
+        """Call ``complete()`` once all slices have arrived, at ``not_before`` at the earliest."""
         engine, rank = self.setting.engine, self.rank
         # The hook stays registered after its call, and a later message would call it again.
         called: list[bool] = []
@@ -196,7 +256,7 @@ class Slices:
             if (
                 not called
                 and engine.now >= not_before
-                and self.shared.arrived.get((rank, number), 0) >= count
+                and self.shared.arrived.get((rank, _PRODUCED), 0) >= self._remote()
             ):
                 called.append(True)
                 complete()
@@ -215,7 +275,7 @@ class Slices:
         """
         engine, rank = self.setting.engine, self.rank
         total = (self.peers + 1) * self.slices
-        count = self.peers * self.slices if self.block else 0
+        count = self._remote()
         # A slice is usable when its signal is seen, which takes a little longer than its bytes.
         flag = round(self.setting.machine.collectives.slice_ns.value)
         state = {"free": engine.now + launch + body * (total - count) // total, "seen": 0}
@@ -235,7 +295,7 @@ class Slices:
             self.shared.send(
                 rank,
                 number % self.peers + 1,
-                self._piece(number // self.peers),
+                self._piece(number // self.peers, self.block),
                 _PRODUCED,
                 self.efficiency,
             )

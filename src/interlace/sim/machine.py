@@ -11,8 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
+from interlace.costs.known_profiles import profiled_gpus, shipped_profile
 from interlace.errors import ConfigError
 from interlace.sim import topology
 from interlace.sim.configfile import Model, Strict, parse, read
@@ -66,9 +67,14 @@ class Gpu(Strict):
     A kernel of F FLOPs and M bytes of memory traffic takes ``kernel_ns + (a**p + b**p)**(1/p)``,
     where a is F at ``flops_per_s * flops_efficiency``, b is M at ``memory_bytes_per_s *
     memory_efficiency`` and p is ``roofline_norm``: the larger of both where they differ, more where
-    they are alike.
+    they are alike. With a ``profile``, that holds for all kernels but matrix products of known
+    sizes, see :mod:`interlace.sim.kernel_time`.
     """
 
+    profile: str | None = None
+    """GPU whose shipped :class:`interlace.costs.time.MachineProfile` times matrix products; without
+    one, or with ``none``, the roofline does.
+    """
     flops_per_s: Given
     """Peak FLOPs per second of matrix products in the model's type."""
     flops_efficiency: Given
@@ -79,6 +85,16 @@ class Gpu(Strict):
     """Nanoseconds from one kernel to the next: launch, ramp, tail."""
     host_link_bytes_per_s: Given
     """Bytes per second from host memory by a copy engine."""
+
+    @field_validator("profile")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        # ``none`` is what a command can set, which has no other word for nothing.
+        if name is None or name == "none":
+            return None
+        if shipped_profile(name) is None:
+            raise ValueError(f"it must be none or one of {', '.join(profiled_gpus())}")
+        return name
 
     @model_validator(mode="after")
     def _possible(self) -> Gpu:
@@ -98,7 +114,7 @@ class Gpu(Strict):
             raise ValueError("roofline_norm must be at least 1")
         return self
 
-    def kernel_time_ns(self, flops: float, memory_bytes: float) -> int:
+    def roofline_ns(self, flops: float, memory_bytes: float) -> int:
         """Return the nanoseconds of a kernel; 0 for no work."""
         if flops <= 0 and memory_bytes <= 0:
             return 0
@@ -291,9 +307,17 @@ def load_machine(name: str, changes: dict[str, Any] | None = None) -> Machine:
         changes: dotted key -> number or text, say ``{"network.latency_ns": 500}``.
 
     Raises:
-        ConfigError: unknown name or key, or a value that no machine can have.
+        ConfigError: unknown name or key, a value that no machine can have, or one that changes
+            hardly anything because a profile times the products.
     """
-    return load_changed(Machine, find("machines", name), changes)
+    machine = load_changed(Machine, find("machines", name), changes)
+    for key in ("gpu.flops_per_s", "gpu.flops_efficiency"):
+        if machine.gpu.profile is not None and key in (changes or {}):
+            raise ConfigError(
+                f"{key} must be changed without a profile; got it for {name}, whose products are "
+                f"timed by the profile of {machine.gpu.profile}. Set gpu.profile=none as well."
+            )
+    return machine
 
 
 def load_changed(

@@ -19,7 +19,16 @@ from typing import Any
 from interlace.costs import OPERATOR_COSTS, find_cost
 from interlace.costs import gemv_all_reduce as gemv_costs
 from interlace.sim.collectives import ALGORITHMS, TITLES
-from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel, Task, Work
+from interlace.sim.work import (
+    COMPUTE,
+    Collective,
+    Consuming,
+    Fused,
+    Kernel,
+    Task,
+    Work,
+    matrix_product,
+)
 
 Axes = tuple[int, ...] | None
 
@@ -75,7 +84,11 @@ def product_operator(
     title = TITLES[kind]
     cost = declared.formula(**sizes)
     # Fused and unfused compute alike, so that the results differ by the overlap alone.
-    kernel = Kernel(cost.flops, cost.memory_bytes)
+    product = None
+    if declared.computation == "GEMM":
+        m, n, k = sizes["rows"], sizes["columns"], sizes["inner"]
+        product = matrix_product(m, n, k, sizes["itemsize"], world_size=sizes["world_size"]).product
+    kernel = Kernel(cost.flops, cost.memory_bytes, product=product)
     computation: tuple[str, str, Work] = (declared.computation, COMPUTE, kernel)
     exchange: tuple[str, str, Work] = (
         title,

@@ -16,6 +16,7 @@ from interlace.sim.collectives import Group, Round, schedule
 from interlace.sim.engine import Engine, duration_ns
 from interlace.sim.exchange import Rounds, Setting, Slices, Trees, in_pieces
 from interlace.sim.fabric import Fabric
+from interlace.sim.kernel_time import kernel_ns, launch_and_body_ns
 from interlace.sim.machine import Machine
 from interlace.sim.results import LinkUse, Result, Span, TaskTime
 from interlace.sim.topology import Topology
@@ -265,9 +266,7 @@ class _Simulation:
     def _compute_ns(self, rank: _Rank, kernel: Kernel) -> int:
         """Return the time of a kernel alone, and count the bytes that it moves."""
         rank.memory_bytes += kernel.memory_bytes
-        if kernel.given_ns is not None:
-            return kernel.given_ns
-        return self.machine.gpu.kernel_time_ns(kernel.flops, kernel.memory_bytes)
+        return kernel_ns(self.machine.gpu, kernel)
 
     # The methods from here on start the tasks that communicate.
 
@@ -342,34 +341,25 @@ class _Simulation:
             if work.receive_bytes
             else 0
         )
-
-        def last() -> None:
-            rank.computed[index] += receive
-            self.engine.after(receive, end)
-
-        def complete() -> None:
-            wait = round(library.slice_ns.value) + skew
-            if work.kind == "all_reduce":
-                total = work.size if work.gather_size is None else work.gather_size
-                self.engine.after(
-                    wait,
-                    slices.gather,
-                    -(-total // group.size),
-                    lambda: self.engine.after(round(library.slice_ns.value), last),
-                )
-            else:
-                self.engine.after(wait, last)
-
-        slices.produce(launch, body, complete)
+        rank.computed[index] += receive
+        wait = round(library.slice_ns.value) + skew
+        if work.kind == "all_reduce":
+            sums = work.size if work.gather_size is None else work.gather_size
+            # Adding up is a part of each own slice, after which its sums leave.
+            slices.all_reduce(
+                launch,
+                body,
+                receive,
+                -(-sums // group.size),
+                lambda: self.engine.after(wait, end),
+            )
+        else:
+            slices.produce(launch, body, lambda: self.engine.after(wait + receive, end))
 
     def _launch_and_body(self, rank: _Rank, index: int, kernel: Kernel) -> tuple[int, int]:
-        """Split a fused kernel's time into its launch, in which nothing leaves, and its body.
-
-        Only the body suffers from fusing: registers, occupancy, address arithmetic.
-        """
-        alone = self._compute_ns(rank, kernel)
-        launch = min(alone, round(self.machine.gpu.kernel_ns.value))
-        body = round((alone - launch) * self.machine.collectives.fused_slowdown.value)
+        """Return the times of a fused kernel's launch and body, and count what it does."""
+        rank.memory_bytes += kernel.memory_bytes
+        launch, body = launch_and_body_ns(self.machine, kernel)
         rank.computed[index] = launch + body
         return launch, body
 

@@ -192,7 +192,8 @@ def _source_hash() -> str:
     """Hash every file of this package that a result depends on."""
     root = Path(__file__).parent
     digest = hashlib.sha256()
-    for file in sorted([*root.rglob("*.py"), *(root.parent / "costs").rglob("*.py")]):
+    costs = root.parent / "costs"
+    for file in sorted([*root.rglob("*.py"), *costs.rglob("*.py"), *costs.rglob("*.json")]):
         digest.update(file.read_bytes())
     return digest.hexdigest()
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from interlace.costs.time import Call
+
 # Names of rows; a library's streams have the names of their collectives.
 COMPUTE, COPY = "compute", "copy engine"
 
@@ -26,11 +28,38 @@ class Kernel:
         flops: multiplications and additions.
         memory_bytes: bytes that this GPU's memory reads and writes.
         given_ns: nanoseconds of the kernel, if they are known instead.
+        product: sizes of the matrix product that the kernel computes, by which a machine with a
+            profile times it; None for all other kernels.
+        products: number of such products, each with its own operands.
     """
 
     flops: float = 0.0
     memory_bytes: float = 0.0
     given_ns: int | None = None
+    product: Call | None = None
+    products: int = 1
+
+
+def matrix_product(
+    m: float, n: float, k: float, itemsize: float, *, products: int = 1, world_size: int = 1
+) -> Kernel:
+    """Return the kernel of [m, k] by [k, n] matrix products, whose operands and results are moved
+    once.
+
+    Elements of four bytes are multiplied without tensor cores, as PyTorch does by default; only a
+    machine with a profile knows the difference.
+
+    Args:
+        itemsize: bytes of an element of the operands and the result.
+        products: number of such products, each with its own operands.
+        world_size: number of ranks whose rows these are; no tile of a fused kernel has rows of two
+            ranks.
+    """
+    # Models may give sizes that do not divide evenly over ranks, and tiles have whole ones.
+    rows, columns, inner = (max(1, round(size)) for size in (m, n, k))
+    call = Call(rows, columns, inner, int(itemsize), world_size, is_exact=itemsize == 4)
+    moved = products * itemsize * (m * k + n * k + m * n)
+    return Kernel(products * 2 * m * n * k, moved, product=call, products=products)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from interlace.errors import ConfigError
 from interlace.sim.astra.workload import Node
+from interlace.sim.kernel_time import kernel_ns
 from interlace.sim.machine import Machine
 from interlace.sim.work import Collective, HostCopy, Kernel, Task
 
@@ -37,11 +38,7 @@ def to_graph(tasks: Sequence[Task], machine: Machine) -> list[Node]:
         work = task.work
         number = len(nodes)
         if isinstance(work, Kernel):
-            time = (
-                work.given_ns
-                if work.given_ns is not None
-                else machine.gpu.kernel_time_ns(work.flops, work.memory_bytes)
-            )
+            time = kernel_ns(machine.gpu, work)
             node = Node(
                 number,
                 task.name,

@@ -13,7 +13,7 @@ from interlace.sim.machine import Machine, Source, find, load_changed, with_sour
 from interlace.sim.results import Result
 from interlace.sim.step import run
 from interlace.sim.topology import Topology
-from interlace.sim.work import COMPUTE, Kernel, Task, Work
+from interlace.sim.work import COMPUTE, Kernel, Task, Work, matrix_product
 
 Fusing = Literal["none", "forward", "both"]
 """Which passes use the fused operators."""
@@ -110,6 +110,12 @@ class Tasks:
         """Append a kernel to the compute row and return its name."""
         return self.add(name, COMPUTE, Kernel(flops, memory_bytes), *deps)
 
+    def product(
+        self, name: str, m: float, n: float, k: float, itemsize: float, *deps: str | None
+    ) -> str:
+        """Append the kernel of an [m, k] by [k, n] product and return its name."""
+        return self.add(name, COMPUTE, matrix_product(m, n, k, itemsize), *deps)
+
 
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -137,11 +143,3 @@ class Step:
             all_ranks=all_ranks,
             extra_ns=self.extra_ns,
         )
-
-
-def product(m: float, n: float, k: float, itemsize: float) -> tuple[float, float]:
-    """Return FLOPs and memory bytes of an [m, k] by [k, n] matrix product.
-
-    Operands and result are moved once.
-    """
-    return 2 * m * n * k, itemsize * (m * k + n * k + m * n)

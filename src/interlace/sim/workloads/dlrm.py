@@ -37,7 +37,6 @@ from interlace.sim.workloads.common import (
     Step,
     Tasks,
     Workload,
-    product,
 )
 
 
@@ -166,7 +165,7 @@ def _tasks(model: Dlrm, choices: Choices) -> list[Task]:
 def _mlp_forward(out: Tasks, name: str, sizes: list[int], samples: float, itemsize: float) -> str:
     last = ""
     for layer, (fan_in, fan_out) in enumerate(itertools.pairwise(sizes)):
-        last = out.kernel(f"{name} {layer}", *product(samples, fan_out, fan_in, itemsize))
+        last = out.product(f"{name} {layer}", samples, fan_out, fan_in, itemsize)
     return last
 
 
@@ -175,10 +174,9 @@ def _mlp_backward(
 ) -> None:
     for layer in reversed(range(len(sizes) - 1)):
         fan_in, fan_out = sizes[layer], sizes[layer + 1]
-        flops, moved = product(samples, fan_out, fan_in, itemsize)
-        ready = out.kernel(f"{name} {layer} weight gradient", flops, moved)
+        ready = out.product(f"{name} {layer} weight gradient", fan_out, fan_in, samples, itemsize)
         reducer.add(fan_in * fan_out * itemsize, ready)
-        out.kernel(f"{name} {layer} input gradient", flops, moved)
+        out.product(f"{name} {layer} input gradient", samples, fan_in, fan_out, itemsize)
 
 
 class _Reducer:

@@ -22,8 +22,8 @@ from __future__ import annotations
 from interlace.errors import ConfigError
 from interlace.sim.machine import Given
 from interlace.sim.topology import Topology
-from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel, Task
-from interlace.sim.workloads.common import Choices, Step, Tasks, Workload, product
+from interlace.sim.work import COMPUTE, Collective, Consuming, Fused, Kernel, Task, matrix_product
+from interlace.sim.workloads.common import Choices, Step, Tasks, Workload
 
 
 class Moe(Workload):
@@ -94,8 +94,8 @@ class _Layers:
         return self.local * self.hidden * (self.first + int(self.model.expert_ffn.value))
 
     def _dense(self, name: str, factor: float) -> None:
-        qkv = product(self.tokens, self.hidden + 2 * self.kv, self.hidden, self.itemsize)
-        output = product(self.tokens, self.hidden, self.hidden, self.itemsize)
+        qkv = matrix_product(self.tokens, self.hidden + 2 * self.kv, self.hidden, self.itemsize)
+        output = matrix_product(self.tokens, self.hidden, self.hidden, self.itemsize)
         pairs = self.model.batch_per_rank.value * self.model.sequence.value**2 / 2
         attention = (
             4 * pairs * self.hidden,
@@ -103,15 +103,20 @@ class _Layers:
         )
         # Backward, attention computes 2.5 times as much: four products for the forward pass's two,
         # and the scores once more, which the forward pass does not keep.
-        flops = factor * (qkv[0] + output[0]) + (2.5 if factor > 1 else 1) * attention[0]
-        moved = factor * (qkv[1] + output[1]) + (2.5 if factor > 1 else 1) * attention[1]
+        share = 2.5 if factor > 1 else 1
+        flops = factor * (qkv.flops + output.flops) + share * attention[0]
+        moved = factor * (qkv.memory_bytes + output.memory_bytes) + share * attention[1]
         self.last = self.out.kernel(name, flops, moved, self.last)
 
     def _expert(self, columns: int, inner: int) -> Kernel:
         """Return the products of all experts of this rank, each with its own weights."""
-        flops, moved = product(self.routed, columns, inner, self.itemsize)
-        # product() counts one weight, and every further expert reads its own.
-        return Kernel(flops, moved + (self.local - 1) * columns * inner * self.itemsize)
+        tokens = self.routed / self.local
+        return matrix_product(tokens, columns, inner, self.itemsize, products=self.local)
+
+    def _weight_gradient(self, rows: int, columns: int) -> Kernel:
+        """Return the products of the gradients of all experts' weights, whose K are the tokens."""
+        tokens = self.routed / self.local
+        return matrix_product(rows, columns, tokens, self.itemsize, products=self.local)
 
     def _arriving(self, name: str, kernel: Kernel, fused: bool, stage: str) -> None:
         """Add an exchange of tokens and the product that computes on them."""
@@ -150,13 +155,16 @@ class _Layers:
         ffn = int(self.model.expert_ffn.value)
         self._arriving(name, self._expert(ffn, self.hidden), fused, "combine backward")
         self.last = self.out.add(
-            f"{name} second weight gradient", COMPUTE, self._expert(ffn, self.hidden), self.last
+            f"{name} second weight gradient",
+            COMPUTE,
+            self._weight_gradient(self.hidden, ffn),
+            self.last,
         )
         self._leaving(name, self._expert(self.hidden, self.first), fused, "dispatch backward")
         self.last = self.out.add(
             f"{name} first weight gradient",
             COMPUTE,
-            self._expert(self.first, self.hidden),
+            self._weight_gradient(self.first, self.hidden),
             self.last,
         )
         self._dense(f"{name} attention backward", 2)

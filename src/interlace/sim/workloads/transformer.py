@@ -29,7 +29,7 @@ from interlace.sim.operators import gemm_all_reduce
 from interlace.sim.results import Result
 from interlace.sim.topology import Topology
 from interlace.sim.work import COPY, Collective, Message
-from interlace.sim.workloads.common import Choices, Step, Tasks, Workload, product
+from interlace.sim.workloads.common import Choices, Step, Tasks, Workload
 
 
 class Transformer(Workload):
@@ -154,9 +154,12 @@ class _Stage:
         ) / self.tensor
 
     def _kernel(self, name: str, columns: float, inner: float) -> None:
-        self.last = self.out.kernel(
-            name, *product(self.tokens, columns, inner, self.itemsize), self.last
-        )
+        """Add a product of all tokens, in the forward pass or of an input gradient."""
+        self.last = self.out.product(name, self.tokens, columns, inner, self.itemsize, self.last)
+
+    def _weight_gradient(self, name: str, rows: float, columns: float) -> None:
+        """Add the product of a weight's gradient, whose K are the tokens."""
+        self.last = self.out.product(name, rows, columns, self.tokens, self.itemsize, self.last)
 
     def _reduced(self, prefix: str, inner: float, columns: int, fused: bool) -> None:
         """Add a product that ends in an all-reduce over the tensor group."""
@@ -204,14 +207,18 @@ class _Stage:
         """
         t = self.tensor
         self._kernel(prefix + "FC-2 input gradient", self.model.ffn.value / t, self.hidden)
-        self._kernel(prefix + "FC-2 weight gradient", self.model.ffn.value / t, self.hidden)
-        self._kernel(prefix + "FC-1 weight gradient", self.first / t, self.hidden)
+        self._weight_gradient(
+            prefix + "FC-2 weight gradient", self.model.ffn.value / t, self.hidden
+        )
+        self._weight_gradient(prefix + "FC-1 weight gradient", self.first / t, self.hidden)
         self._reduced(prefix + "FC-1 input gradient ", self.first / t, self.hidden, fused)
         self._kernel(prefix + "output input gradient", self.hidden / t, self.hidden)
-        self._kernel(prefix + "output weight gradient", self.hidden / t, self.hidden)
+        self._weight_gradient(prefix + "output weight gradient", self.hidden / t, self.hidden)
         # Four products for the forward pass's two, and the scores once more.
         self._attention(prefix + "attention backward", 2.5)
-        self._kernel(prefix + "QKV weight gradient", (self.hidden + 2 * self.kv) / t, self.hidden)
+        self._weight_gradient(
+            prefix + "QKV weight gradient", (self.hidden + 2 * self.kv) / t, self.hidden
+        )
         self._reduced(
             prefix + "QKV input gradient ", (self.hidden + 2 * self.kv) / t, self.hidden, fused
         )

@@ -24,10 +24,8 @@ ROOT = 0
 
 @interlace.operator
 class GemmBroadcast(GemmOperator):
-    """``broadcast(x @ w.T)``: the root's product on every rank."""
+    """``broadcast(x @ w.T + bias)``: the root's product on every rank."""
 
-    name = "gemm_broadcast"
-    formula = "broadcast(x @ w.T + bias)"
     collective = "broadcast"
     split_names = ()
     implementations = (FUSED, UNFUSED)

@@ -26,6 +26,7 @@ import torch.nn.functional as F
 import typer
 from shared import commands
 from shared.errors import DTYPES, higher
+from shared.llama import LlamaSettings, Positions, Sequences
 from shared.ways import print_findings, print_ways, run_ways
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,19 +47,16 @@ PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings, the same on every rank. Sizes are those of the full block."""
+class Settings(LlamaSettings):
+    """Settings of a block and its comparison."""
 
-    width: int = 32
-    heads: int = 4
-    kv_heads: int = 2
-    hidden: int = 48
-    sequence: int = 4
-    batch: int = 2
-    dtype: str = "float32"
-    times: bool = False
-    steps: int = 20
-    plan: str = "both"
+    sequence: Positions = 4
+    batch: Sequences = 2
+    times: commands.Times = False
+    steps: commands.Steps = 20
+    plan: Annotated[
+        str, typer.Option(help="tensor: full activations between layers; sequence: sharded; both.")
+    ] = "both"
 
 
 # The block, as it would be written without Interlace, batch first
@@ -201,42 +199,15 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
             )
 
 
-def main(
-    world_size: commands.WorldSize = None,
-    backend: commands.Backend = "auto",
-    width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
-    kv_heads: Annotated[
-        int, typer.Option(help="Key and value heads; the ranks must divide them.")
-    ] = Settings.kv_heads,
-    hidden: Annotated[int, typer.Option(help="Hidden features of the MLP.")] = Settings.hidden,
-    sequence: Annotated[
-        int, typer.Option(help="Positions; the ranks must divide them.")
-    ] = Settings.sequence,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
-    dtype: commands.Dtype = Settings.dtype,
-    times: Annotated[
-        bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
-    ] = Settings.times,
-    steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
-    plan: Annotated[
-        str, typer.Option(help="tensor: full activations between layers; sequence: sharded; both.")
-    ] = Settings.plan,
-) -> None:
+def main(settings: Settings, ranks: int, backend: str) -> None:
     """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager
     execution.
     """
-    ranks = commands.ranks_of(world_size)
-    commands.require_dtype(dtype)
-    if width % heads or heads % kv_heads:
-        raise typer.BadParameter("--heads must divide --width, and --kv-heads must divide --heads.")
-    commands.require_even(ranks, kv_heads=kv_heads, hidden=hidden, sequence=sequence)
-    if plan not in PLANS:
-        raise typer.BadParameter(f"--plan must be one of {', '.join(PLANS)}; got {plan}.")
-    settings = Settings(width, heads, kv_heads, hidden, sequence, batch, dtype, times, steps, plan)
-    with commands.errors_in_one_line():
-        report(interlace.launch(compare, ranks, settings, backend=backend), settings)
+    settings.require_fitting(ranks)
+    if settings.plan not in PLANS:
+        raise typer.BadParameter(f"--plan must be one of {', '.join(PLANS)}; got {settings.plan}.")
+    report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    commands.run_with_options(main, Settings)

@@ -27,7 +27,7 @@ from rich import box
 from rich.table import Table
 from shared import commands
 from shared.errors import DTYPES, Judge, errors_of, higher
-from shared.llama import LlamaSettings
+from shared.llama import Block, LlamaSettings
 from torch import nn
 
 import interlace
@@ -116,21 +116,6 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class Block(nn.Module):
-    """Attention and MLP, each with normalised input and a residual connection."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = (
-            nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2)
-        )
-        self.attention, self.mlp = Attention(settings), SwiGLU(settings)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Llama(nn.Module):
     """The model, ``tokens [S, B] -> logits [S, B, vocabulary]``.
 
@@ -140,7 +125,10 @@ class Llama(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.embedding = nn.Embedding(settings.vocabulary, settings.width)
-        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.blocks = nn.ModuleList(
+            Block(settings.width, Attention(settings), SwiGLU(settings))
+            for _ in range(settings.layers)
+        )
         self.norm = nn.RMSNorm(settings.width, eps=1e-5)
         self.head: nn.Module = nn.Linear(settings.width, settings.vocabulary, bias=False)
         self.sequence_parallel = False

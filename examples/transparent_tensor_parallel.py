@@ -26,7 +26,7 @@ import torch.nn.functional as F
 import typer
 from shared import commands
 from shared.errors import DTYPES, higher
-from shared.llama import LlamaSettings, Positions, Sequences
+from shared.llama import Block, LlamaSettings, Positions, Sequences
 from shared.ways import print_findings, print_ways, run_ways
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -98,21 +98,6 @@ class SwiGLU(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
-class Block(nn.Module):
-    """Attention and MLP, each with normalised input and a residual connection."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = (
-            nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2)
-        )
-        self.attention, self.mlp = Attention(settings), SwiGLU(settings)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
 def parallelise(block: Block, device_type: str, sequence_parallel: bool) -> Block:
     """Shard the block by PyTorch's own plan: column-parallel in, row-parallel out.
 
@@ -159,7 +144,8 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
     for sequence_parallel in PLANS[settings.plan]:
         # One seed for all ranks, so that every rank has the same block and data.
         torch.manual_seed(0)
-        block = parallelise(Block(settings).to(device, dtype), device.type, sequence_parallel)
+        block = Block(settings.width, Attention(settings), SwiGLU(settings)).to(device, dtype)
+        block = parallelise(block, device.type, sequence_parallel)
         x = torch.randn(
             settings.batch, settings.sequence, settings.width, device=device, dtype=dtype
         )

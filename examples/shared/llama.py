@@ -1,11 +1,13 @@
-"""The options of examples that run a Llama-shaped model on several ranks."""
+"""What examples of a Llama-shaped model share: their options, and a block around its parts."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Annotated
 
+import torch
 import typer
+from torch import nn
 
 from shared import commands
 
@@ -45,3 +47,16 @@ class LlamaSettings:
             sequence=self.sequence,
             **other_sizes,
         )
+
+
+class Block(nn.Module):
+    """Attention and MLP, each with normalised input and a residual connection."""
+
+    def __init__(self, width: int, attention: nn.Module, mlp: nn.Module) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (nn.RMSNorm(width, eps=1e-5) for _ in range(2))
+        self.attention, self.mlp = attention, mlp
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.mlp(self.mlp_norm(x))

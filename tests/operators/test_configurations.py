@@ -15,53 +15,55 @@ from interlace import (
     MixtureOfExpertsConfig,
 )
 
-BAD: dict[type, list[tuple[str, Any, str]]] = {
-    GemmReduceScatterConfig: [
-        ("block_m", 0, "a power of two from 16 to 1024"),
-        ("block_n", 8, "a power of two from 16 to 1024"),
-        ("block_k", 100, "a power of two from 16 to 1024"),
-        ("num_warps", 3, "a power of two from 1 to 32"),
-        ("num_warps", 64, "a power of two from 1 to 32"),
-        ("num_stages", 0, "between 1 and 1048576"),
-        ("max_programs", -1, "between 0 and 1048576"),
-        ("group_m", 0, "between 1 and 1048576"),
-        ("interleave", 0, "between 1 and 1048576"),
-    ],
-    GemvAllReduceConfig: [
-        ("protocol", "ring", "one of ('one_shot', 'two_phase')"),
-        ("block_n", 0, "a power of two from 1 to 1024"),
-        ("block_n", 12, "a power of two from 1 to 1024"),
-        ("block_k", 100, "a power of two from 16 to 65536"),
-        ("block_k", 8, "a power of two from 16 to 65536"),
-        ("num_warps", 3, "a power of two from 1 to 32"),
-        ("num_warps", 64, "a power of two from 1 to 32"),
-        ("num_stages", 0, "between 1 and 32"),
-        ("max_programs", -1, "between 0 and 1048576"),
-        ("max_registers", -1, "between 0 and 255"),
-    ],
-    EmbeddingAllToAllConfig: [
-        ("protocol", "ring", "one of ('direct', 'tiles', 'sliced')"),
-        ("order", "any", "one of ('interleaved', 'remote_first', 'local_first')"),
-        ("block_bags", 3, "a power of two from 1 to 64"),
-        ("push_rows", 128, "a power of two from 1 to 64"),
-        ("num_warps", 0, "a power of two from 1 to 32"),
-        ("unroll", 0, "between 1 and 32"),
-        ("max_programs", 0, "between 1 and 4096"),
-        ("slice_blocks", 1025, "between 1 and 1024"),
-        ("run_lookups", 1, "between 2 and 1048576"),
-    ],
-    MixtureOfExpertsConfig: [
-        ("block_m", 256, "a power of two from 16 to 128"),
-        ("push_programs", 0, "between 1 and 2048"),
-    ],
+# Of each configuration's fields the rule, and values that break it.
+BAD: dict[type, dict[str, tuple[Any, ...]]] = {
+    GemmReduceScatterConfig: {
+        "block_m": ("a power of two from 16 to 1024", 0),
+        "block_n": ("a power of two from 16 to 1024", 8),
+        "block_k": ("a power of two from 16 to 1024", 100),
+        "num_warps": ("a power of two from 1 to 32", 3, 64),
+        "num_stages": ("between 1 and 1048576", 0),
+        "max_programs": ("between 0 and 1048576", -1),
+        "group_m": ("between 1 and 1048576", 0),
+        "interleave": ("between 1 and 1048576", 0),
+    },
+    GemvAllReduceConfig: {
+        "protocol": ("one of ('one_shot', 'two_phase')", "ring"),
+        "block_n": ("a power of two from 1 to 1024", 0, 12),
+        "block_k": ("a power of two from 16 to 65536", 100, 8),
+        "num_warps": ("a power of two from 1 to 32", 3, 64),
+        "num_stages": ("between 1 and 32", 0),
+        "max_programs": ("between 0 and 1048576", -1),
+        "max_registers": ("between 0 and 255", -1),
+    },
+    EmbeddingAllToAllConfig: {
+        "protocol": ("one of ('direct', 'tiles', 'sliced')", "ring"),
+        "order": ("one of ('interleaved', 'remote_first', 'local_first')", "any"),
+        "block_bags": ("a power of two from 1 to 64", 3),
+        "push_rows": ("a power of two from 1 to 64", 128),
+        "num_warps": ("a power of two from 1 to 32", 0),
+        "unroll": ("between 1 and 32", 0),
+        "max_programs": ("between 1 and 4096", 0),
+        "slice_blocks": ("between 1 and 1024", 1025),
+        "run_lookups": ("between 2 and 1048576", 1),
+    },
+    MixtureOfExpertsConfig: {
+        "block_m": ("a power of two from 16 to 128", 256),
+        "push_programs": ("between 1 and 2048", 0),
+    },
 }
 
 
 @pytest.mark.parametrize(
-    ("config", "field", "value", "rule"),
-    [(config, *case) for config, cases in BAD.items() for case in cases],
+    ("config", "field", "rule", "value"),
+    [
+        (config, field, rule, value)
+        for config, fields in BAD.items()
+        for field, (rule, *values) in fields.items()
+        for value in values
+    ],
 )
-def test_bad_configurations(config: type, field: str, value: Any, rule: str) -> None:
+def test_bad_configurations(config: type, field: str, rule: str, value: Any) -> None:
     message = f"{config.__name__}: {field} must be {rule}; got {value!r}."
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         config(**{field: value})

@@ -27,6 +27,7 @@ from rich import box
 from rich.table import Table
 from shared import commands
 from shared.errors import DTYPES, Judge, errors_of, higher
+from shared.llama import Block, LlamaSettings
 from torch import nn
 
 import interlace
@@ -35,21 +36,17 @@ from interlace.nn.parallel_linear import ParallelLinear
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings, the same on every rank. Sizes are those of the full model."""
+class Settings(LlamaSettings):
+    """Settings of a model and its comparison."""
 
-    layers: int = 1
-    width: int = 32
-    heads: int = 4
-    kv_heads: int = 2
-    hidden: int = 48
-    vocabulary: int = 64
-    sequence: int = 16
-    batch: int = 8
-    dtype: str = "float32"
-    impls: tuple[str, ...] = ("auto", "unfused")
-    steps: int = 1
-    seed: int = 0
+    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = 1
+    vocabulary: Annotated[int, typer.Option(help="Number of different tokens.")] = 64
+    impl: Annotated[
+        list[str] | None,
+        typer.Option(help="auto, fused or unfused; may be repeated. Default: auto and unfused."),
+    ] = None
+    steps: commands.Steps = 1
+    seed: Annotated[int, typer.Option(help="Seed of parameters and tokens.")] = 0
 
 
 # The model. Activations are of S positions of B sequences, with the sequence first, so that a share
@@ -119,21 +116,6 @@ class SwiGLU(nn.Module):
         return self.down(F.silu(gate) * up)
 
 
-class Block(nn.Module):
-    """Attention and MLP, each with normalised input and a residual connection."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = (
-            nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2)
-        )
-        self.attention, self.mlp = Attention(settings), SwiGLU(settings)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
-
-
 class Llama(nn.Module):
     """The model, ``tokens [S, B] -> logits [S, B, vocabulary]``.
 
@@ -143,7 +125,10 @@ class Llama(nn.Module):
     def __init__(self, settings: Settings) -> None:
         super().__init__()
         self.embedding = nn.Embedding(settings.vocabulary, settings.width)
-        self.blocks = nn.ModuleList(Block(settings) for _ in range(settings.layers))
+        self.blocks = nn.ModuleList(
+            Block(settings.width, Attention(settings), SwiGLU(settings))
+            for _ in range(settings.layers)
+        )
         self.norm = nn.RMSNorm(settings.width, eps=1e-5)
         self.head: nn.Module = nn.Linear(settings.width, settings.vocabulary, bias=False)
         self.sequence_parallel = False
@@ -291,7 +276,7 @@ def compare(settings: Settings) -> dict[str, Any]:
     for sequence_parallel in (False, True):
         model = parallelise(copy.deepcopy(single), sequence_parallel)
         exact_shards = shards_of(exact, model)
-        for impl in settings.impls:
+        for impl in settings.impl or ("auto", "unfused"):
             for _, layer in parallel_layers(model):
                 layer.impl = impl
             name = "tensor + sequence parallel" if sequence_parallel else "tensor parallel"
@@ -354,46 +339,13 @@ def report(results: list[dict[str, Any]], settings: Settings) -> None:
         )
 
 
-def main(
-    world_size: commands.WorldSize = None,
-    backend: commands.Backend = "auto",
-    layers: Annotated[int, typer.Option(help="Transformer blocks.")] = Settings.layers,
-    width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
-    kv_heads: Annotated[
-        int, typer.Option(help="Key and value heads; the ranks must divide them.")
-    ] = Settings.kv_heads,
-    hidden: Annotated[int, typer.Option(help="Hidden features of the MLP.")] = Settings.hidden,
-    vocabulary: Annotated[
-        int, typer.Option(help="Number of different tokens.")
-    ] = Settings.vocabulary,
-    sequence: Annotated[
-        int, typer.Option(help="Positions; the ranks must divide them.")
-    ] = Settings.sequence,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
-    dtype: commands.Dtype = Settings.dtype,
-    impl: Annotated[
-        list[str] | None, typer.Option(help="auto, fused or unfused; may be repeated.")
-    ] = None,
-    steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
-    seed: Annotated[int, typer.Option(help="Seed of parameters and tokens.")] = Settings.seed,
-) -> None:
+def main(settings: Settings, ranks: int, backend: str) -> None:
     """Compare a tensor-parallel model with the same model on one device, and time its steps."""
-    ranks = commands.ranks_of(world_size)
-    commands.require_dtype(dtype)
-    if width % heads or (width // heads) % 2 or heads % kv_heads:
-        raise typer.BadParameter(
-            "--heads must divide --width into even sizes, and --kv-heads must divide --heads."
-        )
-    commands.require_even(
-        ranks, kv_heads=kv_heads, hidden=hidden, vocabulary=vocabulary, sequence=sequence
-    )
-    impls = tuple(impl or Settings.impls)
-    sizes = (layers, width, heads, kv_heads, hidden, vocabulary, sequence, batch)
-    settings = Settings(*sizes, dtype, impls, steps, seed)
-    with commands.errors_in_one_line():
-        report(interlace.launch(compare, ranks, settings, backend=backend), settings)
+    settings.require_fitting(ranks, vocabulary=settings.vocabulary)
+    if (settings.width // settings.heads) % 2:
+        raise typer.BadParameter("--heads must divide --width into even sizes.")
+    report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    commands.run_with_options(main, Settings)

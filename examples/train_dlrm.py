@@ -22,7 +22,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from shared.commands import errors_in_one_line, is_first_rank, ranks_of
+from shared.commands import is_first_rank, run_with_options
 
 import interlace
 from interlace.data import BatchStream, CriteoFiles, SyntheticClicks
@@ -36,32 +36,59 @@ HELD_OUT_EVERY = 10
 class Settings:
     """Settings of a run, the same on every rank."""
 
-    data: tuple[str, ...] = ()
-    held_out: tuple[str, ...] = ()
-    strict: bool = False
-    samples: int = 4096
-    cardinality: int = 200
-    steps: int | None = None
-    epochs: int = 1
-    batch: int = 64
-    tables: int = 26
-    rows: int = 1000
-    width: int = 16
-    lookups: int = 1
-    jagged: bool = False
-    mode: str = "sum"
-    bottom: tuple[int, ...] = (64, 32)
-    top: tuple[int, ...] = (64, 32)
-    update: str = "rowwise_adagrad"
-    learning_rate: float = 0.05
-    dense_learning_rate: float = 0.05
-    impl: str = "auto"
-    seed: int = 0
-    checkpoint: str | None = None
-    checkpoint_every: int = 0
-    resume: bool = False
-    times: bool = False
-    quiet: bool = False
+    data: Annotated[
+        list[Path] | None, typer.Option(help="A file in Criteo's format; may be repeated.")
+    ] = None
+    held_out: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help=f"A file to evaluate on; default: every {HELD_OUT_EVERY}th batch of --data."
+        ),
+    ] = None
+    samples: Annotated[
+        int | None,
+        typer.Option("--synthetic", help="Train on this number of made-up samples, not on --data."),
+    ] = None
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Stop at a corrupt line instead of skipping it.")
+    ] = False
+    impl: Annotated[str, typer.Option(help="auto, fused or unfused.")] = "auto"
+    batch: Annotated[int, typer.Option(help="Samples per global batch.")] = 64
+    steps: Annotated[int | None, typer.Option(help="Stop after this number of steps.")] = None
+    epochs: Annotated[int, typer.Option(help="Times to go through the data.")] = 1
+    tables: Annotated[int, typer.Option(help="Categorical features to use, 1 to 26.")] = 26
+    rows: Annotated[
+        int, typer.Option(help="Rows of each table, to which categories are hashed.")
+    ] = 1000
+    width: Annotated[int, typer.Option(help="Width of an embedding.")] = 16
+    lookups: Annotated[int, typer.Option(help="Lookups per bag; Criteo has 1.")] = 1
+    jagged: Annotated[
+        bool, typer.Option("--jagged", help="Bags of 0 to 2 * lookups - 1 lookups.")
+    ] = False
+    mode: Annotated[str, typer.Option(help="Pooling of a bag: sum or mean.")] = "sum"
+    bottom: Annotated[str, typer.Option(help="Hidden widths of the bottom MLP.")] = "64,32"
+    top: Annotated[str, typer.Option(help="Hidden widths of the top MLP.")] = "64,32"
+    update: Annotated[str, typer.Option(help="The tables' optimizer: rowwise_adagrad or sgd.")] = (
+        "rowwise_adagrad"
+    )
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of the tables.")] = 0.05
+    dense_learning_rate: Annotated[float, typer.Option(help="Learning rate of the MLPs.")] = 0.05
+    cardinality: Annotated[int, typer.Option(help="Categories of a made-up feature.")] = 200
+    seed: Annotated[int, typer.Option(help="Seed of weights and made-up samples.")] = 0
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints; one is written at the end.")
+    ] = None
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 0
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint.")
+    ] = False
+    times: Annotated[
+        bool, typer.Option("--times", help="Measure the times of a step, fused and unfused.")
+    ] = False
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="Write losses, AUC and times to a file.")
+    ] = None
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing.")] = False
 
 
 def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
@@ -74,6 +101,7 @@ def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
         "world_size": dist.get_world_size(),
     }
     if not settings.data:
+        count = settings.samples or 0
         training, evaluation = (
             SyntheticClicks(
                 samples,
@@ -81,9 +109,7 @@ def streams(settings: Settings) -> tuple[BatchStream, BatchStream]:
                 model_seed=settings.seed,
                 cardinality=settings.cardinality,
             )
-            for i, samples in enumerate(
-                (settings.samples, max(settings.batch, settings.samples // 8))
-            )
+            for i, samples in enumerate((count, max(settings.batch, count // 8)))
         )
         return BatchStream(training, settings.batch, **cut), BatchStream(
             evaluation, settings.batch, last="pad", **cut
@@ -115,8 +141,8 @@ def build(settings: Settings) -> Trainer:
     ]
     model = DLRM(
         tables,
-        bottom=settings.bottom,
-        top=settings.top,
+        bottom=numbers(settings.bottom),
+        top=numbers(settings.top),
         gradient=settings.update,
         learning_rate=settings.learning_rate,
         batch=settings.batch,
@@ -135,7 +161,7 @@ def train(settings: Settings) -> dict[str, Any]:
     if (
         settings.resume
         and settings.checkpoint
-        and (checkpoint := latest_checkpoint(Path(settings.checkpoint)))
+        and (checkpoint := latest_checkpoint(settings.checkpoint))
     ):
         trainer.load(checkpoint)
         console.print(f"Resumed after {trainer.steps} steps, from {checkpoint}")
@@ -158,10 +184,10 @@ def train(settings: Settings) -> dict[str, Any]:
                 and settings.checkpoint_every
                 and trainer.steps % settings.checkpoint_every == 0
             ):
-                trainer.save(Path(settings.checkpoint))
+                trainer.save(settings.checkpoint)
         bar.update(task, completed=trainer.steps)
     if settings.checkpoint:
-        console.print(f"Saved {trainer.save(Path(settings.checkpoint))}")
+        console.print(f"Saved {trainer.save(settings.checkpoint)}")
     quality = trainer.evaluate(evaluation)
     result: dict[str, Any] = {
         "losses": trainer.mean_over_ranks(losses),
@@ -243,8 +269,8 @@ def check_itself(world_size: int, backend: str) -> None:
         cardinality=4,
         rows=16,
         width=4,
-        bottom=(8,),
-        top=(16,),
+        bottom="8",
+        top="16",
         learning_rate=0.1,
         dense_learning_rate=0.1,
         quiet=True,
@@ -273,106 +299,19 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(part) for part in text.split(",") if part)
 
 
-def main(
-    data: Annotated[
-        list[Path] | None,
-        typer.Option(help="A file in Criteo's format; may be repeated."),
-    ] = None,
-    held_out: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help=f"A file to evaluate on; default: every {HELD_OUT_EVERY}th batch of --data."
-        ),
-    ] = None,
-    synthetic: Annotated[
-        int | None, typer.Option(help="Train on this number of made-up samples instead of --data.")
-    ] = None,
-    strict: Annotated[
-        bool, typer.Option("--strict", help="Stop at a corrupt line instead of skipping it.")
-    ] = False,
-    world_size: Annotated[
-        int | None, typer.Option("--world-size", "-n", help="Ranks; default: torchrun's, or 2.")
-    ] = None,
-    backend: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    impl: Annotated[str, typer.Option(help="auto, fused or unfused.")] = "auto",
-    batch: Annotated[int, typer.Option(help="Samples per global batch.")] = 64,
-    steps: Annotated[int | None, typer.Option(help="Stop after this number of steps.")] = None,
-    epochs: Annotated[int, typer.Option(help="Times to go through the data.")] = 1,
-    tables: Annotated[int, typer.Option(help="Categorical features to use, 1 to 26.")] = 26,
-    rows: Annotated[
-        int, typer.Option(help="Rows of each table, to which categories are hashed.")
-    ] = 1000,
-    width: Annotated[int, typer.Option(help="Width of an embedding.")] = 16,
-    lookups: Annotated[int, typer.Option(help="Lookups per bag; Criteo has 1.")] = 1,
-    jagged: Annotated[
-        bool, typer.Option("--jagged", help="Bags of 0 to 2 * lookups - 1 lookups.")
-    ] = False,
-    mode: Annotated[str, typer.Option(help="Pooling of a bag: sum or mean.")] = "sum",
-    bottom: Annotated[str, typer.Option(help="Hidden widths of the bottom MLP.")] = "64,32",
-    top: Annotated[str, typer.Option(help="Hidden widths of the top MLP.")] = "64,32",
-    update: Annotated[
-        str, typer.Option(help="The tables' optimizer: rowwise_adagrad or sgd.")
-    ] = "rowwise_adagrad",
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of the tables.")] = 0.05,
-    dense_learning_rate: Annotated[float, typer.Option(help="Learning rate of the MLPs.")] = 0.05,
-    cardinality: Annotated[int, typer.Option(help="Categories of a made-up feature.")] = 200,
-    seed: Annotated[int, typer.Option(help="Seed of weights and made-up samples.")] = 0,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Folder for checkpoints; one is written at the end.")
-    ] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 0,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint.")
-    ] = False,
-    times: Annotated[
-        bool, typer.Option("--times", help="Measure the times of a step, fused and unfused.")
-    ] = False,
-    json_file: Annotated[
-        Path | None, typer.Option("--json", help="Write losses, AUC and times to a file.")
-    ] = None,
-) -> None:
+def main(settings: Settings, ranks: int, backend: str) -> None:
     """Train a DLRM on Criteo's click logs or on made-up clicks.
 
     Without --data and --synthetic, train a small model and check it.
     """
-    ranks = ranks_of(world_size)
-    with errors_in_one_line():
-        if not data and synthetic is None:
-            check_itself(ranks, backend)
-            return
-        settings = Settings(
-            data=tuple(map(str, data or ())),
-            held_out=tuple(map(str, held_out or ())),
-            strict=strict,
-            samples=synthetic or 0,
-            cardinality=cardinality,
-            steps=steps,
-            epochs=epochs,
-            batch=batch,
-            tables=tables,
-            rows=rows,
-            width=width,
-            lookups=lookups,
-            jagged=jagged,
-            mode=mode,
-            bottom=numbers(bottom),
-            top=numbers(top),
-            update=update,
-            learning_rate=learning_rate,
-            dense_learning_rate=dense_learning_rate,
-            impl=impl,
-            seed=seed,
-            checkpoint=None if checkpoint is None else str(checkpoint),
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            times=times,
-        )
-        result = interlace.launch(train, ranks, settings, backend=backend)[0]
-    if json_file is not None and is_first_rank():
-        json_file.write_text(
-            json.dumps({"settings": dataclasses.asdict(settings), **result}, indent=1) + "\n"
-        )
+    if not settings.data and settings.samples is None:
+        check_itself(ranks, backend)
+        return
+    result = interlace.launch(train, ranks, settings, backend=backend)[0]
+    if settings.json_file is not None and is_first_rank():
+        described = {"settings": dataclasses.asdict(settings), **result}
+        settings.json_file.write_text(json.dumps(described, indent=1, default=str) + "\n")
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    run_with_options(main, Settings)

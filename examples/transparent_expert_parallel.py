@@ -43,16 +43,20 @@ import interlace.compile
 class Settings:
     """Settings, the same on every rank: experts of all ranks together, tokens of each rank."""
 
-    hidden: int = 32
-    ffn: int = 48
-    experts: int = 4
-    top_k: int = 2
-    tokens: int = 24
-    capacity_factor: float = 1.25
-    dtype: str = "float32"
-    separate: bool = False
-    times: bool = False
-    steps: int = 20
+    hidden: Annotated[int, typer.Option(help="Width of a token.")] = 32
+    ffn: Annotated[int, typer.Option(help="Width of an expert's inner layer.")] = 48
+    experts: Annotated[int, typer.Option(help="Experts of all ranks, which must divide them.")] = 4
+    top_k: Annotated[int, typer.Option(help="Experts per token.")] = 2
+    tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = 24
+    capacity_factor: Annotated[
+        float, typer.Option(help="Room for an expert's even share of tokens, times this.")
+    ] = 1.25
+    dtype: commands.Dtype = "float32"
+    separate: Annotated[
+        bool, typer.Option("--separate", help="w1 and w3 as two matrix products.")
+    ] = False
+    times: commands.Times = False
+    steps: commands.Steps = 20
 
     @property
     def capacity(self) -> int:
@@ -185,44 +189,21 @@ def report(ranks: list[dict[str, Any]], settings: Settings) -> None:
         assert fused == expected, fused
 
 
-def main(
-    world_size: commands.WorldSize = None,
-    backend: commands.Backend = "auto",
-    hidden: Annotated[int, typer.Option(help="Width of a token.")] = Settings.hidden,
-    ffn: Annotated[int, typer.Option(help="Width of an expert's inner layer.")] = Settings.ffn,
-    experts: Annotated[
-        int, typer.Option(help="Experts of all ranks, which must divide them.")
-    ] = Settings.experts,
-    top_k: Annotated[int, typer.Option(help="Experts per token.")] = Settings.top_k,
-    tokens: Annotated[int, typer.Option(help="Tokens of each rank.")] = Settings.tokens,
-    capacity_factor: Annotated[
-        float, typer.Option(help="Room for an expert's even share of tokens, times this.")
-    ] = 1.25,
-    dtype: commands.Dtype = Settings.dtype,
-    separate: Annotated[
-        bool, typer.Option("--separate", help="w1 and w3 as two matrix products.")
-    ] = Settings.separate,
-    times: Annotated[
-        bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
-    ] = Settings.times,
-    steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
-) -> None:
+def main(settings: Settings, ranks: int, backend: str) -> None:
     """Compile an expert-parallel layer with the fusing pass and compare it with eager execution."""
-    ranks = commands.ranks_of(world_size)
-    commands.require_dtype(dtype)
-    commands.require_even(ranks, experts=experts)
-    if not 1 <= top_k <= experts:
-        raise typer.BadParameter(f"--top-k must be from 1 to {experts} experts; got {top_k}.")
-    if min(hidden, ffn, tokens, steps) < 1 or not 0 < capacity_factor < math.inf:
+    commands.require_dtype(settings.dtype)
+    commands.require_even(ranks, experts=settings.experts)
+    if not 1 <= settings.top_k <= settings.experts:
+        raise typer.BadParameter(
+            f"--top-k must be from 1 to {settings.experts} experts; got {settings.top_k}."
+        )
+    counts = (settings.hidden, settings.ffn, settings.tokens, settings.steps)
+    if min(counts) < 1 or not 0 < settings.capacity_factor < math.inf:
         raise typer.BadParameter(
             "--hidden, --ffn, --tokens, --steps and --capacity-factor must be positive."
         )
-    settings = Settings(
-        hidden, ffn, experts, top_k, tokens, capacity_factor, dtype, separate, times, steps
-    )
-    with commands.errors_in_one_line():
-        report(interlace.launch(compare, ranks, settings, backend=backend), settings)
+    report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    commands.run_with_options(main, Settings)

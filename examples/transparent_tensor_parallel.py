@@ -26,6 +26,7 @@ import torch.nn.functional as F
 import typer
 from shared import commands
 from shared.errors import DTYPES, higher
+from shared.llama import Block, LlamaSettings, Positions, Sequences
 from shared.ways import print_findings, print_ways, run_ways
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -46,19 +47,16 @@ PLANS = {"both": (False, True), "tensor": (False,), "sequence": (True,)}
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """Settings, the same on every rank. Sizes are those of the full block."""
+class Settings(LlamaSettings):
+    """Settings of a block and its comparison."""
 
-    width: int = 32
-    heads: int = 4
-    kv_heads: int = 2
-    hidden: int = 48
-    sequence: int = 4
-    batch: int = 2
-    dtype: str = "float32"
-    times: bool = False
-    steps: int = 20
-    plan: str = "both"
+    sequence: Positions = 4
+    batch: Sequences = 2
+    times: commands.Times = False
+    steps: commands.Steps = 20
+    plan: Annotated[
+        str, typer.Option(help="tensor: full activations between layers; sequence: sharded; both.")
+    ] = "both"
 
 
 # The block, as it would be written without Interlace, batch first
@@ -98,21 +96,6 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-class Block(nn.Module):
-    """Attention and MLP, each with normalised input and a residual connection."""
-
-    def __init__(self, settings: Settings) -> None:
-        super().__init__()
-        self.attention_norm, self.mlp_norm = (
-            nn.RMSNorm(settings.width, eps=1e-5) for _ in range(2)
-        )
-        self.attention, self.mlp = Attention(settings), SwiGLU(settings)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
 
 
 def parallelise(block: Block, device_type: str, sequence_parallel: bool) -> Block:
@@ -161,7 +144,8 @@ def compare(settings: Settings) -> list[dict[str, Any]]:
     for sequence_parallel in PLANS[settings.plan]:
         # One seed for all ranks, so that every rank has the same block and data.
         torch.manual_seed(0)
-        block = parallelise(Block(settings).to(device, dtype), device.type, sequence_parallel)
+        block = Block(settings.width, Attention(settings), SwiGLU(settings)).to(device, dtype)
+        block = parallelise(block, device.type, sequence_parallel)
         x = torch.randn(
             settings.batch, settings.sequence, settings.width, device=device, dtype=dtype
         )
@@ -201,42 +185,15 @@ def report(ranks: list[list[dict[str, Any]]], settings: Settings) -> None:
             )
 
 
-def main(
-    world_size: commands.WorldSize = None,
-    backend: commands.Backend = "auto",
-    width: Annotated[int, typer.Option(help="Model dimension.")] = Settings.width,
-    heads: Annotated[int, typer.Option(help="Query heads.")] = Settings.heads,
-    kv_heads: Annotated[
-        int, typer.Option(help="Key and value heads; the ranks must divide them.")
-    ] = Settings.kv_heads,
-    hidden: Annotated[int, typer.Option(help="Hidden features of the MLP.")] = Settings.hidden,
-    sequence: Annotated[
-        int, typer.Option(help="Positions; the ranks must divide them.")
-    ] = Settings.sequence,
-    batch: Annotated[int, typer.Option(help="Sequences.")] = Settings.batch,
-    dtype: commands.Dtype = Settings.dtype,
-    times: Annotated[
-        bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
-    ] = Settings.times,
-    steps: Annotated[int, typer.Option(help="Steps to time.")] = Settings.steps,
-    plan: Annotated[
-        str, typer.Option(help="tensor: full activations between layers; sequence: sharded; both.")
-    ] = Settings.plan,
-) -> None:
+def main(settings: Settings, ranks: int, backend: str) -> None:
     """Compile a tensor-parallel Llama block with the fusing pass and compare it with eager
     execution.
     """
-    ranks = commands.ranks_of(world_size)
-    commands.require_dtype(dtype)
-    if width % heads or heads % kv_heads:
-        raise typer.BadParameter("--heads must divide --width, and --kv-heads must divide --heads.")
-    commands.require_even(ranks, kv_heads=kv_heads, hidden=hidden, sequence=sequence)
-    if plan not in PLANS:
-        raise typer.BadParameter(f"--plan must be one of {', '.join(PLANS)}; got {plan}.")
-    settings = Settings(width, heads, kv_heads, hidden, sequence, batch, dtype, times, steps, plan)
-    with commands.errors_in_one_line():
-        report(interlace.launch(compare, ranks, settings, backend=backend), settings)
+    settings.require_fitting(ranks)
+    if settings.plan not in PLANS:
+        raise typer.BadParameter(f"--plan must be one of {', '.join(PLANS)}; got {settings.plan}.")
+    report(interlace.launch(compare, ranks, settings, backend=backend), settings)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    commands.run_with_options(main, Settings)

@@ -77,6 +77,13 @@ def label(
     axes.text(x, y, text, ha=ha, va="center", fontsize=size, color=color, weight=weight, family=family)
 
 
+def legend(axes: Axes, y: float, entries: Sequence[tuple[float, str, str]]) -> None:
+    """What colours mean: entries of x, colour and text, their blocks on ``y``."""
+    for x, fill, text in entries:
+        block(axes, x, y, 2.2, 2.0, fill)
+        label(axes, x + 3, y + 1, text, size=8.5)
+
+
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], *, color: str = INK) -> None:
     """An arrow from ``start`` to ``end``."""
     axes.add_patch(
@@ -153,9 +160,7 @@ def fused() -> None:
     label(axes, left + 52.4, top - 3.9, "saved", ha="center", color=GREY)
     axes.plot([left + 63, left + 63], [top - 14, 40], color=GREY, linewidth=0.9, linestyle=":")
 
-    for x, fill, text in ((15, COMPUTE, "multiply a tile"), (33, SEND, "put to the peers"), (51, SUM, "wait and sum")):
-        block(axes, x, 2.0, 2.2, 2.0, fill)
-        label(axes, x + 3, 3.0, text, size=8.5)
+    legend(axes, 2.0, ((15, COMPUTE, "multiply a tile"), (33, SEND, "put to the peers"), (51, SUM, "wait and sum")))
     label(axes, 86, 3.0, "one of four ranks; not to scale", ha="right", size=8, color=GREY)
     save(figure, "fused")
 
@@ -311,9 +316,7 @@ def mixture_of_experts() -> None:
     arrow(axes, (43, 20.4), (57.5, 18.5), color=SEND)
     arrow(axes, (42.5, 48.5), (57.5, 50.0), color=SEND)
     arrow(axes, (42.5, 46.5), (57.5, 24.0), color=SEND)
-    for x, fill, text in ((4, SEND, "puts"), (17, SUM, "after all results are here"), (44, PALE, "rows that a tile may run into")):
-        block(axes, x, 1.0, 2.2, 2.0, fill)
-        label(axes, x + 3, 2.0, text, size=8.5)
+    legend(axes, 1.0, ((4, SEND, "puts"), (17, SUM, "after all results are here"), (44, PALE, "rows that a tile may run into")))
     label(axes, 102, 2.0, "first product between arrivals and results", ha="right", size=8, color=GREY)
     save(figure, "mixture-of-experts")
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import inspect
 import os
-from collections.abc import Iterator
-from typing import Annotated
+import typing
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,6 +21,10 @@ WorldSize = Annotated[
 ]
 Backend = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 or float16.")]
+Steps = Annotated[int, typer.Option(help="Steps to time.")]
+Times = Annotated[
+    bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
+]
 
 
 def is_first_rank() -> bool:
@@ -69,3 +76,31 @@ def errors_in_one_line() -> Iterator[None]:
             f"Error: {error.line}", style="bold red", markup=False
         )
         raise typer.Exit(1) from None
+
+
+def run_with_options(main: Callable[[Any, int, str], None], settings: type) -> None:
+    """Run ``main`` as a program whose options are the fields of a dataclass, and the ranks'.
+
+    ``main`` gets the settings, the number of ranks and the backend; its docstring is the help.
+
+    Args:
+        settings: the dataclass. Each field has a default and a type annotated by ``typer.Option``.
+    """
+
+    def command(**values: Any) -> None:
+        ranks, backend = ranks_of(values.pop("world_size")), values.pop("backend")
+        with errors_in_one_line():
+            main(settings(**values), ranks, backend)
+
+    def option(name: str, annotation: Any, default: object) -> inspect.Parameter:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+    annotations = typing.get_type_hints(settings, include_extras=True)
+    fields = dataclasses.fields(settings)
+    options = [option(field.name, annotations[field.name], field.default) for field in fields]
+    ranks_options = [option("world_size", WorldSize, None), option("backend", Backend, "auto")]
+    # Typer reads a command's options from its signature.
+    command.__signature__ = inspect.Signature([*ranks_options, *options])
+    command.__doc__ = main.__doc__
+    typer.run(command)

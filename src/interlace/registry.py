@@ -62,13 +62,14 @@ class Operator(abc.ABC):
     """A computation and the collective that depends on it.
 
     Attributes:
-        name: The operator's name, as in ``torch.ops.interlace``.
-        formula: What it computes, such as ``"reduce_scatter(x @ w.T)"``.
+        computation: The computation, such as ``"gemm"``.
         collective: The collective, such as ``"reduce_scatter"``.
-        sizes: The names of the sizes by which entries of the tuned table are found.
+        collective_first: Whether the collective feeds the computation instead of taking its result.
         pattern: The computation and the collective in their order, such as ``("gemm",
             "reduce_scatter")``: what the pass for ``torch.compile`` puts the operator in place of.
-            Empty if it does not.
+            Empty for an operator that declares a name of its own.
+        name: The operator's name, as in ``torch.ops.interlace``; by default its pattern's words.
+        sizes: The names of the sizes by which entries of the tuned table are found.
         config_type: The fused kernel's configuration; None if there is nothing to configure.
         has_public_function: Whether users call it as ``interlace.<name>``; some operators are made
             by the pass for ``torch.compile`` only.
@@ -81,17 +82,25 @@ class Operator(abc.ABC):
         implementations: The first one that takes any call comes first.
     """
 
-    name: ClassVar[str]
-    formula: ClassVar[str]
+    computation: ClassVar[str]
     collective: ClassVar[str]
-    sizes: ClassVar[tuple[str, ...]]
+    collective_first: ClassVar[bool] = False
     pattern: ClassVar[tuple[str, ...]] = ()
+    name: ClassVar[str]
+    sizes: ClassVar[tuple[str, ...]]
     config_type: ClassVar[type | None] = None
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
     command_module: ClassVar[str] = ""
     choosers: ClassVar[tuple[str, ...]] = ("auto",)
     implementations: ClassVar[tuple[Implementation, ...]]
+
+    def __init_subclass__(cls) -> None:
+        # Base classes of several operators have no collective yet.
+        if hasattr(cls, "collective") and not hasattr(cls, "name"):
+            steps = (cls.computation, cls.collective)
+            cls.pattern = steps[::-1] if cls.collective_first else steps
+            cls.name = "_".join(cls.pattern)
 
     @abc.abstractmethod
     def choose(self, **call: Any) -> Any:

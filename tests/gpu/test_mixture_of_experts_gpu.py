@@ -44,39 +44,24 @@ def _calls(world_size):
     """Sizes that tiles fit and such that they do not; descriptors and pointers; every routing, k
     and dtype.
     """
-    large = {"tokens": 333, "hidden": 256, "ffn": 320}
+    # Number of a configuration, dtype, and what is not the default.
+    large = [
+        (0, "bfloat16", {}),
+        (1, "float16", {"routing": "few", "local": 3}),
+        (2, "bfloat16", {"routing": "holes", "local": 7, "top_k": 6}),
+        (0, "bfloat16", {"routing": "one", "top_k": 1}),
+        (1, "bfloat16", {"routing": "one", "factor": 0.5}),
+        (2, "float32", {}),
+        (0, "bfloat16", {"halves": True}),
+    ]
+    sizes = {"tokens": 333, "hidden": 256, "ffn": 320}
     return [
-        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=1),
-        Call(
-            world_size, **large, dtype="float16", config=CONFIGS[1], seed=2, routing="few", local=3
-        ),
-        Call(
-            world_size,
-            **large,
-            dtype="bfloat16",
-            config=CONFIGS[2],
-            seed=3,
-            routing="holes",
-            local=7,
-            top_k=6,
-        ),
-        Call(
-            world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=4, routing="one", top_k=1
-        ),
-        Call(
-            world_size,
-            **large,
-            dtype="bfloat16",
-            config=CONFIGS[1],
-            seed=5,
-            routing="one",
-            factor=0.5,
-        ),
-        Call(world_size, **large, dtype="float32", config=CONFIGS[2], seed=6),
+        Call(world_size, **sizes, **more, dtype=dtype, config=CONFIGS[number], seed=seed)
+        for seed, (number, dtype, more) in enumerate(large, 1)
+    ] + [
         Call(world_size, 50, 2, 2, 100, 60, "float32", config=None, seed=7),
         Call(world_size, 5, 1, 1, 7, 3, "bfloat16", config=None, seed=8),
         Call(world_size, 1000, 8, 16, 64, 64, "bfloat16", config=CONFIGS[0], seed=9),
-        Call(world_size, **large, dtype="bfloat16", config=CONFIGS[0], seed=10, halves=True),
         Call(world_size, 50, 2, 2, 100, 60, "float32", config=None, seed=11, halves=True),
     ]
 

@@ -436,19 +436,9 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
     network, system = tmp_path / "net.yml", tmp_path / "sys.json"
     network.write_text("topology: [Switch]\nnpus_count: [4]\nbandwidth: [25]\nlatency: [700]\n")
     system.write_text(json.dumps({"endpoint-delay": 10, "all-to-all-implementation": ["direct"]}))
-    done = command(
-        "astra",
-        "--network",
-        network,
-        "--system",
-        system,
-        "--workload",
-        prefix,
-        "--json",
-        tmp_path / "out.json",
-        "--trace",
-        tmp_path / "trace.json",
-    )
+    step = ("astra", "--network", network, "--system", system, "--workload", prefix)
+    outcome = tmp_path / "out.json"
+    done = command(*step, "--json", outcome, "--trace", tmp_path / "trace.json")
     rows = {
         e["args"]["name"]
         for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -456,23 +446,12 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
     }
     assert rows == {"compute", "communication"}
     assert "4 NPUs" in done.output
-    aware = json.loads((tmp_path / "out.json").read_text())
+    aware = json.loads(outcome.read_text())
     assert 0 < aware["bound_ns"] <= aware["end_ns"][0]
     assert not aware["unphysical"]
     assert len(set(aware["end_ns"])) == 1
-    command(
-        "astra",
-        "--network",
-        network,
-        "--system",
-        system,
-        "--workload",
-        prefix,
-        "--congestion-unaware",
-        "--json",
-        tmp_path / "out.json",
-    )
-    assert json.loads((tmp_path / "out.json").read_text())["end_ns"][0] < aware["end_ns"][0]
+    command(*step, "--congestion-unaware", "--json", outcome)
+    assert json.loads(outcome.read_text())["end_ns"][0] < aware["end_ns"][0]
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,14 @@ _FORWARD, _BACKWARD = (
     f"{_EMBEDDING}.backward:embedding_all_to_all_backward",
 )
 _STAGED, _MAPPED = "gemm.kernels.staged", "mapped.kernel"
+# Of every operator whose ranks write into results that their owner has granted them.
+_GRANTED = (
+    (f"{_GRANTS}:grant_buffer", "no release", ("signal", 0)),
+    (f"{_GRANTS}:grant_buffer", "signal before put", ("signal", 0)),
+    (f"{_GRANTS}:granted_buffers", "no wait", ("wait", 0)),
+    (f"{_GRANTS}:granted_buffers", "wrong epoch", ("wait", 0)),
+    (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+)
 
 MUTANTS = [
     *_of(
@@ -253,20 +261,12 @@ MUTANTS = [
     ),
     *_of(
         "gemm_all_reduce, fused",
-        (f"{_GRANTS}:grant_buffer", "no release", ("signal", 0)),
-        (f"{_GRANTS}:grant_buffer", "signal before put", ("signal", 0)),
-        (f"{_GRANTS}:granted_buffers", "no wait", ("wait", 0)),
-        (f"{_GRANTS}:granted_buffers", "wrong epoch", ("wait", 0)),
-        (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+        *_GRANTED,
         (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
     ),
     *_of(
         "gemm_all_to_all, fused",
-        (f"{_GRANTS}:grant_buffer", "no release", ("signal", 0)),
-        (f"{_GRANTS}:grant_buffer", "signal before put", ("signal", 0)),
-        (f"{_GRANTS}:granted_buffers", "no wait", ("wait", 0)),
-        (f"{_GRANTS}:granted_buffers", "wrong epoch", ("wait", 0)),
-        (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+        *_GRANTED,
         (_A2A, "signal before put", ("end_sending", 0)),
         (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
         (f"{_GRANTS}:await_senders", "wrong epoch", ("wait", 0)),

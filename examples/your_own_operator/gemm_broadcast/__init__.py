@@ -10,7 +10,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import Group, process_group_named
 from interlace.costs import cost_of
-from interlace.costs.gemm import ProductCost, operand_bytes
+from interlace.costs.gemm import ProductCost, ProductSizes, takes_sizes
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
@@ -24,10 +24,8 @@ ROOT = 0
 
 @interlace.operator
 class GemmBroadcast(GemmOperator):
-    """``broadcast(x @ w.T)``: the root's product on every rank."""
+    """``broadcast(x @ w.T + bias)``: the root's product on every rank."""
 
-    name = "gemm_broadcast"
-    formula = "broadcast(x @ w.T + bias)"
     collective = "broadcast"
     split_names = ()
     implementations = (FUSED, UNFUSED)
@@ -84,21 +82,15 @@ OPERATOR = schema.define(GemmBroadcast.name)
 
 
 @cost_of(GemmBroadcast.name, computation="GEMM", collective="broadcast")
-def cost(
-    *, rows: int, columns: int, inner: int, itemsize: int, world_size: int, rank: int = ROOT
-) -> ProductCost:
-    """Compute the cost of one rank: the root multiplies and sends, the others receive.
-
-    Args:
-        rows, columns, inner: M, N and K.
-        itemsize: bytes of an element of x, w and the result.
-    """
-    size = rows * columns * itemsize
+@takes_sizes
+def cost(sizes: ProductSizes, *, rank: int = ROOT) -> ProductCost:
+    """Compute the cost of one rank: the root multiplies and sends, the others receive."""
+    size = sizes.output_bytes
     if rank != ROOT:
         # The root's stores arrive in a landing, which is copied into the result.
         return ProductCost(0, size, 0, 2 * size, size)
-    memory = operand_bytes(rows, columns, inner, itemsize) + size
-    return ProductCost(2 * rows * columns * inner, memory, (world_size - 1) * size, 0, size)
+    sent = (sizes.world_size - 1) * size
+    return ProductCost(sizes.flops, sizes.operand_bytes + size, sent, 0, size)
 
 
 def gemm_broadcast(

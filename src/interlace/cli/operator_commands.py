@@ -71,7 +71,7 @@ _WORDS = {"gemm": "GEMM", "bmm": "batch of GEMMs", "all_to_all": "All-to-All"}
 
 def title_of(operator: Operator) -> str:
     """Return a title such as ``"AllGather + GEMM"``: computation and collective in their order."""
-    steps = operator.pattern or ("gemm", operator.collective)
+    steps = operator.pattern or (operator.computation, operator.collective)
     # Collectives are written as NCCL writes them, AllReduce, but for All-to-All.
     words = [_WORDS.get(step) or step.title().replace("_", "") for step in steps]
     title = " + ".join(words)

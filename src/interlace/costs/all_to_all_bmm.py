@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from interlace.costs.gemm import ProductCost, leaving, operand_bytes
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
 from interlace.costs.registry import cost_of
 from interlace.units import round_up
 
@@ -13,9 +13,8 @@ from interlace.units import round_up
     collective="all_to_all",
     collective_first=True,
 )
-def fused(
-    *, batch: int, rows: int, columns: int, inner: int, itemsize: int, world_size: int
-) -> ProductCost:
+@takes_sizes
+def fused(sizes: ProductSizes, *, batch: int) -> ProductCost:
     """Compute the cost of one rank for ``batch`` products of ``x [rows, inner]`` and ``w [inner,
     columns]``.
 
@@ -24,14 +23,11 @@ def fused(
     16 bytes.
 
     Args:
+        sizes: those of one product; ``rows`` come from all ranks together.
         batch: number of products.
-        rows: rows of one product, from all ranks together.
-        itemsize: bytes of an element of x, w and the result.
     """
     # As in all_gather_gemm, rows travel with their padding to 16 bytes.
-    size = batch * rows * round_up(inner * itemsize, 16)
-    moved = leaving(size, world_size)
-    memory_bytes = (
-        batch * (operand_bytes(rows, columns, inner, itemsize) + rows * columns * itemsize) + moved
-    )
-    return ProductCost(2 * batch * rows * columns * inner, memory_bytes, moved, 0, size)
+    size = batch * sizes.rows * round_up(sizes.inner * sizes.itemsize, 16)
+    moved = leaving(size, sizes.world_size)
+    memory_bytes = batch * (sizes.operand_bytes + sizes.output_bytes) + moved
+    return ProductCost(batch * sizes.flops, memory_bytes, moved, 0, size)

@@ -3,8 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
 
 from interlace.units import ceil_div
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductSizes:
+    """Sizes of one rank's product ``x [rows, inner] @ w[columns, inner].T``, and of the group.
+
+    Attributes:
+        itemsize: bytes of an element of x and w.
+        world_size: number of ranks.
+        output_itemsize: bytes of an element of the result.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    itemsize: int
+    world_size: int
+    output_itemsize: int
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions of the product."""
+        return 2 * self.rows * self.columns * self.inner
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of x and w, each read once."""
+        return self.itemsize * self.inner * (self.rows + self.columns)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of the product, written once."""
+        return self.rows * self.columns * self.output_itemsize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,9 +64,29 @@ class ProductCost:
     size: int
 
 
-def operand_bytes(m: int, n: int, k: int, itemsize: int) -> int:
-    """Count the bytes of x and w, each read once."""
-    return itemsize * (m * k + n * k)
+def takes_sizes(formula: Callable[..., ProductCost]) -> Callable[..., ProductCost]:
+    """Let a formula, whose first argument is a :class:`ProductSizes`, take its fields by keyword.
+
+    ``output_itemsize`` is ``itemsize`` by default. Other keywords go to the formula as they are.
+    """
+
+    @functools.wraps(formula)
+    def by_keyword(
+        *,
+        rows: int,
+        columns: int,
+        inner: int,
+        itemsize: int,
+        world_size: int,
+        output_itemsize: int | None = None,
+        **others: Any,
+    ) -> ProductCost:
+        sizes = ProductSizes(
+            rows, columns, inner, itemsize, world_size, output_itemsize or itemsize
+        )
+        return formula(sizes, **others)
+
+    return by_keyword
 
 
 def leaving(size: int, world_size: int) -> int:

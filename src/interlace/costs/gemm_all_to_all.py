@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, leaving, operand_bytes
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
 from interlace.costs.registry import cost_of
 
 
 @cost_of("gemm_all_to_all", computation="GEMM", collective="all_to_all")
+@takes_sizes
 def fused(
+    sizes: ProductSizes,
     *,
-    rows: int,
-    columns: int,
-    inner: int,
-    itemsize: int,
-    world_size: int,
-    output_itemsize: int | None = None,
     rank: int = 0,
     input_splits: Sequence[int] | None = None,
     output_splits: Sequence[int] | None = None,
@@ -27,18 +23,17 @@ def fused(
     once in all.
 
     Args:
-        itemsize: bytes of an element of x and w.
-        output_itemsize: bytes of an element of the result; ``itemsize`` by default.
+        sizes: ``rows`` are those of this rank's x.
         input_splits: rows that ``rank`` sends to each rank; evenly split by default.
         output_splits: rows that ``rank`` gets from each rank; evenly split by default.
     """
-    row_bytes = columns * (output_itemsize or itemsize)
-    received = rows if output_splits is None else sum(output_splits)
+    row_bytes = sizes.columns * sizes.output_itemsize
+    received = sizes.rows if output_splits is None else sum(output_splits)
     # An even split need not divide the rows; its shares are rounded up.
     sent = (
-        leaving(rows * row_bytes, world_size)
+        leaving(sizes.output_bytes, sizes.world_size)
         if input_splits is None
-        else (rows - input_splits[rank]) * row_bytes
+        else (sizes.rows - input_splits[rank]) * row_bytes
     )
-    memory_bytes = operand_bytes(rows, columns, inner, itemsize) + received * row_bytes
-    return ProductCost(2 * rows * columns * inner, memory_bytes, sent, 0, rows * row_bytes)
+    memory_bytes = sizes.operand_bytes + received * row_bytes
+    return ProductCost(sizes.flops, memory_bytes, sent, 0, sizes.output_bytes)

@@ -6,19 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, leaving, operand_bytes
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
 from interlace.costs.registry import cost_of
 
 
 @cost_of("gemm_reduce_scatter", computation="GEMM", collective="reduce_scatter")
+@takes_sizes
 def fused(
+    sizes: ProductSizes,
     *,
-    rows: int,
-    columns: int,
-    inner: int,
-    itemsize: int,
-    world_size: int,
-    output_itemsize: int | None = None,
     part_itemsize: int | None = None,
     rank: int = 0,
     splits: Sequence[int] | None = None,
@@ -29,27 +25,20 @@ def fused(
     owner adds the slots.
 
     Args:
-        inner: this rank's share of K.
-        itemsize: bytes of an element of x and w.
-        output_itemsize: bytes of an element of the result; ``itemsize`` by default.
+        sizes: ``inner`` is this rank's share of K.
         part_itemsize: bytes of an element of a part; the result's by default.
         splits: rows that each rank owns; evenly split by default.
     """
-    output = output_itemsize or itemsize
-    part = part_itemsize or output
-    size = rows * columns * part
+    ranks = sizes.world_size
+    row_bytes = sizes.columns * (part_itemsize or sizes.output_itemsize)
+    size = sizes.rows * row_bytes
     if splits is None:
-        slots, sums, sent = size, rows * columns * output // world_size, leaving(size, world_size)
+        slots, sums, sent = size, sizes.output_bytes // ranks, leaving(size, ranks)
     else:
-        owned = splits[rank] * columns
-        slots, sums, sent = (
-            world_size * owned * part,
-            owned * output,
-            (rows - splits[rank]) * columns * part,
-        )
+        slots = ranks * splits[rank] * row_bytes
+        sums = splits[rank] * sizes.columns * sizes.output_itemsize
+        sent = (sizes.rows - splits[rank]) * row_bytes
     # Parts are written to the slots instead of to the output, at the parts' element size. A group
     # of one rank needs no slots to be added.
-    memory_bytes = operand_bytes(rows, columns, inner, itemsize) + slots
-    return ProductCost(
-        2 * rows * columns * inner, memory_bytes, sent, slots + sums if world_size > 1 else 0, size
-    )
+    received = slots + sums if ranks > 1 else 0
+    return ProductCost(sizes.flops, sizes.operand_bytes + slots, sent, received, size)

@@ -44,6 +44,7 @@ class BatchOperator(Operator):
     which are those of all products.
     """
 
+    computation = "bmm"
     sizes = ("rows", "columns", "inner")
     has_public_function = False
     command_module = "interlace.cli.bench_batches"

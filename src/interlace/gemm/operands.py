@@ -33,6 +33,20 @@ def output_dtype(x: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     return torch.bfloat16 if x.dtype == FLOAT8 else x.dtype
 
 
+def require_float(subject: str, dtype: torch.dtype) -> None:
+    """Refuse a dtype that is not in ``FLOATS``; ``subject`` is the operator and the argument."""
+    if dtype not in FLOATS:
+        raise ArgumentError(f"{subject} must be float16, bfloat16 or float32; got {dtype}.")
+
+
+def require_device(subject: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
+    """Refuse a tensor that is not on the device of another one, whose name is ``other``."""
+    if tensor.device != device:
+        raise ArgumentError(
+            f"{subject} must be on the device of {other}, {device}; got {tensor.device}."
+        )
+
+
 def validate(
     operator: Operator,
     x: torch.Tensor,
@@ -52,10 +66,8 @@ def validate(
     """
     name = operator.name
     validate_matrices(name, x, w)
-    if out_dtype is not None and out_dtype not in FLOATS:
-        raise ArgumentError(
-            f"{name}: out_dtype must be float16, bfloat16 or float32; got {out_dtype}."
-        )
+    if out_dtype is not None:
+        require_float(f"{name}: out_dtype", out_dtype)
     if bias is not None:
         _validate_bias(name, bias, w.shape[0], output_dtype(x, out_dtype), x.device)
     _validate_scale(name, "x", x, "M", x_scale, (x.shape[0], 1))
@@ -92,10 +104,7 @@ def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
         )
     if w.dtype != x.dtype:
         raise ArgumentError(f"{operator}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
-    if w.device != x.device:
-        raise ArgumentError(
-            f"{operator}: w must be on the device of x, {x.device}; got {w.device}."
-        )
+    require_device(f"{operator}: w", w, "x", x.device)
     if contiguous_dimension(w) is None:
         raise ArgumentError(
             f"{operator}: w must be contiguous along K or along N; got strides {list(w.stride())}. "

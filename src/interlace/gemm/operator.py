@@ -39,6 +39,7 @@ class GemmOperator(Operator):
             sum, and every rank has the same one.
     """
 
+    computation = "gemm"
     sizes = ("rows", "columns", "inner")
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
     command_module = "interlace.cli.bench_products"

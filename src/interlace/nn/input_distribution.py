@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.errors import ArgumentError, PeerTimeoutError
+from interlace.gemm.operands import require_device
 from interlace.nn.group_member import GroupMember
 from interlace.nn.sharding import ShardingPlan
 
@@ -171,11 +172,7 @@ class InputDistribution(GroupMember):
                 f"{_NAME}: offsets must be [{tables} * samples + 1] for {tables} tables; got "
                 f"{list(offsets.shape)}."
             )
-        if offsets.device != indices.device:
-            raise ArgumentError(
-                f"{_NAME}: offsets must be on the device of indices, {indices.device}; got "
-                f"{offsets.device}."
-            )
+        require_device(f"{_NAME}: offsets", offsets, "indices", indices.device)
         # On a GPU this check would synchronise the host with it.
         if offsets.device.type == "cpu":
             lengths = offsets.diff()

@@ -132,25 +132,9 @@ def test_rejected_arguments(changes, message):
         interlace.mixture_of_experts(**_arguments(**changes))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (
-            lambda: MixtureOfExpertsConfig(block_m=256),
-            "block_m must be a power of two from 16 to 128; got 256.",
-        ),
-        (
-            lambda: MixtureOfExpertsConfig(push_programs=0),
-            "push_programs must be between 1 and 2048; got 0.",
-        ),
-        (
-            lambda: MixtureOfExpertsConfig.parse("a b"),
-            "text must be str() of a configuration; got 'a b'.",
-        ),
-    ],
-)
-def test_configurations(make, message):
-    with pytest.raises(ArgumentError, match=re.escape(f"MixtureOfExpertsConfig: {message}")):
-        make()
+def test_a_configuration_is_its_text():
+    message = "MixtureOfExpertsConfig: text must be str() of a configuration; got 'a b'."
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        MixtureOfExpertsConfig.parse("a b")
     assert MixtureOfExpertsConfig.parse(str(SMALL)) == SMALL
     assert "block_m=" in str(SMALL)

@@ -47,12 +47,10 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 @operator
 class AllGatherGemm(GemmOperator):
-    """``all_gather(x) @ w.T``: all ranks' rows times this rank's columns."""
+    """``all_gather(x) @ w.T + bias``: all ranks' rows times this rank's columns."""
 
-    name = "all_gather_gemm"
-    formula = "all_gather(x) @ w.T + bias"
     collective = "all_gather"
-    pattern = ("all_gather", "gemm")
+    collective_first = True
     config_type = AllGatherGemmConfig
     returns_gathered = True
     implementations = (

@@ -32,10 +32,8 @@ class AllToAllBmm(BatchOperator):
     each of the B products of every rank.
     """
 
-    name = "all_to_all_bmm"
-    formula = "bmm(all_to_all(x), w)"
     collective = "all_to_all"
-    pattern = ("all_to_all", "bmm")
+    collective_first = True
     implementations = (
         Implementation(
             "chunked",

@@ -19,7 +19,6 @@ class EmbeddingAllToAll(Operator):
     """``all_to_all(embedding_bag(tables))``: pooled rows of sharded tables for a rank's samples."""
 
     name = "embedding_all_to_all"
-    formula = "all_to_all(embedding_bag(weights, indices, offsets))"
     collective = "all_to_all"
     sizes = ("tables", "width", "batch", "pooling_factor")
     config_type = EmbeddingAllToAllConfig

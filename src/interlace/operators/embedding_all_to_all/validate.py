@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOATS
+from interlace.gemm.operands import require_device, require_float
 from interlace.operators.embedding_all_to_all.config import (
     MAX_WIDTH,
     OPERATOR,
@@ -47,19 +47,13 @@ def validate(
             )
         if numbers.dtype not in INTEGERS:
             raise ArgumentError(f"{OPERATOR}: {name} must be int32 or int64; got {numbers.dtype}.")
-        if numbers.device != indices.device:
-            raise ArgumentError(
-                f"{OPERATOR}: {name} must be on the device of indices, {indices.device}; got "
-                f"{numbers.device}."
-            )
+        require_device(f"{OPERATOR}: {name}", numbers, "indices", indices.device)
     if mode not in ("sum", "mean"):
         raise ArgumentError(f"{OPERATOR}: mode must be sum or mean; got {mode!r}.")
     if per_sample_weights is not None:
         _validate_scale(per_sample_weights, indices, mode)
-    if output_dtype is not None and output_dtype not in FLOATS:
-        raise ArgumentError(
-            f"{OPERATOR}: output_dtype must be float16, bfloat16 or float32; got {output_dtype}."
-        )
+    if output_dtype is not None:
+        require_float(f"{OPERATOR}: output_dtype", output_dtype)
     _validate_gradient(weights, gradient)
 
 
@@ -135,16 +129,12 @@ def _validate_table(
     name = f"{OPERATOR}: weights[{table}]"
     if weight.dim() != 2:
         raise ArgumentError(f"{name} must be [rows, width]; got shape {list(weight.shape)}.")
-    if weight.dtype not in FLOATS:
-        raise ArgumentError(f"{name} must be float16, bfloat16 or float32; got {weight.dtype}.")
+    require_float(name, weight.dtype)
     if weight.dtype != dtype:
         raise ArgumentError(
             f"{name} must have the dtype of weights[0], {dtype}; got {weight.dtype}."
         )
-    if weight.device != device:
-        raise ArgumentError(
-            f"{name} must be on the device of indices, {device}; got {weight.device}."
-        )
+    require_device(name, weight, "indices", device)
     if not 1 <= weight.shape[1] <= MAX_WIDTH:
         raise ArgumentError(
             f"{name} must be between 1 and {MAX_WIDTH} wide; got {weight.shape[1]}. Cut a wider "
@@ -166,12 +156,8 @@ def _validate_scale(scale: torch.Tensor, indices: torch.Tensor, mode: str) -> No
             f"{name} must be {list(indices.shape)}, one for each index; got shape "
             f"{list(scale.shape)}."
         )
-    if scale.dtype not in FLOATS:
-        raise ArgumentError(f"{name} must be float16, bfloat16 or float32; got {scale.dtype}.")
-    if scale.device != indices.device:
-        raise ArgumentError(
-            f"{name} must be on the device of indices, {indices.device}; got {scale.device}."
-        )
+    require_float(name, scale.dtype)
+    require_device(name, scale, "indices", indices.device)
     if scale.requires_grad:
         raise ArgumentError(
             f"{name} must not require a gradient, which is not implemented; got one that does. "
@@ -228,7 +214,4 @@ def _validate_states(weights: Sequence[torch.Tensor], states: Sequence[torch.Ten
                 f"{name} must be contiguous float32 [{weight.shape[0]}]; got {state.dtype} "
                 f"{list(state.shape)}."
             )
-        if state.device != weight.device:
-            raise ArgumentError(
-                f"{name} must be on the device of its table, {weight.device}; got {state.device}."
-            )
+        require_device(name, state, "its table", weight.device)

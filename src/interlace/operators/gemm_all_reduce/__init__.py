@@ -34,12 +34,9 @@ class GemmAllReduceConfig(SumConfig):
 
 @operator
 class GemmAllReduce(GemmOperator):
-    """``all_reduce(x @ w.T)``: the sum over ranks, on every rank."""
+    """``all_reduce(x @ w.T) + bias``: the sum over ranks, on every rank."""
 
-    name = "gemm_all_reduce"
-    formula = "all_reduce(x @ w.T) + bias"
     collective = "all_reduce"
-    pattern = ("gemm", "all_reduce")
     config_type = GemmAllReduceConfig
     split_names = ()
     adds_ranks = True

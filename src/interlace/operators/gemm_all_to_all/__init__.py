@@ -38,12 +38,9 @@ class GemmAllToAllConfig(GemmConfig):
 
 @operator
 class GemmAllToAll(GemmOperator):
-    """``all_to_all(x @ w.T)``: the rows that all ranks have computed for this one."""
+    """``all_to_all(x @ w.T + bias)``: the rows that all ranks have computed for this one."""
 
-    name = "gemm_all_to_all"
-    formula = "all_to_all(x @ w.T + bias)"
     collective = "all_to_all"
-    pattern = ("gemm", "all_to_all")
     config_type = GemmAllToAllConfig
     split_names = ("input_splits", "output_splits")
     implementations = (

@@ -65,10 +65,7 @@ def _run_chunked(call: BatchCall) -> torch.Tensor | None:
 class BmmAllToAll(BatchOperator):
     """The all-to-all of each product's rows: ``x [B, M, K] @ w [B, K, N] -> [B M, N]``."""
 
-    name = "bmm_all_to_all"
-    formula = "all_to_all(bmm(x, w))"
     collective = "all_to_all"
-    pattern = ("bmm", "all_to_all")
     config_type = GemmAllToAllConfig
     sum_name = "bmm_sum_all_to_all"
     implementations = (

@@ -33,12 +33,9 @@ class GemmReduceScatterConfig(SumConfig):
 
 @operator
 class GemmReduceScatter(GemmOperator):
-    """``reduce_scatter(x @ w.T)``: each rank's rows of the sum over ranks."""
+    """``reduce_scatter(x @ w.T) + bias``: each rank's rows of the sum over ranks."""
 
-    name = "gemm_reduce_scatter"
-    formula = "reduce_scatter(x @ w.T) + bias"
     collective = "reduce_scatter"
-    pattern = ("gemm", "reduce_scatter")
     config_type = GemmReduceScatterConfig
     adds_ranks = True
     sum_name = "gemm_sum_reduce_scatter"

@@ -14,12 +14,10 @@ from interlace.registry import Implementation, Operator, operator
 
 @operator
 class GemvAllReduce(Operator):
-    """``all_reduce(x @ w.T)`` of a few tokens: the linear layer of a decoding step."""
+    """``all_reduce(x @ w.T) + bias`` of a few tokens: the linear layer of a decoding step."""
 
-    name = "gemv_all_reduce"
-    formula = "all_reduce(x @ w.T) + bias"
+    computation = "gemv"
     collective = "all_reduce"
-    pattern = ("gemv", "all_reduce")
     sizes = ("tokens", "rows", "columns")
     config_type = GemvAllReduceConfig
     choosers = ("auto", "measured")

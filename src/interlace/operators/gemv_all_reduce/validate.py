@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOATS
+from interlace.gemm.operands import require_device, require_float
 from interlace.operators.gemv_all_reduce.config import OPERATOR
 
 
@@ -20,14 +20,10 @@ def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Non
             f"{OPERATOR}: x and w must have the same last dimension, this rank's part of K; got "
             f"{x.shape[-1]} and {w.shape[1]}."
         )
-    if x.dtype not in FLOATS:
-        raise ArgumentError(f"{OPERATOR}: x must be float16, bfloat16 or float32; got {x.dtype}.")
+    require_float(f"{OPERATOR}: x", x.dtype)
     if w.dtype != x.dtype:
         raise ArgumentError(f"{OPERATOR}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
-    if w.device != x.device:
-        raise ArgumentError(
-            f"{OPERATOR}: w must be on the device of x, {x.device}; got {w.device}."
-        )
+    require_device(f"{OPERATOR}: w", w, "x", x.device)
     if w.shape[1] > 1 and w.shape[0] > 0 and w.stride(1) != 1:
         raise ArgumentError(
             f"{OPERATOR}: rows of w must be contiguous; got strides {list(w.stride())}. "

@@ -17,7 +17,6 @@ class MixtureOfExperts(Operator):
     """Dispatch, experts and combine: each token's sum of its experts' outputs."""
 
     name = "mixture_of_experts"
-    formula = "combine(experts(dispatch(x)))"
     collective = "all_to_all"
     sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
     config_type = MixtureOfExpertsConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOATS
+from interlace.gemm.operands import FLOATS, require_device, require_float
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import MAX_EXPERTS, MAX_TOKENS, MAX_TOP_K
 
@@ -23,8 +23,7 @@ def validate(
     if x.dim() != 2:
         raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
     tokens, hidden = x.shape
-    if x.dtype not in FLOATS:
-        raise ArgumentError(f"{OPERATOR}: x must be float16, bfloat16 or float32; got {x.dtype}.")
+    require_float(f"{OPERATOR}: x", x.dtype)
     if tokens > MAX_TOKENS:
         raise ArgumentError(
             f"{OPERATOR}: a rank must have at most {MAX_TOKENS} tokens; got {tokens}. Call in "
@@ -56,10 +55,7 @@ def validate(
             f"got {weights.dtype} {list(weights.shape)}."
         )
     for name, tensor in (("experts", experts), ("weights", weights)):
-        if tensor.device != x.device:
-            raise ArgumentError(
-                f"{OPERATOR}: {name} must be on the device of x, {x.device}; got {tensor.device}."
-            )
+        require_device(f"{OPERATOR}: {name}", tensor, "x", x.device)
     if capacity is not None and capacity < 1:
         raise ArgumentError(
             f"{OPERATOR}: capacity must be positive, or None for no limit; got {capacity}."

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from interlace.cache_folder import cache_folder
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim_progress import show_progress
@@ -42,7 +43,7 @@ def run_sweep(
     # A collective has no passes, and one result under whatever is asked of them.
     base = scenario(kind, given | ({"fused": "none"} if kind == "collective" else {}), changes)
     # --no-cache wins over --cache, so that a script can add it to any command.
-    folder = None if no_cache else cache or sweeps.default_cache()
+    folder = None if no_cache else cache or cache_folder("sim")
     started = time.perf_counter()
     with show_progress(f"sweep {kind}") as runs:
         points = sweeps.sweep(base, values, workers=workers, cache_folder=folder, progress=runs)
@@ -132,7 +133,7 @@ def _short(value: Any) -> str:
 def run_sc24(*, outputs: Outputs, workers: int | None, cache: Path | None, no_cache: bool) -> None:
     """Compare the paper's 21 % with ours over baselines, networks, assumptions and node counts."""
     started = time.perf_counter()
-    folder = None if no_cache else cache or sweeps.default_cache()
+    folder = None if no_cache else cache or cache_folder("sim")
     with show_progress("reproduce sc24") as runs:
         study = reproduce.sc24(workers=workers, cache_folder=folder, progress=runs)
     console = make_console()

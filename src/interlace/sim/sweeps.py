@@ -55,11 +55,6 @@ class Point:
     cached: bool = False
 
 
-def default_cache() -> Path:
-    """Return the folder of remembered outcomes under the user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "interlace" / "sim"
-
-
 def sweep(
     base: Scenario,
     parameters: Mapping[str, Sequence[Any]],

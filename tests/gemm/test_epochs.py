@@ -37,7 +37,7 @@ def _jump(group, epoch):
     """Let the next call of every operator be of ``epoch``, as if all calls before had been made."""
     group.synchronize()
     dist.barrier()
-    for workspace in group._workspaces.values():
+    for workspace in group.memory.workspaces.values():
         workspace.epochs.fill_(epoch)
         workspace.side_epochs.fill_(epoch)
         before = _EPOCHS - 2 if epoch == 1 else (epoch - 1) % _EPOCHS
@@ -179,7 +179,7 @@ def _left_behind(epoch):
             group.synchronize()
             dist.barrier()
             count = 0
-            for workspace in group._workspaces.values():
+            for workspace in group.memory.workspaces.values():
                 words = list(_signals(group, workspace.signals, workspace.signal_count))
                 if name.startswith(("one_shot", "two_phase")):
                     words = list(
@@ -209,7 +209,7 @@ def _cells(group):
     """The numbers of every workspace's next call and of its next launch beside a kernel."""
     return {
         name: (int(cells.epochs[0]), int(cells.side_epochs[0]))
-        for name, cells in group._workspaces.items()
+        for name, cells in group.memory.workspaces.items()
     }
 
 
@@ -223,7 +223,7 @@ def _move(group, used, epoch):
     group.synchronize()
     dist.barrier()  # no rank has a call under way
     for name, has_side_stream in used.items():
-        workspace = group._workspaces[name]
+        workspace = group.memory.workspaces[name]
         first = epoch - ((epoch ^ int(workspace.epochs[0])) & 1)
         workspace.epochs.fill_(first)
         if has_side_stream:
@@ -277,7 +277,7 @@ def _fill_counters(group, used):
     """
     filled = 0
     for name in used:
-        workspace = group._workspaces[name]
+        workspace = group.memory.workspaces[name]
         signals = _signals(group, workspace.signals, workspace.signal_count)
         for index in range(layout.FINISHED, workspace.signal_count):
             if 0 < signals[index] < _EPOCHS and signals[index] % MAX_PROGRAMS == 0:
@@ -301,7 +301,7 @@ def _where_numbers_begin_again(operator, impl):
     group.synchronize()
     dist.barrier()  # no rank has a call under way
     for name in used:
-        group._workspaces[name].reset(group.rank)
+        group.memory.workspaces[name].reset(group.rank)
     dist.barrier()
     wrong = _call_until(group, prepared, used, 3, "at first")
     _move(group, used, _CLEARING - 1)

@@ -228,7 +228,7 @@ def _without_driver(impl, replace):
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(group._heap, "remap", refuse)
+            patch.setattr(group.memory.heap, "remap", refuse)
             patch.setattr(triggered, "TransferQueue", refuse)
         try:
             outcome = _sum_of(4, impl, process_group, replace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from interlace.bench import report
 from interlace.cli import tuned
 from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.options import Run
 from interlace.cli.outputs import Outputs, read_json
 from interlace.errors import ArgumentError, BackendError
 
@@ -24,9 +26,8 @@ _MAX_RANKS = 8
 def run_bench(
     operator: str,
     work: Sequence[Any],
-    measure: Measure,
-    world_size: int | None,
-    outputs: Outputs,
+    measure: Callable[..., Any],
+    run: Run,
     *,
     verb: str = "Measuring",
     table: Callable[[str, Any], Table] = report.table,
@@ -36,40 +37,37 @@ def run_bench(
     Args:
         operator: the operator's name.
         work: sizes of each measured shape.
-        measure: function that every rank calls with the sizes of a shape.
-        world_size: number of ranks; None for all GPUs.
-        outputs: the files of the command.
+        measure: function that every rank calls with the sizes of a shape and a ``dtype``.
+        run: the ranks, the dtype and the files of the command.
         verb: first word of the progress bar.
         table: function that makes a result's table.
     """
-    title = f"{verb} {operator}"
-    document = measure_on_gpus("bench", title, work, measure, world_size, outputs)
+    document = measure_run("bench", f"{verb} {operator}", work, measure, run)
     console = make_console()
     for result in document["results"]:
         console.print(table(operator, result))
         console.print()
     console.print(report.machine_line(document["machine"], document["date"]))
-    outputs.say_written(console, "All numbers")
+    run.outputs.say_written(console, "All numbers")
 
 
 def run_tune(
     operator: str,
     work: Sequence[Any],
-    measure: Measure,
-    world_size: int | None,
-    outputs: Outputs,
+    measure: Callable[..., Any],
+    run: Run,
     *,
     verb: str = "Tuning",
 ) -> None:
     """Measure an operator for ``interlace tune``, and put its results into the tuned table.
 
-    The arguments are those of :func:`run_bench`; ``outputs.table`` is the table to extend.
+    The arguments are those of :func:`run_bench`; ``run.outputs.table`` is the table to extend.
     """
+    outputs = run.outputs
     assert outputs.table is not None
     # A table that cannot be extended is refused before minutes are spent on measuring.
     old_table = tuned.read(outputs.table, operator)
-    title = f"{verb} {operator}"
-    document = measure_on_gpus("tune", title, work, measure, world_size, outputs)
+    document = measure_run("tune", f"{verb} {operator}", work, measure, run)
     machine, results = document["machine"], document["results"]
     entries = [tuned.entry(result) for result in results]
     console = make_console()
@@ -131,6 +129,14 @@ def read_document(file: Path) -> dict[str, Any]:
             f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."
         )
     return document
+
+
+def measure_run(
+    command: str, title: str, work: Sequence[Any], measure: Callable[..., Any], run: Run
+) -> dict[str, Any]:
+    """Measure shapes in the run's dtype; see :func:`measure_on_gpus`."""
+    measure = functools.partial(measure, dtype=run.dtype)
+    return measure_on_gpus(command, title, work, measure, run.world_size, run.outputs)
 
 
 def measure_on_gpus(

@@ -11,8 +11,7 @@ from interlace.cli import bench
 from interlace.cli.bench_products import add_tune_command, parse_work
 from interlace.cli.bench_ranks import measure_batch
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import HalfDtype, JsonFile, Ranks, shape_option
-from interlace.cli.outputs import Outputs
+from interlace.cli.options import HalfDtype, Run, shape_option, takes_run
 from interlace.registry import Operator
 
 _SHAPES = shape_option(
@@ -37,15 +36,9 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
         operator.name,
         help=f"{title}, as of experts: fused, the unfused pair, each alone, and the floor.",
     )
-    def bench_operator(
-        shape: list[str] | None = _SHAPES,
-        world_size: Ranks = None,
-        dtype: HalfDtype = "bfloat16",
-        json_file: JsonFile = None,
-    ) -> None:
-        outputs, work = Outputs(json=json_file), parse(shape, dtype)
-        measure = functools.partial(measure_batch, dtype=dtype)
-        bench.run_bench(operator.name, work, measure, world_size, outputs)
+    @takes_run(dtypes=HalfDtype)
+    def bench_operator(run: Run, shape: list[str] | None = _SHAPES) -> None:
+        bench.run_bench(operator.name, parse(shape, run.dtype), measure_batch, run)
 
     # These operators have no configurations to search, so the table says which way is the fastest.
     add_tune_command(

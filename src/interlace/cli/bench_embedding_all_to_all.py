@@ -13,7 +13,7 @@ from interlace.bench.report import study_table
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_embeddings
 from interlace.cli.console import make_console
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
+from interlace.cli.options import Run, shape_option, takes_run
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -37,13 +37,12 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
     tune_app.command(operator.name)(tune_operator)
 
 
+@takes_run("float32")
 def bench_operator(
+    run: Run,
     shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
-    world_size: Ranks = None,
-    dtype: Dtype = "float32",
-    json_file: JsonFile = None,
     backward: Annotated[
         bool, typer.Option("--backward", help="The backward pass with row-wise Adagrad instead.")
     ] = False,
@@ -65,38 +64,33 @@ def bench_operator(
         )
     if plot is not None and not study:
         raise ArgumentError("--plot must go with --study; got it alone.")
-    outputs = Outputs(json=json_file, plot=plot)
+    picture = Outputs(plot=plot)
     kind = "study" if study else "backward" if backward else "forward"
-    work = parse_work(shape, lookups, batch, dtype)
-    measure = functools.partial(measure_embeddings, dtype=dtype, kind=kind)
+    work = parse_work(shape, lookups, batch, run.dtype)
+    measure = functools.partial(measure_embeddings, kind=kind)
     if not study:
-        bench.run_bench(OPERATOR, work, measure, world_size, outputs)
+        bench.run_bench(OPERATOR, work, measure, run)
         return
-    title = f"Studying {OPERATOR}"
-    document = bench.measure_on_gpus("bench", title, work, measure, world_size, outputs)
+    document = bench.measure_run("bench", f"Studying {OPERATOR}", work, measure, run)
     for result in document["results"]:
         make_console().print(study_table(OPERATOR, result))
     from interlace.cli.picture import draw_study
 
-    outputs.write_plot(lambda file: draw_study(document, file))
+    picture.write_plot(lambda file: draw_study(document, file))
 
 
+@takes_run("float32", makes_table=True)
 def tune_operator(
-    table: TableFile,
+    run: Run,
     shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
-    world_size: Ranks = None,
-    dtype: Dtype = "float32",
-    json_file: JsonFile = None,
 ) -> None:
     """Embedding + All-to-All: find good configurations, both directions, and write each shape's to
     the tuned table.
     """
-    outputs = Outputs(json=json_file, table=table)
-    work = parse_work(shape, lookups, batch, dtype)
-    measure = functools.partial(measure_embeddings, dtype=dtype, kind="tune")
-    bench.run_tune(OPERATOR, work, measure, world_size, outputs)
+    work = parse_work(shape, lookups, batch, run.dtype)
+    bench.run_tune(OPERATOR, work, functools.partial(measure_embeddings, kind="tune"), run)
 
 
 def parse_work(

@@ -10,8 +10,7 @@ import typer
 from interlace.bench.gemv_all_reduce import OPERATOR
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_gemv
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
-from interlace.cli.outputs import Outputs
+from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
 
@@ -38,12 +37,11 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
     tune_app.command(operator.name)(tune_operator)
 
 
+@takes_run()
 def bench_operator(
+    run: Run,
     tokens: Tokens = "1",
     shape: list[str] | None = _SHAPES,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
     tune: Annotated[
         bool, typer.Option("--tune", help="First find the best configuration of each shape.")
     ] = False,
@@ -51,26 +49,20 @@ def bench_operator(
     """GEMV + AllReduce: fused, every unfused pair, compute alone, communication alone, and the
     physical floor.
     """
-    outputs, work = Outputs(json=json_file), parse_work(tokens, shape, dtype)
-    measure = functools.partial(measure_gemv, dtype=dtype, tunes=tune)
-    verb = "Tuning" if tune else "Measuring"
-    bench.run_bench(OPERATOR, work, measure, world_size, outputs, verb=verb)
+    work = parse_work(tokens, shape, run.dtype)
+    measure = functools.partial(measure_gemv, tunes=tune)
+    bench.run_bench(OPERATOR, work, measure, run, verb="Tuning" if tune else "Measuring")
 
 
+@takes_run(makes_table=True)
 def tune_operator(
-    table: TableFile,
-    tokens: Tokens = "1,2,4,8,16,32,64",
-    shape: list[str] | None = _SHAPES,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
+    run: Run, tokens: Tokens = "1,2,4,8,16,32,64", shape: list[str] | None = _SHAPES
 ) -> None:
     """GEMV + AllReduce: measure all configurations and write the best of each shape to the tuned
     table.
     """
-    outputs, work = Outputs(json=json_file, table=table), parse_work(tokens, shape, dtype)
-    measure = functools.partial(measure_gemv, dtype=dtype, tunes=True)
-    bench.run_tune(OPERATOR, work, measure, world_size, outputs)
+    work = parse_work(tokens, shape, run.dtype)
+    bench.run_tune(OPERATOR, work, functools.partial(measure_gemv, tunes=True), run)
 
 
 def parse_work(tokens: str, shapes: list[str] | None, dtype: str) -> list[tuple[int, int, int]]:

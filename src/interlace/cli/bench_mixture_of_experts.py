@@ -10,8 +10,7 @@ import typer
 from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_experts
-from interlace.cli.options import Dtype, JsonFile, Ranks, TableFile, shape_option
-from interlace.cli.outputs import Outputs
+from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
 
@@ -31,16 +30,15 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
     tune_app.command(operator.name)(tune_operator)
 
 
+@takes_run()
 def bench_operator(
+    run: Run,
     shape: list[str] | None = _SHAPES,
     tokens: Tokens = 4096,
     routing: Annotated[
         str, typer.Option(help="balanced, skewed, or both with a comma.")
     ] = "balanced,skewed",
     part: Annotated[str, typer.Option(help="combine, forward, backward, or all.")] = "all",
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
     config: Annotated[
         str, typer.Option(help="The fused kernels' configuration, as results show it.")
     ] = "",
@@ -53,28 +51,20 @@ def bench_operator(
     """
     if part not in ("all", *PARTS):
         raise ArgumentError(f"--part must be one of {', '.join(('all', *PARTS))}; got {part!r}.")
-    outputs = Outputs(json=json_file)
-    work = parse_work(shape, tokens, routing, dtype)
-    measure = functools.partial(measure_experts, dtype=dtype, part=part, config=config)
-    bench.run_bench(OPERATOR, work, measure, world_size, outputs)
+    work = parse_work(shape, tokens, routing, run.dtype)
+    measure = functools.partial(measure_experts, part=part, config=config)
+    bench.run_bench(OPERATOR, work, measure, run)
 
 
-def tune_operator(
-    table: TableFile,
-    shape: list[str] | None = _SHAPES,
-    tokens: Tokens = 4096,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
-) -> None:
+@takes_run(makes_table=True)
+def tune_operator(run: Run, shape: list[str] | None = _SHAPES, tokens: Tokens = 4096) -> None:
     """Mixture of experts: find a good configuration of each layer, both directions, and write it to
     the tuned table.
     """
-    outputs = Outputs(json=json_file, table=table)
     # The balanced routing stands for all: the table's sizes do not tell routings apart.
-    work = parse_work(shape, tokens, "balanced", dtype)
-    measure = functools.partial(measure_experts, dtype=dtype, part="tune", config="")
-    bench.run_tune(OPERATOR, work, measure, world_size, outputs)
+    work = parse_work(shape, tokens, "balanced", run.dtype)
+    measure = functools.partial(measure_experts, part="tune", config="")
+    bench.run_tune(OPERATOR, work, measure, run)
 
 
 def parse_work(

@@ -12,8 +12,7 @@ from interlace.bench import report
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_product
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import HalfDtype, JsonFile, Ranks, TableFile, shape_option
-from interlace.cli.outputs import Outputs
+from interlace.cli.options import HalfDtype, Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
 
@@ -42,11 +41,10 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
         help=f"{title}: fused, every unfused pair, the product alone, communication alone, and the "
         "floor.",
     )
+    @takes_run(dtypes=HalfDtype)
     def bench_operator(
+        run: Run,
         shape: list[str] | None = _SHAPES,
-        world_size: Ranks = None,
-        dtype: HalfDtype = "bfloat16",
-        json_file: JsonFile = None,
         tune: Annotated[
             bool, typer.Option("--tune", help="First find a good configuration of each shape.")
         ] = False,
@@ -63,9 +61,8 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
             _require_transports(operator.name)
         kind = "transports" if transports else "tune" if tune else "bench"
         table = report.transports_table if transports else report.table
-        outputs, work = Outputs(json=json_file), parse(shape, dtype)
-        measure = functools.partial(measure_product, dtype=dtype, kind=kind)
-        bench.run_bench(operator.name, work, measure, world_size, outputs, table=table)
+        measure = functools.partial(measure_product, kind=kind)
+        bench.run_bench(operator.name, parse(shape, run.dtype), measure, run, table=table)
 
     add_tune_command(
         tune_app,
@@ -100,16 +97,9 @@ def add_tune_command(
     """
 
     @app.command(operator, help=description)
-    def tune_operator(
-        table: TableFile,
-        shape: list[str] | None = shapes,
-        world_size: Ranks = None,
-        dtype: HalfDtype = "bfloat16",
-        json_file: JsonFile = None,
-    ) -> None:
-        outputs, work = Outputs(json=json_file, table=table), parse(shape, dtype)
-        measure_dtype = functools.partial(measure, dtype=dtype)
-        bench.run_tune(operator, work, measure_dtype, world_size, outputs, verb=verb)
+    @takes_run(dtypes=HalfDtype, makes_table=True)
+    def tune_operator(run: Run, shape: list[str] | None = shapes) -> None:
+        bench.run_tune(operator, parse(shape, run.dtype), measure, run, verb=verb)
 
 
 def _require_transports(operator: str) -> None:

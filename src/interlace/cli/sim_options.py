@@ -10,9 +10,8 @@ from typing import Annotated, Any
 
 import typer
 
+from interlace.cli.options import Command, declare
 from interlace.cli.outputs import Outputs
-
-Command = Callable[..., None]
 
 
 def underscored(name: str | None) -> str | None:
@@ -168,16 +167,11 @@ def options(
         defaults: options by name whose default is the command's own.
     """
 
-    def declare(name: str) -> inspect.Parameter:
+    def declare_shared(name: str) -> inspect.Parameter:
         annotation, default = _SHARED[name]
         if helps and name in helps:
             annotation = _file(name, helps[name])
-        return inspect.Parameter(
-            name,
-            inspect.Parameter.KEYWORD_ONLY,
-            default=defaults.get(name, default),
-            annotation=annotation,
-        )
+        return declare(name, annotation, defaults.get(name, default))
 
     def decorate(command: Command) -> Command:
         own = [
@@ -185,7 +179,7 @@ def options(
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
         ]
-        shared = [declare(name) for name in dict.fromkeys((*names, *defaults, *files))]
+        shared = [declare_shared(name) for name in dict.fromkeys((*names, *defaults, *files))]
 
         @functools.wraps(command)
         def run(*args: Any, **values: Any) -> None:

@@ -19,7 +19,7 @@ from interlace.comm.cpu_faults import Traffic
 from interlace.comm.health import Health, Running, default_deadline
 from interlace.comm.identity import identity, settings
 from interlace.comm.members import check_members, members_of, require_dedicated_gpus
-from interlace.comm.memory import Block, Heap
+from interlace.comm.memory import Block
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.process_groups import (
     default_group,
@@ -104,18 +104,10 @@ class Group:
         """Return the rank of this process in the group."""
         return self.members.rank
 
-    @rank.setter
-    def rank(self, rank: int) -> None:
-        self.members.rank = rank
-
     @property
     def world_size(self) -> int:
         """Return the number of ranks in the group."""
         return self.members.world_size
-
-    @world_size.setter
-    def world_size(self, world_size: int) -> None:
-        self.members.world_size = world_size
 
     def require_own_gpus(self, activity: str) -> None:
         """Refuse to measure on GPUs that ranks share; see :func:`require_dedicated_gpus`."""
@@ -175,20 +167,6 @@ class Group:
     def workspace_bytes(self) -> dict[str, int]:
         """Return the symmetric bytes that each operator's workspace holds on this rank."""
         return self.memory.workspace_bytes()
-
-    @property
-    def _workspaces(self) -> dict[str, Workspace]:
-        """Return the workspaces by operator, for tests of operators that set epochs."""
-        return self.memory.workspaces
-
-    @property
-    def _heap(self) -> Heap:
-        """Return the heap, for tests and ``interlace.testing``, which replace it."""
-        return self.memory.heap
-
-    @_heap.setter
-    def _heap(self, heap: Heap) -> None:
-        self.memory.heap = heap
 
     # Health
 

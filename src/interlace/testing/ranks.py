@@ -78,8 +78,8 @@ class ExploredGroup(Group):
 
     def __init__(self, run: Run, rank: int, world_size: int, view: View) -> None:
         super().__init__(None, torch.device("cpu"))
-        self.rank, self.world_size = rank, world_size
-        self._heap = ExploredHeap(view)
+        self.members.rank, self.members.world_size = rank, world_size
+        self.memory.heap = ExploredHeap(view)
         self._run = run
 
     def exchange(self, what: str, value: object, *, deadline_s: float | None = None) -> list[Any]:

@@ -16,6 +16,8 @@ import torch
 
 from interlace.bench import machine_profile
 from interlace.bench.machine_profile import ProductTime
+from interlace.cache_folder import cache_folder
+from interlace.cli import bench
 from interlace.cli.tune_machine import write
 from interlace.comm import identity
 from interlace.costs import known_profiles
@@ -131,3 +133,15 @@ def test_a_profile_that_cannot_be_trusted(text: str, mode: int, reason: str) -> 
     with pytest.warns(RuntimeWarning, match=f"is ignored: {reason}"):
         profile = profile_of("NVIDIA H200")
     assert profile == H200
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_only_measured_times_are_forgotten(tmp_path: Path) -> None:
+    """Ranks of a sweep find this user's profile, and no times of programs before."""
+    write(known_profiles.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
+    (tmp_path / "measured").mkdir()
+    with bench.nothing_measured():
+        profile_of.cache_clear()
+        assert not profile_of("Another GPU").is_guess
+        assert not cache_folder("measured").exists()
+    assert cache_folder("measured") == tmp_path / "measured"

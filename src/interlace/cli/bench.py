@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,7 @@ from rich.table import Table
 
 from interlace import tuning
 from interlace.bench import report
+from interlace.cache_folder import cache_folder
 from interlace.cli import tuned
 from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import command_line, make_console, now, run_ranks
@@ -137,6 +142,25 @@ def measure_run(
     """Measure shapes in the run's dtype; see :func:`measure_on_gpus`."""
     measure = functools.partial(measure, dtype=run.dtype)
     return measure_on_gpus(command, title, work, measure, run.world_size, run.outputs)
+
+
+@contextlib.contextmanager
+def nothing_measured() -> Iterator[None]:
+    """Let ranks that start within the context measure every call, whatever this user's programs
+    have measured before; the user's own machine profile stays known.
+    """
+    profiles, before = cache_folder("profiles"), os.environ.get("INTERLACE_CACHE_DIR")
+    with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
+        if profiles.is_dir():
+            shutil.copytree(profiles, Path(folder) / "profiles")
+        os.environ["INTERLACE_CACHE_DIR"] = folder
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ["INTERLACE_CACHE_DIR"]
+            else:
+                os.environ["INTERLACE_CACHE_DIR"] = before
 
 
 def measure_on_gpus(

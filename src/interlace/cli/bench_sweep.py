@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import os
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,9 +43,7 @@ def run_sweep(
     else:
         bench.require_dtype(dtype, tuple(MOST_FLOPS))
         work = list(itertools.islice(draws(seed, world_size or 2, dtype), _MOST_DRAWS))
-        with tempfile.TemporaryDirectory(prefix="interlace-sweep-") as folder:
-            # Every call is to be measured, whatever this user's programs have measured before.
-            os.environ["INTERLACE_CACHE_DIR"] = folder
+        with bench.nothing_measured():
             document = bench.measure_on_gpus(
                 "bench",
                 "Measuring random calls",

@@ -42,19 +42,12 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
             f"interlace tune machine must have GPUs of one kind; got {', '.join(sorted(gpus))}. "
             "Show it some of them only, by CUDA_VISIBLE_DEVICES."
         )
-    with tempfile.TemporaryDirectory(prefix="interlace-machine-") as folder:
-        # Every call is to be measured, whatever this user's programs have measured before.
-        before = os.environ.get("INTERLACE_CACHE_DIR")
-        os.environ["INTERLACE_CACHE_DIR"] = folder
-        # The rates of products and links first, then as many calls as there is time for.
-        work = [None, *itertools.islice(draws(_SEED, max(count, 2)), _MOST_CALLS)]
+    # The rates of products and links first, then as many calls as there is time for.
+    work = [None, *itertools.islice(draws(_SEED, max(count, 2)), _MOST_CALLS)]
+    with bench.nothing_measured():
         document = bench.measure_on_gpus(
             "tune", "Measuring this machine", work, measure, world_size, outputs, budget_s
         )
-        if before is None:
-            del os.environ["INTERLACE_CACHE_DIR"]
-        else:
-            os.environ["INTERLACE_CACHE_DIR"] = before
     rates, *results = document["results"]
     gpu = gpus.pop()
     processors = torch.cuda.get_device_properties(0).multi_processor_count

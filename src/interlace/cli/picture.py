@@ -60,7 +60,7 @@ def _fastest_point(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def _study_finding(results: list[dict[str, Any]]) -> str:
-    """Return the share of the programs that is fastest most often, and the orders that never are."""
+    """Return the share of programs that is fastest most often, and the orders that never are."""
     fastest = [_fastest_point(result) for result in results]
     shares = [point["occupancy_percent"] for point in fastest]
     share = max(shares, key=shares.count)

@@ -1,5 +1,5 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples test-gpu test-integrations smoke-gpu clean
+.PHONY: setup demo test quick check pytest examples package test-gpu test-integrations smoke-gpu clean
 
 PYTHON = python3
 BIN = .venv/bin
@@ -51,6 +51,12 @@ quick: setup
 
 examples: setup
 	$(PYTEST) tests/test_examples.py
+
+# The wheel in dist, and a check of what is in it.
+package: setup
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m tests.package dist/*.whl
 
 # First what compiles many kernels, in several processes at the same time; then what needs the GPUs for itself.
 test-gpu: setup

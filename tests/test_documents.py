@@ -8,6 +8,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import yaml
 
 import interlace
 from interlace import errors
@@ -78,6 +79,12 @@ def test_every_example_has_its_line(folder: str) -> None:
     assert {link for link in listed if str(Path(link).parent) == (folder or ".")} == {
         str(Path(folder) / file.name) for file in here
     }
+
+
+def test_the_citation_has_the_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert citation["version"] == interlace.__version__
+    assert citation["license"] == "Apache-2.0"
 
 
 def test_setup_takes_the_index_of_cpu_builds() -> None:

@@ -1,9 +1,12 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples test-gpu test-integrations smoke-gpu clean
+.PHONY: setup demo test quick check pytest examples package test-gpu test-integrations smoke-gpu clean
 
 PYTHON = python3
 BIN = .venv/bin
 STAMP = .venv/.installed
+# Where setup gets torch without a GPU: the URL of a package index of CPU builds, as in
+# make setup TORCH_INDEX=URL. Empty: pip's own configuration; the usual index has CUDA builds.
+TORCH_INDEX =
 # Ranks that wait for one another, and processes that start, leave time: four processes that run tests keep two cores
 # busy, and are a fifth quicker than two.
 PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal
@@ -11,14 +14,16 @@ PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal
 setup: $(STAMP)
 
 # Where there is an NVIDIA GPU and a torch that works, that torch is used. Elsewhere torch goes first and by its exact
-# version: any other way resolves to a CUDA build of several gigabytes.
+# version, so that what is installed after it keeps it. A CPU build brings no Triton, a CUDA build the one that it
+# was made for.
 $(STAMP): pyproject.toml
 	@if command -v nvidia-smi >/dev/null 2>&1 && $(PYTHON) -c 'import torch' 2>/dev/null; then \
 		test -x $(BIN)/python || $(PYTHON) -m venv --system-site-packages .venv; \
 	else \
 		test -x $(BIN)/python || $(PYTHON) -m venv .venv; \
-		$(BIN)/python -m pip install --quiet torch==2.13.0 && \
-		$(BIN)/python -m pip install --quiet triton==3.9.0; \
+		$(BIN)/python -m pip install --quiet $(TORCH_INDEX:%=--index-url %) torch==2.13.0 && \
+		{ $(BIN)/python -c 'import importlib.metadata; importlib.metadata.version("triton")' 2>/dev/null || \
+			$(BIN)/python -m pip install --quiet triton==3.9.0; }; \
 	fi
 	$(BIN)/python -m pip install --quiet --editable '.[test]'
 	@# Only its schema is used: what it asks for beside that is a notebook server with a hundred packages.
@@ -46,6 +51,12 @@ quick: setup
 
 examples: setup
 	$(PYTEST) tests/test_examples.py
+
+# The wheel in dist, and a check of what is in it.
+package: setup
+	rm -rf dist
+	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m tests.package dist/*.whl
 
 # First what compiles many kernels, in several processes at the same time; then what needs the GPUs for itself.
 test-gpu: setup

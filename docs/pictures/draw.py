@@ -167,12 +167,13 @@ def fused() -> None:
 
 def architecture() -> None:
     """The layers, top to bottom: each imports only what is below it."""
-    figure, axes = canvas(96, 74.5)
+    figure, axes = canvas(96, 79)
+    axes.set_ylim(-4.5, 74.5)
     label(axes, 2, 72, "Layers: each imports only what is below it", bold=True, size=10)
     layers = (
-        ((44, "cli\ndoctor   demo   bench   tune   soak   sim", SHADES[3]),),
-        ((16, "bench\nway by way", SHADES[3]), (14, "models\nDLRM, training", SHADES[3]), (12, "testing\nexplorer", SHADES[3])),
-        ((16, "nn\nmodules, plans", SHADES[3]), (15, "compile\nfuses unasked", SHADES[3]), (11, "data\nclick logs", SHADES[3])),
+        ((27, "cli\ndoctor demo bench tune soak sim", SHADES[3]), (16, "integrations\nother programs", SHADES[3])),
+        ((16, "bench\nmeasures", SHADES[3]), (14, "models\nDLRM, training", SHADES[3]), (12, "testing\nexplorer", SHADES[3])),
+        ((16, "nn\nmodules, plans", SHADES[3]), (15, "compile\nfuses a model", SHADES[3]), (11, "data\nclick logs", SHADES[3])),
         ((44, "optim\nupdates applied in the backward pass", SHADES[3]),),
         ((26, "operators\none declaration each", SHADES[0]), (17, "sim\nmany nodes; no torch", SHADES[1])),
         ((44, "gemm\ncall, schema, dispatch, implementations, kernels", SHADES[0]),),
@@ -188,6 +189,16 @@ def architecture() -> None:
             bold = text.startswith("operators\none")
             box(axes, x, 64.5 - 6.2 * row, width, 5, text, fill=fill, bold=bold)
             x += width + 1
+    meanings = (
+        (SHADES[3], "what a program or a user calls"),
+        (SHADES[0], "operators and their kernels"),
+        (SHADES[2], "ranks and their memory"),
+        (SHADES[1], "declarations and models, no torch"),
+    )
+    for i, (fill, meaning) in enumerate(meanings):
+        x, y = 2 + 21.5 * (i % 2), -0.5 - 2.6 * (i // 2)
+        block(axes, x, y - 0.9, 2.2, 1.8, fill)
+        label(axes, x + 3, y, meaning, size=8, color=GREY)
 
     label(axes, 52, 72, "A call, from the user to the peers", bold=True, size=10)
     steps = (
@@ -204,7 +215,7 @@ def architecture() -> None:
         arrow(axes, (57, y), (57, y - 4.0 if name != "language" else 19.3), color=GREY)
     label(axes, 52, 17.7, "the group's memory", size=8.5, color=GREY)
     for r in range(4):
-        box(axes, 52 + 9.6 * r, 11.2, 8.6, 5, f"peers[{r}]\nrank {r}", fill=SHADES[r], size=8)
+        box(axes, 52 + 9.6 * r, 11.2, 8.6, 5, f"peers[{r}]\nrank {r}", fill=SHADES[2], size=8)
     label(axes, 70.9, 9.4, "one address range in every process, one stride between ranks", ha="center", size=8, color=GREY)
     save(figure, "architecture")
 

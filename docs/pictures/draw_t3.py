@@ -27,35 +27,41 @@ COMMANDS = (
 def mechanism() -> None:
     """A ring of four: what becomes of each chunk that a GPU produces, and what it meets at the next."""
     figure, axes = canvas(112, 62)
-    label(axes, 2, 59, "Fused reduce-scatter on a ring of 4 GPUs: the product is unchanged, its addresses are not", size=11, bold=True)
+    label(axes, 2, 59, "T3: an address map sends each chunk on while the product computes the next one", size=11, bold=True)
+    label(axes, 2, 56, "A fused reduce-scatter on a ring of 4 GPUs. The kernel stays as it is; its addresses are new.", size=9, color=GREY)
     rows = (
-        ("chunk 0", "remote_map", "stores go to the next GPU", SEND, "its chunk 1"),
-        ("chunk 1", "dma_map", "own + 1 update, then DMA", COMPUTE, "its chunk 2"),
-        ("chunk 2", "dma_map", "own + 1 update, then DMA", COMPUTE, "its chunk 3"),
-        ("chunk 3", "in no map", "own + 1 update: the sum of 4", SUM, ""),
+        ("chunk 0", "remote_map", "leaves at once, by its stores", SEND, "its chunk 1"),
+        ("chunk 1", "dma_map", "own + 1 update, then leaves", COMPUTE, "its chunk 2"),
+        ("chunk 2", "dma_map", "own + 1 update, then leaves", COMPUTE, "its chunk 3"),
+        ("chunk 3", "in no map", "stays: the sum of all 4", SUM, ""),
     )
     for number, (chunk, entry, meaning, fill, there) in enumerate(rows):
-        y = 42 - 11 * number
-        block(axes, 6, y, 15, 7, fill)
-        axes.text(13.5, y + 3.5, chunk, ha="center", va="center", color="white", fontsize=10, weight="bold")
-        label(axes, 24, y + 5, entry, size=9, mono=True)
-        label(axes, 24, y + 2, meaning, size=9)
+        y = 41 - 11 * number
+        block(axes, 20, y, 14, 7, fill)
+        axes.text(27, y + 3.5, chunk, ha="center", va="center", color="white", fontsize=10, weight="bold")
+        label(axes, 36, y + 5, entry, size=9, mono=True)
+        label(axes, 36, y + 2, meaning, size=9)
+        if number:
+            arrow(axes, (8, y + 3.5), (20, y + 3.5), color=SEND if number == 1 else COMPUTE)
+            label(axes, 8.5, y + 5, "+ update", size=8, color=GREY)
         if not there:
             continue
-        box(axes, 86, y - 11, 18, 7, there, fill=PALE)
+        box(axes, 90, y - 11, 16, 7, there, fill=PALE)
         if entry == "remote_map":
-            arrow(axes, (43, y + 3.5), (86, y - 5.5), color=fill)
-            label(axes, 68, y + 0.8, "stores", size=8.5, color=fill)
+            arrow(axes, (57, y + 3.5), (90, y - 5.5), color=fill)
+            label(axes, 70, y + 1.6, "stores", size=8.5, color=fill)
         else:
-            box(axes, 51, y + 0.5, 9, 6, "tracker\n2 of 2", size=7.5)
-            box(axes, 65, y + 0.5, 9, 6, "DMA", size=8.5)
-            arrow(axes, (60, y + 3.5), (65, y + 3.5), color=fill)
-            arrow(axes, (74, y + 3), (86, y - 7.5), color=fill)
-    label(axes, 6, 53.5, "one GPU, in the order in which it produces", size=9, color=GREY)
-    label(axes, 86, 53.5, "the next GPU", size=9, color=GREY)
-    label(axes, 86, 41, "near-memory update:", size=8.5, color=GREY)
-    arrow(axes, (3.5, 49), (3.5, 9), color=GREY)
-    label(axes, 2, 4.5, "All GPUs do this at once, each starting one part of the output further on: chunk p here is chunk p + 1 there.", size=9, color=GREY)  # fmt: skip
+            box(axes, 59, y + 0.5, 9, 6, "tracker:\nboth there", size=7)
+            box(axes, 72, y + 0.5, 9, 6, "DMA", size=8.5)
+            arrow(axes, (68, y + 3.5), (72, y + 3.5), color=fill)
+            arrow(axes, (81, y + 3), (90, y - 7.5), color=fill)
+    label(axes, 8, 52, "GPU before", size=9, color=GREY)
+    label(axes, 20, 52, "this GPU, in the order in which it computes", size=9, color=GREY)
+    label(axes, 90, 52, "next GPU", size=9, color=GREY)
+    label(axes, 90, 39.5, "adds in its DRAM:", size=8.5, color=GREY)
+    arrow(axes, (3.5, 48), (3.5, 8), color=GREY)
+    axes.text(1.6, 28, "time", ha="center", va="center", rotation=90, color=GREY, fontsize=8.5)
+    label(axes, 2, 4.5, "All GPUs do this at once, each starting one part of the output further on, so chunk p here is chunk p + 1 on the next.", size=9, color=GREY)  # fmt: skip
     label(axes, 2, 1.5, "Each update is added where it lands, in DRAM; a chunk is read once, by the DMA that sends it.", size=9, color=GREY)
     for suffix in ("png", "svg"):
         figure.savefig(FOLDER / f"t3-mechanism.{suffix}", dpi=150)

@@ -91,17 +91,8 @@ class LaunchError(InterlaceError):
 
     @property
     def line(self) -> str:
-        """The message in one line; for a traceback, the line with the rank's exception."""
-        first, *trace = [line for line in str(self).splitlines() if line.strip()] or [
-            type(self).__name__
-        ]
-        if not trace:
-            return first
-        # The exception comes after the last frame of the traceback, and may have many lines.
-        frames = [i for i, line in enumerate(trace) if line.startswith('  File "')]
-        after = trace[frames[-1] + 1 :] if frames else []
-        raised = next((line for line in after if not line.startswith(" ")), trace[-1].strip())
-        return f"{first.rstrip('.')}: {raised}"
+        """The message's first line, without the traceback of the rank."""
+        return next((line for line in str(self).splitlines() if line.strip()), type(self).__name__)
 
 
 class PeerTimeoutError(InterlaceError, TimeoutError):

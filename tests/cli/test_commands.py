@@ -329,12 +329,12 @@ def test_debug_shows_the_traceback() -> None:
     assert isinstance(done.exception, interlace.ArgumentError)
 
 
-def test_error_of_a_rank_is_its_last_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_of_a_rank_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     from interlace.cli.console import print_error
 
     print_error(
         interlace.LaunchError(
-            "launch: rank 1 failed.\n\nTraceback:\n  File x\nValueError: no [such] thing\n", 1
+            "launch: rank 1 failed: ValueError: no [such] thing\n\nTraceback:\n  File x\n", 1
         )
     )
     first, hint = capsys.readouterr().err.splitlines()

@@ -79,7 +79,8 @@ def _fail_on_rank_1(folder):
 def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pids")
     with pytest.raises(
-        LaunchError, match=r"(?s)^launch: rank 1 failed.*_fail_on_rank_1.*a very particular failure"
+        LaunchError,
+        match=r"(?s)^launch: rank 1 failed: ValueError: a very particular failure.*_fail_on_rank_1",
     ) as caught:
         interlace.launch(_fail_on_rank_1, 2, str(folder), backend="cpu", timeout_s=100)
     assert caught.value.rank == 1
@@ -214,6 +215,7 @@ def test_programs_whose_worker_no_rank_can_import(tmp_path, program):
     )
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith(f"interlace.errors.{message}")
+    assert ended.stderr.count("Traceback") == 1, "only the process that called launch has frames"
 
 
 def test_a_worker_of_standard_input():

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import pickle
 
 import pytest
 import torch
@@ -156,11 +157,24 @@ def test_ranks_that_disagree_are_told_and_get_nothing(ranks, shapes, dtypes, mes
         assert mapped == 0
 
 
-def test_negative_sizes_are_refused():
-    with pytest.raises(
-        ArgumentError, match=r"^empty_symmetric: sizes must not be negative; got \(2, -1\)\.$"
-    ):
-        interlace.empty_symmetric((2, -1), dtype=torch.float32)
+@pytest.mark.parametrize(
+    ("shape", "dtype", "message"),
+    [
+        ((2, -1), torch.int8, "shape must have sizes of 0 or more; got (2, -1)."),
+        ((2, 0.5), torch.int8, "shape must have sizes of 0 or more; got (2, 0.5)."),
+        ("2", torch.int8, "shape must have sizes of 0 or more; got '2'."),
+        (2, "int8", "dtype must be a torch.dtype; got 'int8'. Say torch.float32, for example."),
+    ],
+)
+def test_shapes_and_dtypes_that_are_none(shape, dtype, message):
+    with pytest.raises(ArgumentError) as caught:
+        interlace.empty_symmetric(shape, dtype=dtype)
+    assert str(caught.value) == f"empty_symmetric: {message}"
+
+
+def test_a_symmetric_tensor_stays_in_its_process():
+    with pytest.raises(ArgumentError, match=r"must stay in its process.*sym\.local\.clone\(\)"):
+        pickle.dumps(interlace.empty_symmetric(2, dtype=torch.float32))
 
 
 def _too_large():

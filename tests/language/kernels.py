@@ -41,6 +41,22 @@ def masked_put(data, ctx, peer, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def use_peer(data, signals, ctx, first, COUNT: tl.constexpr, PRIMITIVE: tl.constexpr):
+    """Use ranks ``first`` and ``first + 1`` as peers, of which the mask leaves ``COUNT``."""
+    group = il.join(ctx)
+    two = tl.arange(0, 2)
+    target, flags = il.pointer(data, tl.float32) + two, il.pointer(signals, tl.int32) + two
+    if PRIMITIVE == "put":
+        il.put(target, two.to(tl.float32), first + two, group, two < COUNT)
+    elif PRIMITIVE == "get":
+        il.get(target, first + two, group, two < COUNT)
+    elif PRIMITIVE == "signal":
+        il.signal(flags, 0, first + two, group, two < COUNT)
+    else:
+        il.wait(flags, 0, first + two, 0, group, two < COUNT)
+
+
+@triton.jit
 def scatter(data, ctx, WORLD_SIZE: tl.constexpr):
     """Put element i to rank i: one put whose peer is a tile."""
     group = il.join(ctx)

@@ -1,5 +1,6 @@
 """The primitives of ``interlace.language`` between ranks, in kernels as small as possible."""
 
+import functools
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,35 @@ def test_a_put_whose_peer_is_a_tile(ranks):
         assert data[:4] == [10.0 * source + rank for source in range(4)]
         assert nbytes == 12
         assert bytes_to == {peer: 4 for peer in range(4) if peer != rank}
+
+
+def _use_peers():
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data, signals = _symmetric(2, torch.float32), _symmetric(2, torch.int32)
+    errors = {}
+    for primitive in ("put", "get", "signal", "wait"):
+        arguments = data.address, signals.address, group.context("test")
+        options = {"PRIMITIVE": primitive}
+        launch = functools.partial(_launch, group, kernels.use_peer, *arguments)
+        errors[primitive] = [
+            error_of(launch, first, COUNT=2, **options) for first in (-1, 1)
+        ]  # fmt: skip
+        launch(1, COUNT=1, **options)  # rank 2 is not in the mask
+    dist.barrier()
+    return errors
+
+
+def test_a_peer_that_the_group_does_not_have(ranks):
+    for rank, errors in enumerate(ranks(2).run(_use_peers)):
+        for primitive, refused in errors.items():
+            for peer, (kind, message, _) in zip((-1, 2), refused, strict=True):
+                assert kind == "ArgumentError"
+                assert message == (
+                    f"{primitive}: peer must be a rank of the group, 0 to 1; got {peer} on rank "
+                    f"{rank}. Take it modulo the number of ranks, or leave it out by the mask."
+                )
 
 
 def _gather():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import time
+import warnings
 from typing import Any
 
 import pytest
@@ -388,6 +389,35 @@ def test_bad_arguments(
 
 def _rejected(shape: tuple[int, ...], more: dict[str, Any]) -> tuple[str, str]:
     return error_of(lambda: interlace.MappedOutput(shape, dtype=torch.float32, **more))[:2]
+
+
+def _fused(producer: Any = torch.mm, shape: Any = (4, 8), dtype: Any = torch.float32) -> Any:
+    return interlace.fuse(producer, "reduce_scatter", shape=shape, dtype=dtype)
+
+
+def _wrongly_fused() -> list[Any]:
+    errors = [error_of(_fused, **wrong)[:2] for wrong in ({"shape": 8}, {"shape": (4.0, 8)})]
+    errors += [error_of(_fused, **wrong)[:2] for wrong in ({"dtype": "float32"}, {"producer": 3})]
+    product = _fused(shape=(4, 6))
+    x, w = torch.ones(4, 3), torch.ones(3, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch says that it resizes the output
+        errors.append(error_of(product, x, w)[:2])
+    return [*errors, product(x, w[:, :6]).tolist()]
+
+
+def test_wrong_arguments_of_fuse(ranks: Any) -> None:
+    """An output of another shape is refused, and the next call of the right shape is right."""
+    messages = [
+        "fuse: shape must have sizes of 0 or more; got 8.",
+        "fuse: shape must have sizes of 0 or more; got (4.0, 8).",
+        "fuse: dtype must be a torch.dtype; got 'float32'. Say torch.float32, for example.",
+        "fuse: producer must be a function that takes out=; got 3.",
+        "fuse: shape must be that of the producer's output; got (4, 6) for an output (4, 8). Make "
+        "another for this shape, on every rank.",
+    ]
+    expected = [*(("ArgumentError", message) for message in messages), [[6.0] * 6] * 2]
+    assert ranks(2).run(_wrongly_fused) == [expected] * 2
 
 
 def _too_much_padding() -> tuple[str, str]:

@@ -55,7 +55,7 @@ class Work:
     flops: int | None = None
 
     def entries(self) -> dict[str, Any]:
-        """Return the entries of a result, with the time in microseconds that nothing undercuts."""
+        """Return the entries of a result, with the time of ``Machine.floor_ns`` in microseconds."""
         floor_ns = H200_NODE.floor_ns(self.memory_bytes, self.link_bytes, self.flops or 0)
         entries = {"floor_us": round(floor_ns / 1e3, 2), **dataclasses.asdict(self)}
         if self.flops is None:

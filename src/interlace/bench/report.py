@@ -38,7 +38,7 @@ class Summary:
         compute: The fastest way to compute without communication, and its time.
         communication: The fastest way to communicate without compute, and its time; an empty name
             and NaN if no library has the collective.
-        floor_us: The time that no execution undercuts.
+        floor_us: The time of the least work at the machine's ceilings.
     """
 
     fused_us: float

@@ -41,6 +41,8 @@ def draw(document: dict[str, Any], file: Path) -> None:
 def draw_study(document: dict[str, Any], file: Path) -> None:
     """Draw a study of occupancy and order: a panel per shape, a line per order.
 
+    The title says what is fastest most often, and each panel's what is fastest there.
+
     Raises:
         ArgumentError: the file cannot be written.
     """
@@ -48,7 +50,27 @@ def draw_study(document: dict[str, Any], file: Path) -> None:
     columns = min(3, len(results))
     rows = math.ceil(len(results) / columns)
     with open_figure(file, 1 + 4 * columns, 4.6 * rows) as figure:
+        figure.suptitle(_study_finding(results), fontsize=14, fontweight="bold")
         _study_panels(results, figure, rows, columns)
+
+
+def _fastest_point(result: dict[str, Any]) -> dict[str, Any]:
+    point: dict[str, Any] = min(result["points"], key=lambda point: point["median_us"])
+    return point
+
+
+def _study_finding(results: list[dict[str, Any]]) -> str:
+    """Return the share of programs that is fastest most often, and the orders that never are."""
+    fastest = [_fastest_point(result) for result in results]
+    shares = [point["occupancy_percent"] for point in fastest]
+    share = max(shares, key=shares.count)
+    finding = (
+        f"{share} % of the programs that fit are fastest in {shares.count(share)} of "
+        f"{_count(len(results), 'shape')}"
+    )
+    orders = dict.fromkeys(point["order"] for result in results for point in result["points"])
+    never = [order for order in orders if order not in {point["order"] for point in fastest}]
+    return f"{finding}; never fastest: {' and '.join(never)}" if never else finding
 
 
 def _study_panels(results: list[dict[str, Any]], figure: Any, rows: int, columns: int) -> None:
@@ -72,7 +94,19 @@ def _study_panels(results: list[dict[str, Any]], figure: Any, rows: int, columns
             spread = [[point[name] for point in points] for name in ("p10_us", "p90_us")]
             above.fill_between(occupancy, *spread, color=colour, alpha=0.2)
             below.plot(occupancy, [point["skew_us"] for point in points], marker=".", color=colour)
-        above.set_title(f"{result['shape']}, {result['dtype']}", fontsize=10)
+        best = _fastest_point(result)
+        above.plot(
+            best["occupancy_percent"],
+            best["median_us"],
+            marker="o",
+            markersize=15,
+            markerfacecolor="none",
+            color="black",
+            linestyle="",
+            label="fastest",
+        )
+        finding = f"{best['order']}, {best['occupancy_percent']} %: {best['median_us']:.0f} us"
+        above.set_title(f"{finding}\n{result['shape']}, {result['dtype']}", fontsize=10)
         above.set(xticks=occupancy, xticklabels=[], ylim=(0, None))
         below.set(xticks=occupancy, ylim=(0, None))
         if column == 0:

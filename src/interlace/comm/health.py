@@ -300,6 +300,20 @@ class Running:
         # it, but no epoch. A launch that may have run has advanced this rank's epochs.
         elif launches.value != self._launches_before and self._streams.capture_id() is None:
             self._health.declare_interrupted("an operator's launches", error)
+        if self._on_cpu and error is not None:
+            _raise_refusal(error)
+
+
+def _raise_refusal(error: BaseException) -> None:
+    """Raise the error of Interlace that a kernel in the interpreter has ended with, if it has.
+
+    Triton wraps the error of a kernel once for each function that the kernel was in.
+    """
+    inner: BaseException | None = error
+    while inner is not None and not isinstance(inner, InterlaceError):
+        inner = inner.__cause__
+    if inner is not None and inner is not error:
+        raise inner from None
 
 
 @contextlib.contextmanager

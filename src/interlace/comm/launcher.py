@@ -55,8 +55,8 @@ def launch(
         timeout_s: Seconds after which all processes are ended. Default: no limit.
 
     Raises:
-        LaunchError: A rank failed (the error has its traceback, and the other ranks are ended), or
-            no process can be started for the worker.
+        LaunchError: A rank failed (the message begins with the rank's error, its traceback
+            follows, and the other ranks are ended), or no process can be started for the worker.
         BackendError: The backend is cuda and there is no GPU.
         ArgumentError: The world size or the backend is invalid.
     """
@@ -93,10 +93,13 @@ def _require_importable(worker: Callable[..., Any]) -> None:
     """Refuse a worker that a new process could not import, before a process is started.
 
     Raises:
-        LaunchError: the worker cannot be imported, or the program's start is not guarded.
+        LaunchError: the worker cannot be imported.
+        SystemExit: this process is a new one that imports a program whose start is not guarded.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise LaunchError(f"launch: {_UNGUARDED}", rank=-1)
+        # One line, without the frames of an import that nobody has written: the process that
+        # called launch first raises the error.
+        raise SystemExit(f"launch: {_UNGUARDED}")
     name = getattr(worker, "__qualname__", repr(worker))
     try:
         pickle.dumps(worker)
@@ -141,8 +144,9 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
                     "launch: the ranks did not finish in time and were ended.", rank=-1
                 )
     except mp.ProcessRaisedException as error:
+        rank, trace = error.error_index, str(error).strip()
         raise LaunchError(
-            f"launch: rank {error.error_index} failed.{error}", error.error_index
+            f"launch: rank {rank} failed: {_last_error(trace)}\n\n{trace}", rank
         ) from None
     except mp.ProcessExitedException as error:
         rank = error.error_index
@@ -158,6 +162,15 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
         # Torch writes tracebacks to these files, and leaves them behind after a failure.
         for file in processes.error_files:
             Path(file).unlink(missing_ok=True)
+
+
+def _last_error(trace: str) -> str:
+    """Return the first line of the exception that ends a traceback."""
+    lines = [line for line in trace.splitlines() if line.strip()]
+    # The exception comes after the last frame of the traceback, and may have many lines.
+    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
+    after = lines[frames[-1] + 1 :] if frames else []
+    return next((line for line in after if not line.startswith(" ")), lines[-1].strip())
 
 
 def _child_environment(backend: str) -> dict[str, str]:

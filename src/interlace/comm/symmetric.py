@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -38,6 +40,48 @@ class SymmetricTensor:
         """
         return self.peers.data_ptr()
 
+    def __reduce__(self) -> NoReturn:
+        """Refuse to leave this process, whose mappings the tensor consists of.
+
+        Raises:
+            ArgumentError: Always.
+        """
+        raise ArgumentError(
+            "a symmetric tensor must stay in its process; got one to pickle. Return or save "
+            "sym.local.clone()."
+        )
+
+
+def sizes_of(caller: str, shape: Sequence[int]) -> tuple[int, ...]:
+    """Return a shape as a tuple of integers.
+
+    Args:
+        caller: Name of the public function, for the error.
+        shape: The shape as the caller got it.
+
+    Raises:
+        ArgumentError: The shape is not a sequence of integers of 0 or more.
+    """
+    try:
+        sizes = tuple(operator.index(size) for size in shape)
+    except TypeError:
+        sizes = (-1,)
+    if any(size < 0 for size in sizes):
+        raise ArgumentError(f"{caller}: shape must have sizes of 0 or more; got {shape!r}.")
+    return sizes
+
+
+def require_dtype(caller: str, dtype: object) -> None:
+    """Refuse an element type that is not torch's, such as its name.
+
+    Raises:
+        ArgumentError: ``dtype`` is not a ``torch.dtype``.
+    """
+    if not isinstance(dtype, torch.dtype):
+        raise ArgumentError(
+            f"{caller}: dtype must be a torch.dtype; got {dtype!r}. Say torch.float32, for example."
+        )
+
 
 @makes_ordinary_tensors
 def empty_symmetric(
@@ -62,7 +106,7 @@ def empty_symmetric(
         device: Device of the tensor. Default: the current CUDA device, or the CPU if there is none.
 
     Raises:
-        ArgumentError: A size is negative.
+        ArgumentError: A size is negative or no integer, or ``dtype`` is not torch's.
         RankMismatchError: Shapes or dtypes differ between ranks.
         WorkspaceError: The memory does not fit, or a CUDA graph is being captured.
 
@@ -71,9 +115,8 @@ def empty_symmetric(
         >>> sym.peers.shape  # on two ranks
         torch.Size([2, 4, 8])
     """
-    sizes = (shape,) if isinstance(shape, int) else tuple(int(size) for size in shape)
-    if any(size < 0 for size in sizes):
-        raise ArgumentError(f"empty_symmetric: sizes must not be negative; got {sizes}.")
+    sizes = sizes_of("empty_symmetric", (shape,) if isinstance(shape, int) else shape)
+    require_dtype("empty_symmetric", dtype)
     owner = group_of(group, device)
     owner.agreement.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize

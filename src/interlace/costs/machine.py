@@ -1,4 +1,4 @@
-"""The ceilings of a machine, and the physical floor of an operation on it."""
+"""The ceilings of a machine, and the floor of an operation's time on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Machine:
     """Ceilings of one GPU in a node.
 
     Attributes:
-        memory_bytes_per_s: bytes per second that device memory reads and writes.
+        memory_bytes_per_s: bytes per second that device memory reads and writes in a copy.
         link_bytes_per_s: bytes per second that leave a GPU for all its peers together.
         flops_per_s: FLOPs per second of dense 16-bit products.
         source: source of the figures.
@@ -26,9 +26,11 @@ class Machine:
     flops_per_s: float = math.inf
 
     def floor_ns(self, memory_bytes: float, link_bytes: float, flops: float = 0.0) -> float:
-        """Return the time in nanoseconds that no execution can undercut.
+        """Return the time in nanoseconds of the least work at this machine's ceilings.
 
-        It is the longest of moving the memory bytes, moving the link bytes, and multiplying.
+        It is the longest of moving the memory bytes, moving the link bytes, and multiplying. An
+        execution undercuts it by as much as it gets above a ceiling: that of the memory is the
+        speed of a copy, and kernels that mostly read have reached 4.7 TB/s on an H200.
         """
         # The three resources work at the same time at best, so the longest of them is the floor.
         return NS_PER_S * max(

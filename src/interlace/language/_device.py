@@ -100,6 +100,11 @@ def load_acquire(ptr, mask):
         return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
+@core.extern
+def require_peers(primitive, peer, mask, group, _semantic=None):
+    """Do nothing, in no instruction: ranks of peers are checked in the interpreter only."""
+
+
 @triton.jit
 def store_to_peer(ptr, value, peer, rank, mask):
     """Store a tile at pointers into the memory of ``peer``; relaxed.

@@ -5,6 +5,7 @@ Every store to a peer goes through ``cpu_faults.deliver``, which counts it and m
 ``_device`` has the same names for GPUs, with their shapes and dtypes.
 """
 
+import ctypes
 import functools
 import time
 
@@ -12,7 +13,8 @@ import numpy as np
 import triton.language as tl
 from triton._C.libtriton import interpreter
 
-from interlace.comm import cpu_faults
+from interlace.comm import context, cpu_faults
+from interlace.errors import ArgumentError
 
 # A look at a signal keeps a core busy for as long as the shortest pause, and other ranks need the
 # core to compute, so the pauses of a wait grow. A pause that begins later than _SAME_WAIT_S after the
@@ -61,6 +63,36 @@ def pause():
 def load_acquire(ptr, mask):
     """Load int32 signals; stores that were released before them are visible. 0 outside ``mask``."""
     return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
+
+
+def require_peers(primitive, peer, mask, group):
+    """Refuse ranks that the group does not have: there is no memory of theirs to access.
+
+    Args:
+        primitive: name of the primitive, for the error.
+        peer: ranks, a scalar or a tile.
+        mask: tile that broadcasts with ``peer``, or None; ranks outside it are not used.
+        group: the value of :func:`interlace.language.join`.
+
+    Raises:
+        ArgumentError: a rank within the mask is below 0, or not below the number of ranks.
+    """
+    # The context is memory of this process. A load by the interpreter takes a hundred times longer.
+    field = int(_plain(group[0]).item()) + context.WORLD_SIZE * 8
+    ranks = ctypes.c_int64.from_address(field).value
+    peers = np.asarray(_plain(peer))
+    outside = (peers < 0) | (peers >= ranks)
+    if not outside.any():
+        return
+    mask = _plain(mask)
+    if mask is not None:
+        outside, peers = np.broadcast_arrays(outside & np.asarray(mask, bool), peers)
+    if outside.any():
+        raise ArgumentError(
+            f"{_plain(primitive)}: peer must be a rank of the group, 0 to {ranks - 1}; got "
+            f"{peers[outside].flat[0]} on rank {_plain(group[1]).item()}. Take it modulo the "
+            "number of ranks, or leave it out by the mask."
+        )
 
 
 def store_to_peer(ptr, value, peer, rank, mask):

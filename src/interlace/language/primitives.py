@@ -10,7 +10,7 @@ import triton.language as tl
 
 from interlace.comm import context
 from interlace.language._instructions import (
-    fence_system, load_acquire, num_threads, pause, signal_peer, store_to_peer,
+    fence_system, load_acquire, num_threads, pause, require_peers, signal_peer, store_to_peer,
 )
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import (
@@ -42,6 +42,7 @@ def put(ptr, value, peer, group, mask=None):
         group: the value of :func:`join`.
         mask: elements outside it are not stored.
     """
+    require_peers("put", peer, mask, group)
     store_to_peer(peer_pointer(ptr, peer, group), value, peer, rank(group), mask)
 
 
@@ -58,6 +59,7 @@ def get(ptr, peer, group, mask=None, other=None):
         mask: elements outside it are ``other``.
         other: value of the elements outside the mask.
     """
+    require_peers("get", peer, mask, group)
     # The first-level cache is not coherent: it may hold the memory as it was before the peer's put.
     return tl.load(peer_pointer(ptr, peer, group), mask=mask, other=other, cache_modifier=".cg")
 
@@ -94,6 +96,7 @@ def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
         ORDER: ``"release"`` (system scope): a rank that has waited for the signal sees every
             earlier put of this program, by any of its threads. ``"relaxed"``: no order.
     """
+    require_peers("signal", peer, mask, group)
     signal_peer(peer_pointer(ptr, peer, group), epoch, peer, rank(group), mask, ORDER)
 
 
@@ -134,6 +137,7 @@ def wait(ptr, epoch, peer, slice, group, mask):
         True once the signals have arrived (bool scalar). False after the deadline, or once the
         group is broken: the program must not use the awaited data, and should end.
     """
+    require_peers("wait", peer, mask, group)
     # A tile that is smaller than the program is held several times over, each copy loaded by
     # another thread, and while signals arrive the copies differ. Copies get a dimension of their
     # own: the sum over it decides, so that every thread has the same answer (packed.py does so,

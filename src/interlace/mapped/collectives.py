@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.dlpack import bytes_at, view_as
+from interlace.comm.symmetric import require_dtype, sizes_of
 from interlace.errors import ArgumentError
 from interlace.mapped.output import MappedOutput
 from interlace.mapped.triggered import TriggeredTransfers
@@ -46,13 +47,19 @@ class Fused:
             raise ArgumentError(
                 f"fuse: collective must be one of {', '.join(COLLECTIVES)}; got {collective!r}."
             )
+        if not callable(producer):
+            raise ArgumentError(
+                f"fuse: producer must be a function that takes out=; got {producer!r}."
+            )
+        # The result has the shape of the output, without the padding of its memory.
+        self.shape = sizes_of("fuse", shape)
+        require_dtype("fuse", dtype)
         if collective in ("reduce_scatter", "all_reduce") and (
-            dtype not in _SUMMABLE or len(shape) not in (2, 3)
+            dtype not in _SUMMABLE or len(self.shape) not in (2, 3)
         ):
             raise ArgumentError(
                 f"fuse: {collective} must have a shape (M, N) or (R, M/R, N), and float16, "
-                f"bfloat16 or float32; got {tuple(shape)} "
-                f"of {dtype}."
+                f"bfloat16 or float32; got {self.shape} of {dtype}."
             )
         if transport not in TRANSPORTS:
             raise ArgumentError(
@@ -71,11 +78,9 @@ class Fused:
         place: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
         if transport == "stores":
             to = root if collective == "gather" else None
-            self.output = MappedOutput(shape, root=to, **place)
+            self.output = MappedOutput(self.shape, root=to, **place)
         else:
-            self.output = TriggeredTransfers(shape, tiles=tiles, pieces=pieces, **place)
-        # The result has the shape of the output, without the padding of its memory.
-        self.shape = tuple(int(size) for size in shape)
+            self.output = TriggeredTransfers(self.shape, tiles=tiles, pieces=pieces, **place)
         ranks = self.output.group.world_size
         self._parts = (
             self.shape if len(self.shape) != 2 else (ranks, self.shape[0] // ranks, self.shape[1])
@@ -130,13 +135,18 @@ class Fused:
             kwargs |= {"counters": self.output.counters} if counts else {"send": self.output.send}
         # Only the root produces what is scattered; the epoch is every rank's.
         if self.collective != "scatter" or group.rank == self.root:
+            sizes, strides = target.shape, target.stride()
             try:
                 # A producer may launch kernels, which run on the current GPU.
                 with group.on_device():
                     self.producer(*args, **kwargs, out=target)
             except BaseException:  # The next call is another epoch.
                 self.output.abandon()
+                _require_shape(target, sizes, strides)
                 raise
+            if target.shape != sizes:
+                self.output.abandon()
+                _require_shape(target, sizes, strides)
         match self.collective:
             case "gather":
                 received = self.output.exchange()
@@ -169,6 +179,21 @@ class Fused:
             (ranks * rows, columns),
             self.output.dtype,
         )
+
+
+def _require_shape(target: torch.Tensor, sizes: torch.Size, strides: tuple[int, ...]) -> None:
+    """Restore and refuse an output that a producer has resized, as torch's functions do.
+
+    Raises:
+        ArgumentError: The output has another shape than ``sizes``.
+    """
+    if target.shape != sizes:
+        got = tuple(target.shape)
+        target.as_strided_(sizes, strides)
+        raise ArgumentError(
+            f"fuse: shape must be that of the producer's output; got {tuple(sizes)} for an output "
+            f"{got}. Make another for this shape, on every rank."
+        ) from None
 
 
 def fuse(
@@ -213,7 +238,8 @@ def fuse(
 
     Raises:
         ArgumentError: The collective, the transport, the shape or the dtype do not fit; or any
-            error of :class:`MappedOutput` and :class:`TriggeredTransfers`.
+            error of :class:`MappedOutput` and :class:`TriggeredTransfers`. A call raises it as
+            well, on the rank whose producer's output has another shape.
 
     Example:
         >>> shape, dtype = (4096, 4096), torch.bfloat16

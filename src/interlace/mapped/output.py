@@ -12,6 +12,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
 from interlace.comm.memory import Block
 from interlace.comm.ordinary import makes_ordinary_tensors
+from interlace.comm.symmetric import require_dtype, sizes_of
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import BARRIERS, Mapping, chunk_of_block, chunk_of_rows, tensor_at
 
@@ -75,11 +76,12 @@ class MappedOutput:
             BackendError: the GPUs cannot map each other's memory.
             WorkspaceError: the memory does not fit, or a CUDA graph is being captured.
         """
-        sizes = tuple(int(size) for size in shape)
+        class_name = type(self).__name__
+        sizes = sizes_of(class_name, shape)
+        require_dtype(class_name, dtype)
         self.group: Group = group_of(group, device)
         self.dtype = dtype
         ranks, rank = self.group.world_size, self.group.rank
-        class_name = type(self).__name__
         _validate(class_name, sizes, order, root, ranks)
         # Ranks agree before any memory is allocated, so that none maps memory that its peers do
         # not have.
@@ -336,8 +338,8 @@ class MappedOutput:
 def _validate(
     class_name: str, sizes: tuple[int, ...], order: str, root: int | None, ranks: int
 ) -> None:
-    if not sizes or any(size < 0 for size in sizes):
-        raise ArgumentError(f"{class_name}: shape must have sizes of 0 or more; got {sizes}.")
+    if not sizes:
+        raise ArgumentError(f"{class_name}: shape must have at least one size; got {sizes}.")
     if order not in ORDERS:
         raise ArgumentError(
             f"{class_name}: order must be one of {', '.join(ORDERS)}; got {order!r}."

@@ -69,8 +69,7 @@ class TriggeredTransfers(MappedOutput):
             BackendError: The driver has no stream memory operations, which counting needs; or any
                 error of :class:`MappedOutput`.
         """
-        sizes = tuple(int(size) for size in shape)
-        super().__init__(sizes, dtype=dtype, order=order, group=group, device=device)
+        super().__init__(shape, dtype=dtype, order=order, group=group, device=device)
         ranks, rows = self.group.world_size, self._chunk.sizes[0]
         if pieces < 1 or rows % pieces:
             raise ArgumentError(

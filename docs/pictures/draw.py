@@ -181,7 +181,7 @@ def architecture() -> None:
         ((26, "language\nTriton primitives", SHADES[0]), (17, "tuning\nsizes → config", SHADES[0])),
         ((44, "comm\ngroups, memory, launch", SHADES[2]),),
         ((21.5, "registry\noperators", SHADES[1]), (21.5, "costs\npure Python", SHADES[1])),
-        ((21.5, "units", PALE), (21.5, "errors", PALE)),
+        ((14, "units", PALE), (14, "errors", PALE), (14, "cache_folder", PALE)),
     )
     for row, parts in enumerate(layers):
         x = 2.0

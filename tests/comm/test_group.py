@@ -107,7 +107,7 @@ def test_deadlines_that_are_none(monkeypatch, text, message):
     assert str(caught.value) == message
 
 
-@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 1e6])
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), 1e6, "x", None])
 def test_set_deadline_refuses_what_never_or_always_expires(seconds):
     group = group_module.Group(None, torch.device("cpu"))
     with pytest.raises(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import numbers
 import os
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -105,9 +106,9 @@ class Health:
 
     @deadline_s.setter
     def deadline_s(self, seconds: float) -> None:
-        if not 0 < seconds < 1e6:
+        if not isinstance(seconds, numbers.Real) or not 0 < seconds < 1e6:
             raise ArgumentError(
-                f"a deadline must be above 0 and below a million seconds; got {seconds}."
+                f"a deadline must be above 0 and below a million seconds; got {seconds!r}."
             )
         self._deadline_s = float(seconds)
         for fields in self._contexts.values():

@@ -73,7 +73,7 @@ TORCHTITAN = torchtitan==0.3.0 spmd-types torchdata tyro docstring-parser typegu
 test-integrations: setup
 	$(BIN)/python -m pip install --quiet --editable '.[test,integrations]'
 	$(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) $(TORCHTITAN)
-	$(PYTEST) tests/integrations
+	$(PYTEST) tests/integrations -m 'not gpu'
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'

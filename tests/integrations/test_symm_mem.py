@@ -311,6 +311,7 @@ def _inductor(
     return inserted, taken, max(errors)
 
 
+@pytest.mark.inductor
 @pytest.mark.parametrize(
     ("shape", "sequence_dim", "trains", "counts"),
     [

@@ -1,4 +1,4 @@
-"""The operations that the primitives consist of, of the backend that runs this process's kernels."""
+"""The operations that the primitives consist of, on the backend that runs this process."""
 
 from interlace.comm.interpreter import interpreting
 

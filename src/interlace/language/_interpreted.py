@@ -17,8 +17,8 @@ from interlace.comm import context, cpu_faults
 from interlace.errors import ArgumentError
 
 # A look at a signal keeps a core busy for as long as the shortest pause, and other ranks need the
-# core to compute, so the pauses of a wait grow. A pause that begins later than _SAME_WAIT_S after the
-# last one is another wait's.
+# core to compute, so the pauses of a wait grow. A pause that begins later than _SAME_WAIT_S after
+# the last one is another wait's.
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _GROWTH, _SAME_WAIT_S = 5e-4, 6e-3, 1.5, 0.03
 
 

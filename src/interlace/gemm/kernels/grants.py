@@ -1,5 +1,5 @@
-"""Grants of output buffers, and the end of sending: what kernels share that store rows straight into
-their peers' memory.
+"""Grants of output buffers, and the end of sending: what kernels share that store rows straight
+into their peers' memory.
 """
 
 from typing import Any, NamedTuple

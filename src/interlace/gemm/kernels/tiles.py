@@ -170,7 +170,7 @@ def add_bias(total, bias, column, N):
 
 @triton.jit
 def finish_tile(total, scales, bias, row, column, rows, N):
-    """Return a product times its scales, if its operands are float8, plus the bias, if there is one."""
+    """Return a product times its scales, if operands are float8, plus the bias, if there is one."""
     if scales.x_scale is not None:
         total = scale_tile(total, scales, row, column, rows, N)
     if bias is not None:

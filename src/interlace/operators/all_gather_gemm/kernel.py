@@ -105,8 +105,8 @@ def _multiply(
 )
 def all_gather_gemm(
     x, w, bias, x_scale, w_scale, scales, gathered, result, y_address, signals, epochs, ctx, routes,
-    call, most_rows, part_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride, row_groups,
-    inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
+    call, most_rows, part_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride,
+    row_groups, inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
 

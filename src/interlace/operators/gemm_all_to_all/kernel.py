@@ -7,7 +7,9 @@ import interlace.language as il
 from interlace.gemm.kernels.grants import (
     Turn, await_senders, end_sending, grant_buffer, granted_buffers,
 )
-from interlace.gemm.kernels.places import DONE, FIRST_ROW, GRANTS, MAX_RANKS, PLACE, ROUTE, ROWS_SENT
+from interlace.gemm.kernels.places import (
+    DONE, FIRST_ROW, GRANTS, MAX_RANKS, PLACE, ROUTE, ROWS_SENT,
+)
 from interlace.gemm.kernels.tiles import (
     Matrices, Scales, cells_of, finish_tile, multiply_tile, multiply_tile_of, start_in_turn,
     tile_place,
@@ -18,14 +20,14 @@ from interlace.gemm.kernels.tiles import (
 @triton.jit(
     do_not_specialize=[
         "buffers", "buffer_bytes", "own_buffer", "signals", "call", "most_rows", "own_rows",
-        "part_rows", "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride",
-        "row_groups", "spread_ns",
+        "part_rows", "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride",
+        "w_scale_stride", "row_groups", "spread_ns",
     ]
 )
 def gemm_all_to_all(
     x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
-    own_buffer, most_rows, own_rows, part_rows, product_rows, N, K, x_stride, w_stride, x_scale_stride,
-    w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr, SENDING: tl.constexpr,
+    own_buffer, most_rows, own_rows, part_rows, product_rows, N, K, x_stride, w_stride,
+    x_scale_stride, w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr, SENDING: tl.constexpr,
     TILING: tl.constexpr,
 ):
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
@@ -42,9 +44,9 @@ def gemm_all_to_all(
     No program waits for one that waits, other than for program 0's grants, which come first of all.
 
     With tile stores, ``tiles`` describes ``[rank, buffer, part, row, column]``, with ``part_rows``
-    rows in each part of an output. Of a batch, x and w are ``BATCH`` products' ``product_rows`` rows and weights, one behind the
-    other; routes are of the first product's rows, and what a destination gets of the others'
-    follows.
+    rows in each part of an output. Of a batch, x and w are ``BATCH`` products' ``product_rows``
+    rows and weights, one behind the other; routes are of the first product's rows, and what a
+    destination gets of the others' follows.
 
     Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on
     rank 1. Rank 0 writes a1 to row 0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes

@@ -9,7 +9,9 @@ import interlace.language as il
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, Plan, completeness, local_experts, pick,
 )
-from interlace.operators.mixture_of_experts.kernels.tiles import multiply, multiply_halves, store_rows, tile_of
+from interlace.operators.mixture_of_experts.kernels.tiles import (
+    multiply, multiply_halves, store_rows, tile_of,
+)
 
 
 class Pushing(NamedTuple):
@@ -121,8 +123,7 @@ def dispatch_grouped_gemm(
     """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the weights.
 
     ``FORWARD``: ``b`` is ``[L, 2 F, hidden]``, the gate's rows before those of up if ``HALVES``, or
-    else a row of each in turn; ``out`` becomes
-    ``silu(gate) * up``, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up as well,
+    else a row of each in turn; ``out`` becomes ``silu(gate) * up``, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up as well,
     ``[2, arrivals, F]``. Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``,
     rows are accompanied by their slot's weight (``scales``), and the product is stored as it is.
 
@@ -222,7 +223,8 @@ def dispatch_grouped_gemm(
                 row, end = first + m * BLOCK_M, first + pick(rows, lanes, expert)
                 if FORWARD and HALVES:
                     gate, up = multiply_halves(
-                        a, weight, row, end, expert, n * (BLOCK_N // 2), columns // 2, hidden, TILING
+                        a, weight, row, end, expert, n * (BLOCK_N // 2), columns // 2, hidden,
+                        TILING,
                     )
                     gate, up = poison + gate, poison + up
                 else:

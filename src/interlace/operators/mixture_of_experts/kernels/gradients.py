@@ -17,7 +17,8 @@ def swiglu_backward(
     scale_bytes, arrivals, E, L, width, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
     L_LANES: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
-    """Compute each row's gradients of gate and up, in the weight's order, and its activation times its weight.
+    """Compute each row's gradients of gate and up, in the weight's order, and its activation times
+    its weight.
 
     The gradient of the row's weight goes to the row's source. With ``p = grad_y @ w_out``
     (``product_gradient``), slot weight s, ``a = silu(gate) * up``: the gradient of a is ``s p``,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 
@@ -28,3 +29,20 @@ def is_own(path: Path) -> bool:
     """
     status = path.stat()
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
+
+
+def write_whole(file: Path, text: str) -> None:
+    """Write a file at once, so that no reader sees half of it; its folder is made private.
+
+    Raises:
+        OSError: It cannot be written; what was there before stays.
+    """
+    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as part:
+            part.write(text)
+        os.replace(name, file)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

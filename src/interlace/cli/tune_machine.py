@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import os
 import statistics
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from rich.table import Table
 
 from interlace.bench import machine_profile, profile_fit
 from interlace.bench.draws import Draw, draws
+from interlace.cache_folder import write_whole
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
@@ -80,16 +79,8 @@ def measure(draw: Draw | None) -> list[dict[str, Any]]:
 
 
 def write(file: Path, profile: MachineProfile) -> None:
-    """Write a profile as a whole, so that no reader sees half of it."""
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as part:
-            part.write(json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
-        os.replace(name, file)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Write a profile where later programs look for it."""
+    write_whole(file, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
 
 
 def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:

@@ -11,14 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
-import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from interlace.cache_folder import is_own
+from interlace.cache_folder import is_own, write_whole
 
 MOST_FILES = 4096
 """Kinds of calls that are remembered; a file has some hundred bytes."""
@@ -63,14 +61,7 @@ class MeasuredTimes:
             if not self._is_own():
                 return
             content = json.dumps({"kind": dict(kind), "times_us": dict(times_us)}, indent=1)
-            descriptor, name = tempfile.mkstemp(dir=self._folder, suffix=".part")
-            try:
-                with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-                    file.write(content + "\n")
-                os.replace(name, self._file(kind))
-            except BaseException:
-                Path(name).unlink(missing_ok=True)
-                raise
+            write_whole(self._file(kind), content + "\n")
             self._forget_oldest()
         except OSError as error:
             self._warn(f"measured times are not kept in {self._folder}: {error!r}")

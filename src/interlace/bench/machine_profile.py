@@ -131,8 +131,9 @@ def profile_from(
     )
     machine = dataclasses.replace(machine, product=fit_rates(machine, products))
     points = profile_fit.points_of([{"results": results}])
+    scaled = profile_fit.scaled(machine, points)
     compositions = {
-        operator: {**known, **profile_fit.scaled(machine, points).get(operator, {})}
+        operator: {**known, **scaled.get(operator, {})}
         for operator, known in machine.compositions.items()
     }
     composed = dataclasses.replace(machine, compositions=compositions)

@@ -47,10 +47,9 @@ def autotune(enabled: bool = True) -> Iterator[None]:
     The first call of a new kind (operator, sizes, dtype, layout, ranks) of the operators around a
     product times the implementations whose predicted time is within 1.5 of the shortest, or
     within 3 on a GPU whose profile is a guess: on all ranks together, with cold weights, in about
-    100 ms, beside what compiling takes. All ranks then
-    agree on the fastest. It is remembered on disk, so the next program does not measure again, and
-    it counts after the context, too. Calls in a CUDA graph's capture are not measured: make the
-    first call before.
+    100 ms, beside what compiling takes. All ranks then agree on the fastest. It is remembered on
+    disk, so the next program does not measure again, and it counts after the context, too. Calls in
+    a CUDA graph's capture are not measured: make the first call before.
 
     ``INTERLACE_AUTOTUNE=1`` in the environment is the same for the whole program, and
     ``INTERLACE_AUTOTUNE=0`` measures nothing even where a call asks for it by ``impl="measured"``,

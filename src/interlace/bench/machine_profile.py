@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from interlace.bench import profile_fit
-from interlace.bench.products import sets_past_cache
+from interlace.bench.products import operand_sets
 from interlace.bench.timing import measure
 from interlace.comm import Group, copies, group_of
 from interlace.costs.time import Call, MachineProfile, ProductRates
@@ -61,7 +61,7 @@ def _product_us(rows: int, columns: int, inner: int) -> float:
             torch.randn(rows, inner, device=device).bfloat16(),
             torch.randn(columns, inner, device=device).bfloat16(),
         )
-        for _ in range(sets_past_cache(2 * elements, device))
+        for _ in range(operand_sets(2 * elements, device))
     ]
 
     def multiply(i: int) -> torch.Tensor:

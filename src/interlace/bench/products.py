@@ -18,6 +18,7 @@ from interlace.bench.roles import PAIR_NAMES, Role
 from interlace.comm.group import solo_group
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
+from interlace.gemm.autotune import sets_past_cache
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands
 from interlace.gemm.operator import GemmOperator
@@ -25,27 +26,18 @@ from interlace.gemm.terms import Terms
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
 from interlace.registry import operator_named
-from interlace.units import ceil_div
 
-__all__ = ["Case", "Shape", "bench", "check_ways", "declared", "sets_past_cache", "tune"]
-
-_MOST_SETS = 16
-"""Sets of operands that calls take in turn, at most."""
+__all__ = ["Case", "Shape", "bench", "check_ways", "declared", "operand_sets", "tune"]
 
 
-def sets_past_cache(call_bytes: int, device: torch.device) -> int:
-    """Return how many sets of operands calls must take in turn to find none of them in the L2.
-
-    In a program, the weights of other layers are read between two calls of a layer.
+def operand_sets(call_bytes: int, device: torch.device) -> int:
+    """Return how many sets of operands the calls of a benchmark take in turn; at least two.
 
     Args:
         call_bytes: The bytes of one call's operands and result.
         device: The device of the operands.
     """
-    if device.type != "cuda":
-        return 2
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(_MOST_SETS, max(2, ceil_div(2 * cache_bytes, call_bytes)))
+    return max(2, sets_past_cache(call_bytes, device)) if device.type == "cuda" else 2
 
 
 def declared(operator: str) -> GemmOperator:
@@ -112,7 +104,7 @@ class Case(Benchmark[GemmConfig]):
             return torch.randn(rows, columns, generator=generator, device=device).to(shape.dtype)
 
         elements = (x_rows + shape.columns) * shape.inner + shape.rows * shape.columns
-        self.operand_sets = sets_past_cache(elements * shape.dtype.itemsize, device)
+        self.operand_sets = operand_sets(elements * shape.dtype.itemsize, device)
         self.sets = [
             (random(x_rows, shape.inner), random(shape.columns, shape.inner))
             for _ in range(self.operand_sets)

@@ -231,13 +231,26 @@ def measure(
     return times
 
 
+def sets_past_cache(nbytes: int, device: torch.device) -> int:
+    """Return how many sets of operands calls must take in turn to find none of them in the L2 of a
+    GPU; at most 16.
+
+    In a program, the weights of other layers are read between two calls of a layer.
+
+    Args:
+        nbytes: The bytes that one call reads and writes.
+        device: The device of the operands.
+    """
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(_MOST_CALLS, ceil_div(2 * cache_bytes, max(1, nbytes)))
+
+
 def _layers(call: GemmCall) -> list[GemmCall]:
     """Return calls that are the same but for the memory of their weights, as those of a program's
     layers are: enough of them that no call finds its weight in the L2.
     """
     w = call.operands.w
-    cache_bytes = torch.cuda.get_device_properties(call.group.device).L2_cache_size
-    count = min(_MOST_CALLS, ceil_div(2 * cache_bytes, max(1, w.nbytes)))
+    count = sets_past_cache(w.nbytes, call.group.device)
     weights = [w]
     # Without memory for copies a rank goes on with fewer: its peers would wait for it.
     with contextlib.suppress(torch.OutOfMemoryError):

@@ -38,6 +38,19 @@ def cases_of(kernel):
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
+        "multiply_sum_and_norm": _multiply_sum_and_norm,
+        "norm_rows": lambda: [
+            (_NORMING | {"total": "*bf16"} | types, {"COLUMNS": 8192, "num_warps": 16} | more)
+            for types, more in _norms()
+        ],
+        "sum_and_norm_rows": lambda: [
+            (
+                _NORMING | _MEETING | {"landing": "i64", "half": "i64", "part": "*bf16"} | types,
+                {"COLUMNS": 8192, "WORLD_SIZE": ranks, "num_warps": 16} | more,
+            )
+            for ranks in (1, 2, 8)
+            for types, more in _norms()
+        ],
         "meet": lambda: [
             (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
             (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
@@ -316,6 +329,35 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
         precision="ieee",
     )  # fmt: skip
     return _TYPES | tensors, {"TILING": tiling} | constants
+
+
+_NORMING = {
+    **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
+    **{"norm_bias": "*fp32", "eps": "fp32", "N": "i32", "B": "i32"},
+}
+
+
+def _norms(sections=1):
+    """Types and constants of each norm and quantisation."""
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import Form
+
+    yield {"y": "*bf16"}, {"FORM": Form("layer", "none", sections), "scale": None, "scales": None}
+    for kind, scale, scales in (("tensor", "*fp32", None), ("row", None, "*fp32")):
+        types = {name: each for name, each in (("scale", scale), ("scales", scales)) if each}
+        absent = dict.fromkeys({"scale", "scales"} - types.keys())
+        yield {"y": "*fp8e4nv"} | types, {"FORM": Form("rms", kind, sections)} | absent
+
+
+def _multiply_sum_and_norm():
+    for sections, block_b, more in ((8, 1, {"num_warps": 1}), (4, 16, {"num_stages": 3})):
+        for types, constants in _norms(sections):
+            dtype, even, values = "bf16", block_b == 1, 1 if block_b == 1 else 2
+            gemv, tiling = _gemv_all_reduce(
+                dtype, 4 if block_b == 1 else 64, block_b, 128, even, values, WORLD_SIZE=2,
+                ONE_TILE=block_b == 1, COLUMNS=256 if block_b == 1 else 1024, **more,
+            )  # fmt: skip
+            sizes = dict.fromkeys(("producers", "line"), "i32")
+            yield gemv | sizes | _NORMING | types, tiling | constants
 
 
 def _gemv_all_reduce_one_shot():

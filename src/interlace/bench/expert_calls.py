@@ -168,6 +168,11 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             keeps,
         )
 
+    def default_config(self, impl: str) -> MixtureOfExpertsConfig:
+        """Return the configuration that an implementation takes if it is given none."""
+        call = dataclasses.replace(self.call(False, impl), config="")
+        return call.chosen[1]
+
     def alone(self) -> launch.Call:
         """Return a call of this rank's part of the work, in which nothing is sent."""
         rows = [

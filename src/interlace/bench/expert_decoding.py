@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.gemm.autotune import sets_past_cache
-from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts import decode, launch
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.registry import operator_named
 
@@ -35,23 +35,41 @@ _REPLAYS = 3
 """Replays of a graph that the profiler looks at."""
 
 
-def configurations(default: MixtureOfExpertsConfig) -> dict[str, MixtureOfExpertsConfig]:
-    """Return the fused kernels' configurations that are timed, by what differs from the default."""
-    changes: list[dict[str, Any]] = [
-        {},
-        {"block_m": 64, "block_n": 256, "num_stages": 4, "push_programs": 16},
-        {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 6, "push_programs": 16},
-        {"block_m": 16, "block_n": 128, "block_k": 128, "num_warps": 4, "num_stages": 4,
-         "push_programs": 16},
-        {"block_m": 16, "block_n": 64, "block_k": 128, "num_warps": 4, "programs": 264,
-         "push_programs": 16},
-    ]  # fmt: skip
-    return {
-        ", ".join(f"{name}={value}" for name, value in change.items()): dataclasses.replace(
-            default, **change
-        )
-        for change in changes
+Candidates = Mapping[str, tuple[str, MixtureOfExpertsConfig]]
+"""Implementation and configuration by display name."""
+
+
+def candidates(layer: Calls) -> Candidates:
+    """Return the implementations and configurations that are timed, by their names in tables.
+
+    What follows an implementation's name differs from its default configuration.
+    """
+    changes: dict[str, list[dict[str, Any]]] = {
+        "fused": [
+            {},
+            {"block_m": 64, "block_n": 256, "num_stages": 4, "push_programs": 16},
+            {"block_m": 64, "block_n": 128, "num_warps": 4, "num_stages": 6, "push_programs": 16},
+        ],
+        "decode": [
+            {},
+            {"block_m": 16, "block_n": 64, "block_k": 128, "num_stages": 4},
+            {"block_m": 16, "block_n": 64, "block_k": 64, "num_stages": 4},
+            {"block_m": 16, "block_n": 128, "block_k": 64, "num_stages": 4},
+            {"block_m": 32, "block_n": 128, "block_k": 64, "num_stages": 4},
+            {"block_m": 64, "block_n": 128, "block_k": 64, "num_stages": 3},
+            {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "num_warps": 8},
+        ],
     }
+    found: dict[str, tuple[str, MixtureOfExpertsConfig]] = {}
+    for impl, of_impl in changes.items():
+        default = layer.default_config(impl)
+        for change in of_impl:
+            config = dataclasses.replace(default, **change)
+            fields = ", ".join(f"{name}={value}" for name, value in change.items())
+            # A change may lead to the default again.
+            if (impl, config) not in found.values():
+                found[f"{impl} ({fields})" if fields else impl] = impl, config
+    return found
 
 
 class Case(Benchmark[MixtureOfExpertsConfig]):
@@ -74,7 +92,7 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
             (nbytes,) = self.maxima([self._weight_bytes(first)])
             count = max(count, sets_past_cache(nbytes, self.device))
         self.layers = [first, *(Calls(shape, group=group, seed=i) for i in range(1, count))]
-        self.operand_sets, self.impl = count, "fused"
+        self.operand_sets, self.impl = count, "decode"
 
     def _weight_bytes(self, layer: Calls) -> int:
         shape = self.shape
@@ -100,22 +118,26 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
         return self.exact[i % self.operand_sets]
 
     def tuned_call(self, config: MixtureOfExpertsConfig) -> Callable[[int], torch.Tensor]:
-        """Return a forward pass."""
-        return lambda i: launch.run(self.layer(i).call(False, self.impl, config))[0]
+        """Return a forward pass by the implementation that is set."""
+        impl = self.impl
+        return lambda i: launch.run(self.layer(i).call(False, impl, config))[0]
 
     def compile(self, config: MixtureOfExpertsConfig) -> None:
         """Compile the kernels of a forward pass."""
-        for step in launch.prepare_forward(self.layers[0].call(False, self.impl, config), 0)[0]:
+        call = self.layers[0].call(False, self.impl, config)
+        prepare = decode.prepare if self.impl == "decode" else launch.prepare_forward
+        for step in prepare(call, 0)[0]:
             step.compile()
 
     # Ways
 
-    def ours(self) -> list[Way]:
-        """Return every implementation of ours in every configuration that runs and is right."""
+    def ours(self, which: Candidates) -> list[Way]:
+        """Return those implementations and configurations that run and are right."""
         from triton.runtime.errors import OutOfResources
 
         ways = []
-        for label, config in configurations(self.layers[0].config).items():
+        for name, (impl, config) in which.items():
+            self.impl = impl
             compilation = functools.partial(self.compile, config)
             if not self.all_compile([compilation], [config])[0]:
                 continue
@@ -125,8 +147,7 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
             except (InterlaceError, OutOfResources) as error:
                 self.leave_out(config, error)
                 continue
-            name = f"fused ({label})" if label else "fused"
-            ways.append(Way(name, "ours", self.tuned_call(config), "" if label else "fused"))
+            ways.append(Way(name, "ours", self.tuned_call(config), impl if name == impl else ""))
         return ways
 
     def pairs(self) -> list[Way]:
@@ -197,18 +218,18 @@ def bench(
     """Check, time and profile one shape in every way. Collective; times are the same on every rank.
 
     Args:
-        config: The only configuration of the fused kernels to time; default: several.
+        config: The only configuration of our kernels to time; default: several.
 
     Raises:
         InterlaceError: A result is wrong; nothing is timed then.
     """
     case = Case(shape, group)
+    known = candidates(case.layers[0])
     if config is not None:
-        for layer in case.layers:
-            layer.config = config
-    chosen = case.layers[0].config
+        known = {impl: (impl, config) for impl in ("fused", "decode")}
+    case.impl, chosen = known["decode"]
     error = case.check(chosen)
-    ways = [*case.ours(), *case.pairs(), *case.alone()]
+    ways = [*case.ours(known), *case.pairs(), *case.alone()]
     times = case.time(ways)
     # All are timed before any is profiled: a profiler, once it has run, may slow down later calls.
     for way in ways:

@@ -78,13 +78,17 @@ def _decoding():
     with untimed() as patch:
         patch.setattr(
             expert_decoding,
-            "configurations",
-            lambda default: {"": SMALL, "block_m=32": dataclasses.replace(SMALL, block_m=32)},
+            "candidates",
+            lambda layer: {
+                "fused": ("fused", SMALL),
+                "decode": ("decode", layer.default_config("decode")),
+                "decode (block_m=32)": ("decode", dataclasses.replace(SMALL, block_m=32)),
+            },
         )
         shape = expert_decoding.Shape(
             tokens=3, hidden=8, ffn=12, experts=4, top_k=2, dtype=torch.float32
         )
-        return expert_decoding.bench(shape, SMALL, dist.new_group())
+        return expert_decoding.bench(shape, group=dist.new_group())
 
 
 def test_decoding(ranks):
@@ -93,7 +97,8 @@ def test_decoding(ranks):
     assert first == second
     assert {name: time["role"] for name, time in first["times"].items()} == {
         "fused": "ours",
-        "fused (block_m=32)": "ours",
+        "decode": "ours",
+        "decode (block_m=32)": "ours",
         "grouped F.linear + NCCL all-to-all of known splits": "pair",
         "grouped F.linear + NCCL all-gather and reduce-scatter": "pair",
         "both grouped F.linear alone": "compute",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -26,7 +27,7 @@ from interlace.tuning.choice import Choice, by_device
 _BLOCK_SLOTS = 128
 
 # Triton's interpreter runs one program after another, so few programs are enough.
-_ON_INTERPRETER = {
+_ON_INTERPRETER: dict[str, Any] = {
     "block_m": 32,
     "programs": 2,
     "push_programs": 2,

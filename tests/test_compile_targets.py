@@ -28,8 +28,11 @@ def cases_of(kernel):
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
+        "decode_first_gemm": lambda: _mixture_of_experts_decoding(),
+        "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
+        "gather_tokens": lambda: _mixture_of_experts_decoding(),
         "gemm_all_reduce": _products,
         "gemm_all_to_all": lambda: [
             case for batch in (1, 2) for case in _products({"BATCH": batch})
@@ -466,6 +469,41 @@ def _mixture_of_experts_products(kernel):
     }
     absent = ("scales", "met") if forward else ("grants",)
     yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
+
+
+def _mixture_of_experts_decoding():
+    """Tensor cores and none, both orders of gate and up, sizes that tiles divide and others."""
+    import triton.language as tl
+
+    from interlace.gemm.kernels.tiles import Tiling
+    from interlace.operators.mixture_of_experts.kernels.decode import Shares
+
+    addresses = dict.fromkeys(("landing", "results", "active", "weights"), "i64")
+    sizes = ("half", "rows_at", "tokens", "length", "hidden_groups", "ffn_groups")
+    types = {
+        "ctx": "*i64",
+        "signals": "i64",
+        **dict.fromkeys(("entries", "counts"), "*i32"),
+        **addresses,
+        **dict.fromkeys((*sizes, "E", "L"), "i32"),
+        "experts": "*i64",
+        "scales": "*fp32",
+    }
+    shared = {"WORLD_SIZE": 4, "L_LANES": 16, "num_warps": 4}
+    for dtype, name, tile, align, halves in (
+        (tl.bfloat16, "*bf16", (16, 64, 128), 8, False),
+        (tl.float16, "*fp16", (64, 128, 64), 8, True),
+        (tl.float32, "*fp32", (16, 64, 32), 1, False),
+    ):
+        constants = {
+            "DTYPE": dtype,
+            "SHARES": Shares(programs=64, columns=1024, top_k=6, align=align, slots=2048),
+            "FFN_ALIGN": align,
+            "TILING": Tiling(*tile, 1, False, w_along_k=True, precision="ieee"),
+            "EVEN": align == 8,
+            "HALVES": halves,
+        }
+        yield types | {"x": name, "y": name}, shared | constants
 
 
 def kernels():

@@ -48,7 +48,7 @@ def cases_of(kernel):
         ],
         "sum_and_norm_rows": lambda: [
             (
-                _NORMING | _MEETING | {"landing": "i64", "half": "i64", "part": "*bf16"} | types,
+                _TYPES | _NORMING | {"part": "*bf16"} | types,
                 {"COLUMNS": 8192, "WORLD_SIZE": ranks, "num_warps": 16} | more,
             )
             for ranks in (1, 2, 8)

@@ -307,7 +307,7 @@ def _counted_product():
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
-    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+    from interlace.gemm.kernels.gemv import Tiling
 
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
     tiling = Tiling(

@@ -31,6 +31,8 @@ from interlace.compile.graph import (
 from interlace.compile.norms import Norm, norm_of
 from interlace.compile.producers import Product
 from interlace.compile.requirements import require_unchanged, rows_of
+from interlace.operators.gemm_all_reduce_norm.config import MOST_ROWS
+from interlace.operators.gemm_all_reduce_norm.launch import MOST_COLUMNS
 from interlace.registry import operator_matching
 
 
@@ -174,8 +176,10 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     """
     fused = operator_matching("gemm", "all_reduce", "norm")
     tokens, norm, anchor = rows_of(product), tail.norm, tail.anchor
-    if tokens > fused.most_rows:
-        raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {fused.most_rows} or fewer")
+    if tokens > MOST_ROWS:
+        raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_ROWS} or fewer")
+    if product.columns > MOST_COLUMNS:
+        raise LeftAlone(f"its rows are longer than {MOST_COLUMNS}")
     if product.bias is not None:
         raise LeftAlone("each rank adds a bias before the sum")
     moves = [node for node in rows.upstream(collective.input) if node is not product.node]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 from torch.fx import Node
@@ -68,16 +68,17 @@ def _library_calls(node: Node) -> Iterator[Norm]:
     """Yield the norms of a node that are a single call of PyTorch's."""
     for call in node.users:
         if _is(call, aten.native_layer_norm.default):
-            source, shape, weight, bias, eps = call.args
-            kind = "layer"
+            kind, eps = "layer", argument(call, 4, "eps")
+            weight, bias = argument(call, 2, "weight"), argument(call, 3, "bias")
         elif _is(call, aten._fused_rms_norm.default):
-            (source, shape, weight, eps), bias = call.args, None
-            kind = "rms"
+            kind, eps = "rms", argument(call, 3, "eps")
+            weight, bias = argument(call, 2, "weight"), None
+            eps = torch.finfo(torch.float32).eps if eps is None else eps
         else:
             continue
-        if source is not node or list(shape) != [value(node).shape[-1]]:
+        shape = argument(call, 1, "normalized_shape")
+        if call.args[0] is not node or list(shape) != [value(node).shape[-1]]:
             continue
-        eps = torch.finfo(torch.float32).eps if eps is None else eps
         # Further items are the mean and the reciprocal root, for a backward pass.
         for item in call.users:
             if item.target is operator.getitem and item.args[1] == 0:

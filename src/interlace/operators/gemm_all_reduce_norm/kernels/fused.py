@@ -39,68 +39,106 @@ def multiply_sum_and_norm(
     ``[0, 2]``: both ranks store the residual ``[11, 24]`` and, of the root mean square 18.7, y =
     ``[0.59, 1.29]``.
     """
-    VALUES: tl.constexpr = TILING.word_values
-    program = tl.program_id(0)
-    matrices = Matrices(x, w, N, B, K, stride_x, stride_w)
-    if program < producers:
-        if ONE_TILE:
-            operands = point_to_operands(program, matrices, TILING)
-        # Epoch and group are asked for once the first weights are under way, because the compiler
-        # waits at once for values that all threads share.
-        epoch, group = il.next_epoch(epochs), il.join(ctx)
-        if ONE_TILE:
-            part = multiply_tile(operands, K, TILING)
-        stamp = il.mark(epoch, call)
-        # The two halves take turns, so that a peer may still read the words of the last call.
-        calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
-        slots = calls + 16 + il.rank(group) * tl.multiple_of(slot.to(tl.int64), 16)
-        if (VALUES == 2) & (program == 0):
-            announce(calls, stamp, group, WORLD_SIZE)
-        if ONE_TILE:
-            _send(program, part, slots, line, stamp, group, N, B, WORLD_SIZE, TILING)
-        else:
-            for tile in range(program, tiles, producers):
-                operands = point_to_operands(tile, matrices, TILING)
-                part = multiply_tile(operands, K, TILING)
-                _send(tile, part, slots, line, stamp, group, N, B, WORLD_SIZE, TILING)
-        il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
-        il.advance_epoch(epochs, epoch)
-    else:
-        epoch, group = il.next_epoch(epochs), il.join(ctx)
-        stamp = il.mark(epoch, call)
-        slot = tl.multiple_of(slot.to(tl.int64), 16)
-        calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
-        slots = calls + 16
-        line = line.to(tl.int64)
-        receiver = program - producers
-        batch, section = receiver // FORM.sections, receiver % FORM.sections
-        place = place_of(section, COLUMNS, batch * VALUES, N, B, COLUMNS, VALUES)
-        inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, N, B)
-        # Residual and weights are loaded before the sums are there.
-        loaded = load_inputs(inputs, place)
-        agreed = 1
-        if VALUES == 2:
-            agreed = agree(calls, stamp, group, WORLD_SIZE)
-        offsets = batch * line + place.columns
-        sums = il.sum_packed(
-            slots + offsets, None, slot, stamp, receiver, group, place.columns < N, WORLD_SIZE,
-            VALUES,
+    if tl.program_id(0) < producers:
+        epoch, group = _multiply_and_send(
+            Matrices(x, w, N, B, K, stride_x, stride_w), words, epochs, ctx, call, half, slot, line,
+            tiles, producers, WORLD_SIZE, ONE_TILE, TILING,
         )
-        total = il.nan_unless(agreed, out_of_words(sums, VALUES))
-        meeting = Meeting(slots + WORLD_SIZE * slot, B, stamp, receiver, group)
+    else:
+        inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, N, B)
         outputs = Outputs(y, new_residual, scales)
-        norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM)
-        il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
-        il.advance_epoch(epochs, epoch)
+        epoch, group = _receive(
+            inputs, outputs, words, epochs, ctx, call, half, slot, line, producers, WORLD_SIZE,
+            COLUMNS, FORM, TILING,
+        )
+    il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
+    il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def _multiply_and_send(
+    matrices, words, epochs, ctx, call, half, slot, line, tiles, producers,
+    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, TILING: tl.constexpr,
+):
+    """Compute this program's tiles of the product, and put them into every rank's slots.
+
+    Returns:
+        The call's epoch, and the value of ``il.join``.
+    """
+    program = tl.program_id(0)
+    if ONE_TILE:
+        operands = point_to_operands(program, matrices, TILING)
+    # Epoch and group are asked for once the first weights are under way, because the compiler waits
+    # at once for values that all threads share.
+    epoch, group = il.next_epoch(epochs), il.join(ctx)
+    if ONE_TILE:
+        part = multiply_tile(operands, matrices.K, TILING)
+    stamp = il.mark(epoch, call)
+    calls, slots = _memory_of(words, half, epoch)
+    target = slots + il.rank(group) * tl.multiple_of(slot.to(tl.int64), 16)
+    if (TILING.word_values == 2) & (program == 0):
+        announce(calls, stamp, group, WORLD_SIZE)
+    if ONE_TILE:
+        _send(program, part, target, line, stamp, group, matrices, WORLD_SIZE, TILING)
+    else:
+        for tile in range(program, tiles, producers):
+            operands = point_to_operands(tile, matrices, TILING)
+            part = multiply_tile(operands, matrices.K, TILING)
+            _send(tile, part, target, line, stamp, group, matrices, WORLD_SIZE, TILING)
+    return epoch, group
+
+
+@triton.jit
+def _receive(
+    inputs, outputs, words, epochs, ctx, call, half, slot, line, producers,
+    WORLD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr, TILING: tl.constexpr,
+):
+    """Add all ranks' parts of some columns, and normalise them.
+
+    Returns:
+        The call's epoch, and the value of ``il.join``.
+    """
+    VALUES: tl.constexpr = TILING.word_values
+    receiver = tl.program_id(0) - producers
+    batch, section = receiver // FORM.sections, receiver % FORM.sections
+    place = place_of(section, COLUMNS, batch * VALUES, inputs.N, inputs.B, COLUMNS, VALUES)
+    # Residual and weights are loaded before the sums are there.
+    loaded = load_inputs(inputs, place)
+    epoch, group = il.next_epoch(epochs), il.join(ctx)
+    stamp = il.mark(epoch, call)
+    calls, slots = _memory_of(words, half, epoch)
+    slot = tl.multiple_of(slot.to(tl.int64), 16)
+    agreed = 1
+    if VALUES == 2:
+        agreed = agree(calls, stamp, group, WORLD_SIZE)
+    offsets = batch * line.to(tl.int64) + place.columns
+    sums = il.sum_packed(
+        slots + offsets, None, slot, stamp, receiver, group, place.columns < inputs.N, WORLD_SIZE,
+        VALUES,
+    )
+    total = il.nan_unless(agreed, out_of_words(sums, VALUES))
+    meeting = Meeting(slots + WORLD_SIZE * slot, inputs.B, stamp, receiver, group)
+    norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM)
+    return epoch, group
+
+
+@triton.jit
+def _memory_of(words, half, epoch):
+    """Return pointers to a call's words that say which call it is, and to its slots behind them."""
+    # The two halves take turns, so that a peer may still read the words of the last call.
+    calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
+    return calls, calls + 16
 
 
 @triton.jit
 def _send(
-    tile, part, slots, line, stamp, group, N, B, WORLD_SIZE: tl.constexpr, TILING: tl.constexpr
+    tile, part, slots, line, stamp, group, matrices, WORLD_SIZE: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """Put a tile's partial sums into this rank's slot of every rank, ``[token or pair][row]``."""
     BLOCK_B: tl.constexpr = TILING.block_b
     VALUES: tl.constexpr = TILING.word_values
+    N, B = matrices.N, matrices.B
     rows, tokens, mask = tile_at(tile, N, B, TILING)
     token_tiles = (B + BLOCK_B - 1) // BLOCK_B
     batches = tile % token_tiles * (BLOCK_B // VALUES) + tl.arange(0, BLOCK_B // VALUES)

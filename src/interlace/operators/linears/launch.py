@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -44,7 +45,7 @@ def multiply(
     tiles = [ceil_div(count, config.block_n) for count in rows]
     # The kernel has arguments for three weights; none of its programs is for an absent one.
     absent = MOST_WEIGHTS - len(weights)
-    arguments: dict[str, object] = {
+    arguments: dict[str, Any] = {
         "x": x,
         "B": tokens,
         "K": columns,
@@ -52,7 +53,7 @@ def multiply(
         "first_1": tiles[0],
         "first_2": sum(tiles[:2]),
     }
-    several = {
+    several: dict[str, list[Any]] = {
         "w": list(weights),
         "bias": list(biases),
         "y": results,

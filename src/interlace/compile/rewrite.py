@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, foreign, normed, received, rows, sums
+from interlace.compile import collectives, foreign, normed, received, rows, siblings, sums
 from interlace.compile.choice import all_reduce_operator, choose, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
@@ -27,7 +27,7 @@ from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operators
 
 
-def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
+def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = False) -> list[Finding]:
     """Replace each pair of product and collective by a fused operator if it is known to be faster.
 
     Nothing is computed or sent.
@@ -37,9 +37,10 @@ def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
             it to a compiler. It is changed in place; pairs that are left alone stay unchanged.
         autotune: Whether operators measure their implementations at the first call of a kind that
             is not captured in a CUDA graph (see :func:`interlace.autotune`), where they can.
+        merge_products: Whether products of up to 16 rows with the same input become one kernel.
 
     Returns:
-        A finding for every collective of the graph.
+        A finding for every collective of the graph, and for all products that became one kernel.
     """
     direction = (
         "backward"
@@ -57,6 +58,8 @@ def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
         Finding(**_description(node, direction), operator=None, reason=reason)
         for node, reason in refused
     ]
+    if merge_products:
+        findings += siblings.merge(graph, direction)
     if any(finding.operator for finding in findings):
         if autotune:
             _let_measure(graph)

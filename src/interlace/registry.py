@@ -67,7 +67,7 @@ class Operator(abc.ABC):
         collective_first: Whether the collective feeds the computation instead of taking its result.
         pattern: The computation and the collective in their order, such as ``("gemm",
             "reduce_scatter")``: what the pass for ``torch.compile`` puts the operator in place of.
-            Empty for an operator that declares a name of its own.
+            Empty for an operator that declares a name of its own and no pattern.
         name: The operator's name, as in ``torch.ops.interlace``; by default its pattern's words.
         sizes: The names of the sizes by which entries of the tuned table are found.
         config_type: The fused kernel's configuration; None if there is nothing to configure.

@@ -20,18 +20,23 @@ from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 from interlace.registry import Operator, operator_matching
 
 
-def usable_ranks(group_name: str, device: torch.device) -> int:
-    """Return the number of ranks of a group on which operators can run. Nothing is sent.
-
-    Raises:
-        LeftAlone: Operators cannot run on this group or on this device.
-    """
+def require_runnable(device: torch.device) -> None:
+    """Raise :class:`LeftAlone` if kernels cannot run on a device in this process."""
     if device.type not in ("cuda", "cpu"):
         raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
     if device.type == "cpu" and not interpreting():
         raise LeftAlone(
             "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
         )
+
+
+def usable_ranks(group_name: str, device: torch.device) -> int:
+    """Return the number of ranks of a group on which operators can run. Nothing is sent.
+
+    Raises:
+        LeftAlone: Operators cannot run on this group or on this device.
+    """
+    require_runnable(device)
     try:
         group = process_group_named(group_name)
         ranks = dist.get_process_group_ranks(group)

@@ -37,6 +37,7 @@ class GemmAllReduceNorm(GemmOperator):
 
     name = "gemm_all_reduce_norm"
     collective = "all_reduce"
+    pattern = ("gemm", "all_reduce", "norm")
     config_type = GemmAllReduceNormConfig  # type: ignore[assignment]
     command_module = ""
     split_names = ()

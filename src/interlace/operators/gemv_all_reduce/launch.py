@@ -209,8 +209,8 @@ def prepare(
         mark: The number that the ranks' agreement returned.
     """
     require(group.backend)
-    from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
     from interlace.gemm.kernels.gemv import Tiling
+    from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size

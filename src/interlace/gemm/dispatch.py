@@ -109,10 +109,12 @@ def _measure(call: GemmCall, decision: Decision) -> None:
     Whether it is new, all ranks know alike, by what they have agreed on; this rank's decision says
     nothing about that, as another one may be made for other rows of this rank alone.
     """
-    if not decision.predicted_us or not autotune.may_measure(call):
-        return
     known = call.group.cache.measured
+    if not decision.predicted_us:
+        return
     if decision.kind not in known:
+        if not autotune.may_measure(call):
+            return
         known[decision.kind] = autotune.measured(
             call, decision.implementations, decision.predicted_us, decision.worst_error
         )

@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import interlace
+from tests.gpu.graphs import graphs_of_inductor
 
 pytestmark = pytest.mark.gpu
 
@@ -86,25 +87,6 @@ def _fresh() -> Iterator[Any]:
     torch.compiler.reset()
 
 
-def _graphs() -> dict[str, int]:
-    """What Inductor has made: functions that it takes graphs of, graphs, and what it left out."""
-    from torch._inductor.cudagraph_trees import get_manager
-
-    manager = get_manager(torch.cuda.current_device(), create_if_none_exists=False)
-    nodes = list(manager.get_roots()) if manager is not None else []
-    recorded = 0
-    while nodes:
-        node = nodes.pop()
-        recorded += 1
-        for children in node.children.values():
-            nodes.extend(children)
-    return {
-        "functions": 0 if manager is None else len(manager.ids_to_funcs),
-        "recorded": recorded,
-        "skipped": counters["inductor"]["cudagraph_skips"],
-    }
-
-
 def _wrong(found: Any, wanted: Any, step: str) -> list[str]:
     """Results that differ from those wanted."""
     wrong = []
@@ -148,7 +130,7 @@ def _steps(name: str, steps: int) -> tuple[list[str], dict[str, int]]:
                 wrong.extend(_wrong(programs[0](*larger), again, f"step {step}, larger"))
             if len(wrong) > 20:
                 break
-        graphs = _graphs()
+        graphs = graphs_of_inductor()
     return wrong, graphs
 
 
@@ -178,7 +160,7 @@ def _recorded_again(steps: int) -> tuple[list[str], dict[str, int]]:
             torch.compiler.cudagraph_mark_step_begin()
             found = [each.clone() for each in compiled(*inputs)]
             wrong.extend(_wrong(found, program(*inputs), f"step {step}"))
-        graphs = _graphs()
+        graphs = graphs_of_inductor()
     return wrong, graphs
 
 
@@ -215,7 +197,7 @@ def _first_of_all() -> tuple[list[str], dict[str, int]]:
             found = compiled(x).clone()
             wrong.extend(_wrong([found], [program(x)], f"step {step}"))
         interlace.synchronize(process_group)
-        graphs = _graphs()
+        graphs = graphs_of_inductor()
     return wrong, graphs
 
 

@@ -142,8 +142,7 @@ def _summary(result: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_thousand_tokens(ranks: Any, tmp_path: Path) -> None:
-    tokens = int(os.environ.get("INTERLACE_TEST_TOKENS", TOKENS))
-    results = ranks(2).run(_both, str(tmp_path / "model"), tokens, timeout_s=540)
+    results = ranks(2).run(_both, str(tmp_path / "model"), TOKENS, timeout_s=540)
     for rank, result in enumerate(results):
         ours, plain = result["ours"], result["plain"]
         print(f"rank {rank}, with Interlace: {_summary(ours)}")
@@ -153,8 +152,8 @@ def test_a_thousand_tokens(ranks: Any, tmp_path: Path) -> None:
     assert sequences[0] == sequences[1], "ranks have drawn different tokens, so logits differ"
     for result in results:
         ours, plain = result["ours"], result["plain"]
-        assert len(ours["sequence"]) == PROMPT + tokens
-        assert ours["different_tokens"] > min(tokens, SIZES["vocab_size"]) // 4
+        assert len(ours["sequence"]) == PROMPT + TOKENS
+        assert ours["different_tokens"] > min(TOKENS, SIZES["vocab_size"]) // 4
         assert ours["worst_error"] < TOLERANCE, _summary(ours)
         assert len(result["fused"]) == 2 * LAYERS, result["findings"]
         assert ours["graphs"]["recorded"] >= 1

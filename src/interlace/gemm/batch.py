@@ -56,7 +56,7 @@ class BatchOperator(Operator):
     has_public_function = False
     command_module = "interlace.cli.bench_batches"
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
-    choosers = ("auto", BATCH_INVARIANT)
+    choosers: ClassVar[tuple[str, ...]] = ("auto", BATCH_INVARIANT)
 
     def choose(self, **call: Any) -> Choice[Any]:
         """Return the fastest implementation; see :func:`interlace.gemm.choice.choose_product`."""

@@ -291,7 +291,7 @@ def _products(more=None):
         **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
     }
     tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True, precision="ieee")
-    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8)
+    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8, in_rank_order=False)
     plain = {"TILING": tiling, "SENDING": sending} | (more or {})
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
 

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from interlace.gemm.autotune import autotune
+    from interlace.gemm.invariance import batch_invariant
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
     from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
@@ -76,6 +77,7 @@ _PUBLIC = {
     "TriggeredTransfers": "interlace.mapped",
     "fuse": "interlace.mapped",
     "autotune": "interlace.gemm.autotune",
+    "batch_invariant": "interlace.gemm.invariance",
     "all_gather_gemm": "interlace.operators.all_gather_gemm",
     "AllGatherGemmConfig": "interlace.operators.all_gather_gemm",
     "embedding_all_to_all": "interlace.operators.embedding_all_to_all.api",
@@ -124,6 +126,7 @@ __all__ = [
     "__version__",
     "all_gather_gemm",
     "autotune",
+    "batch_invariant",
     "compile",
     "data",
     "embedding_all_to_all",

@@ -47,6 +47,8 @@ class Implementation:
             rank's rows; ``"tiled"``, the tiles of its own kernel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         former_names: Words that meant this implementation in earlier versions.
+        is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
+            asks for that; see :mod:`interlace.gemm.invariance`.
     """
 
     name: str
@@ -56,6 +58,7 @@ class Implementation:
     schedule: Literal["whole", "batch", "by_rank", "by_peer", "tiled"] = "whole"
     is_stock: bool = False
     former_names: tuple[str, ...] = ()
+    is_batch_invariant: bool = False
 
 
 class Operator(abc.ABC):

@@ -41,7 +41,7 @@ class GemmAllReduce(GemmOperator):
     split_names = ()
     adds_ranks = True
     implementations = (
-        FUSED,
+        dataclasses.replace(FUSED, is_batch_invariant=True),
         GEMV,
         # Which rank sums which rows is nobody's business, so they need not divide evenly.
         dataclasses.replace(

@@ -56,6 +56,7 @@ class GemmAllReduceNorm(GemmOperator):
             "gemm",
             "gemm_all_reduce, by the implementation that it takes itself, then one kernel",
             launch.run_gemm,
+            is_batch_invariant=True,
         ),
         UNFUSED,
     )

@@ -87,6 +87,8 @@ def _decoding_calls(world_size):
         {"halves": True, "dtype": "bfloat16", "hidden": 64, "ffn": 64, "config": None},
         {"tokens": 1, "hidden": 128, "ffn": 64, "dtype": "bfloat16", "config": None},
         {"tokens": 0},
+        {"impl": "nccl", "ffn": 24},
+        {"impl": "nccl", "ffn": 24, "halves": True, "routing": "holes", "dtype": "bfloat16"},
     ]
     changes = {1: changes[:2], 2: changes, 3: changes[1:3], 4: changes[:2]}[world_size]
     return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]

@@ -124,7 +124,7 @@ def _arguments(**changes):
             "experts must be on the device of x, cpu; got meta.",
         ),
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
-        ({"impl": "fast"}, "impl must be one of auto, fused, decode, unfused; got 'fast'."),
+        ({"impl": "fast"}, "impl must be one of auto, fused, decode, nccl, unfused; got 'fast'."),
         ({"config": "128"}, "config must be of type MixtureOfExpertsConfig; got str."),
     ],
 )

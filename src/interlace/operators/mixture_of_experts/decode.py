@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +12,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, processors, triton_dtype
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDERS, Sizes
+from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDERS
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
@@ -32,27 +32,6 @@ _OTHER_SHARED_BYTES = 2048
 
 _MOST_SLOTS = 2048
 """Slots that a program looks through at a time."""
-
-
-class Terms(NamedTuple):
-    """The properties of a call by which implementations may refuse it.
-
-    Attributes:
-        sizes: The call's sizes.
-        keeps: Whether a backward pass will follow.
-    """
-
-    sizes: Sizes
-    keeps: bool
-
-
-def refusal(terms: Terms) -> str | None:
-    """Return what a call must have for ``impl="decode"`` and has not, or None."""
-    rules = (
-        (not terms.keeps, "no tensor that requires a gradient"),
-        (terms.sizes.capacity >= terms.sizes.tokens, "no capacity that could drop tokens"),
-    )
-    return " and ".join(rule for holds, rule in rules if not holds) or None
 
 
 def columns(hidden: int) -> int:

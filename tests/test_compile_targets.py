@@ -337,7 +337,10 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
 
 _NORMING = {
     **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
-    **{"norm_bias": "*fp32", "eps": "fp32", "N": "i32", "B": "i32"},
+    "norm_bias": "*fp32",
+    "eps": "fp32",
+    "N": "i32",
+    "B": "i32",
 }
 
 

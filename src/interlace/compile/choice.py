@@ -147,9 +147,7 @@ def choose_sum(
             measured; or calls must be batch-invariant.
     """
     if invariance.is_enabled():
-        raise LeftAlone(
-            f"it is a sum of products, of which {operator.name} is not batch-invariant"
-        )
+        raise LeftAlone(f"it is a sum of products, of which {operator.name} is not batch-invariant")
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
     choice = operator.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)

@@ -58,8 +58,7 @@ class Epilogue:
 
     @property
     def quantization(self) -> str:
-        """Return how y is quantised: ``"none"``, or by a scale per ``"tensor"`` or per ``"row"``.
-        """
+        """Return ``"none"``, or what has a scale of its own: ``"tensor"`` or ``"row"``."""
         if self.out_dtype != FLOAT8:
             return "none"
         return "row" if self.scale is None else "tensor"

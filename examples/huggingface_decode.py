@@ -15,8 +15,7 @@ fused. On GPUs, with times:
 
 For each way it prints the time of one step that is captured whole in a CUDA graph, as serving
 programs do, beside the time to read a rank's weights once, below which no step can be; and tokens
-per second of ``generate``, end to end, with the mode of ``torch.compile`` that ``--mode`` names
-(Inductor's own CUDA graphs, ``reduce-overhead``, stop at Interlace's operators).
+per second of ``generate``, end to end, with the mode of ``torch.compile`` that ``--mode`` names.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def cases_of(kernel):
         ],
         "sum_and_norm_rows": lambda: [
             (
-                _NORMING | _MEETING | {"landing": "i64", "half": "i64", "part": "*bf16"} | types,
+                _TYPES | _NORMING | {"part": "*bf16"} | types,
                 {"COLUMNS": 8192, "WORLD_SIZE": ranks, "num_warps": 16} | more,
             )
             for ranks in (1, 2, 8)
@@ -291,7 +291,7 @@ def _products(more=None):
         **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
     }
     tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True, precision="ieee")
-    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8)
+    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8, in_rank_order=False)
     plain = {"TILING": tiling, "SENDING": sending} | (more or {})
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
 
@@ -337,7 +337,10 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
 
 _NORMING = {
     **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
-    **{"norm_bias": "*fp32", "eps": "fp32", "N": "i32", "B": "i32"},
+    "norm_bias": "*fp32",
+    "eps": "fp32",
+    "N": "i32",
+    "B": "i32",
 }
 
 

@@ -19,6 +19,7 @@ from interlace.comm.interpreter import interpreting
 from interlace.compile import foreign
 from interlace.compile.choice import ranks_of_a_machine
 from interlace.compile.rewrite import fuse
+from interlace.gemm import invariance
 
 _SLOT = "post_grad_custom_pre_pass"
 
@@ -251,6 +252,7 @@ def _fingerprint() -> str:
         _groups(),
         foreign.names(),
         settings,
+        invariance.is_enabled(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -101,6 +101,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = _LINK.sub(to_page, markdown)
     if name == REFERENCE:
         markdown = re.sub(r"^\| `(\w+)` \|", _to_docstring, markdown, flags=re.MULTILINE)
+    if name == "docs/results.md":
+        markdown = re.sub(r"<!-- interlace bench table\s+([^>]*?)\s*-->", _sources, markdown)
     if name == "benchmarks/results/README.md":
         markdown += index_of(ROOT / file for file in _names("benchmarks/results/*.json"))
     return markdown
@@ -192,6 +194,13 @@ def _tables_of_names() -> Iterable[tuple[str, list[str]]]:
     for table in re.findall(r"(?:^\|.*\n)+", section, flags=re.MULTILINE):
         heading, _, *rows = table.splitlines()
         yield heading.split("|")[1].strip(), [row.split("`")[1] for row in rows]
+
+
+def _sources(match: re.Match[str]) -> str:
+    """Return a line with links to the files of a table of results."""
+    files = match[1].split()
+    links = (f"[{file.removesuffix('.json')}](../benchmarks/results/{file}.md)" for file in files)
+    return f"All times of these calls: {', '.join(links)}."
 
 
 def _to_docstring(match: re.Match[str]) -> str:

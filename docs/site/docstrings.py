@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from typing import Any
 
 import griffe
 
+# The lines of a section up to the next one.
+_RETURNS = re.compile(r"^Returns:\n((?:    .*(?:\n|\Z)|\n)+)", flags=re.MULTILINE)
 _ROLE = re.compile(r":\w+:`~?([\w.]+)(\(\))?`")
 
 
@@ -15,7 +18,7 @@ class Docstrings(griffe.Extension):
 
     def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         """Turn roles into links, ``::`` before an example into ``:``, and name its section as griffe
-        does.
+        does. What a function returns stays text: its colons do not end a type.
         """
         if obj.docstring is None:
             return
@@ -26,7 +29,12 @@ class Docstrings(griffe.Extension):
 
         text = _ROLE.sub(link, obj.docstring.value)
         text = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
-        obj.docstring.value = re.sub(r"(\w)?::$", r"\1:", text, flags=re.MULTILINE)
+        text = _RETURNS.sub(
+            lambda match: f"**Returns:**\n\n{textwrap.dedent(match[1]).strip()}\n\n", text
+        )
+        # Two colons alone announce an example, too, and are not shown.
+        text = re.sub(r"^::$", "", text, flags=re.MULTILINE)
+        obj.docstring.value = re.sub(r"::$", ":", text, flags=re.MULTILINE)
 
 
 def _path(obj: griffe.Object, name: str) -> str:

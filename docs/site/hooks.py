@@ -44,7 +44,8 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for section in config.nav:
         for name, items in section.items():
             if name == "Decisions":
-                items += sorted(_names("docs/decisions/*.md"), key=_readme_first)
+                readme, *pages = sorted(_names("docs/decisions/*.md"), key=_readme_first)
+                items += [{"Overview": readme}, *pages]
             elif name == "Reference":
                 items[-1] = {"API": [f"docs/api/{page}.md" for page in _api_pages()]}
     return config
@@ -65,6 +66,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
         ours.append(_hidden(config, f"{name}.md", target, _source_page(name)))
     for page, (title, names) in _api_pages().items():
         text = f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names)
+        if len(names) == 1:  # a module, whose name is the title or nearly so
+            text += "\n    options:\n      show_root_heading: false\n"
         ours.append(_file(config, f"docs/api/{page}.md", f"api/{page}.html", content=text))
     for name in _names("benchmarks/results/*.json"):
         target = "measurements/" + name.removeprefix("benchmarks/results/")

@@ -65,7 +65,7 @@ docs: setup $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tests.site build/site
 
-# The wheel in dist, and a check of what is in it.
+# The wheel in dist, a check of what is in it, and its commands in an environment of its own.
 package: setup
 	rm -rf dist
 	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .

@@ -28,8 +28,11 @@ def cases_of(kernel):
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
+        "decode_first_gemm": lambda: _mixture_of_experts_decoding(),
+        "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
+        "gather_tokens": lambda: _mixture_of_experts_decoding(),
         "gemm_all_reduce": _products,
         "gemm_all_to_all": lambda: [
             case for batch in (1, 2) for case in _products({"BATCH": batch})
@@ -38,6 +41,19 @@ def cases_of(kernel):
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
+        "multiply_sum_and_norm": _multiply_sum_and_norm,
+        "norm_rows": lambda: [
+            (_NORMING | {"total": "*bf16"} | types, {"COLUMNS": 8192, "num_warps": 16} | more)
+            for types, more in _norms()
+        ],
+        "sum_and_norm_rows": lambda: [
+            (
+                _TYPES | _NORMING | {"part": "*bf16"} | types,
+                {"COLUMNS": 8192, "WORLD_SIZE": ranks, "num_warps": 16} | more,
+            )
+            for ranks in (1, 2, 8)
+            for types, more in _norms()
+        ],
         "meet": lambda: [
             (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
             (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
@@ -307,7 +323,7 @@ def _counted_product():
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
-    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+    from interlace.gemm.kernels.gemv import Tiling
 
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
     tiling = Tiling(
@@ -316,6 +332,35 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
         precision="ieee",
     )  # fmt: skip
     return _TYPES | tensors, {"TILING": tiling} | constants
+
+
+_NORMING = {
+    **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
+    **{"norm_bias": "*fp32", "eps": "fp32", "N": "i32", "B": "i32"},
+}
+
+
+def _norms(sections=1):
+    """Types and constants of each norm and quantisation."""
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import Form
+
+    yield {"y": "*bf16"}, {"FORM": Form("layer", "none", sections), "scale": None, "scales": None}
+    for kind, scale, scales in (("tensor", "*fp32", None), ("row", None, "*fp32")):
+        types = {name: each for name, each in (("scale", scale), ("scales", scales)) if each}
+        absent = dict.fromkeys({"scale", "scales"} - types.keys())
+        yield {"y": "*fp8e4nv"} | types, {"FORM": Form("rms", kind, sections)} | absent
+
+
+def _multiply_sum_and_norm():
+    for sections, block_b, more in ((8, 1, {"num_warps": 1}), (4, 16, {"num_stages": 3})):
+        for types, constants in _norms(sections):
+            dtype, even, values = "bf16", block_b == 1, 1 if block_b == 1 else 2
+            gemv, tiling = _gemv_all_reduce(
+                dtype, 4 if block_b == 1 else 64, block_b, 128, even, values, WORLD_SIZE=2,
+                ONE_TILE=block_b == 1, COLUMNS=256 if block_b == 1 else 1024, **more,
+            )  # fmt: skip
+            sizes = dict.fromkeys(("producers", "line"), "i32")
+            yield gemv | sizes | _NORMING | types, tiling | constants
 
 
 def _gemv_all_reduce_one_shot():
@@ -424,6 +469,41 @@ def _mixture_of_experts_products(kernel):
     }
     absent = ("scales", "met") if forward else ("grants",)
     yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
+
+
+def _mixture_of_experts_decoding():
+    """Tensor cores and none, both orders of gate and up, sizes that tiles divide and others."""
+    import triton.language as tl
+
+    from interlace.gemm.kernels.tiles import Tiling
+    from interlace.operators.mixture_of_experts.kernels.decode import Shares
+
+    addresses = dict.fromkeys(("landing", "results", "active", "weights"), "i64")
+    sizes = ("half", "rows_at", "tokens", "length", "hidden_groups", "ffn_groups")
+    types = {
+        "ctx": "*i64",
+        "signals": "i64",
+        **dict.fromkeys(("entries", "counts"), "*i32"),
+        **addresses,
+        **dict.fromkeys((*sizes, "E", "L"), "i32"),
+        "experts": "*i64",
+        "scales": "*fp32",
+    }
+    shared = {"WORLD_SIZE": 4, "L_LANES": 16, "num_warps": 4}
+    for dtype, name, tile, align, halves in (
+        (tl.bfloat16, "*bf16", (16, 64, 128), 8, False),
+        (tl.float16, "*fp16", (64, 128, 64), 8, True),
+        (tl.float32, "*fp32", (16, 64, 32), 1, False),
+    ):
+        constants = {
+            "DTYPE": dtype,
+            "SHARES": Shares(programs=64, columns=1024, top_k=6, align=align, slots=2048),
+            "FFN_ALIGN": align,
+            "TILING": Tiling(*tile, 1, False, w_along_k=True, precision="ieee"),
+            "EVEN": align == 8,
+            "HALVES": halves,
+        }
+        yield types | {"x": name, "y": name}, shared | constants
 
 
 def kernels():

@@ -100,10 +100,11 @@ def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> lis
     Args:
         sizes: Sizes by name.
         dtype: Dtype of the layer.
-        part: A part of the layer, ``"all"``, or ``"tune"``: then the forward pass with the best
-            configuration.
-        config: The configuration; empty for the default one.
+        part: A part of the layer; ``"all"``; ``"decoding"``; or ``"tune"``: then the forward pass
+            with the best configuration.
+        config: The configuration; empty for the default one, and in decoding for several.
     """
+    from interlace.bench import expert_decoding
     from interlace.bench import mixture_of_experts as operator
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 
@@ -111,6 +112,8 @@ def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> lis
     if part == "tune":
         return operator.bench(shape, operator.tune(shape), parts=("forward",))
     chosen = MixtureOfExpertsConfig.parse(config) if config else None
+    if part == "decoding":
+        return [expert_decoding.bench(shape, chosen)]
     return operator.bench(shape, chosen, parts=operator.PARTS if part == "all" else (part,))
 
 

@@ -14,6 +14,7 @@ from interlace.gemm import autotune
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
@@ -56,6 +57,7 @@ def run(
     group_name: str,
     impl: str,
     config: str,
+    epilogue: Epilogue | None = None,
 ) -> Any:
     """Run one call whose arguments are validated.
 
@@ -63,6 +65,7 @@ def run(
         splits: The lists of rows that the operator takes, each None for the default.
         gather: Whether the gathered x is a result, too.
         config: The text of a configuration, or empty for the tuned table's.
+        epilogue: What is to be computed of the sum over ranks, if the operator does that.
 
     Returns:
         The operator's result, or its pair of results.
@@ -76,11 +79,17 @@ def run(
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     is_new_each_time = operator.exchanges(lists)
+
+    def decide() -> Decision:
+        also_agreed = {} if epilogue is None else epilogue.agreed()
+        return _decide(operator, operands, lists, group, impl, config, also_agreed)
+
     if is_new_each_time:
-        decision = _decide(operator, operands, lists, group, impl, config)
+        decision = decide()
     else:
-        key = (operator.name, *operands.signature(), lists, gather, impl, config)
-        decision = group.once(key, lambda: _decide(operator, operands, lists, group, impl, config))
+        after = () if epilogue is None else epilogue.signature()
+        key = (operator.name, *operands.signature(), lists, gather, impl, config, *after)
+        decision = group.once(key, decide)
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -91,6 +100,7 @@ def run(
         config=decision.config,
         mark=decision.mark,
         is_explicit=impl not in operator.choosers,
+        epilogue=epilogue,
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
@@ -137,11 +147,17 @@ def _decide(
     group: Group,
     impl: str,
     config: str,
+    also_agreed: Mapping[str, Any],
 ) -> Decision:
-    """Agree on a call with all ranks, and choose how it runs. Collective."""
+    """Agree on a call with all ranks, and choose how it runs. Collective.
+
+    Args:
+        also_agreed: What ranks must have in common beside operands and lists of rows.
+    """
     agreed = {
         **operator.agreed(operands, splits, group),
         **operands.agreed(),
+        **also_agreed,
         "impl": impl,
         "config": config,
     }

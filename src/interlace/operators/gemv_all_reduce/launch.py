@@ -210,7 +210,7 @@ def prepare(
     """
     require(group.backend)
     from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
-    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+    from interlace.gemm.kernels.gemv import Tiling
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -12,10 +13,11 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
-from interlace.operators.mixture_of_experts import layout, reference
+from interlace.operators.mixture_of_experts import decode, layout, reference
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
     MixtureOfExpertsConfig,
+    decode_config,
     default_config,
 )
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
@@ -25,7 +27,7 @@ from interlace.tuning.choice import Choice, by_device
 _BLOCK_SLOTS = 128
 
 # Triton's interpreter runs one program after another, so few programs are enough.
-_ON_INTERPRETER = {
+_ON_INTERPRETER: dict[str, Any] = {
     "block_m": 32,
     "programs": 2,
     "push_programs": 2,
@@ -125,7 +127,11 @@ class Call:
 
     @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
-        """The implementation and the configuration of this call."""
+        """The implementation and the configuration of this call.
+
+        Raises:
+            ArgumentError: The implementation was asked for and cannot run such a call.
+        """
         sizes = self.sizes
         choice = choose(
             tokens=sizes.tokens,
@@ -137,8 +143,22 @@ class Call:
             world_size=sizes.world_size,
             device=self.x.device,
         )
-        config = MixtureOfExpertsConfig.parse(self.config) if self.config else choice.config
-        return (choice.impl if self.impl == "auto" else self.impl), config
+        impl = choice.impl if self.impl == "auto" else self.impl
+        if impl == "decode":
+            unmet = decode.refusal(decode.Terms(sizes, self.keeps))
+            if unmet is not None:
+                raise ArgumentError(
+                    f"{OPERATOR}: impl='decode' must have {unmet}. Take impl='auto' or 'fused'."
+                )
+        if self.config:
+            return impl, MixtureOfExpertsConfig.parse(self.config)
+        if impl == "decode":
+            rows = sizes.world_size * sizes.slots / sizes.experts
+            config = decode_config(rows=rows, itemsize=self.x.dtype.itemsize)
+            if self.group.backend == "cpu":
+                config = dataclasses.replace(config, **_ON_INTERPRETER)
+            return impl, config
+        return impl, choice.config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +192,12 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
     # All ranks have the same number of tokens, so they all leave the fused path together.
     if call.sizes.tokens == 0 or impl == "unfused":
         return _unfused(call), nothing(call.x)
+    if impl == "decode":
+        launches, y = decode.prepare(call, mark)
+        with group.running():
+            for launch in launches:
+                launch()
+        return y, nothing(call.x)
     launches, y, saved, may_keep = prepare_forward(call, mark)
     with group.running():
         for launch in launches:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts import decode, launch
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.validate import validate
 from interlace.registry import Implementation, Operator, operator
@@ -23,6 +23,9 @@ class MixtureOfExperts(Operator):
     command_module = "interlace.cli.bench_mixture_of_experts"
     implementations = (
         Implementation("fused", "kernels that send rows as they compute them"),
+        Implementation(
+            "decode", "kernels for few tokens, which read each weight once", refusal=decode.refusal
+        ),
         Implementation("unfused", "F.linear and all_to_all_single, each rank's rows sorted"),
     )
 

@@ -41,13 +41,13 @@ _MORE_API = {
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Fill the parts of the navigation that follow from the repository's contents."""
-    for section in config.nav:
-        for name, items in section.items():
-            if name == "Decisions":
-                readme, *pages = sorted(_names("docs/decisions/*.md"), key=_readme_first)
-                items += [{"Overview": readme}, *pages]
-            elif name == "Reference":
-                items[-1] = {"API": [f"docs/api/{page}.md" for page in _api_pages()]}
+    decisions = sorted(_names("docs/decisions/*.md"), key=_readme_first)
+    contents: dict[str, list[Any]] = {
+        "API": [f"docs/api/{page}.md" for page in _api_pages()],
+        "Decisions": [{"Overview": decisions[0]}, *decisions[1:]],
+        "Operators": _names("src/interlace/operators/*/README.md"),
+    }
+    _fill(config.nav, contents)
     return config
 
 
@@ -109,6 +109,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if name == "benchmarks/results/README.md":
         markdown += index_of(ROOT / file for file in _names("benchmarks/results/*.json"))
     return markdown
+
+
+def _fill(items: list[Any], contents: dict[str, list[Any]]) -> None:
+    """Put the contents into the empty sections of their names."""
+    for entry in items:
+        for name, inner in entry.items() if isinstance(entry, dict) else ():
+            if inner == []:
+                inner += contents[name]
+            elif isinstance(inner, list):
+                _fill(inner, contents)
 
 
 def _names(pattern: str) -> list[str]:

@@ -90,6 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     name = page.file.src_uri
     if page.file.inclusion.is_not_in_nav():
         page.meta["hide"] = ["navigation", "toc"]  # the width is for tables and code
+        page.meta["search"] = {"exclude": True}  # numbers, which nobody looks up
     if not (ROOT / name).is_file():
         return markdown  # made here
     if re.search(r"^ {2,3}(?:[-*]|\d+\.) ", _without_code(markdown), flags=re.MULTILINE):

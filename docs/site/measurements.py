@@ -63,7 +63,7 @@ def _tables(document: Mapping[str, Any]) -> Iterator[str]:
         rows = [row for result in results for row in _rows_of_times(result)]
         yield _table(rows)
     else:
-        yield from _nested(results)
+        yield from _sections(results)
 
 
 def _rows_of_times(result: Mapping[str, Any]) -> Iterator[Row]:
@@ -114,49 +114,52 @@ def _call_of_a_model(result: Mapping[str, Any]) -> Row:
     return row
 
 
-def _nested(results: Sequence[Any]) -> Iterator[str]:
-    """Yield what other results hold: a table of those that are flat, and a table for each other."""
-    flat = [result for result in results if not _parts(result)]
-    if flat:
-        yield _table([_scalars(result) for result in flat])
+def _sections(results: Iterable[Mapping[str, Any]], about: str = "") -> Iterator[str]:
+    """Yield other results as tables: one of those that hold times or no table themselves, and then
+    those that they hold, each below a line that says what it is.
+    """
+    rows, below = [], []
     for result in results:
-        for name, part in _parts(result).items():
-            about = ", ".join(f"{key} {value}" for key, value in _scalars(result).items())
-            yield f"{about}, **{name}**:" if about else f"**{name}**:"
-            yield _table(list(_rows_of_part(part)))
+        tables = {key: value for key, value in result.items() if _is_table(value)}
+        row = _row_of({key: value for key, value in result.items() if key not in tables})
+        is_shown = not tables or "median_us" in row
+        rows += [row] if is_shown else []
+        words = str(row.get("what", "")) if is_shown else _words(row)
+        for name, table in tables.items():
+            entries = table if isinstance(table, list) else _entries(table)
+            below += _sections(entries, ", ".join(filter(None, [about, words, name])))
+    if rows:
+        yield f"{about}:" if about else ""
+        yield _table(rows)
+    yield from below
 
 
-def _parts(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parts of a result that are tables themselves: mappings and lists of them."""
-    return {
-        key: value
-        for key, value in result.items()
-        if (isinstance(value, dict) and value)
-        or (isinstance(value, list) and value and isinstance(value[0], dict))
-    }
+def _is_table(value: Any) -> bool:
+    """Return whether a value is a list of mappings, or a mapping of them."""
+    inner = value.values() if isinstance(value, dict) else value
+    return isinstance(value, (list, dict)) and bool(value) and all(isinstance(v, dict) for v in inner)
 
 
-def _rows_of_part(part: Any) -> Iterator[Row]:
-    """Yield a row for each entry of a mapping or of a list of mappings."""
-    if isinstance(part, list):
-        for entry in part:
-            inner = {f"{k}: {n}": v for k, p in _parts(entry).items() for n, v in _flat(p)}
-            yield _scalars(entry) | inner
-        return
-    for name, entry in part.items():
-        if isinstance(entry, dict):
-            yield {"what": name, **_scalars(entry)}
-        else:
-            yield {"what": name, "value": entry}
+def _entries(table: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [{"what": name, **entry} for name, entry in table.items()]
 
 
-def _flat(part: Any) -> Iterator[tuple[str, object]]:
-    if isinstance(part, dict):
-        yield from ((name, value) for name, value in part.items() if not isinstance(value, dict))
+def _row_of(result: Mapping[str, Any]) -> dict[str, object]:
+    """Return a result's values by their names; those of a mapping in it have both names."""
+    row: dict[str, object] = {}
+    for key, value in result.items():
+        if isinstance(value, dict):
+            row |= {f"{key}, {name}": inner for name, inner in _row_of(value).items()}
+        elif not isinstance(value, list):
+            row[key] = value
+    return row
 
 
-def _scalars(result: Mapping[str, Any]) -> dict[str, object]:
-    return {k: v for k, v in result.items() if not isinstance(v, (dict, list))}
+def _words(row: Row) -> str:
+    """Return a row as text: what it is, and the names and values of the rest."""
+    rest = (f"{key} {_cell(value)}" for key, value in row.items() if key not in ("what", "command"))
+    command = [f"`{row['command']}`"] if "command" in row else []
+    return ", ".join([*(str(row[key]) for key in ("what",) if key in row), *rest, *command])
 
 
 def _table(rows: Sequence[Row]) -> str:

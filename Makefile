@@ -60,6 +60,7 @@ $(DOCS_STAMP): $(STAMP)
 	$(BIN)/python -m pip install --quiet --editable '.[docs]'
 	@touch $(DOCS_STAMP)
 
+# The variable silences the theme's advertisement of its successor.
 docs: setup $(DOCS_STAMP)
 	$(PYTEST) -m documents tests/test_notebooks.py tests/test_code_blocks.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet

@@ -66,10 +66,12 @@ docs: setup $(DOCS_STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/python -m tests.site build/site
 
-# The wheel in dist, a check of what is in it, and its commands in an environment of its own.
+# The sources and the wheel of them in dist, a check of what is in the wheel, and its commands in an environment of
+# its own.
 package: setup
 	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet 'build>=1.2'
+	$(BIN)/python -m build --outdir dist . >/dev/null
 	$(BIN)/python -m tests.package dist/*.whl
 
 # First what compiles many kernels, in several processes at the same time; then what needs the GPUs for itself.

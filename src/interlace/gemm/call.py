@@ -55,6 +55,7 @@ class GemmCall:
         group_name: The name of their process group.
         config: The fused kernel's configuration.
         mark: The number that this call's signals carry; from the ranks' agreement.
+        is_batch_invariant: Whether a row's result must have the same bits in every batch.
         is_explicit: Whether the caller has asked for the implementation by name. Else it may give
             up, and another one runs.
         epilogue: What is computed of the sum, of operators that have that.
@@ -69,6 +70,7 @@ class GemmCall:
     config: GemmConfig
     mark: int
     is_explicit: bool
+    is_batch_invariant: bool = False
     epilogue: Epilogue | None = None
 
     @property

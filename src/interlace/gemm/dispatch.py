@@ -15,6 +15,12 @@ from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
+from interlace.gemm.invariance import (
+    BATCH_INVARIANT,
+    effective_impl,
+    invariant_implementations,
+    require_invariant,
+)
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
@@ -75,6 +81,7 @@ def run(
         RankMismatchError: Ranks differ in what must be the same.
         GroupError: The group is too large or broken.
     """
+    impl = effective_impl(operator, impl)
     group = group_for(operator.name, group_name, operands.x.device)
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
@@ -100,6 +107,7 @@ def run(
         config=decision.config,
         mark=decision.mark,
         is_explicit=impl not in operator.choosers,
+        is_batch_invariant=impl == BATCH_INVARIANT,
         epilogue=epilogue,
     )
     if not operands.columns or not decision.rows.total:
@@ -119,10 +127,12 @@ def _measure(call: GemmCall, decision: Decision) -> None:
     Whether it is new, all ranks know alike, by what they have agreed on; this rank's decision says
     nothing about that, as another one may be made for other rows of this rank alone.
     """
-    if not decision.predicted_us or not autotune.may_measure(call):
-        return
     known = call.group.cache.measured
+    if not decision.predicted_us:
+        return
     if decision.kind not in known:
+        if not autotune.may_measure(call):
+            return
         known[decision.kind] = autotune.measured(
             call, decision.implementations, decision.predicted_us, decision.worst_error
         )
@@ -166,13 +176,18 @@ def _decide(
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
+    is_invariant = impl == BATCH_INVARIANT
+    chosen = (
+        operator.invariant_config(operands, group.world_size) if is_invariant else choice.config
+    )
+    # Where the caller has decided there is nothing to measure.
+    is_open = impl in operator.choosers and not is_invariant and not config
     return Decision(
         mark,
         rows,
         resolve(operator, impl, choice, operands.terms(rows.is_even)),
-        operator.config_type.parse(config) if config else choice.config,
-        # Where the caller has decided there is nothing to measure.
-        choice.times_us if impl in operator.choosers and not config else {},
+        operator.config_type.parse(config) if config else chosen,
+        choice.times_us if is_open else {},
         choice.worst_error,
         (operator.name, *agreed.items()),
     )
@@ -184,8 +199,13 @@ def resolve(
     """Return what may run a call: ``impl``, or what was chosen and does not refuse it, in turn.
 
     Raises:
-        ArgumentError: ``impl`` was asked for and cannot run such a call.
+        ArgumentError: ``impl`` was asked for and cannot run such a call, or no batch-invariant
+            implementation can.
     """
+    if impl == BATCH_INVARIANT:
+        require_invariant(operator)
+        # The first one alone: which one runs must not depend on the rows.
+        impl = invariant_implementations(operator)[0].name
     if impl in operator.choosers:
         candidates = map(operator.implementation, choice.candidates)
         return tuple(each for each in candidates if each.refusal(terms) is None)

@@ -37,6 +37,7 @@ class GemmAllReduceNorm(GemmOperator):
 
     name = "gemm_all_reduce_norm"
     collective = "all_reduce"
+    pattern = ("gemm", "all_reduce", "norm")
     config_type = GemmAllReduceNormConfig  # type: ignore[assignment]
     command_module = ""
     split_names = ()
@@ -55,6 +56,7 @@ class GemmAllReduceNorm(GemmOperator):
             "gemm",
             "gemm_all_reduce, by the implementation that it takes itself, then one kernel",
             launch.run_gemm,
+            is_batch_invariant=True,
         ),
         UNFUSED,
     )
@@ -68,14 +70,15 @@ class GemmAllReduceNorm(GemmOperator):
         return rows
 
     def choose(self, **call: Any) -> Choice[Any]:
-        """Return what ``impl="auto"`` runs, with the tiles that the operator around a GEMV takes.
-        """
+        """Return what ``impl="auto"`` runs, with the GEMV operator's tiles."""
         return _choose(**call)
 
     def run_empty(self, call: GemmCall) -> Normed:
         """Return results without elements."""
         assert call.epilogue is not None
-        return call.epilogue.empty_results(call.operands.rows, call.operands.columns, call.operands.x)
+        return call.epilogue.empty_results(
+            call.operands.rows, call.operands.columns, call.operands.x
+        )
 
     def run_unfused(self, call: GemmCall) -> Normed:
         """Run ``F.linear``, ``all_reduce``, and torch's norm."""

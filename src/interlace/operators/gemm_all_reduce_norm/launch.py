@@ -14,6 +14,7 @@ from interlace.comm.replays import places
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.chunked import multiply_into
+from interlace.gemm.invariance import BATCH_INVARIANT
 from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormConfig
 from interlace.registry import operator_matching
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -59,7 +60,7 @@ def run_gemm(call: GemmCall) -> Normed:
     function = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
     total = function(
         operands.x, operands.w, operands.bias, None, None, operands.out_dtype, call.group_name,
-        "auto", "",
+        BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
     )  # fmt: skip
     results = _results(call)
     epilogue = call.epilogue

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
     from interlace.registry import operator
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> module. Nothing here imports torch or Triton until it is used.
 _PUBLIC = {

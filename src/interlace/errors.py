@@ -66,7 +66,7 @@ class RankMismatchError(InterlaceError):
 class GroupError(InterlaceError):
     """The process group cannot be used.
 
-    It is too large, not on one machine, or not joined by this rank.
+    It is too large, not joined by this rank, or on several nodes where memory must be shared.
     """
 
 
@@ -111,6 +111,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         seen: the epoch that it saw instead; 0 for a wait on the host.
         different_call: True if the peer did come, but with other arguments.
         deadline_s: time that it waited, in s.
+        node: number of the peer's node; None in a group of one node.
     """
 
     def __init__(
@@ -124,8 +125,10 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         seen: int = 0,
         different_call: bool = False,
         deadline_s: float,
+        node: int | None = None,
     ) -> None:
         late = f"rank {peer}" if peer >= 0 else "a peer"
+        late += "" if node is None else f" of node {node}"
         awaited = (
             f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
             if wanted
@@ -148,6 +151,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         self.seen = seen
         self.different_call = different_call
         self.deadline_s = deadline_s
+        self.node = node
 
 
 class MiscountError(InterlaceError):

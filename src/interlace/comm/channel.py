@@ -50,6 +50,11 @@ class HostChannel:
         return self._members.world_size
 
     @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that share memory with this process, itself among them."""
+        return self._members.local_ranks
+
+    @property
     def deadline_s(self) -> float:
         """Return the number of seconds that an exchange may last by default."""
         return self._health.deadline_s
@@ -110,8 +115,9 @@ class HostChannel:
             peer = late[0] if late else -1
             self._health.declare_broken(label, peer)
             raise PeerTimeoutError(
-                operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s
-            ) from error
+                operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s,
+                node=self._members.node_of(peer),
+            ) from error  # fmt: skip
         answers = [json.loads(self._store.get(key)) for key in keys]
         # All ranks have come to this exchange, so all of them have read the previous one, whose
         # key can go.

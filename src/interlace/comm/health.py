@@ -183,10 +183,12 @@ class Health:
         )
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
+        peer = int(record[ctx.RECORD_PEER])
         raise PeerTimeoutError(
             operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
             rank=self._members.rank,
-            peer=int(record[ctx.RECORD_PEER]),
+            peer=peer,
+            node=self._members.node_of(peer),
             slice=piece,
             wanted=expected & ctx.EPOCH_MASK,
             seen=seen & ctx.EPOCH_MASK,

@@ -90,6 +90,7 @@ class BatchOperator(Operator):
             self.validate_impl(impl)
             validate(group)
             _, inner, columns = w.shape
+            self.require_nodes(impl, group.nodes)
             choice = self.choose(
                 rows=rows,
                 columns=columns,
@@ -97,7 +98,7 @@ class BatchOperator(Operator):
                 dtype=x.dtype,
                 world_size=group.world_size,
                 device=x.device,
-            )
+            ).between(self, group.nodes)
             name = choice.impl if impl == "auto" else impl
             # A stock pair that the tuned table prefers is no implementation here: the pass would
             # not have made the call then. The first implementation stands for it.

@@ -149,7 +149,9 @@ def _decide(
     mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
+    operator.require_nodes(impl, group.nodes)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
+    choice = choice.between(operator, group.nodes)
     return Decision(
         mark,
         rows,

@@ -24,6 +24,7 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.operators.embedding_all_to_all.validate import check_values
+from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, next_power_of_2
 
@@ -121,6 +122,17 @@ class Call:
             check_indices=check,
         )
 
+    def runs_unfused(self, group: Group) -> bool:
+        """Return whether the pair runs: asked for, or since the group spans nodes.
+
+        Raises:
+            ArgumentError: The kernels were asked for, and cannot run between nodes.
+        """
+        if self.impl == "unfused" or not group.spans_nodes:
+            return self.impl == "unfused"
+        operator_named(OPERATOR).require_nodes(self.impl, group.nodes)
+        return True
+
     def chosen(self) -> EmbeddingAllToAllConfig:
         """Return the caller's configuration, or the tuned one."""
         if self.config:
@@ -148,7 +160,7 @@ def run(call: Call, check: bool) -> torch.Tensor:
     shape = [layout.samples(call.rank), layout.columns]
     if layout.batch == 0 or layout.columns == 0:
         return call.indices.new_empty(shape, dtype=call.dtype)
-    if call.impl == "unfused":
+    if call.runs_unfused(group):
         samples = [layout.samples(rank) for rank in range(layout.world_size)]
         pooled = reference.pool(
             call.weights,

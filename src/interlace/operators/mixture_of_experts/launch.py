@@ -20,6 +20,7 @@ from interlace.operators.mixture_of_experts.config import (
 )
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
 from interlace.operators.mixture_of_experts.steps import Steps
+from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 
 _BLOCK_SLOTS = 128
@@ -138,6 +139,10 @@ class Call:
             device=self.x.device,
         )
         config = MixtureOfExpertsConfig.parse(self.config) if self.config else choice.config
+        if self.group.spans_nodes:
+            declaration = operator_named(OPERATOR)
+            declaration.require_nodes(self.impl, self.group.nodes)
+            choice = choice.between(declaration, self.group.nodes)
         return (choice.impl if self.impl == "auto" else self.impl), config
 
 

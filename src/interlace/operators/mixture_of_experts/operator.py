@@ -23,7 +23,11 @@ class MixtureOfExperts(Operator):
     command_module = "interlace.cli.bench_mixture_of_experts"
     implementations = (
         Implementation("fused", "kernels that send rows as they compute them"),
-        Implementation("unfused", "F.linear and all_to_all_single, each rank's rows sorted"),
+        Implementation(
+            "unfused",
+            "F.linear and all_to_all_single, each rank's rows sorted",
+            spans_nodes=True,
+        ),
     )
 
     def choose(self, **call: Any) -> Any:
@@ -43,6 +47,7 @@ class MixtureOfExperts(Operator):
         w_out: torch.Tensor,
         *,
         world_size: int,
+        nodes: int = 1,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(x, experts, weights, w_in, w_out, None, world_size)
@@ -57,7 +62,7 @@ class MixtureOfExperts(Operator):
             dtype=x.dtype,
             world_size=world_size,
             device=x.device,
-        )
+        ).between(self, nodes)
         chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
         name = str(x.dtype).removeprefix("torch.")
         call = (

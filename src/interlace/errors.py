@@ -106,7 +106,8 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         operator: name of the operator that waited.
         rank: the rank that waited.
         peer: the rank that it waited for; -1 if several may be late.
-        slice: the slice that it waited for (see the operator's README).
+        slice: the slice that it waited for (see the operator's README); of slices over the network
+            the first is 1.
         wanted: the epoch that it waited for (24 bits); 0 for a wait on the host.
         seen: the epoch that it saw instead; 0 for a wait on the host.
         different_call: True if the peer did come, but with other arguments.
@@ -129,11 +130,11 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
     ) -> None:
         late = f"rank {peer}" if peer >= 0 else "a peer"
         late += "" if node is None else f" of node {node}"
-        awaited = (
-            f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
-            if wanted
-            else "in the exchange on the host"
-        )
+        awaited = "in the exchange on the host"
+        if wanted:
+            awaited = f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
+        elif slice:
+            awaited = f"slice {slice}, over the network"
         reason = (
             "made a different call" if different_call else "is late, dead, or made a different call"
         )

@@ -271,7 +271,7 @@ class TransferQueue:
             side.wait_event(self._start)
             for triggered in self._queue:
                 transfer = triggered.transfer
-                _wait_value(triggered.counter, triggered.value, side)
+                stream_waits_for(triggered.counter, triggered.value, side)
                 _copy(transfer.target, transfer.source, transfer.nbytes, side)
         self._start = None
 
@@ -293,7 +293,7 @@ def supports_triggers(device: torch.device) -> bool:
     return int(error) == 0 and bool(able)
 
 
-def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
+def stream_waits_for(counter: int, value: int, stream: torch.cuda.Stream) -> None:
     """Make ``stream`` wait until the int32 at ``counter`` is at least ``value``."""
     cu = driver()
     at_least = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ

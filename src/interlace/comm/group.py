@@ -20,6 +20,7 @@ from interlace.comm.health import Health, Running, default_deadline
 from interlace.comm.identity import identity, settings
 from interlace.comm.members import meet_members, members_of, require_dedicated_gpus
 from interlace.comm.memory import Block
+from interlace.comm.network import Network
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.process_groups import (
     default_group,
@@ -100,6 +101,7 @@ class Group:
             self.channel, self.agreement, self.health, self.streams, self.cache.replays
         )
         self.outputs = self.memory.outputs
+        self._network: Network | None = None
 
     # Identity
 
@@ -189,6 +191,25 @@ class Group:
     def workspace_bytes(self) -> dict[str, int]:
         """Return the symmetric bytes that each operator's workspace holds on this rank."""
         return self.memory.workspace_bytes()
+
+    # Between nodes
+
+    def network(self) -> Network:
+        """Return what slices to other nodes need, made by the first call. Collective.
+
+        Raises:
+            WorkspaceError: It must be made, and a CUDA graph is being captured.
+            BackendError: A rank cannot connect; raised on every rank.
+        """
+        if self._network is None:
+            if self.streams.capturing():
+                raise WorkspaceError(
+                    "nodes must be connected before a CUDA graph is captured. Call the operator "
+                    "once with these shapes first, then capture."
+                )
+            with self.on_device(), self.agreement.together("connecting nodes"):
+                self._network = Network(self.members, self.health, self.channel, self.streams)
+        return self._network
 
     # Health
 
@@ -281,6 +302,9 @@ class Group:
         """Let go of everything that calls have left, on every rank at once."""
         self.cache.clear()
         self.memory.clear()
+        if self._network is not None:
+            self._network.close()
+            self._network = None
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Group]] = (

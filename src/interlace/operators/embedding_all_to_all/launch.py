@@ -24,7 +24,6 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.operators.embedding_all_to_all.validate import check_values
-from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, next_power_of_2
 
@@ -123,14 +122,20 @@ class Call:
         )
 
     def runs_unfused(self, group: Group) -> bool:
-        """Return whether the pair runs: asked for, or since the group spans nodes.
+        """Return whether the pair runs: asked for, or as too many ranks are on several nodes.
 
         Raises:
-            ArgumentError: The kernels were asked for, and cannot run between nodes.
+            ArgumentError: The kernels were asked for, and take fewer ranks.
         """
         if self.impl == "unfused" or not group.spans_nodes:
             return self.impl == "unfused"
-        operator_named(OPERATOR).require_nodes(self.impl, group.nodes)
+        if self.layout.world_size <= record.MAX_RANKS:
+            return False
+        if self.impl != "auto":
+            raise ArgumentError(
+                f"{OPERATOR}: impl={self.impl!r} must have at most {record.MAX_RANKS} ranks; got "
+                f"{self.layout.world_size}. Take impl='auto' or 'unfused'."
+            )
         return True
 
     def chosen(self) -> EmbeddingAllToAllConfig:
@@ -176,6 +181,10 @@ def run(call: Call, check: bool) -> torch.Tensor:
             pooled, samples, list(layout.rank_columns), call.rank, process_group
         )
     config = call.chosen()
+    if group.spans_nodes:
+        from interlace.operators.embedding_all_to_all import between_nodes
+
+        return between_nodes.run(group, call, config, mark)
     if layout.world_size == 1:
         y = call.indices.new_empty(shape, dtype=call.dtype)
         launch = prepare(group, call, config, mark, Destination(y.data_ptr(), 0, 0))

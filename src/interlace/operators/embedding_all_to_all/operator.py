@@ -24,7 +24,7 @@ class EmbeddingAllToAll(Operator):
     config_type = EmbeddingAllToAllConfig
     command_module = "interlace.cli.bench_embedding_all_to_all"
     implementations = (
-        Implementation("fused", "one kernel that sends rows as it pools them"),
+        Implementation("fused", "one kernel that sends rows as it pools them", spans_nodes=True),
         Implementation("unfused", "F.embedding_bag, then all_to_all_single", spans_nodes=True),
     )
 

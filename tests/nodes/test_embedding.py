@@ -4,11 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-import torch.distributed as dist
 
-import interlace
 from tests.nodes.groups import process_group_of
-from tests.operators.embedding_all_to_all.calls import SMALL, Call, check_all, run_one
+from tests.operators.embedding_all_to_all.calls import Call, check_all, run_one
 
 SHAPES = [(4, 2), (2, 2)]
 
@@ -23,7 +21,7 @@ def _calls(world_size):
     calls = [
         Call(widths, batch, seed=seed)
         for seed, widths in enumerate(_WIDTHS[world_size])
-        for batch in (1, 2, 37, 64)
+        for batch in (2, 37)
     ]
     first = calls[3]
     return [

@@ -24,6 +24,7 @@ _STAMP_BYTES = 16
 _SLICE_BYTES = 2 << 20  # at which the networks measured carry nearly as much as by larger messages
 _MOST_SLICES = 16
 _SLICE_SAMPLES = 64  # a multiple of every number of bags in a block
+_WAVES = 16  # programs of a launch, at most, for each that fits at once
 
 _COLLECT_ROWS, _COLLECT_COLUMNS = 16, 256
 
@@ -110,19 +111,22 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     value = len(call.weights) * blocks_of_slice * len(remote)
     steps = steps_of(cut, call.rank, remote, staging, landing, counters.data_ptr(), value)
     queue = SliceQueue(group, OPERATOR, steps, mark)
-    launch = prepare(
+    launches = prepare(
         group, call, config, mark, output.destination, cut, staging, counters.data_ptr()
     )
+    close = prepare_close(group, call, mark, output.destination)
     collect = prepare_collect(group, call, mark, cut, y, landing)
     with group.running():
         counters.zero_()
         queue.arm()
         try:
-            launch()
+            for launch in launches:
+                launch()
+            queue.release()
+            close()
         except BaseException:
             queue.disarm()
             raise
-        queue.release()
         queue.join()
         if collect is not None:
             collect()
@@ -190,8 +194,8 @@ def prepare(
     cut: Cut,
     staging: torch.Tensor,
     counters: int,
-) -> Launch:
-    """Prepare the launch that pools. Collective when the workspace must grow."""
+) -> list[Launch]:
+    """Prepare the launches that pool. Collective when the workspace must grow."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
         embedding_all_to_all_between_nodes,
     )
@@ -199,11 +203,16 @@ def prepare(
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, (remote, local) = call.layout, in_turn(group)
-    blocks = ceil_div(layout.chunk, config.block_bags)
-    tasks = len(call.weights) * blocks * layout.world_size
     workspace = group.workspace(_NAME, 4096, record.HEADER)
     rows, align = forward_records(call)
     width, full = lanes_of(layout.widths[call.rank])
+    slice_blocks = cut.rows // config.block_bags
+    blocks = ceil_div(layout.chunk, config.block_bags)
+    slice_tasks = len(call.weights) * slice_blocks * len(remote)
+    tasks = cut.count * slice_tasks + len(call.weights) * blocks * len(local)
+    # Long programs would keep the network's kernel from its SMs until they end.
+    most_programs = config.max_programs * (1 if group.backend == "cpu" else _WAVES)
+    program_tasks = max(1, ceil_div(tasks, most_programs))
     arguments = {
         "tables": on_device(group, rows),
         "indices": call.indices.contiguous(),
@@ -225,9 +234,10 @@ def prepare(
         "T": len(call.weights),
         "column_groups": layout.columns // align,
         "own_groups": layout.rank_columns[call.rank] // align,
-        "slice_blocks": cut.rows // config.block_bags,
+        "slice_blocks": slice_blocks,
         "slice_bytes": cut.pitch(call.rank),
         "first_local": min(local),
+        "program_tasks": program_tasks,
     }
     constants = {
         "WORLD_SIZE": layout.world_size,
@@ -240,8 +250,45 @@ def prepare(
     }
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
-    programs = max(1, min(tasks, config.max_programs))
-    return Launch(embedding_all_to_all_between_nodes, (programs,), arguments, constants, (staging,))
+    # One launch; a rank without tables has a program that grants its output.
+    programs = max(1, ceil_div(tasks, program_tasks))
+    span = {"first_task": 0, "last_task": tasks}
+    return [
+        Launch(
+            embedding_all_to_all_between_nodes,
+            (programs,),
+            arguments | span,
+            constants,
+            (staging,),
+        )
+    ]
+
+
+def prepare_close(group: Group, call: Call, mark: int, destination: Destination) -> Launch:
+    """Prepare the launch that ends the exchange within the node."""
+    from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        embedding_all_to_all_close,
+    )
+
+    layout, (remote, local) = call.layout, in_turn(group)
+    workspace = group.workspace(_NAME, 4096, record.HEADER)
+    arguments = {
+        "ranks": on_device(group, [[*remote, *local]]),
+        "own_buffer": destination.address + destination.own_index * destination.buffer_bytes,
+        "signals": workspace.signals.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(_NAME),
+        "call": mark,
+        "elements": layout.samples(call.rank) * layout.columns,
+        "first_local": min(local),
+    }
+    constants = {
+        "WORLD_SIZE": layout.world_size,
+        "REMOTE": len(remote),
+        "OUT": triton_dtype(call.dtype),
+        "num_warps": 4,
+    }
+    return Launch(embedding_all_to_all_close, (1,), arguments, constants)
 
 
 def prepare_collect(

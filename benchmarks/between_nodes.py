@@ -19,6 +19,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import faulthandler
+import itertools
 import json
 import os
 import re
@@ -28,11 +30,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.comm import carrier
+from interlace.operators.embedding_all_to_all import between_nodes
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (1, 4, 8, 20, 64)
@@ -40,7 +45,8 @@ SLICES = (1, 2, 4, 8, 16)
 DEADLINE_S = 4.0
 
 _SAMPLES, _CALLS = 5, 4
-_BUDGET_S = 70.0  # after which no further number of lookups is measured
+_STACKS_S = 85.0
+_BUDGET_S = 55.0  # after which no further number of lookups is measured
 
 
 def main() -> None:
@@ -124,13 +130,14 @@ class Workload:
 
 
 def _batch(tables: list[torch.Tensor]) -> int:
-    return BATCH if tables[0].is_cuda else 64
+    return BATCH if tables[0].is_cuda else 32
 
 
 @torch.no_grad()
 def measure() -> dict[str, Any]:
     """On a rank: find the balance, measure every number of lookups, and try a late rank."""
     begun = time.monotonic()
+    faulthandler.dump_traceback_later(_STACKS_S)  # where it hangs, if it does
     group = interlace.group_of()
     on_gpu = group.backend == "cuda"
     rows, tables = (ROWS, TABLES) if on_gpu else (50, 2)
@@ -157,6 +164,7 @@ def measure() -> dict[str, Any]:
             break
         results["lookups"][lookups] = compare(Workload.of(lookups, weights, alone))
     results["late_rank"] = try_late_rank(Workload.of(4, weights, alone))
+    faulthandler.cancel_dump_traceback_later()
     _say(f"{time.monotonic() - begun:.0f} s in all")
     return results
 
@@ -183,6 +191,7 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
             _require_equal(result, expected, f"{name} in a graph, {lookups} lookups")
             times[f"{name}, graph"] = timed(replay)
     if sweep:
+        times |= time_variants(workload, expected)
         for slices in SLICES:
             config = config_of(workload, slices)
             if config is not None:
@@ -194,6 +203,51 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     said = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
     _say(f"{lookups} lookups, us: {said}; fused / pair {ratio:.3f}")
     return {"us": times, "fused / pair": ratio}
+
+
+def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:
+    """Time the fused call without its exchange, in a launch per slice, and with other channels."""
+    times = {}
+    with (
+        mock.patch.object(between_nodes, "SliceQueue", mock.MagicMock()),
+        mock.patch.object(between_nodes, "prepare_collect", mock.Mock(return_value=None)),
+    ):
+        times["fused, nothing sent"] = timed(workload.call)
+    prepare = between_nodes.prepare
+
+    def split(*arguments: Any) -> list[Any]:
+        (launch,) = prepare(*arguments)
+        return launch_per_slice(launch)
+
+    with mock.patch.object(between_nodes, "prepare", split):
+        _require_equal(workload.call(), expected, "a launch per slice")
+        times["fused, a launch per slice"] = timed(workload.call)
+    for channels in (1, 4):
+        with mock.patch.object(carrier, "CHANNELS", channels):
+            group = dist.new_group()
+            _require_equal(workload.call(group=group), expected, f"{channels} channels")
+            times[f"fused, {channels} channels"] = timed(
+                lambda group=group: workload.call(group=group)
+            )
+    return times
+
+
+def launch_per_slice(launch: Any) -> list[Any]:
+    """Cut a launch that pools into one per slice, and one for the samples of this node."""
+    arguments = launch.arguments
+    bags, remote = launch.constants["POOLING"].bags, launch.constants["REMOTE"]
+    blocks = -(-arguments["chunk"] // bags)
+    slices = -(-blocks // arguments["slice_blocks"])
+    tasks = arguments["T"] * arguments["slice_blocks"] * remote
+    bounds = [*(number * tasks for number in range(slices + 1)), arguments["last_task"]]
+    return [
+        dataclasses.replace(
+            launch,
+            grid=(max(1, -(-(last - first) // arguments["program_tasks"])),),
+            arguments={**arguments, "first_task": first, "last_task": last},
+        )
+        for first, last in itertools.pairwise(bounds)
+    ]
 
 
 def config_of(workload: Workload, slices: int) -> interlace.EmbeddingAllToAllConfig | None:

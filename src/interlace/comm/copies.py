@@ -219,20 +219,6 @@ class TransferQueue:
         self._start: torch.cuda.Event | None = None
         self._thread: _CopyThread | None = None
 
-    def require_queues(self) -> None:
-        """Refuse a capture that would hang when its graph is replayed.
-
-        Raises:
-            BackendError: A CUDA graph is being captured, and a single queue leads to the device.
-        """
-        single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        if single_queue and self._group.capture_id() is not None:
-            raise BackendError(
-                "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above "
-                "1; got 1, with which a graph may "
-                "put a wait before the kernel that it is for. Unset it, or call outside a graph."
-            )
-
     def arm(self, owner: object) -> None:
         """Prepare for the kernel that counts, which the current stream gets next.
 
@@ -281,6 +267,25 @@ class TransferQueue:
             self._thread.cancelled = True
             self._thread.join()
         self._start = self._thread = None
+
+
+def require_queues(group: Group, subject: str) -> None:
+    """Refuse a capture that would hang when its graph is replayed.
+
+    Args:
+        group: The group that calls.
+        subject: What waits for counters, for the error.
+
+    Raises:
+        BackendError: A CUDA graph is being captured, and a single queue leads to the device.
+    """
+    single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    if single_queue and group.capture_id() is not None:
+        raise BackendError(
+            f"CUDA graphs with {subject} must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, "
+            "with which a graph may "
+            "put a wait before the kernel that it is for. Unset it, or call outside a graph."
+        )
 
 
 def supports_triggers(device: torch.device) -> bool:

@@ -33,9 +33,9 @@ import torch
 
 from interlace.comm import cpu_faults
 from interlace.comm.carrier import Carrier, Message
-from interlace.comm.copies import stream_waits_for
+from interlace.comm.copies import require_queues, stream_waits_for, supports_triggers
 from interlace.comm.group import Group
-from interlace.errors import PeerTimeoutError
+from interlace.errors import BackendError, PeerTimeoutError
 
 _POLL_INTERVAL_S = 2e-4  # between two reads of a counter, on the CPU backend
 _ANSWER_S = 1.0  # in which a peer that gave up says which rank it gave up on
@@ -78,9 +78,17 @@ class SliceQueue:
             operator: Name of the calling operator, for errors.
             steps: The exchanges, in the order in which all ranks make them.
             mark: The number that the ranks' agreement returned for the call.
+
+        Raises:
+            BackendError: The driver has no stream memory operations, or a rank cannot connect.
         """
         self._group, self._operator, self._steps = group, operator, list(steps)
         self._mark = mark
+        if group.backend == "cuda" and not supports_triggers(group.device):
+            raise BackendError(
+                f"{operator}: slices to other nodes must have a CUDA driver with stream memory "
+                "operations; this one has none (see `interlace doctor`). Take impl='unfused'."
+            )
         self._network = group.network()
         self._thread: _SliceThread | None = None
         self._start: torch.cuda.Event | None = None
@@ -96,6 +104,7 @@ class SliceQueue:
             )
             self._thread.start()
             return
+        require_queues(self._group, "slices")
         assert self._network.watch is not None
         self._network.watch.begin(self._operator)
         self._start = self._group.streams.current().record_event()

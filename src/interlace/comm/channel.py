@@ -90,18 +90,19 @@ class HostChannel:
             answer_s: Seconds to wait for that rank's own answer.
         """
         self._store.set(f"late/{self.rank}", str(peer))
-        seen = {self.rank}
-        while peer >= 0 and peer not in seen:
-            seen.add(peer)
+        chain = [self.rank]
+        while peer >= 0 and peer not in chain:
+            chain.append(peer)
             try:
                 self._store.wait([f"late/{peer}"], datetime.timedelta(seconds=answer_s))
             except (RuntimeError, TimeoutError):  # torch's DistStoreError is a RuntimeError
-                break
+                return peer
             accused = int(self._store.get(f"late/{peer}"))
-            if accused < 0 or accused in seen:
-                break
+            if accused < 0:
+                return peer
             peer = accused
-        return peer
+        # Ranks that accuse each other made different calls: the first of them that failed this one.
+        return chain[1] if peer == self.rank else peer
 
     def first_not_waiting(self, label: str, answer_s: float) -> int:
         """Return the first rank that does not come here within seconds; -1 if all do.

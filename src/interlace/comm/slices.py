@@ -159,7 +159,12 @@ class SliceQueue:
         self._thread = self._start = None
 
     def _late(self, peer: int, step: int, error: BaseException) -> PeerTimeoutError:
-        """Break the group and return the error that names the rank that was late first."""
+        """Break the group and return the error that names the rank that was late first.
+
+        Raises:
+            PeerTimeoutError: A kernel has found out before, and knows better.
+        """
+        self._group.check()
         peer = self._group.channel.blame(peer, _ANSWER_S)
         self._group.health.declare_broken(self._operator, peer)
         late = PeerTimeoutError(

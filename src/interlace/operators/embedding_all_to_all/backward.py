@@ -88,7 +88,7 @@ def gradient(
         values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
         sorted_lookups = None
         strides, starts = list(widths), [start * table_dtype.itemsize for start in elements[:-1]]
-    if call.runs_unfused(call.group):
+    if call.impl == "unfused" or call.group.spans_nodes:
         table_grads = exchange(call, grad)
         if not sparse:
             store_dense(call, table_grads, values, rows, trainable)
@@ -120,7 +120,7 @@ def update(
     epsilon: float,
 ) -> None:
     """Update this rank's tables, and Adagrad's states, in place. Collective."""
-    if call.runs_unfused(call.group):
+    if call.impl == "unfused" or call.group.spans_nodes:
         call, grad = without_peers(call), exchange(call, grad)
     target = Target(
         update="sgd" if kind == "SGD" else "adagrad",

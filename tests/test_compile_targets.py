@@ -30,6 +30,17 @@ def cases_of(kernel):
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_between_nodes": _embedding_all_to_all_between_nodes,
+        "embedding_all_to_all_check": lambda: [
+            (
+                _MEETING
+                | {"sources": "*i64", "is_valid": "*i32", "count": "i32"}
+                | dict.fromkeys(("stamps", "landing"), "i64"),
+                {"OUT": _dtype("bfloat16")},
+            )
+        ],
+        "embedding_all_to_all_stamp": lambda: [
+            (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
+        ],
         "embedding_all_to_all_close": _embedding_all_to_all_close,
         "embedding_all_to_all_collect": _embedding_all_to_all_collect,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
@@ -194,6 +205,12 @@ def _embedding_all_to_all_forward():
     types, constants = case("tiles", "i64", Pooling(4, 4, False), wide, weights=None)
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 256]>"}, constants
+
+
+def _dtype(name):
+    import triton.language as tl
+
+    return getattr(tl, name)
 
 
 def _embedding_all_to_all_between_nodes():

@@ -45,7 +45,7 @@ class Waitable(Protocol):
 
 
 class Carrier:
-    """Send messages to ranks of other nodes, and receive theirs.
+    """Send messages to any rank of a group that spans nodes, and receive theirs.
 
     Messages from one rank to another arrive in the order in which they are sent. The k-th exchange
     of a rank must fit the k-th exchange of each of its peers.
@@ -69,7 +69,7 @@ class Carrier:
         self._backend._set_sequence_number_for_group()
         kind_of_device = torch.device(self._device.type)
         self._process_group._register_backend(kind_of_device, backend_type, self._backend)
-        self._greet(members.remote_ranks)
+        self._greet([peer for peer in range(ranks) if peer != rank])
 
     def _greet(self, peers: Sequence[int]) -> None:
         """Send each peer one message and wait for its own.

@@ -204,6 +204,7 @@ def backward(
     push_rows: int,
     row_accesses: int = 1,
     state_bytes: int = 0,
+    node_of_rank: Sequence[int] = (),
 ) -> Cost:
     """Compute the cost of the fused backward kernel on ``rank``.
 
@@ -217,6 +218,8 @@ def backward(
         push_rows: samples of one table that one put sends.
         row_accesses: accesses per row: 1 for a gradient that is written, 2 for an update in place.
         state_bytes: bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
+        node_of_rank: number of each rank's node in a group that spans nodes, where each peer gets
+            one message and its stamp; else empty.
     """
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
@@ -227,8 +230,22 @@ def backward(
         itemsize=itemsize, gradient_itemsize=gradient_itemsize, row_accesses=row_accesses,
         state_bytes=state_bytes,
     )  # fmt: skip
+    flops = sum(count * width for count, width in zip(lookups, widths[rank], strict=True))
+    if node_of_rank:
+        owned = samples(batch, len(widths))[rank] * gradient_itemsize
+        sent = {peer: owned * sum(theirs) for peer, theirs in enumerate(widths) if peer != rank}
+        far = [nbytes for peer, nbytes in sent.items() if node_of_rank[peer] != node_of_rank[rank]]
+        return Cost(
+            flops,
+            memory_bytes + 2 * sum(sent.values()),
+            sum(sent.values()) + peers * STAMP_BYTES,
+            peers + sum(map(bool, sent.values())),
+            0,
+            sum(far) + len(far) * STAMP_BYTES,
+            len(far) + sum(map(bool, far)),
+        )
     return Cost(
-        flops=sum(count * width for count, width in zip(lookups, widths[rank], strict=True)),
+        flops=flops,
         memory_bytes=memory_bytes,
         link_bytes=backward_floor_link_bytes(
             widths=widths, batch=batch, rank=rank, itemsize=gradient_itemsize

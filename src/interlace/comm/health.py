@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace.comm import context as ctx
-from interlace.comm import cpu_faults
+from interlace.comm import cpu_faults, flight_recorder
 from interlace.comm.interpreter import require
 from interlace.comm.launches import launches
 from interlace.comm.members import Members
@@ -183,7 +183,7 @@ class Health:
         )
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
-        raise PeerTimeoutError(
+        error = PeerTimeoutError(
             operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
             rank=self._members.rank,
             peer=int(record[ctx.RECORD_PEER]),
@@ -193,6 +193,8 @@ class Health:
             different_call=bool(record[ctx.RECORD_OTHER_CALL]),
             deadline_s=self._deadline_s,
         )
+        flight_recorder.add(error)
+        raise error
 
     def declare_broken(self, operator: str, peer: int) -> None:
         """Record that a peer did not come to an exchange on the host.

@@ -146,6 +146,10 @@ class Health:
             )
         return self._contexts[operator]
 
+    def has_made(self, context: torch.Tensor) -> bool:
+        """Return whether a tensor is one of this group's contexts."""
+        return any(context is made for made in self._contexts.values())
+
     # Failures
 
     @property

@@ -33,6 +33,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm import recording as recordings
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
 
@@ -126,7 +127,9 @@ class Replays:
         Returns:
             Whether ``enqueue`` was called.
         """
-        if not self._enabled or torch.cuda.is_current_stream_capturing():
+        # A launch that records its events has memory of its own for them, each time.
+        is_recorded = recordings.active() is not None
+        if not self._enabled or is_recorded or torch.cuda.is_current_stream_capturing():
             enqueue()
             return True
         if with_libraries:

@@ -1,0 +1,155 @@
+"""Timelines from inside the kernels: what each program of each rank did, and when.
+
+``interlace.trace()`` records; docs/tracing.md says what a trace shows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from interlace.comm import group_of
+from interlace.comm import recording as recordings
+from interlace.errors import ArgumentError
+from interlace.tracing import clocks
+from interlace.tracing.clocks import Clock
+from interlace.tracing.events import Event, Launch, first_time_ns, pack, unpack
+from interlace.tracing.perfetto import Json, to_perfetto
+from interlace.tracing.summary import summary
+from interlace.tracing.work import Flow, Place, Sent, Span, Wait, Work, work_of
+
+__all__ = [
+    "Clock",
+    "Event",
+    "Flow",
+    "Launch",
+    "Place",
+    "Sent",
+    "Span",
+    "Trace",
+    "Wait",
+    "Work",
+    "trace",
+]
+
+
+_STORE_NS = 200.0  # between a store and the record of it, at most
+
+
+class Trace:
+    """The events of a trace, of all ranks; known once the context of :func:`trace` has ended.
+
+    Attributes:
+        clocks: The clock of each rank, as all times are those of rank 0's.
+        is_timed: Whether times mean something. On the CPU backend only the order of events does.
+        unrecorded: Launches of this rank for which there was no memory for events.
+    """
+
+    def __init__(self) -> None:
+        self.clocks: list[Clock] = []
+        self.is_timed = False
+        self.unrecorded = 0
+        self._launches: list[list[Launch]] | None = None
+
+    @property
+    def launches(self) -> list[list[Launch]]:
+        """The launches of each rank, in the order in which they were enqueued.
+
+        Raises:
+            ArgumentError: The context of the trace has not ended.
+        """
+        if self._launches is None:
+            raise ArgumentError(
+                "a trace must have ended before it is read. Read it after the `with` block."
+            )
+        return self._launches
+
+    @functools.cached_property
+    def work(self) -> Work:
+        """What programs did with their time, their puts and waits, and which put ended which."""
+        error_ns = max((clock.error_ns for clock in self.clocks), default=0.0)
+        return work_of(self.launches, 2 * error_ns + _STORE_NS if self.is_timed else 0.0)
+
+    def summary(self) -> str:
+        """Return in words where the time went.
+
+        The lines say, for each rank, the shares of its programs' time in compute, puts and waits;
+        for each link, its bytes and their mean rate; what the critical path consists of; and which
+        rank the others waited for.
+        """
+        return summary(self.launches, self.work, is_timed=self.is_timed)
+
+    def to_perfetto(self) -> Json:
+        """Return the trace in the format of Perfetto and ``chrome://tracing``."""
+        facts = {
+            "clock": "device" if self.is_timed else "order of events only",
+            "clock_offsets_ns": [clock.offset_ns for clock in self.clocks],
+            "clock_errors_ns": [clock.error_ns for clock in self.clocks],
+        }
+        return to_perfetto(self.launches, self.work, facts)
+
+    def save(self, path: str | Path) -> None:
+        """Write the trace to a JSON file, which https://ui.perfetto.dev opens."""
+        Path(path).write_text(json.dumps(self.to_perfetto()), encoding="utf-8")
+
+
+@contextlib.contextmanager
+def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
+    """Record when the programs of every kernel of a group compute, put, signal and wait.
+
+    Collective: every rank of the group enters the context, makes the same calls, and leaves it.
+    Kernels are compiled once more for it, at their first call in a trace, so trace a call twice and
+    look at the second one. Calls are not replayed from CUDA graphs meanwhile, and what a program
+    captures itself is not recorded.
+
+    Args:
+        group: A process group; the default one if None.
+
+    Yields:
+        A :class:`Trace`, to be read after the context.
+
+    Raises:
+        ArgumentError: This process is in a trace already.
+
+    Example:
+        >>> with interlace.trace() as trace:
+        ...     y = interlace.gemm_reduce_scatter(x, w)
+        >>> print(trace.summary())
+        >>> if rank == 0:
+        ...     trace.save("trace.json")
+    """
+    if recordings.active() is not None:
+        raise ArgumentError("a trace must not begin within another one. Leave the first one first.")
+    owner = group_of(group)
+    made = Trace()
+    with recordings.recording(owner.health) as recording:
+        yield made
+        owner.synchronize()
+    own: dict[str, Any] = {
+        "launches": pack(recording.launches),
+        "base": owner.memory.heap.base,
+    }
+    made.unrecorded = recording.unrecorded
+    made.clocks = clocks.compare(owner)
+    made.is_timed = owner.backend == "cuda"
+    of_ranks = owner.exchange("end of a trace", own)
+    # Rank 0's clock begins at the first event: times since then have no digits to lose.
+    start_ns = first_time_ns([_unpacked(of_ranks, made.clocks, rank, 0.0) for rank in [0]])
+    made._launches = [
+        _unpacked(of_ranks, made.clocks, rank, start_ns) for rank in range(len(of_ranks))
+    ]
+
+
+def _unpacked(
+    of_ranks: list[dict[str, Any]], offsets: list[Clock], rank: int, start_ns: float
+) -> list[Launch]:
+    """Return the launches of a rank; their times count from ``start_ns``."""
+    offset_ns = offsets[rank].offset_ns + start_ns
+    own = of_ranks[rank]
+    return [unpack(packed, offset_ns, own["base"]) for packed in own["launches"]]

@@ -10,7 +10,6 @@ import functools
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
@@ -19,7 +18,7 @@ from interlace.comm import recording as recordings
 from interlace.errors import ArgumentError
 from interlace.tracing import clocks
 from interlace.tracing.clocks import Clock
-from interlace.tracing.events import Event, Launch, first_time_ns, pack, unpack
+from interlace.tracing.events import Event, Launch, Packed, pack, unpack
 from interlace.tracing.perfetto import Json, to_perfetto
 from interlace.tracing.summary import summary
 from interlace.tracing.work import Flow, Place, Sent, Span, Wait, Work, work_of
@@ -131,25 +130,12 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
     with recordings.recording(owner.health) as recording:
         yield made
         owner.synchronize()
-    own: dict[str, Any] = {
-        "launches": pack(recording.launches),
-        "base": owner.memory.heap.base,
-    }
     made.unrecorded = recording.unrecorded
     made.clocks = clocks.compare(owner)
     made.is_timed = owner.backend == "cuda"
-    of_ranks = owner.exchange("end of a trace", own)
-    # Rank 0's clock begins at the first event: times since then have no digits to lose.
-    start_ns = first_time_ns([_unpacked(of_ranks, made.clocks, rank, 0.0) for rank in [0]])
-    made._launches = [
-        _unpacked(of_ranks, made.clocks, rank, start_ns) for rank in range(len(of_ranks))
-    ]
-
-
-def _unpacked(
-    of_ranks: list[dict[str, Any]], offsets: list[Clock], rank: int, start_ns: float
-) -> list[Launch]:
-    """Return the launches of a rank; their times count from ``start_ns``."""
-    offset_ns = offsets[rank].offset_ns + start_ns
-    own = of_ranks[rank]
-    return [unpack(packed, offset_ns, own["base"]) for packed in own["launches"]]
+    own = Packed(
+        pack(recording.launches), owner.memory.heap.base, made.clocks[owner.rank].offset_ns
+    )
+    made._launches = unpack(
+        [Packed(*values) for values in owner.exchange("end of a trace", list(own))]
+    )

@@ -73,7 +73,7 @@ def nearest(asked: list[int], answered: list[int], told: list[int]) -> Clock:
         told: The server's time in between.
     """
     trip_ns, ahead_ns = min(
-        (after - before, (after + before) / 2 - between)
+        (after - before, (after + before - 2 * between) / 2)
         for before, after, between in zip(asked, answered, told, strict=True)
     )
     return Clock(ahead_ns, trip_ns / 2)

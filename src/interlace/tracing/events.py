@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from interlace.comm import context
 from interlace.comm.recording import RecordedLaunch
@@ -65,6 +64,21 @@ class Launch:
     lost: int
 
 
+class Packed(NamedTuple):
+    """What one rank hands to the others: JSON values.
+
+    Attributes:
+        launches: The values of :func:`pack`.
+        base: Address of symmetric memory in the rank's process, from which signals' addresses are
+            counted: so one signal has one number on all ranks.
+        offset_ns: What the rank's clock is ahead of rank 0's.
+    """
+
+    launches: list[dict[str, Any]]
+    base: int
+    offset_ns: float
+
+
 def pack(launches: Sequence[RecordedLaunch]) -> list[dict[str, Any]]:
     """Read the rings of a rank's launches into JSON values; waits for the device."""
     return [_packed(launch.name, launch.rings.cpu().numpy()) for launch in launches]
@@ -88,25 +102,45 @@ def _packed(name: str, rings: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"name": name, "lost": lost, "events": text}
 
 
-def unpack(packed: dict[str, Any], offset_ns: float, base: int) -> Launch:
-    """Return a launch from its JSON values.
+def unpack(of_ranks: Sequence[Packed]) -> list[list[Launch]]:
+    """Return the launches of each rank; times count from the first event of all ranks.
 
     Args:
-        packed: One of the values of :func:`pack`.
-        offset_ns: What the rank's clock is ahead of rank 0's, and ahead of the trace's beginning.
-        base: Address of symmetric memory in the rank's process, from which signals' addresses are
-            counted: so one signal has one number on all ranks.
+        of_ranks: What each rank has packed, in rank order.
     """
-    first_word = base // 4
-    data = zlib.decompress(base64.b85decode(packed["events"]))
+    tables = [[_table(launch["events"]) for launch in rank.launches] for rank in of_ranks]
+    # Clocks count nanoseconds from 1970 on: as integers, since floats have no room for the digits.
+    for rank, of_rank in zip(of_ranks, tables, strict=True):
+        for table in of_rank:
+            table[:, 2] -= round(rank.offset_ns)
+    times = [int(table[:, 2].min()) for of_rank in tables for table in of_rank if len(table)]
+    start_ns = min(times, default=0)
+    return [
+        [
+            Launch(launch["name"], _programs(table, start_ns, rank.base), launch["lost"])
+            for launch, table in zip(rank.launches, of_rank, strict=True)
+        ]
+        for rank, of_rank in zip(of_ranks, tables, strict=True)
+    ]
+
+
+def _table(text: str) -> np.ndarray[Any, Any]:
+    """Return a launch's table from its compressed text."""
+    data = zlib.decompress(base64.b85decode(text))
+    return np.frombuffer(data, np.int64).reshape(-1, 4).copy()
+
+
+def _programs(table: np.ndarray[Any, Any], start_ns: int, base: int) -> dict[int, list[Event]]:
+    """Return the events of each program."""
     programs: dict[int, list[Event]] = {}
-    for program, lane, time_ns, what in np.frombuffer(data, np.int64).reshape(-1, 4).tolist():
+    first_word = base // 4
+    for program, lane, time_ns, what in table.tolist():
         peer = what >> 8 & 0xFF
         kind, number = NAMES[what & 0xFF], what >> 32
         if kind in ("signal", "arrived"):
             number = (number - first_word) & 0xFFFFFFFF
         event = Event(
-            time_ns=time_ns - offset_ns,
+            time_ns=float(time_ns - start_ns),
             kind=kind,
             number=number,
             peer=-1 if peer in (context.SEVERAL, context.NOBODY) else peer,
@@ -115,16 +149,4 @@ def unpack(packed: dict[str, Any], offset_ns: float, base: int) -> Launch:
             lane=lane,
         )
         programs.setdefault(program, []).append(event)
-    return Launch(packed["name"], programs, packed["lost"])
-
-
-def first_time_ns(launches: Sequence[Sequence[Launch]]) -> float:
-    """Return the time of the first event of all ranks' launches; 0 if there is none."""
-    times = (
-        event.time_ns
-        for of_rank in launches
-        for launch in of_rank
-        for events in launch.programs.values()
-        for event in events
-    )
-    return min(times, default=0.0)
+    return programs

@@ -42,8 +42,7 @@ def to_perfetto(launches: Sequence[Sequence[Launch]], work: Work, facts: Json) -
 
 
 def row_of(place: Place) -> int:
-    """Return the number of a program's row: kernels that run side by side have rows of their own.
-    """
+    """Return the number of a program's row; each launch has rows of its own."""
     return place.launch * _PROGRAMS_PER_LAUNCH + place.program
 
 

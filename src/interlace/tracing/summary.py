@@ -1,5 +1,4 @@
-"""What a trace says, in words: where the time went, who waited for whom, and how full links were.
-"""
+"""What a trace says, in words: where the time went, who waited for whom, and the use of links."""
 
 from __future__ import annotations
 

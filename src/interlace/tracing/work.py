@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
@@ -155,7 +156,7 @@ def _programs(launches: Sequence[Sequence[Launch]]) -> Iterator[tuple[Place, lis
 def _spans(place: Place, events: Sequence[Event]) -> Iterator[Span]:
     """Yield the stretches between a program's events, each named by what it lay between."""
     tile = -1
-    for event, following in zip(events, events[1:], strict=False):
+    for event, following in itertools.pairwise(events):
         if event.kind == "tile":
             tile = event.number
         number = tile

@@ -6,6 +6,7 @@ import pytest
 
 from interlace.tracing import clocks
 from interlace.tracing.events import Event, Launch
+from interlace.tracing.libraries import Activity, beside
 from interlace.tracing.path import critical_path
 from interlace.tracing.perfetto import to_perfetto
 from interlace.tracing.summary import summary
@@ -81,7 +82,7 @@ def test_the_summary_names_the_late_rank() -> None:
 
 def test_bytes_are_in_flight_until_the_wait_is_over() -> None:
     launches = _two_ranks()
-    document = to_perfetto(launches, work_of(launches, 0.0), {})
+    document = to_perfetto(launches, work_of(launches, 0.0), [], {})
     counters = [
         (event["ts"], event["args"]["bytes"])
         for event in document["traceEvents"]
@@ -113,7 +114,7 @@ def test_nothing_recorded() -> None:
     work = work_of(launches, 0.0)
     assert critical_path(work) == []
     assert summary(launches, work, is_timed=True) == "No kernel has recorded an event."
-    assert to_perfetto(launches, work, {})["traceEvents"]
+    assert to_perfetto(launches, work, [], {})["traceEvents"]
 
 
 def test_clocks_are_compared_by_the_shortest_round_trip() -> None:
@@ -124,3 +125,20 @@ def test_clocks_are_compared_by_the_shortest_round_trip() -> None:
         told=[far + 1_000_333, far + 1_001_040],
     )  # fmt: skip
     assert clock == (-1_000_000.0, 40.0)
+
+
+def test_libraries_are_on_the_clock_of_the_kernels() -> None:
+    """CUPTI counts from elsewhere: two kernels that both have seen give the distance."""
+    far = 1_790_000_000_000_000_000
+    seen = [
+        Activity("product", 7, 900, 50), Activity("kernel", 7, 1000, 200),
+        Activity("copy", 9, 1100, 30), Activity("kernel", 7, 3000, 200),
+    ]  # fmt: skip
+    known = [("kernel", far + 1000), ("kernel", far + 3002), ("another", far)]
+    assert beside(seen, known) == [
+        Activity("product", 7, far + 900, 50), Activity("copy", 9, far + 1100, 30),
+    ]  # fmt: skip
+    assert beside(seen, [("another", far)]) == []
+    document = to_perfetto([[]], work_of([[]], 0.0), [[Activity("copy", 9, 2000.0, 500.0)]], {})
+    [bar] = [event for event in document["traceEvents"] if event["ph"] == "X"]
+    assert (bar["name"], bar["ts"], bar["dur"]) == ("copy", 2.0, 0.5)

@@ -198,7 +198,8 @@ def test_more_events_than_a_ring_holds() -> None:
     for index, number in enumerate(numbers):
         place = 1 + index % context.RING_EVENTS
         rings[1, 0, place] = 1000 + index, number << 32 | 7 << 16 | 3 << 8 | context.MARK
-    [[launch]] = unpack([Packed([_packed("kernel", rings)], base=4096, offset_ns=7.0)])
+    packed = Packed([_packed("kernel", rings)], base=4096, offset_ns=7.0, others=[])
+    [[launch]], _ = unpack([packed])
     assert launch.lost == 10
     assert [event.number for event in launch.programs[1]] == numbers[10:]
     assert [event.time_ns for event in launch.programs[1]] == list(range(count - 10))

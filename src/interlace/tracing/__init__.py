@@ -16,14 +16,16 @@ import torch.distributed as dist
 from interlace.comm import group_of
 from interlace.comm import recording as recordings
 from interlace.errors import ArgumentError
-from interlace.tracing import clocks
+from interlace.tracing import clocks, libraries
 from interlace.tracing.clocks import Clock
-from interlace.tracing.events import Event, Launch, Packed, pack, unpack
+from interlace.tracing.events import Event, Launch, Packed, first_times, pack, unpack
+from interlace.tracing.libraries import Activity
 from interlace.tracing.perfetto import Json, to_perfetto
 from interlace.tracing.summary import summary
 from interlace.tracing.work import Flow, Place, Sent, Span, Wait, Work, work_of
 
 __all__ = [
+    "Activity",
     "Clock",
     "Event",
     "Flow",
@@ -48,12 +50,15 @@ class Trace:
         clocks: The clock of each rank, as all times are those of rank 0's.
         is_timed: Whether times mean something. On the CPU backend only the order of events does.
         unrecorded: Launches of this rank for which there was no memory for events.
+        others: What ran on each rank's GPU beside the kernels that record events: products of
+            cuBLAS, collectives of NCCL, copies.
     """
 
     def __init__(self) -> None:
         self.clocks: list[Clock] = []
         self.is_timed = False
         self.unrecorded = 0
+        self.others: list[list[Activity]] = []
         self._launches: list[list[Launch]] | None = None
 
     @property
@@ -91,7 +96,7 @@ class Trace:
             "clock_offsets_ns": [clock.offset_ns for clock in self.clocks],
             "clock_errors_ns": [clock.error_ns for clock in self.clocks],
         }
-        return to_perfetto(self.launches, self.work, facts)
+        return to_perfetto(self.launches, self.work, self.others, facts)
 
     def save(self, path: str | Path) -> None:
         """Write the trace to a JSON file, which https://ui.perfetto.dev opens."""
@@ -127,15 +132,19 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
         raise ArgumentError("a trace must not begin within another one. Leave the first one first.")
     owner = group_of(group)
     made = Trace()
-    with recordings.recording(owner.health) as recording:
+    with libraries.observed(owner) as activities, recordings.recording(owner.health) as recording:
         yield made
         owner.synchronize()
     made.unrecorded = recording.unrecorded
     made.clocks = clocks.compare(owner)
     made.is_timed = owner.backend == "cuda"
+    others = libraries.beside(activities, first_times(recording.launches)) if activities else []
     own = Packed(
-        pack(recording.launches), owner.memory.heap.base, made.clocks[owner.rank].offset_ns
+        pack(recording.launches),
+        owner.memory.heap.base,
+        made.clocks[owner.rank].offset_ns,
+        [list(activity) for activity in others],
     )
-    made._launches = unpack(
+    made._launches, made.others = unpack(
         [Packed(*values) for values in owner.exchange("end of a trace", list(own))]
     )

@@ -12,6 +12,7 @@ import numpy as np
 
 from interlace.comm import context
 from interlace.comm.recording import RecordedLaunch
+from interlace.tracing.libraries import Activity
 
 NAMES = {
     context.BEGIN: "begin",
@@ -72,11 +73,13 @@ class Packed(NamedTuple):
         base: Address of symmetric memory in the rank's process, from which signals' addresses are
             counted: so one signal has one number on all ranks.
         offset_ns: What the rank's clock is ahead of rank 0's.
+        others: The activities of libraries and copy engines, as lists of their fields.
     """
 
     launches: list[dict[str, Any]]
     base: int
     offset_ns: float
+    others: list[list[Any]]
 
 
 def pack(launches: Sequence[RecordedLaunch]) -> list[dict[str, Any]]:
@@ -102,8 +105,10 @@ def _packed(name: str, rings: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"name": name, "lost": lost, "events": text}
 
 
-def unpack(of_ranks: Sequence[Packed]) -> list[list[Launch]]:
-    """Return the launches of each rank; times count from the first event of all ranks.
+def unpack(of_ranks: Sequence[Packed]) -> tuple[list[list[Launch]], list[list[Activity]]]:
+    """Return the launches and the other activities of each rank.
+
+    Times count from the first event of all ranks.
 
     Args:
         of_ranks: What each rank has packed, in rank order.
@@ -115,13 +120,33 @@ def unpack(of_ranks: Sequence[Packed]) -> list[list[Launch]]:
             table[:, 2] -= round(rank.offset_ns)
     times = [int(table[:, 2].min()) for of_rank in tables for table in of_rank if len(table)]
     start_ns = min(times, default=0)
-    return [
+    launches = [
         [
             Launch(launch["name"], _programs(table, start_ns, rank.base), launch["lost"])
             for launch, table in zip(rank.launches, of_rank, strict=True)
         ]
         for rank, of_rank in zip(of_ranks, tables, strict=True)
     ]
+    others = [
+        [
+            activity._replace(start_ns=activity.start_ns - round(rank.offset_ns) - start_ns)
+            for activity in (Activity(*fields) for fields in rank.others)
+        ]
+        for rank in of_ranks
+    ]
+    return launches, others
+
+
+def first_times(launches: Sequence[RecordedLaunch]) -> list[tuple[str, int]]:
+    """Return the name and the first time (ns, the device's clock) of each launch that began."""
+    times = []
+    for launch in launches:
+        rings = launch.rings.cpu().numpy()
+        begun = rings[:, 0, 0, 0] & 0xFFFFFFFF
+        # The first event is that of the beginning, unless later ones have overwritten it.
+        if begun.any() and begun.max() <= context.RING_EVENTS:
+            times.append((launch.name, int(rings[begun > 0, 0, 1, 0].min())))
+    return times
 
 
 def _table(text: str) -> np.ndarray[Any, Any]:

@@ -1,8 +1,8 @@
 """Traces for Perfetto (https://ui.perfetto.dev) and ``chrome://tracing``.
 
-A rank is a process, in which each program has a row, with one more for the launches. Links are a
-process, too. Arrows lead from a put or a signal to the wait that it has ended. Times are
-microseconds from the first event on.
+A rank is a process, in which each program has a row, with one more for the launches and one for
+each stream of libraries and copies. Links are a process, too. Arrows lead from a put or a signal to
+the wait that it has ended. Times are microseconds from the first event on.
 """
 
 from __future__ import annotations
@@ -12,26 +12,35 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from interlace.tracing.events import Launch
+from interlace.tracing.libraries import Activity
 from interlace.tracing.work import Place, Span, Work, arrivals
 
 _LINKS = 1000  # the process of the links
 _LAUNCHES = 1_000_000  # the row of the launches
+_STREAMS = 2_000_000  # the rows of other kernels and copies
 _PROGRAMS_PER_LAUNCH = 10_000
 
 Json = dict[str, Any]
 
 
-def to_perfetto(launches: Sequence[Sequence[Launch]], work: Work, facts: Json) -> Json:
+def to_perfetto(
+    launches: Sequence[Sequence[Launch]],
+    work: Work,
+    others: Sequence[Sequence[Activity]],
+    facts: Json,
+) -> Json:
     """Return a trace in Chrome's format.
 
     Args:
         launches: The launches of each rank.
         work: What they did.
+        others: What ran beside them on each rank.
         facts: What to say about the trace itself.
     """
     events = [
         *_names(launches, work),
         *_launches(launches),
+        *_others(others),
         *map(_bar, work.spans),
         *_points(launches),
         *_flows(work),
@@ -82,6 +91,19 @@ def _launches(launches: Sequence[Sequence[Launch]]) -> Iterator[Json]:
                     "ph": "X", "name": launch.name, "cat": "launch", "pid": rank, "tid": _LAUNCHES,
                     "ts": start / 1000, "dur": (end - start) / 1000, "args": arguments,
                 }  # fmt: skip
+
+
+def _others(others: Sequence[Sequence[Activity]]) -> Iterator[Json]:
+    """Yield a row for each stream, and a bar for each kernel and copy of others."""
+    for rank, of_rank in enumerate(others):
+        for stream in sorted({activity.stream for activity in of_rank}):
+            yield _name("thread_name", rank, _STREAMS + stream, f"stream {stream}")
+        for activity in of_rank:
+            yield {
+                "ph": "X", "name": activity.name, "cat": "library", "pid": rank,
+                "tid": _STREAMS + activity.stream, "ts": activity.start_ns / 1000,
+                "dur": activity.duration_ns / 1000, "args": {},
+            }  # fmt: skip
 
 
 def _bar(span: Span) -> Json:

@@ -41,10 +41,24 @@ def cases_of(kernel):
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
+        "multiply_sum_and_norm": _multiply_sum_and_norm,
+        "norm_rows": lambda: [
+            (_NORMING | {"total": "*bf16"} | types, {"COLUMNS": 8192, "num_warps": 16} | more)
+            for types, more in _norms()
+        ],
+        "sum_and_norm_rows": lambda: [
+            (
+                _TYPES | _NORMING | {"part": "*bf16"} | types,
+                {"COLUMNS": 8192, "WORLD_SIZE": ranks, "num_warps": 16} | more,
+            )
+            for ranks in (1, 2, 8)
+            for types, more in _norms()
+        ],
         "meet": lambda: [
             (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
             (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
         ],
+        "linears": _linears,
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [
             case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})
@@ -277,7 +291,7 @@ def _products(more=None):
         **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
     }
     tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True, precision="ieee")
-    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8)
+    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8, in_rank_order=False)
     plain = {"TILING": tiling, "SENDING": sending} | (more or {})
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
 
@@ -310,7 +324,7 @@ def _counted_product():
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
-    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+    from interlace.gemm.kernels.gemv import Tiling
 
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
     tiling = Tiling(
@@ -321,6 +335,38 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
     return _TYPES | tensors, {"TILING": tiling} | constants
 
 
+_NORMING = {
+    **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
+    "norm_bias": "*fp32",
+    "eps": "fp32",
+    "N": "i32",
+    "B": "i32",
+}
+
+
+def _norms(sections=1):
+    """Types and constants of each norm and quantisation."""
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import Form
+
+    yield {"y": "*bf16"}, {"FORM": Form("layer", "none", sections), "scale": None, "scales": None}
+    for kind, scale, scales in (("tensor", "*fp32", None), ("row", None, "*fp32")):
+        types = {name: each for name, each in (("scale", scale), ("scales", scales)) if each}
+        absent = dict.fromkeys({"scale", "scales"} - types.keys())
+        yield {"y": "*fp8e4nv"} | types, {"FORM": Form("rms", kind, sections)} | absent
+
+
+def _multiply_sum_and_norm():
+    for sections, block_b, more in ((8, 1, {"num_warps": 1}), (4, 16, {"num_stages": 3})):
+        for types, constants in _norms(sections):
+            dtype, even, values = "bf16", block_b == 1, 1 if block_b == 1 else 2
+            gemv, tiling = _gemv_all_reduce(
+                dtype, 4 if block_b == 1 else 64, block_b, 128, even, values, WORLD_SIZE=2,
+                ONE_TILE=block_b == 1, COLUMNS=256 if block_b == 1 else 1024, **more,
+            )  # fmt: skip
+            sizes = dict.fromkeys(("producers", "line"), "i32")
+            yield gemv | sizes | _NORMING | types, tiling | constants
+
+
 def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce("bf16", 4, 1, 512, True, 1, ONE_TILE=True, WORLD_SIZE=4)
     yield _gemv_all_reduce("fp32", 4, 1, 512, False, 1, ONE_TILE=False, WORLD_SIZE=8)
@@ -328,6 +374,19 @@ def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce(
         "bf16", 32, 2, 128, True, 2, ONE_TILE=False, WORLD_SIZE=1, bias=None
     )  # fmt: skip
+
+
+def _linears():
+    names = [f"{name}_{index}" for name in ("w", "bias", "y") for index in range(3)]
+    sizes = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
+    for dtype, *tiles, more in (
+        ("bf16", 4, 1, 512, True, {}),
+        ("fp16", 32, 4, 128, False, {f"bias_{index}": None for index in range(3)}),
+        ("fp32", 32, 16, 64, False, {}),
+    ):
+        types, constants = _gemv_all_reduce(dtype, *tiles, 1, **more)
+        types = types | dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(sizes, "i32")
+        yield types | dict.fromkeys(("first_1", "first_2"), "i32"), constants
 
 
 def _gemv_all_reduce_two_phase():

@@ -48,6 +48,8 @@ class Implementation:
             rows travel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         former_names: Words that meant this implementation in earlier versions.
+        is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
+            asks for that; see :mod:`interlace.gemm.invariance`.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Implementation:
     ] = "whole"
     is_stock: bool = False
     former_names: tuple[str, ...] = ()
+    is_batch_invariant: bool = False
 
 
 class Operator(abc.ABC):
@@ -70,7 +73,7 @@ class Operator(abc.ABC):
         collective_first: Whether the collective feeds the computation instead of taking its result.
         pattern: The computation and the collective in their order, such as ``("gemm",
             "reduce_scatter")``: what the pass for ``torch.compile`` puts the operator in place of.
-            Empty for an operator that declares a name of its own.
+            Empty for an operator that declares a name of its own and no pattern.
         name: The operator's name, as in ``torch.ops.interlace``; by default its pattern's words.
         sizes: The names of the sizes by which entries of the tuned table are found.
         config_type: The fused kernel's configuration; None if there is nothing to configure.
@@ -78,6 +81,7 @@ class Operator(abc.ABC):
             by the pass for ``torch.compile`` only.
         sum_name: The name of its variant for a sum of several products, which adds them chunk by
             chunk; empty if there is none.
+        norm_name: The name of its variant that normalises the sum; empty if there is none.
         command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
             adds its ``interlace bench`` and ``interlace tune``; empty if it has neither.
         choosers: The values of ``impl`` by which the operator chooses an implementation itself:
@@ -94,6 +98,7 @@ class Operator(abc.ABC):
     config_type: ClassVar[type | None] = None
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
+    norm_name: ClassVar[str] = ""
     command_module: ClassVar[str] = ""
     choosers: ClassVar[tuple[str, ...]] = ("auto",)
     implementations: ClassVar[tuple[Implementation, ...]]

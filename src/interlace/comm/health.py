@@ -114,7 +114,6 @@ class Health:
         for fields in self._contexts.values():
             fields[ctx.DEADLINE_NS] = int(seconds * NS_PER_S)
 
-    @makes_ordinary_tensors
     def context(self, operator: str, stride: int) -> torch.Tensor:
         """Return the ``ctx`` argument of ``operator``'s kernels: int64 ``[context.LENGTH]``.
 
@@ -131,20 +130,23 @@ class Health:
                 raise WorkspaceError(
                     f"{operator} must be called once before it is captured in a CUDA graph."
                 )
-            fields = [0] * ctx.LENGTH
-            fields[ctx.RANK] = self._members.rank
-            fields[ctx.WORLD_SIZE] = self._members.world_size
-            fields[ctx.STRIDE_BYTES] = stride
-            fields[ctx.DEADLINE_NS] = int(self._deadline_s * NS_PER_S)
-            fields[ctx.OPERATOR] = len(self._operators)
-            fields[ctx.BROKEN_ADDRESS] = self._state.data_ptr()
-            fields[ctx.RECORD_ADDRESS] = self._record.data_ptr()
-            fields[ctx.SCRATCH_ADDRESS] = self._state.data_ptr() + _SCRATCH_OFFSET_BYTES
-            self._operators.append(operator)
-            self._contexts[operator] = torch.tensor(
-                fields, dtype=torch.int64, device=self._members.device
-            )
+            self._contexts[operator] = self._make_context(operator, stride)
         return self._contexts[operator]
+
+    @makes_ordinary_tensors
+    def _make_context(self, operator: str, stride: int) -> torch.Tensor:
+        """Return a new ``ctx`` argument; see :meth:`context`."""
+        fields = [0] * ctx.LENGTH
+        fields[ctx.RANK] = self._members.rank
+        fields[ctx.WORLD_SIZE] = self._members.world_size
+        fields[ctx.STRIDE_BYTES] = stride
+        fields[ctx.DEADLINE_NS] = int(self._deadline_s * NS_PER_S)
+        fields[ctx.OPERATOR] = len(self._operators)
+        fields[ctx.BROKEN_ADDRESS] = self._state.data_ptr()
+        fields[ctx.RECORD_ADDRESS] = self._record.data_ptr()
+        fields[ctx.SCRATCH_ADDRESS] = self._state.data_ptr() + _SCRATCH_OFFSET_BYTES
+        self._operators.append(operator)
+        return torch.tensor(fields, dtype=torch.int64, device=self._members.device)
 
     # Failures
 

@@ -13,6 +13,13 @@ from interlace.errors import ArgumentError
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
+from interlace.gemm.invariance import (
+    BATCH_INVARIANT,
+    REFERENCE_ROWS,
+    effective_impl,
+    invariant_implementations,
+    require_invariant,
+)
 from interlace.registry import Implementation, Operator
 from interlace.tuning.choice import Choice
 
@@ -49,6 +56,7 @@ class BatchOperator(Operator):
     has_public_function = False
     command_module = "interlace.cli.bench_batches"
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
+    choosers: ClassVar[tuple[str, ...]] = ("auto", BATCH_INVARIANT)
 
     def choose(self, **call: Any) -> Choice[Any]:
         """Return the fastest implementation; see :func:`interlace.gemm.choice.choose_product`."""
@@ -76,6 +84,7 @@ class BatchOperator(Operator):
             ArgumentError: There is no such implementation, or an error of ``validate``.
             RankMismatchError: Ranks differ in shapes, dtypes or impl.
         """
+        impl = effective_impl(self, impl)
         group = group_for(self.name, group_name, x.device)
 
         def decide() -> tuple[int, Implementation, GemmConfig]:
@@ -90,8 +99,11 @@ class BatchOperator(Operator):
             self.validate_impl(impl)
             validate(group)
             _, inner, columns = w.shape
+            is_invariant = impl == BATCH_INVARIANT
+            if is_invariant:
+                require_invariant(self)
             choice = self.choose(
-                rows=rows,
+                rows=REFERENCE_ROWS * group.world_size if is_invariant else rows,
                 columns=columns,
                 inner=inner,
                 dtype=x.dtype,
@@ -99,6 +111,8 @@ class BatchOperator(Operator):
                 device=x.device,
             )
             name = choice.impl if impl == "auto" else impl
+            if is_invariant:
+                name = invariant_implementations(self)[0].name
             # A stock pair that the tuned table prefers is no implementation here: the pass would
             # not have made the call then. The first implementation stands for it.
             if name not in self.words:
@@ -107,7 +121,7 @@ class BatchOperator(Operator):
 
         key = (self.name, x.shape, w.shape, x.dtype, w.dtype, impl)
         mark, implementation, config = group.once(key, decide)
-        is_explicit = impl != "auto"
+        is_explicit = impl not in self.choosers
         return implementation, BatchCall(x, w, group, group_name, config, mark, is_explicit)
 
 

@@ -16,6 +16,7 @@ from interlace.costs.gemm import ProductCost
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.invariance import BATCH_INVARIANT, REFERENCE_ROWS
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
 from interlace.gemm.splits import check_sum, validate_list
 from interlace.registry import Operator
@@ -43,7 +44,7 @@ class GemmOperator(Operator):
     sizes = ("rows", "columns", "inner")
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
     command_module = "interlace.cli.bench_products"
-    choosers = ("auto", "measured")
+    choosers = ("auto", "measured", BATCH_INVARIANT)
     split_names: ClassVar[tuple[str, ...]] = ("splits",)
     returns_gathered: ClassVar[bool] = False
     adds_ranks: ClassVar[bool] = False
@@ -88,6 +89,12 @@ class GemmOperator(Operator):
     def choose(self, **call: Any) -> Choice[Any]:
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
         return choose_product(self.name, cast(Any, self.config_type), **call)
+
+    def invariant_config(self, operands: Operands, world_size: int) -> GemmConfig:
+        """Return the configuration of batch-invariant calls, for which no rows count."""
+        sizes = operands.sizes(REFERENCE_ROWS * world_size)
+        config: GemmConfig = self.choose(**sizes, world_size=world_size).config
+        return config
 
     def run_empty(self, call: GemmCall) -> Any:
         """Return the result of a call in which there is nothing to compute on any rank."""

@@ -62,6 +62,9 @@ def add_parts(
 ):
     """Return a float32 tile of this rank's own rows plus the peers' parts of it, in rank order.
 
+    This rank's own tile is the first to be added, unrounded. With ``SENDING.in_rank_order`` it is
+    rounded as the parts were that travelled, and has its place among them.
+
     Args:
         OWN_PART: Whether this rank's slot holds a part, too.
     """
@@ -70,16 +73,27 @@ def add_parts(
     OUT: tl.constexpr = SENDING.dtype
     parts = il.pointer(slots.address, OUT)
     slot_stride = slots.most_rows.to(tl.int64) * slots.row_stride
-    sources = WORLD_SIZE if OWN_PART else WORLD_SIZE - 1
+    IN_RANK_ORDER: tl.constexpr = SENDING.in_rank_order
+    if IN_RANK_ORDER:
+        own = total.to(OUT).to(tl.float32)
+        total = tl.zeros_like(total)
+    all_ranks = OWN_PART or IN_RANK_ORDER
+    sources = WORLD_SIZE if all_ranks else WORLD_SIZE - 1
     for index in tl.range(0, sources, num_stages=_PARTS_IN_FLIGHT):
-        source = index if OWN_PART else tl.where(me <= index, index + 1, index)
+        source = index if all_ranks else tl.where(me <= index, index + 1, index)
         if SENDING.tile_stores:
             # The addresses of a tile do not fit in registers beside it, so a descriptor loads it.
             part = tl.reshape(slots.tiles.load([me, slots.half, source, row, column]), total.shape)
         else:
             cells, inside = cells_of(0, row, column, rows, N, slots.row_stride, TILING)
+            if IN_RANK_ORDER:
+                # Nobody has written this rank's own slot.
+                inside = inside & (source + cells * 0 != me)
             part = il.get(parts + source * slot_stride + cells, me, group, inside, 0.0)
-        total += part.to(tl.float32)
+        value = part.to(tl.float32)
+        if IN_RANK_ORDER:
+            value = tl.where(source == me, own, value)
+        total += value
     return total
 
 

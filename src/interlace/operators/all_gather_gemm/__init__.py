@@ -55,7 +55,9 @@ class AllGatherGemm(GemmOperator):
     returns_gathered = True
     implementations = (
         dataclasses.replace(
-            FUSED, summary="one kernel that multiplies rows as copy engines bring them"
+            FUSED,
+            summary="one kernel that multiplies rows as copy engines bring them",
+            is_batch_invariant=True,
         ),
         Implementation(
             "pushed",

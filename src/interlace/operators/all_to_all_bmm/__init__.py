@@ -34,6 +34,7 @@ class AllToAllBmm(BatchOperator):
 
     collective = "all_to_all"
     collective_first = True
+    choosers = ("auto",)  # none of the implementations is batch-invariant
     implementations = (
         Implementation(
             "chunked",

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
+from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
 from interlace.operators.embedding_all_to_all.backward import gradient, update
 from interlace.operators.embedding_all_to_all.launch import Call, run
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
@@ -23,26 +23,28 @@ from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 _library = torch.library.Library("interlace", "FRAGMENT")
 _LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
 _OPTIONS = "str group_name, str impl, str config"
+# Ranks ask one another in every call whether any table is trained, until one says yes, and sparse
+# gradients wait for the device; so no CUDA graph can hold the operators.
 _library.define(
     "embedding_all_to_all(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? "
     "per_sample_weights, Tensor? anchor, "
     f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_OPTIONS}, "
     "bool check) -> Tensor",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 _library.define(
     "embedding_all_to_all_gradient(Tensor grad, Tensor indices, Tensor offsets, Tensor? "
     "per_sample_weights, "
     f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_OPTIONS}) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 _library.define(
     "embedding_all_to_all_update(Tensor grad, Tensor(a!)[] weights, Tensor(b!)[] states, Tensor "
     "indices, Tensor offsets, "
     f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, "
     f"float epsilon, {_OPTIONS}) -> Tensor",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 
 

@@ -44,7 +44,7 @@ class GemmAllToAll(GemmOperator):
     config_type = GemmAllToAllConfig
     split_names = ("input_splits", "output_splits")
     implementations = (
-        FUSED,
+        dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
         CHUNKED,

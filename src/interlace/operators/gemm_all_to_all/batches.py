@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.gemm import invariance
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
 from interlace.gemm.dispatch import group_for
 from interlace.gemm.implementations import chunked
@@ -69,7 +70,7 @@ class BmmAllToAll(BatchOperator):
     config_type = GemmAllToAllConfig
     sum_name = "bmm_sum_all_to_all"
     implementations = (
-        Implementation("fused", "one kernel for all products", _run_fused),
+        Implementation("fused", "one kernel for all products", _run_fused, is_batch_invariant=True),
         Implementation(
             "chunked",
             "torch.bmm for each rank's rows, and copy engines that take them",
@@ -116,6 +117,8 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
         ArgumentError: Rows do not divide evenly, or dtypes differ.
         RankMismatchError: Ranks differ in shapes or dtype.
     """
+    if invariance.is_enabled():
+        invariance.refuse(_SUM)
     require_same_dtype(_BMM, [*x, *w])
     (count, rows, _), columns = x[0].shape, w[0].shape[2]
     group = group_for(_BMM, group_name, x[0].device)

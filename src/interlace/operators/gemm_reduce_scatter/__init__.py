@@ -40,7 +40,7 @@ class GemmReduceScatter(GemmOperator):
     adds_ranks = True
     sum_name = "gemm_sum_reduce_scatter"
     implementations = (
-        FUSED,
+        dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_REDUCE_SCATTER,
         Implementation(

@@ -15,8 +15,10 @@ from interlace.comm.replays import places
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.implementations.gemv import GEMV
+from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl
 from interlace.operators.gemv_all_reduce import reference
 from interlace.operators.gemv_all_reduce.config import (
+    FEWEST_TOKENS_BY_MATRIX_UNIT,
     OPERATOR,
     GemvAllReduceConfig,
     block_tokens,
@@ -38,12 +40,14 @@ class Decision(NamedTuple):
         mark: The number that the calls' signals carry.
         is_predicted: Whether the implementation was chosen by predicted times, which a measurement
             may replace.
+        is_batch_invariant: Whether a token's result must have the same bits in every batch.
     """
 
     impl: str
     config: GemvAllReduceConfig
     mark: int
     is_predicted: bool
+    is_batch_invariant: bool = False
 
 
 @functools.cache
@@ -108,6 +112,7 @@ def run(
     Raises:
         ArgumentError: The operands have different dtypes.
     """
+    impl = effective_impl(operator_named(OPERATOR), impl)
     group = group_named(group_name, x.device)
     # Decoding makes the same call again and again, so the agreement and the choice are kept.
     key = (
@@ -137,13 +142,24 @@ def run(
         matrix = matrix.contiguous()
     # Shapes were agreed on, so without elements no rank launches anything.
     if y.numel():
+        is_invariant = decision.is_batch_invariant
+
+        def enqueue() -> None:
+            prepare(
+                group,
+                matrix,
+                w,
+                bias,
+                y,
+                decision.config,
+                decision.mark,
+                is_batch_invariant=is_invariant,
+            )()
+
         with group.running():
-            call = (OPERATOR, decision.config, decision.mark, places(matrix, w, bias, y))
-            group.replays.run(
-                call,
-                lambda: prepare(group, matrix, w, bias, y, decision.config, decision.mark)(),
-                with_libraries=False,
-            )
+            places_of_call = places(matrix, w, bias, y)
+            call = (OPERATOR, decision.config, decision.mark, is_invariant, places_of_call)
+            group.replays.run(call, enqueue, with_libraries=False)
     return y
 
 
@@ -181,6 +197,9 @@ def _decide(
         "device": x.device,
     }
     choice = choose(**call)
+    if impl == BATCH_INVARIANT:
+        chosen = GemvAllReduceConfig.parse(config) if config else _invariant_config(choice, call)
+        return Decision("fused", chosen, mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
     chooses = impl in operator_named(OPERATOR).choosers
     is_open = chooses and not config and not choice.is_exact
@@ -192,6 +211,18 @@ def _decide(
     )
 
 
+def _invariant_config(
+    choice: Choice[GemvAllReduceConfig], call: dict[str, Any]
+) -> GemvAllReduceConfig:
+    """Return the configuration of batch-invariant calls.
+
+    Its tiles are the same for any number of tokens. The protocol may differ: both of them round
+    parts alike, and add them in rank order.
+    """
+    config = choose(**call | {"tokens": FEWEST_TOKENS_BY_MATRIX_UNIT}).config
+    return dataclasses.replace(config, protocol=choice.config.protocol)
+
+
 def prepare(
     group: Group,
     x: torch.Tensor,
@@ -200,6 +231,8 @@ def prepare(
     y: torch.Tensor,
     config: GemvAllReduceConfig,
     mark: int = 0,
+    *,
+    is_batch_invariant: bool = False,
 ) -> Launch:
     """Prepare the launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
 
@@ -207,14 +240,15 @@ def prepare(
 
     Args:
         mark: The number that the ranks' agreement returned.
+        is_batch_invariant: Whether a token's result must have the same bits in every batch.
     """
     require(group.backend)
+    from interlace.gemm.kernels.gemv import Tiling
     from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
-    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
-    block_b = block_tokens(tokens)
+    block_b = block_tokens(tokens, is_batch_invariant=is_batch_invariant)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from interlace.gemm.invariance import BATCH_INVARIANT
 from interlace.operators.gemv_all_reduce import launch
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.validate import validate
@@ -20,10 +21,12 @@ class GemvAllReduce(Operator):
     collective = "all_reduce"
     sizes = ("tokens", "rows", "columns")
     config_type = GemvAllReduceConfig
-    choosers = ("auto", "measured")
+    choosers = ("auto", "measured", BATCH_INVARIANT)
     command_module = "interlace.cli.bench_gemv_all_reduce"
     implementations = (
-        Implementation("fused", "one kernel that sends sums as it computes them"),
+        Implementation(
+            "fused", "one kernel that sends sums as it computes them", is_batch_invariant=True
+        ),
         Implementation("gemm", "gemm_all_reduce, by the implementation that it takes itself"),
         Implementation("unfused", "F.linear, then all_reduce"),
     )

@@ -33,10 +33,10 @@ def mixture_of_experts(
     weights[t, j] * f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x)
     * (w_in[e, :, 1] @ x))`` (SwiGLU, as in Mixtral).
 
-    By default two fused kernels: tokens go to their experts' ranks while the first product works on
-    those that have arrived; tiles of the second product go straight to the tokens' ranks. Nothing
-    waits for the host: all shapes follow from T, k, L, F and ``capacity``, so memory is for the
-    worst case, unless ``capacity`` says less.
+    By default two fused kernels: tokens go to their experts' ranks while the first product works
+    on those that have arrived; tiles of the second product go straight to the tokens' ranks.
+    Nothing waits for the host: all shapes follow from T, k, L, F and ``capacity``, so memory is for
+    the worst case, unless ``capacity`` says less.
 
     Products accumulate in float32. The sum over j is float32, in the order of j: the same bits in
     every run. Runs on the current stream, without synchronising the host; calls of one group on

@@ -12,6 +12,7 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.operators.mixture_of_experts import decode, layout, reference, stock
 from interlace.operators.mixture_of_experts.choice import Terms, choose, configuration
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
@@ -127,7 +128,14 @@ class Saved:
 
 
 def run(call: Call) -> tuple[torch.Tensor, Saved]:
-    """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass."""
+    """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass.
+
+    Raises:
+        ArgumentError: The call must be batch-invariant: which rows share a tile, and which
+            implementation runs, goes by the number of tokens.
+    """
+    if invariance.is_enabled():
+        invariance.refuse(OPERATOR)
     group = call.group
     group.check()
     mark = call.agree(OPERATOR)

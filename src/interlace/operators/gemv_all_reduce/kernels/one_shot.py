@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.operators.gemv_all_reduce.kernels.product import (
+from interlace.gemm.kernels.gemv import (
     Matrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
 )
-from interlace.operators.gemv_all_reduce.kernels.words import (
+from interlace.gemm.kernels.words import (
     agree, announce, end_call, in_words, out_of_words, words_of,
 )
 

@@ -576,8 +576,7 @@ def _mixture_of_experts_decoding():
 
     addresses = dict.fromkeys(("landing", "results", "active", "weights"), "i64")
     sizes = ("half", "rows_at", "tokens", "length", "hidden_groups", "ffn_groups")
-    types = {
-        "ctx": "*i64",
+    types = _MOE_TYPES | {
         "signals": "i64",
         **dict.fromkeys(("entries", "counts"), "*i32"),
         **addresses,

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.cli.bench_batch_invariance import table
 from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, invariant_implementations
 from interlace.registry import operators
 
@@ -180,6 +181,28 @@ def test_the_word_counts_without_the_context() -> None:
         assert effective_impl(gemm, "measured") == BATCH_INVARIANT
         with interlace.batch_invariant(False):
             assert effective_impl(gemm, "measured") == "measured"
+
+
+def _bench(name: str) -> dict[str, Any]:
+    from interlace.bench import batch_invariance, benchmark
+    from interlace.bench.timing import Timing
+
+    def measure(step: Any, **_: object) -> Timing:
+        step(0)
+        return Timing(10.0, 9.0, 11.0, 1.0, 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "measure", measure)
+        return batch_invariance.bench(name, 3, 16, 24, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gemm_all_reduce", "all_gather_gemm"])
+def test_what_it_costs_is_measured(ranks: Any, name: str) -> None:
+    for result in ranks(2).run(_bench, name):
+        assert result["times"].keys() == {"auto", BATCH_INVARIANT}
+        assert result["tokens"] == (3 if name == "gemm_all_reduce" else 4)
+        (row,) = zip(*(column.cells for column in table([result]).columns), strict=True)
+        assert row[-3:] == ("10.0", "10.0", "+0 %")
 
 
 def test_what_is_declared_invariant() -> None:

@@ -7,6 +7,7 @@ up a row, how parts are rounded on their way, and which of the kernels runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -181,6 +182,16 @@ def test_the_word_counts_without_the_context() -> None:
         assert effective_impl(gemm, "measured") == BATCH_INVARIANT
         with interlace.batch_invariant(False):
             assert effective_impl(gemm, "measured") == "measured"
+
+
+@pytest.mark.parametrize("name", ["gemv_all_reduce", "gemm_all_reduce"])
+def test_what_explain_says(name: str) -> None:
+    w = torch.ones(64, 64)
+    with interlace.batch_invariant():
+        few, many = (interlace.explain(name, torch.ones(rows, 64), w) for rows in (1, 200))
+    assert "calls must be batch-invariant" in few
+    tiles = [re.findall(r"block_\w=\d+", text) for text in (few, many)]
+    assert tiles[0] == tiles[1]
 
 
 def _bench(name: str) -> dict[str, Any]:

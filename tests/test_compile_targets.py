@@ -48,7 +48,7 @@ def cases_of(kernel):
         ],
         "sum_and_norm_rows": lambda: [
             (
-                _NORMING | _MEETING | {"landing": "i64", "half": "i64", "part": "*bf16"} | types,
+                _TYPES | _NORMING | {"part": "*bf16"} | types,
                 {"COLUMNS": 8192, "WORLD_SIZE": ranks, "num_warps": 16} | more,
             )
             for ranks in (1, 2, 8)
@@ -58,6 +58,7 @@ def cases_of(kernel):
             (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
             (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
         ],
+        "linears": _linears,
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [
             case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})
@@ -337,7 +338,10 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
 
 _NORMING = {
     **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
-    **{"norm_bias": "*fp32", "eps": "fp32", "N": "i32", "B": "i32"},
+    "norm_bias": "*fp32",
+    "eps": "fp32",
+    "N": "i32",
+    "B": "i32",
 }
 
 
@@ -371,6 +375,19 @@ def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce(
         "bf16", 32, 2, 128, True, 2, ONE_TILE=False, WORLD_SIZE=1, bias=None
     )  # fmt: skip
+
+
+def _linears():
+    names = [f"{name}_{index}" for name in ("w", "bias", "y") for index in range(3)]
+    sizes = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
+    for dtype, *tiles, more in (
+        ("bf16", 4, 1, 512, True, {}),
+        ("fp16", 32, 4, 128, False, {f"bias_{index}": None for index in range(3)}),
+        ("fp32", 32, 16, 64, False, {}),
+    ):
+        types, constants = _gemv_all_reduce(dtype, *tiles, 1, **more)
+        types = types | dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(sizes, "i32")
+        yield types | dict.fromkeys(("first_1", "first_2"), "i32"), constants
 
 
 def _gemv_all_reduce_two_phase():

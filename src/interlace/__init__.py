@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from interlace.gemm.autotune import autotune
+    from interlace.gemm.epilogue import Normed
     from interlace.gemm.invariance import batch_invariant
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.operators.explain import explain
     from interlace.operators.gemm_all_reduce import GemmAllReduceConfig, gemm_all_reduce
+    from interlace.operators.gemm_all_reduce_norm import GemmAllReduceNormConfig
     from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
@@ -77,6 +79,7 @@ _PUBLIC = {
     "TriggeredTransfers": "interlace.mapped",
     "fuse": "interlace.mapped",
     "autotune": "interlace.gemm.autotune",
+    "Normed": "interlace.gemm.epilogue",
     "batch_invariant": "interlace.gemm.invariance",
     "all_gather_gemm": "interlace.operators.all_gather_gemm",
     "AllGatherGemmConfig": "interlace.operators.all_gather_gemm",
@@ -86,6 +89,7 @@ _PUBLIC = {
     "operator": "interlace.registry",
     "gemm_all_reduce": "interlace.operators.gemm_all_reduce",
     "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce",
+    "GemmAllReduceNormConfig": "interlace.operators.gemm_all_reduce_norm",
     "gemm_all_to_all": "interlace.operators.gemm_all_to_all",
     "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all",
     "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter",
@@ -107,6 +111,7 @@ __all__ = [
     "EmbeddingAllToAllConfig",
     "Faults",
     "GemmAllReduceConfig",
+    "GemmAllReduceNormConfig",
     "GemmAllToAllConfig",
     "GemmReduceScatterConfig",
     "GemvAllReduceConfig",
@@ -117,6 +122,7 @@ __all__ = [
     "MappedOutput",
     "MiscountError",
     "MixtureOfExpertsConfig",
+    "Normed",
     "PeerTimeoutError",
     "RankMismatchError",
     "SymmetricTensor",

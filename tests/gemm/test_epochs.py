@@ -6,6 +6,7 @@ Nobody makes 16 million calls in a test: the cells that count them are set by ha
 
 import ctypes
 import dataclasses
+import functools
 import time
 
 import pytest
@@ -137,8 +138,9 @@ def _operators(rank):
             random(64 * rows, 16), random(1024, 16), impl="remote_stores"
         )
 
-    def moe(rows):
-        return run_moe(MoeCall(2, tokens=rows, routing="random" if rows > 4 else "one"))
+    def moe(rows, impl="fused"):
+        call = MoeCall(2, tokens=rows, routing="random" if rows > 4 else "one", impl=impl)
+        return run_moe(call, backward=impl == "fused")
 
     small = EmbeddingAllToAllConfig(
         block_bags=4, max_programs=3, slice_blocks=1, push_programs=2, push_rows=4,
@@ -159,6 +161,7 @@ def _operators(rank):
         "embedding, sliced": embedding(dataclasses.replace(small, protocol="sliced"), False),
         "embedding, backward": embedding(small, True),
         "mixture_of_experts": moe,
+        "mixture_of_experts, decode": functools.partial(moe, impl="decode"),
     }
 
 

@@ -17,7 +17,9 @@ from interlace.comm.group import solo_group
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts.choice import Terms, choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import Sizes
 from interlace.registry import operator_named
 
 ROUTINGS = ("balanced", "skewed")
@@ -107,6 +109,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         config: MixtureOfExpertsConfig | None = None,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
+        keeps: bool = True,
     ) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
         self.rank, self.ranks, device = self.owner.rank, self.owner.world_size, self.device
@@ -124,10 +127,11 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         self.w_in = random(self.local, shape.ffn, 2, shape.hidden, scale=shape.hidden**-0.5)
         self.w_out = random(self.local, shape.hidden, shape.ffn, scale=shape.ffn**-0.5)
         self.experts, self.weights = self._route(generator)
-        choice = launch.choose(
-            tokens=shape.tokens, hidden=shape.hidden, ffn=shape.ffn, experts=shape.experts,
-            top_k=shape.top_k, dtype=shape.dtype, world_size=self.ranks, device=device,
+        sizes = Sizes(
+            shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.ffn, self.ranks,
+            max(1, shape.tokens),
         )  # fmt: skip
+        choice = choose(Terms(sizes, shape.dtype, device.type, keeps), device)
         self.config, self.auto = config or choice.config, choice.impl
         self._plan_unfused()
 

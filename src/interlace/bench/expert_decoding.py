@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from interlace.bench.benchmark import Benchmark, Step, Way, Work, relative_error
-from interlace.bench.collectives import gather, scatter
 from interlace.bench.expert_calls import Calls, Shape
 from interlace.bench.kernel_times import kernels_of
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.gemm.autotune import sets_past_cache
+from interlace.gemm.reference import gather_rows
 from interlace.operators.mixture_of_experts import decode, launch
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.registry import operator_named
@@ -86,12 +86,15 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
 
     def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
-        first = Calls(shape, group=group)
+        first = Calls(shape, group=group, keeps=False)
         count = 2
         if self.device.type == "cuda":
             (nbytes,) = self.maxima([self._weight_bytes(first)])
             count = max(count, sets_past_cache(nbytes, self.device))
-        self.layers = [first, *(Calls(shape, group=group, seed=i) for i in range(1, count))]
+        self.layers = [
+            first,
+            *(Calls(shape, group=group, seed=i, keeps=False) for i in range(1, count)),
+        ]
         self.operand_sets, self.impl = count, "decode"
 
     def _weight_bytes(self, layer: Calls) -> int:
@@ -161,12 +164,18 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
             f"{product} + NCCL all-to-all of known splits": (
                 lambda i: self.layer(i).unfused_forward()
             ),
-            f"{product} + NCCL all-gather and reduce-scatter": lambda i: _gathered(self.layer(i)),
+            f"{product} + NCCL all-gather and reduce-scatter": (
+                lambda i: launch.run(self.layer(i).call(False, "nccl"))[0]
+            ),
         }
         for name, call in forms.items():
             errors = [relative_error(call(i), self.expected(i)) for i in range(self.operand_sets)]
             self.accept(errors, name)
-        return [Way(name, "pair", call) for name, call in forms.items()]
+        impls = ("", "nccl")
+        return [
+            Way(name, "pair", call, impl)
+            for (name, call), impl in zip(forms.items(), impls, strict=True)
+        ]
 
     def alone(self) -> list[Way]:
         """Return the grouped products and the collectives without each other."""
@@ -268,49 +277,15 @@ def _graph_of(case: Case, call: Step) -> tuple[Step, int, int]:
     return lambda _: graph.replay(), _REPLAYS, calls
 
 
-# Stock forms, and what must come out
-
-
-def _gather(layer: Calls, own: torch.Tensor) -> torch.Tensor:
-    """Return all ranks' rows of a tensor, one rank's after the other's."""
-    everyone = own.new_empty(layer.ranks * len(own), own.shape[1])
-    gather(everyone, own.contiguous(), layer.group)
-    return everyone
-
-
-def _gathered(layer: Calls) -> torch.Tensor:
-    """Run the layer by an all-gather of tokens and a reduce-scatter of sums, as servers do.
-
-    Nothing waits for the host: every rank takes part with all tokens, and the rows of other ranks'
-    experts are sorted behind those of its own.
-    """
-    top_k, local = layer.shape.top_k, layer.local
-    x = _gather(layer, layer.x)
-    routing = _gather(layer, torch.cat([layer.experts.float(), layer.weights], 1))
-    expert = routing[:, :top_k].flatten().to(torch.int64) - layer.rank * local
-    expert = torch.where((expert >= 0) & (expert < local), expert, local)
-    in_order, order = expert.sort(stable=True)
-    numbers = torch.arange(local + 1, device=x.device)
-    ends = torch.searchsorted(in_order, numbers[:local], right=True).to(torch.int32)
-    rows = layer.grouped(x[order // top_k], layer.in_first, ends)
-    results = layer.grouped(layer.swiglu(rows), layer.out_first, ends)
-    # Rows of other ranks' experts are undefined, perhaps NaN.
-    results = torch.where((in_order < local)[:, None], results, 0)
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=x.device)
-    own = results[positions].view(len(x), top_k, -1)
-    sums = torch.bmm(routing[:, None, top_k:].to(x.dtype), own)[:, 0]
-    y = torch.empty_like(layer.x)
-    scatter(y, sums, layer.group)
-    return y
-
-
 def _exact(layer: Calls) -> torch.Tensor:
     """Return a layer's result in float32, by dense products of each of this rank's experts with
     the tokens that name it.
     """
-    x = _gather(layer, layer.x).float()
-    experts, weights = _gather(layer, layer.experts), _gather(layer, layer.weights)
+    splits = [len(layer.x)] * layer.ranks
+    x, experts, weights = (
+        gather_rows(own, splits, layer.group) for own in (layer.x, layer.experts, layer.weights)
+    )
+    x = x.float()
     sums = torch.zeros_like(x)
     for local in range(layer.local):
         names = experts == layer.rank * layer.local + local

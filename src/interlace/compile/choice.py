@@ -21,18 +21,23 @@ from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 from interlace.registry import Operator, operator_matching
 
 
-def usable_ranks(group_name: str, device: torch.device) -> int:
-    """Return the number of ranks of a group on which operators can run. Nothing is sent.
-
-    Raises:
-        LeftAlone: Operators cannot run on this group or on this device.
-    """
+def require_runnable(device: torch.device) -> None:
+    """Raise :class:`LeftAlone` if kernels cannot run on a device in this process."""
     if device.type not in ("cuda", "cpu"):
         raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
     if device.type == "cpu" and not interpreting():
         raise LeftAlone(
             "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
         )
+
+
+def usable_ranks(group_name: str, device: torch.device) -> int:
+    """Return the number of ranks of a group on which operators can run. Nothing is sent.
+
+    Raises:
+        LeftAlone: Operators cannot run on this group or on this device.
+    """
+    require_runnable(device)
     try:
         group = process_group_named(group_name)
         ranks = dist.get_process_group_ranks(group)
@@ -142,9 +147,7 @@ def choose_sum(
             measured; or calls must be batch-invariant.
     """
     if invariance.is_enabled():
-        raise LeftAlone(
-            f"it is a sum of products, of which {operator.name} is not batch-invariant"
-        )
+        raise LeftAlone(f"it is a sum of products, of which {operator.name} is not batch-invariant")
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
     choice = operator.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)

@@ -19,13 +19,13 @@ class LeftAlone(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A collective of a graph, and what the pass did with it.
+    """A collective of a graph, and what the pass did with it; or products with one input.
 
     Attributes:
         graph: ``"forward"`` or ``"backward"``.
-        collective: The collective's operator, such as ``"all_reduce"``.
-        node: The collective's name in the graph.
-        shape: The shape of the collective's operand.
+        collective: The collective's operator, such as ``"all_reduce"``; or ``"products"``.
+        node: The collective's name in the graph, or the products' names.
+        shape: The shape of the collective's operand, or of the products' input.
         module: The path of the module whose product the collective follows or feeds, or ``""`` if
             the graph does not tell.
         operator: The fused operator that replaced the collective, or None.

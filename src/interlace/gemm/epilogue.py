@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 
+from interlace.comm import default_name
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import FLOAT8, FLOATS, require_device
+from interlace.registry import Operator
+from interlace.tuning.configuration import Configuration
 
 NORMS = ("rms", "layer")
+
+
+Norm = Literal["rms", "layer"]
 
 
 class Normed(NamedTuple):
@@ -58,8 +65,7 @@ class Epilogue:
 
     @property
     def quantization(self) -> str:
-        """Return how y is quantised: ``"none"``, or by a scale per ``"tensor"`` or per ``"row"``.
-        """
+        """Return ``"none"``, or what has a scale of its own: ``"tensor"`` or ``"row"``."""
         if self.out_dtype != FLOAT8:
             return "none"
         return "row" if self.scale is None else "tensor"
@@ -153,3 +159,61 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
             f"{scale.dtype}."
         )
     require_device(f"{operator}: scale", scale, "x", x.device)
+
+
+def call_normed(
+    operator: Operator,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: Configuration | None,
+) -> Normed:
+    """Call the variant of an operator that normalises its sum, for the operator's public function.
+
+    Args:
+        operator: The operator whose ``norm_name`` names the variant.
+        x: ``[B, K]``.
+        norm: None for the root mean square.
+    """
+    function = getattr(torch.ops.interlace, operator.norm_name)
+    text = "" if config is None else str(config)
+    results = function(
+        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", eps, scale, out_dtype,
+        default_name(group), impl, text,
+    )  # fmt: skip
+    return Normed(*results)
+
+
+def refuse_with_norm(operator: str, **options: object) -> None:
+    """Refuse options that a norm does not go with.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"{operator}: {name} must not come with a norm; got both.")
+
+
+def refuse_without_norm(operator: str, **options: object) -> None:
+    """Refuse options that say something of a norm where none is asked for.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{operator}: {name} must come with norm_weight or norm; got {name} alone. Pass "
+                'norm_weight=, or norm="rms".'
+            )

@@ -25,6 +25,7 @@ from interlace.language.epochs import (
     previous_epoch,
     unmarked,
 )
+from interlace.language.lamport import put_lamport, sum_lamport
 from interlace.language.packed import get_packed, put_packed, sum_packed
 from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
 from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
@@ -54,12 +55,14 @@ __all__ = [
     "pointer",
     "previous_epoch",
     "put",
+    "put_lamport",
     "put_packed",
     "put_signal",
     "put_tile",
     "rank",
     "report_miscount",
     "signal",
+    "sum_lamport",
     "sum_packed",
     "unmarked",
     "wait",

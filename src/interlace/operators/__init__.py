@@ -22,6 +22,7 @@ _MODULES = (
     "gemm_reduce_scatter.sums",
     "gemv_all_reduce.op",
     "gemv_all_reduce.operator",
+    "linears",
     "mixture_of_experts.op",
     "mixture_of_experts.operator",
 )

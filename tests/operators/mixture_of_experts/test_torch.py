@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, MixtureOfExpertsConfig
+from tests.errors import error_of
 from tests.operators.mixture_of_experts.calls import SMALL, Call
 
 
@@ -123,13 +124,34 @@ def _arguments(**changes):
             "experts must be on the device of x, cpu; got meta.",
         ),
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
-        ({"impl": "fast"}, "impl must be one of auto, fused, unfused; got 'fast'."),
+        ({"impl": "fast"}, "impl must be one of auto, fused, decode, nccl, unfused; got 'fast'."),
         ({"config": "128"}, "config must be of type MixtureOfExpertsConfig; got str."),
     ],
 )
 def test_rejected_arguments(changes, message):
     with pytest.raises(ArgumentError, match=re.escape(f"mixture_of_experts: {message}")):
         interlace.mixture_of_experts(**_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"capacity": 4}, "no capacity that could drop tokens"),
+        ({"x": _t(5, 8).requires_grad_()}, "no tensor that requires a gradient"),
+    ],
+)
+def test_calls_that_decoding_refuses(ranks, changes, rule):
+    arguments = _arguments(**changes, impl="decode")
+    (outcome,) = ranks(1).run(_refused, arguments)
+    kind, message, _ = outcome
+    assert (kind, message) == (
+        "ArgumentError",
+        f"mixture_of_experts: impl='decode' must have {rule}. Take impl='auto' or 'fused'.",
+    )
+
+
+def _refused(arguments):
+    return error_of(interlace.mixture_of_experts, **arguments)
 
 
 def test_a_configuration_is_its_text():

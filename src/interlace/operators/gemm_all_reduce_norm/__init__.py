@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Group
+from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
@@ -26,6 +26,7 @@ from interlace.operators.gemm_all_reduce_norm.config import (
 )
 from interlace.registry import Implementation, operator, operator_matching
 from interlace.tuning.choice import Choice
+from interlace.units import ceil_div
 
 __all__ = ["MOST_ROWS", "GemmAllReduceNorm", "GemmAllReduceNormConfig"]
 
@@ -36,6 +37,7 @@ class GemmAllReduceNorm(GemmOperator):
 
     name = "gemm_all_reduce_norm"
     collective = "all_reduce"
+    pattern = ("gemm", "all_reduce", "norm")
     config_type = GemmAllReduceNormConfig  # type: ignore[assignment]
     command_module = ""
     split_names = ()
@@ -68,14 +70,15 @@ class GemmAllReduceNorm(GemmOperator):
         return rows
 
     def choose(self, **call: Any) -> Choice[Any]:
-        """Return what ``impl="auto"`` runs, with the tiles that the operator around a GEMV takes.
-        """
+        """Return what ``impl="auto"`` runs, with the GEMV operator's tiles."""
         return _choose(**call)
 
     def run_empty(self, call: GemmCall) -> Normed:
         """Return results without elements."""
         assert call.epilogue is not None
-        return call.epilogue.empty_results(call.operands.rows, call.operands.columns, call.operands.x)
+        return call.epilogue.empty_results(
+            call.operands.rows, call.operands.columns, call.operands.x
+        )
 
     def run_unfused(self, call: GemmCall) -> Normed:
         """Run ``F.linear``, ``all_reduce``, and torch's norm."""
@@ -97,6 +100,7 @@ class GemmAllReduceNorm(GemmOperator):
         return Normed(*results)
 
 
+_MOST_TILES = MAX_PROGRAMS - 512
 _CPU_TILES = {"block_n": 16, "block_k": 64, "num_warps": 4, "max_programs": 8}
 
 
@@ -109,6 +113,11 @@ def _choose(**call: Any) -> Choice[Any]:
     names = {field.name for field in dataclasses.fields(GemmAllReduceNormConfig)}
     found = dataclasses.asdict(tiles.config)
     config = GemmAllReduceNormConfig(**{name: found[name] for name in names & found.keys()})
+    # Beside one program per tile there must be room for the programs that receive.
+    while config.block_n < 64 and ceil_div(call["columns"], config.block_n) > _MOST_TILES:
+        config = dataclasses.replace(
+            config, block_n=2 * config.block_n, block_k=max(config.block_k // 2, 16)
+        )
     is_fused = call["rows"] <= MOST_FUSED_ROWS
     if call["device"].type == "cpu":
         config = dataclasses.replace(config, **_CPU_TILES)

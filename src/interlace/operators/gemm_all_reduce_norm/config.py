@@ -15,7 +15,7 @@ and the norm are bound by bytes, and nothing is left to hide.
 MOST_FUSED_ROWS = 64
 """Rows that the fused kernel takes: its receivers keep a token's part of the sums in registers."""
 
-_COLUMNS_PER_THREAD = 8
+_LEAST_COLUMNS = 256
 _WARP = 32
 
 
@@ -32,7 +32,7 @@ class GemmAllReduceNormConfig(Configuration):
             each; 0 for one program per tile.
         max_registers: maximum number of registers per thread; 0 for the compiler's choice.
         columns: columns of the sums that a program receives and normalises; a power of two; 0 for
-            8 per thread, or more where there would be more such programs than processors.
+            as few as there are processors for.
     """
 
     block_n: int = power_of_two(4, 1, 1024)
@@ -43,17 +43,19 @@ class GemmAllReduceNormConfig(Configuration):
     max_registers: int = between(0, 0, 255)
     columns: int = between(0, 0, 1 << 16)
 
-    def received_columns(self, *, rows: int, batches: int, most_programs: int) -> int:
+    def received_columns(self, *, rows: int, tokens: int, most_programs: int) -> int:
         """Return the columns that a program receives, a power of two.
 
         Args:
             rows: N, the columns of the sums (rows of the weight).
-            batches: Number of tokens, or of pairs of tokens that share words.
+            tokens: B, the rows of the sums.
             most_programs: Number of receiving programs that can run at once.
         """
+        # Each thread must have a column of its own.
+        threads = _WARP * self.num_warps
         if self.columns:
-            return next_power_of_2(self.columns)
-        columns = _COLUMNS_PER_THREAD * _WARP * self.num_warps
-        while batches * ceil_div(rows, columns) > most_programs and columns < rows:
+            return max(next_power_of_2(self.columns), threads)
+        columns = max(_LEAST_COLUMNS, 2 * threads)
+        while tokens * ceil_div(rows, columns) > most_programs and columns < rows:
             columns *= 2
-        return min(columns, next_power_of_2(rows))
+        return max(min(columns, next_power_of_2(rows)), threads)

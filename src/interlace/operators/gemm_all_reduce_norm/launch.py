@@ -19,7 +19,6 @@ from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormCon
 from interlace.registry import operator_matching
 from interlace.units import ceil_div, next_power_of_2, round_up
 
-_NUMBERS = 3  # that the programs of a token tell each other at most
 MOST_COLUMNS = 1 << 16
 """Columns of the sums that a program can normalise: a row is in registers."""
 
@@ -66,7 +65,7 @@ def run_gemm(call: GemmCall) -> Normed:
     results = _results(call)
     epilogue = call.epilogue
     assert epilogue is not None
-    columns = next_power_of_2(operands.columns)
+    columns = _row_columns(operands.columns)
     arguments = _epilogue_arguments(call, results) | {"total": total.contiguous()}
     constants = {"COLUMNS": columns, "FORM": _form(call, 1), "num_warps": _row_warps(columns)}
     del arguments["bias"]
@@ -130,9 +129,34 @@ def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     }
 
 
+def _row_columns(columns: int) -> int:
+    """Return the columns of a tile that has whole rows, at least one for each thread of a warp."""
+    return max(next_power_of_2(columns), 32)
+
+
 def _row_warps(columns: int) -> int:
     """Return the warps of a program that has whole rows."""
     return min(max(columns // _COLUMNS_PER_THREAD // 32, 1), 32)
+
+
+def _shared_arguments(call: GemmCall, operator: str, slot_bytes: int) -> dict[str, Any]:
+    """Return the arguments for symmetric memory. Collective when it must grow.
+
+    Args:
+        operator: The name of the memory, of which each kernel has its own.
+        slot_bytes: Bytes that a rank sends to each.
+    """
+    from interlace.operators.gemm_all_reduce_norm.kernels.memory import HEADER_WORDS
+
+    group = call.group
+    workspace = group.workspace(operator, 8 * HEADER_WORDS + group.world_size * slot_bytes)
+    return {
+        "words": workspace.data.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(operator),
+        "call": call.mark,
+        "half": workspace.half_bytes // 8,
+    }
 
 
 def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
@@ -140,26 +164,20 @@ def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
     from interlace.operators.gemm_all_reduce_norm.kernels.rows import sum_and_norm_rows
 
     group, ranks = call.group, call.group.world_size
-    columns = next_power_of_2(product.shape[1])
+    columns = _row_columns(product.shape[1])
     programs = min(len(product), _CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS)
     operator = f"{call.operator.name}.pushed"
-    workspace = group.workspace(operator, ranks * product.nbytes, MAX_PROGRAMS * 2 * ranks)
-    arguments = _epilogue_arguments(call, results) | {
-        "part": product,
-        "landing": workspace.data.address,
-        "signals": workspace.signals.address,
-        "epochs": workspace.epochs,
-        "ctx": group.context(operator),
-        "call": call.mark,
-        "half": workspace.half_bytes,
-    }
+    slot = round_up(product.numel(), 16) * product.element_size()
+    arguments = _epilogue_arguments(call, results) | _shared_arguments(call, operator, slot)
+    arguments["part"] = product
     constants = {
         "WORLD_SIZE": ranks,
         "COLUMNS": columns,
         "FORM": _form(call, 1),
         "num_warps": _row_warps(columns),
     }
-    return Launch(sum_and_norm_rows, (programs,), arguments, constants)
+    # The program behind them finds out whether the ranks are in the same call.
+    return Launch(sum_and_norm_rows, (programs + 1,), arguments, constants)
 
 
 def _fused(call: GemmCall, results: Normed) -> Launch:
@@ -175,19 +193,16 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
     block_b = min(64, next_power_of_2(tokens))
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
-    # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
-    values = 2 if x.element_size() == 2 and block_b > 1 else 1
-    batches = ceil_div(tokens, values)
     # The interpreter runs programs one after another, so none may wait for another of its rank.
     received = (
         next_power_of_2(rows)
         if group.backend == "cpu"
         else config.received_columns(
-            rows=rows, batches=batches, most_programs=processors(group.device)
+            rows=rows, tokens=tokens, most_programs=processors(group.device)
         )
     )
     sections = ceil_div(rows, received)
-    receivers = batches * sections
+    receivers = tokens * sections
     producers = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS - receivers)
     tiling = Tiling(
         block_n=config.block_n,
@@ -195,26 +210,19 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
         block_k=config.block_k,
         even=rows % config.block_n == 0 and tokens % block_b == 0,
         even_k=columns > 0 and columns % config.block_k == 0,
-        word_values=values,
+        word_values=1,
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
         precision="upcast" if group.backend == "cpu" else "ieee",
     )
-    # A token's words of complete tiles; the compiler must know that they are aligned.
+    # Tokens of complete tiles; the compiler must know that they are aligned.
     line = round_up(row_tiles * config.block_n, 16)
-    slot = round_up(token_tiles * block_b // values * line, 16)
+    slot = token_tiles * block_b * line
     operator = f"{call.operator.name}.fused"
-    # The 16 words in front of the slots say which call this is.
-    words = 16 + ranks * slot + _NUMBERS * tokens * sections
-    workspace = group.workspace(operator, 8 * words)
-    arguments = _epilogue_arguments(call, results) | {
+    arguments = _epilogue_arguments(call, results) | _shared_arguments(call, operator, 4 * slot)
+    arguments |= {
         "x": x,
         "w": w,
-        "words": workspace.data.address,
-        "epochs": workspace.epochs,
-        "ctx": group.context(operator),
-        "call": call.mark,
-        "half": workspace.half_bytes // 8,
         "slot": slot,
         "line": line,
         "K": columns,

@@ -70,9 +70,7 @@ class BmmAllToAll(BatchOperator):
     config_type = GemmAllToAllConfig
     sum_name = "bmm_sum_all_to_all"
     implementations = (
-        Implementation(
-            "fused", "one kernel for all products", _run_fused, is_batch_invariant=True
-        ),
+        Implementation("fused", "one kernel for all products", _run_fused, is_batch_invariant=True),
         Implementation(
             "chunked",
             "torch.bmm for each rank's rows, and copy engines that take them",

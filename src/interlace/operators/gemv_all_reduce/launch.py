@@ -243,8 +243,8 @@ def prepare(
         is_batch_invariant: Whether a token's result must have the same bits in every batch.
     """
     require(group.backend)
-    from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
     from interlace.gemm.kernels.gemv import Tiling
+    from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size

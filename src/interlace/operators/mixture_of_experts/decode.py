@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,7 +12,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, processors, triton_dtype
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDERS, Sizes
+from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDERS
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
@@ -34,25 +34,16 @@ _MOST_SLOTS = 2048
 """Slots that a program looks through at a time."""
 
 
-class Terms(NamedTuple):
-    """The properties of a call by which implementations may refuse it.
-
-    Attributes:
-        sizes: The call's sizes.
-        keeps: Whether a backward pass will follow.
-    """
-
-    sizes: Sizes
-    keeps: bool
+def columns(hidden: int) -> int:
+    """Return the columns of a token that a program sends or adds at a time."""
+    return min(next_power_of_2(max(hidden, 16)), _COLUMNS)
 
 
-def refusal(terms: Terms) -> str | None:
-    """Return what a call must have for ``impl="decode"`` and has not, or None."""
-    rules = (
-        (not terms.keeps, "no tensor that requires a gradient"),
-        (terms.sizes.capacity >= terms.sizes.tokens, "no capacity that could drop tokens"),
-    )
-    return " and ".join(rule for holds, rule in rules if not holds) or None
+def senders(tokens: int, hidden: int, config: MixtureOfExpertsConfig) -> int:
+    """Return the number of programs that send tokens, a power of two."""
+    pieces = next_power_of_2(max(1, tokens * ceil_div(hidden, columns(hidden))))
+    most = min(SENDERS, config.push_programs)
+    return min(pieces, 1 << (most.bit_length() - 1))
 
 
 @functools.cache
@@ -96,10 +87,8 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
     w_in, halves = layout.in_memory_order(call.w_in), layout.has_halves(call.w_in)
     align = layout.alignment(sizes.hidden, itemsize)
     ffn_align = layout.alignment(sizes.ffn, itemsize)
-    columns = min(next_power_of_2(max(sizes.hidden, 16)), _COLUMNS)
-    pieces = sizes.tokens * ceil_div(sizes.hidden, columns)
-    most_senders = min(SENDERS, config.push_programs)
-    senders = min(next_power_of_2(pieces), 1 << (most_senders.bit_length() - 1))
+    pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
+    sending = senders(sizes.tokens, sizes.hidden, config)
     programs = config.programs or (2 if is_cpu else _programs(config, itemsize, device))
     programs = min(programs, MAX_PROGRAMS // 2)
     adders = min(pieces, config.sum_programs, MAX_PROGRAMS // 2)
@@ -115,11 +104,11 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
 
     def shares(in_front: int) -> kernels.Shares:
         block = min(next_power_of_2(max(length, 16)), _MOST_SLOTS)
-        return kernels.Shares(in_front, columns, sizes.top_k, align, block)
+        return kernels.Shares(in_front, columns(sizes.hidden), sizes.top_k, align, block)
 
     gather = Launch(
         kernels.gather_tokens,
-        (senders + local,),
+        (sending + local,),
         {
             **shared,
             "x": x,
@@ -133,7 +122,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         {
             "WORLD_SIZE": ranks,
             "DTYPE": triton_dtype(dtype),
-            "SHARES": shares(senders),
+            "SHARES": shares(sending),
             "num_warps": 4,
         },
     )

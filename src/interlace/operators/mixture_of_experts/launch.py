@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -14,55 +13,15 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
-from interlace.operators.mixture_of_experts import decode, layout, reference
-from interlace.operators.mixture_of_experts.config import (
-    OPERATOR,
-    MixtureOfExpertsConfig,
-    decode_config,
-    default_config,
-)
+from interlace.operators.mixture_of_experts import decode, layout, reference, stock
+from interlace.operators.mixture_of_experts.choice import Terms, choose, configuration
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
 from interlace.operators.mixture_of_experts.steps import Steps
-from interlace.tuning.choice import Choice, by_device
+from interlace.registry import operator_named
 
 _BLOCK_SLOTS = 128
-
-# Triton's interpreter runs one program after another, so few programs are enough.
-_ON_INTERPRETER: dict[str, Any] = {
-    "block_m": 32,
-    "programs": 2,
-    "push_programs": 2,
-    "sum_programs": 2,
-    "stagger": 0,
-}
 _BACKWARD = f"{OPERATOR}.backward"
-
-
-@functools.cache
-def choose(
-    *,
-    tokens: int,
-    hidden: int,
-    ffn: int,
-    experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    world_size: int,
-    device: torch.device,
-) -> Choice[MixtureOfExpertsConfig]:
-    """Return the fastest implementation by the tuned table of this GPU.
-
-    On the CPU backend it is the fused one, in few programs.
-    """
-    return by_device(
-        OPERATOR,
-        {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k},
-        default_config(ffn=ffn, itemsize=dtype.itemsize),
-        _ON_INTERPRETER,
-        dtype=dtype,
-        world_size=world_size,
-        device=device,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,33 +92,17 @@ class Call:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        sizes = self.sizes
-        choice = choose(
-            tokens=sizes.tokens,
-            hidden=sizes.hidden,
-            ffn=sizes.ffn,
-            experts=sizes.experts,
-            top_k=sizes.top_k,
-            dtype=self.x.dtype,
-            world_size=sizes.world_size,
-            device=self.x.device,
-        )
+        terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
+        choice = choose(terms, self.x.device)
         impl = choice.impl if self.impl == "auto" else self.impl
-        if impl == "decode":
-            unmet = decode.refusal(decode.Terms(sizes, self.keeps))
-            if unmet is not None:
-                raise ArgumentError(
-                    f"{OPERATOR}: impl='decode' must have {unmet}. Take impl='auto' or 'fused'."
-                )
+        unmet = operator_named(OPERATOR).refusal(impl, terms)
+        if unmet is not None:
+            raise ArgumentError(
+                f"{OPERATOR}: impl={impl!r} must have {unmet}. Take impl='auto' or 'fused'."
+            )
         if self.config:
             return impl, MixtureOfExpertsConfig.parse(self.config)
-        if impl == "decode":
-            rows = sizes.world_size * sizes.slots / sizes.experts
-            config = decode_config(rows=rows, itemsize=self.x.dtype.itemsize)
-            if self.group.backend == "cpu":
-                config = dataclasses.replace(config, **_ON_INTERPRETER)
-            return impl, config
-        return impl, choice.config
+        return impl, configuration(impl, terms, choice)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -206,6 +149,8 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
             for launch in launches:
                 launch()
         return y, nothing(call.x)
+    if impl == "nccl":
+        return stock.run(call), nothing(call.x)
     launches, y, saved, may_keep = prepare_forward(call, mark)
     with group.running():
         for launch in launches:

@@ -4,12 +4,11 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.gemv import (
-    Matrices, mask_of, multiply_tile, point_to_operands, tile_at,
-)
-from interlace.gemm.kernels.words import agree, announce, in_words, out_of_words
+from interlace.gemm.kernels.gemv import Matrices, multiply_tile, point_to_operands, tile_at
+from interlace.gemm.kernels.words import agree, announce
+from interlace.operators.gemm_all_reduce_norm.kernels.memory import end_call, memory_of
 from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
-    Form, Inputs, Meeting, Outputs, load_inputs, norm_and_store, place_of,
+    Inputs, Meeting, Outputs, load_inputs, norm_and_store, place_of,
 )
 
 
@@ -22,18 +21,19 @@ def multiply_sum_and_norm(
 ):
     """Compute ``h = sum over ranks of x @ w.T, + bias, + residual``, and ``y = norm(h)``.
 
-    The first ``producers`` programs multiply: each puts its tiles' partial sums as packed words
-    into slot ``[epoch % 2][rank]`` of every rank, its own too, and ends. The programs behind them
-    receive: each waits for the words of ``COLUMNS`` columns of one token, or of the two tokens that
-    share words, adds them in rank order, adds bias and residual, and normalises. The programs that
-    share a token tell each other their sums of squares by packed words of this rank.
+    The first ``producers`` programs multiply: each puts its tiles' partial sums, float32, into the
+    slot of this rank on every rank, its own too, and ends. The programs behind them receive: each
+    waits for ``COLUMNS`` columns of one token, adds the parts in rank order, adds bias and
+    residual, and normalises. The programs that share a token tell each other their sums of squares
+    by packed words of this rank.
 
-    **Protocol.** A word carries its stamp, so no signal is needed. A half may be written again two
-    calls later: by then its reader has sent the words of the call in between, which it did after
-    reading. Words of two values carry no mark; so every receiver waits for the word of every rank's
-    program 0 that does. Producers wait for nobody. Receivers wait for producers and, where they
-    share a token, for one another; so all receivers must be able to run at once, and there are no
-    more than the GPU has processors.
+    **Protocol.** Values show by themselves that they have arrived (:func:`il.sum_lamport`); the two
+    halves of the slots take turns. A half is written again two calls later: by then its reader has
+    sent the values of the call in between, which it did after it had read and freed the half.
+    Values carry no mark, so every receiver waits for the word of every rank's program 0 that does.
+    Producers wait for nobody. Receivers wait for producers and, where they share a token, for one
+    another; so all receivers must be able to run at once, and there are no more than the GPU has
+    processors.
 
     **Example.** Two ranks, one token, N = 2, partial sums ``[1, 2]`` and ``[10, 20]``, residual
     ``[0, 2]``: both ranks store the residual ``[11, 24]`` and, of the root mean square 18.7, y =
@@ -51,8 +51,7 @@ def multiply_sum_and_norm(
             inputs, outputs, words, epochs, ctx, call, half, slot, line, producers, WORLD_SIZE,
             COLUMNS, FORM, TILING,
         )
-    il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
-    il.advance_epoch(epochs, epoch)
+    end_call(words, half, epochs, epoch, group)
 
 
 @triton.jit
@@ -74,9 +73,9 @@ def _multiply_and_send(
     if ONE_TILE:
         part = multiply_tile(operands, matrices.K, TILING)
     stamp = il.mark(epoch, call)
-    calls, slots = _memory_of(words, half, epoch)
+    calls, slots = memory_of(words, half, epoch, tl.float32)
     target = slots + il.rank(group) * tl.multiple_of(slot.to(tl.int64), 16)
-    if (TILING.word_values == 2) & (program == 0):
+    if program == 0:
         announce(calls, stamp, group, WORLD_SIZE)
     if ONE_TILE:
         _send(program, part, target, line, stamp, group, matrices, WORLD_SIZE, TILING)
@@ -98,36 +97,24 @@ def _receive(
     Returns:
         The call's epoch, and the value of ``il.join``.
     """
-    VALUES: tl.constexpr = TILING.word_values
     receiver = tl.program_id(0) - producers
-    batch, section = receiver // FORM.sections, receiver % FORM.sections
-    place = place_of(section, COLUMNS, batch * VALUES, inputs.N, inputs.B, COLUMNS, VALUES)
+    token, section = receiver // FORM.sections, receiver % FORM.sections
+    place = place_of(section, COLUMNS, token, inputs.N, inputs.B, COLUMNS, 1)
     # Residual and weights are loaded before the sums are there.
     loaded = load_inputs(inputs, place)
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     stamp = il.mark(epoch, call)
-    calls, slots = _memory_of(words, half, epoch)
+    calls, slots = memory_of(words, half, epoch, tl.float32)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
-    agreed = 1
-    if VALUES == 2:
-        agreed = agree(calls, stamp, group, WORLD_SIZE)
-    offsets = batch * line.to(tl.int64) + place.columns
-    sums = il.sum_packed(
-        slots + offsets, None, slot, stamp, receiver, group, place.columns < inputs.N, WORLD_SIZE,
-        VALUES,
+    agreed = agree(calls, stamp, group, WORLD_SIZE)
+    offsets = token * line.to(tl.int64) + place.columns
+    total = il.sum_lamport(
+        slots + offsets, None, slot, stamp, receiver, group, place.inside, WORLD_SIZE
     )
-    total = il.nan_unless(agreed, out_of_words(sums, VALUES))
-    meeting = Meeting(slots + WORLD_SIZE * slot, inputs.B, stamp, receiver, group)
+    total = il.nan_unless(agreed, total)
+    meeting = Meeting(calls + 16, inputs.B, stamp, receiver, group)
     norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM)
     return epoch, group
-
-
-@triton.jit
-def _memory_of(words, half, epoch):
-    """Return pointers to a call's words that say which call it is, and to its slots behind them."""
-    # The two halves take turns, so that a peer may still read the words of the last call.
-    calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
-    return calls, calls + 16
 
 
 @triton.jit
@@ -135,20 +122,11 @@ def _send(
     tile, part, slots, line, stamp, group, matrices, WORLD_SIZE: tl.constexpr,
     TILING: tl.constexpr,
 ):
-    """Put a tile's partial sums into this rank's slot of every rank, ``[token or pair][row]``."""
-    BLOCK_B: tl.constexpr = TILING.block_b
-    VALUES: tl.constexpr = TILING.word_values
-    N, B = matrices.N, matrices.B
-    rows, tokens, mask = tile_at(tile, N, B, TILING)
-    token_tiles = (B + BLOCK_B - 1) // BLOCK_B
-    batches = tile % token_tiles * (BLOCK_B // VALUES) + tl.arange(0, BLOCK_B // VALUES)
+    """Put a tile's partial sums into this rank's slot of every rank, ``[token][row]``."""
+    rows, tokens, mask = tile_at(tile, matrices.N, matrices.B, TILING)
     # A token's rows lie next to one another, as its receivers read them.
-    line = line.to(tl.int64)
-    offsets = batches[None, :] * line + rows[:, None]
-    inside = mask_of(rows, batches * VALUES, N, B, TILING)
-    value = in_words(part, VALUES)
+    offsets = tokens[None, :] * line.to(tl.int64) + rows[:, None]
     rank = il.rank(group)
     # The next rank is the first to be sent to, so that ranks do not crowd one link.
     for step in tl.static_range(1, WORLD_SIZE + 1):
-        peer = (rank + step) % WORLD_SIZE
-        il.put_packed(slots + offsets, value, stamp, peer, group, inside, VALUES)
+        il.put_lamport(slots + offsets, part, (rank + step) % WORLD_SIZE, group, mask)

@@ -193,15 +193,17 @@ def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.cons
         column: The first line.
         EVEN: Whether ``block_k`` divides the inner dimension.
     """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
     PRECISION: tl.constexpr = TILING.precision
     # Lines beyond the last one are read as the last one; the store masks their results.
-    line = tl.minimum(column + tl.arange(0, TILING.block_n), weight.lines - 1)
+    line = tl.minimum(column + tl.arange(0, BLOCK_N), weight.lines - 1)
     if weight.half is not None:
         line = line % 2 * weight.half + line // 2
     inner = weight.inner
     left_lines = weight.pointer + line.to(tl.int64)[:, None] * inner
-    total = tl.zeros([TILING.block_n, TILING.block_m], tl.float32)
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, inner, BLOCK_K):
         step = k + tl.arange(0, BLOCK_K)[None, :]
         if EVEN:
@@ -242,24 +244,25 @@ def decode_first_gemm(
     **Example.** The two ranks of :func:`gather_tokens`. Rank 0's expert 0 has two rows: its own
     token 1, and token 0 of rank 1.
     """
+    BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     epoch, _, group, rank = il.enter(epochs, ctx, call)
     hidden, ffn = hidden_groups * SHARES.align, ffn_groups * FFN_ALIGN
     tiles_n = (2 * ffn + BLOCK_N - 1) // BLOCK_N
     lists = Lists(entries, counts, L, length)
-    tiles = _tiles_of(lists, tiles_n, L_LANES, TILING.block_m)
+    tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M)
     own_half = landing + (epoch & 1).to(tl.int64) * half + rows_at
     tokens = il.peer_pointer(il.pointer(own_half, DTYPE), rank, group)
     matrices, target = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
     for item in range(tl.program_id(0), tl.max(tiles[3]), tl.num_programs(0)):
         expert, begin, row, exists, entry, n = _tile(
-            item, lists, tiles, tiles_n, L_LANES, TILING.block_m
+            item, lists, tiles, tiles_n, L_LANES, BLOCK_M
         )
         lines = tokens + (entry // SHARES.top_k).to(tl.int64) * hidden
         own = matrices + expert.to(tl.int64) * 2 * ffn * hidden
         weight = Matrix(own, 2 * ffn, hidden, ffn if HALVES else None)
         total = _multiply(lines, exists, weight, n * BLOCK_N, TILING, EVEN)
-        gate, up = tl.split(tl.reshape(total, [TILING.block_m, BLOCK_N // 2, 2]))
+        gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
         value = gate / (1 + tl.exp(-gate)) * up
         column = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
         pointers = target + (begin + row).to(tl.int64)[:, None] * ffn + column
@@ -291,6 +294,7 @@ def decode_second_gemm(
     its own slot 1, the second into slot 0 of rank 1; with one slot per token, y is each result
     times the slot's scale.
     """
+    BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     MULTIPLYING: tl.constexpr = SHARES.programs
     TOP_K: tl.constexpr = SHARES.top_k
@@ -307,12 +311,12 @@ def decode_second_gemm(
         ffn = ffn_groups * FFN_ALIGN
         tiles_n = (hidden + BLOCK_N - 1) // BLOCK_N
         lists = Lists(entries, counts, L, length)
-        tiles = _tiles_of(lists, tiles_n, L_LANES, TILING.block_m)
+        tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M)
         matrices, rows = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
         slots = tokens * TOP_K
         for item in range(program, tl.max(tiles[3]), MULTIPLYING):
             expert, begin, row, exists, entry, n = _tile(
-                item, lists, tiles, tiles_n, L_LANES, TILING.block_m
+                item, lists, tiles, tiles_n, L_LANES, BLOCK_M
             )
             lines = rows + (begin + row).to(tl.int64) * ffn
             own = matrices + expert.to(tl.int64) * hidden * ffn

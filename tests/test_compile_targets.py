@@ -380,11 +380,12 @@ def _products(more=None):
         return types | inside | outside | {"result": "tensordesc<bf16[1, 64, 64]>"}
 
     yield described("bf16"), plain | unscaled | {"bias": None}
-    yield described("fp8e4nv"), plain | {"bias": None, "SENDING": sending._replace(world_size=3)}
+    ordered = sending._replace(world_size=3, in_rank_order=True)
+    yield described("fp8e4nv"), plain | {"bias": None, "SENDING": ordered}
     pointers = types | dict.fromkeys(("x", "w", "gathered", "bias"), "*fp16")
     stores = {
         "TILING": tiling._replace(descriptors=False, w_along_k=False),
-        "SENDING": sending._replace(world_size=8, dtype=tl.float16, tile_stores=False),
+        "SENDING": ordered._replace(world_size=8, dtype=tl.float16, tile_stores=False),
     }
     undescribed = dict.fromkeys(("tiles", "slots", "results", "result"))
     yield pointers, plain | unscaled | stores | undescribed

@@ -30,7 +30,7 @@ def cases_of(kernel):
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_between_nodes": _embedding_all_to_all_between_nodes,
-        "embedding_all_to_all_check": lambda: [
+        "check_messages": lambda: [
             (
                 _MEETING
                 | {"sources": "*i64", "is_valid": "*i32", "count": "i32"}
@@ -38,7 +38,7 @@ def cases_of(kernel):
                 {"OUT": _dtype("bfloat16")},
             )
         ],
-        "embedding_all_to_all_stamp": lambda: [
+        "stamp_messages": lambda: [
             (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
         ],
         "embedding_all_to_all_close": _embedding_all_to_all_close,
@@ -503,7 +503,12 @@ def kernels():
         for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.operators.")
         if ".kernel" in module.name and not module.ispkg
     ]
-    shared = ("mapped.kernel", "gemm.kernels.counted", "gemm.kernels.staged")
+    shared = (
+        "mapped.kernel",
+        "mapped.stamped_kernel",
+        "gemm.kernels.counted",
+        "gemm.kernels.staged",
+    )
     for name in [*modules, *(f"interlace.{module}" for module in shared)]:
         module = importlib.import_module(name)
         for name, value in vars(module).items():

@@ -31,6 +31,20 @@ def cases_of(kernel):
         "decode_first_gemm": lambda: _mixture_of_experts_decoding(),
         "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
+        "embedding_all_to_all_between_nodes": _embedding_all_to_all_between_nodes,
+        "embedding_all_to_all_check": lambda: [
+            (
+                _MEETING
+                | {"sources": "*i64", "is_valid": "*i32", "count": "i32"}
+                | dict.fromkeys(("stamps", "landing"), "i64"),
+                {"OUT": _dtype("bfloat16")},
+            )
+        ],
+        "embedding_all_to_all_stamp": lambda: [
+            (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
+        ],
+        "embedding_all_to_all_close": _embedding_all_to_all_close,
+        "embedding_all_to_all_collect": _embedding_all_to_all_collect,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         "gather_tokens": lambda: _mixture_of_experts_decoding(),
         "gemm_all_reduce": _products,
@@ -208,6 +222,53 @@ def _embedding_all_to_all_forward():
     types, constants = case("tiles", "i64", Pooling(4, 4, False), wide, weights=None)
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 256]>"}, constants
+
+
+def _dtype(name):
+    import triton.language as tl
+
+    return getattr(tl, name)
+
+
+def _embedding_all_to_all_between_nodes():
+    """Ranks of one node and of two; full and partly filled vectors, factors, kinds of index."""
+    import triton.language as tl
+
+    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
+
+    sizes = ("slice_blocks", "slice_bytes", "first_local", "first_task", "last_task")
+    types = _EMBEDDING_TYPES | {"ranks": "*i64", "counters": "i64"}
+    types |= dict.fromkeys((*sizes, "program_tasks"), "i32")
+    wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
+    narrow = Vectors(tl.float32, tl.bfloat16, width=64, full=False, align=1)
+    for index, ranks, remote, vectors, more in (
+        ("i64", 2, 1, wide, {"weights": None, "num_warps": 1}),
+        ("i32", 8, 4, narrow, {}),
+    ):
+        lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
+        constants = {"WORLD_SIZE": ranks, "REMOTE": remote, "VECTORS": vectors}
+        yield types | lists, constants | {"POOLING": Pooling(4, 4, False)} | more
+
+
+def _embedding_all_to_all_close():
+    """A node of one rank, and of four."""
+    import triton.language as tl
+
+    types = _MEETING | {"ranks": "*i64", "own_buffer": "i64", "elements": "i32"}
+    for ranks, remote in ((2, 1), (8, 4)):
+        constants = {"WORLD_SIZE": ranks, "REMOTE": remote, "OUT": tl.float16}
+        yield types | {"first_local": "i32"}, constants
+
+
+def _embedding_all_to_all_collect():
+    """Both sizes of elements."""
+    import triton.language as tl
+
+    types = _MEETING | {"sources": "*i64", "output": "i64", "landing": "i64"}
+    types |= dict.fromkeys(("samples", "slice_rows", "columns"), "i32")
+    for dtype in (tl.bfloat16, tl.float32):
+        yield types, {"REMOTE": 4, "ROWS": 16, "COLUMNS": 256, "OUT": dtype}
 
 
 def _embedding_all_to_all_backward():

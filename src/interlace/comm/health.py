@@ -185,10 +185,12 @@ class Health:
         )
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
+        peer = int(record[ctx.RECORD_PEER])
         raise PeerTimeoutError(
             operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
             rank=self._members.rank,
-            peer=int(record[ctx.RECORD_PEER]),
+            peer=peer,
+            node=self._members.node_of(peer),
             slice=piece,
             wanted=expected & ctx.EPOCH_MASK,
             seen=seen & ctx.EPOCH_MASK,
@@ -197,11 +199,11 @@ class Health:
         )
 
     def declare_broken(self, operator: str, peer: int) -> None:
-        """Record that a peer did not come to an exchange on the host.
+        """Record that a peer did not come to an exchange on the host, or did not send its slices.
 
         Args:
-            operator: Name of the exchange.
-            peer: Rank that did not come.
+            operator: Name of the exchange or of the operator.
+            peer: Rank that did not come; -1 if that is not known.
         """
         if operator not in self._operators:
             self._operators.append(operator)
@@ -234,6 +236,11 @@ class Health:
         except BaseException as error:
             self.declare_interrupted(step, error)
             raise
+
+    @property
+    def broken_address(self) -> int:
+        """Return the address of the flag, int32, at which every wait on this device ends."""
+        return self._state.data_ptr()
 
     def reset(self) -> None:
         """Forget the first failure, while no kernel of any rank is running."""

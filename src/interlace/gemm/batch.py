@@ -102,6 +102,7 @@ class BatchOperator(Operator):
             is_invariant = impl == BATCH_INVARIANT
             if is_invariant:
                 require_invariant(self)
+            self.require_nodes(impl, group.nodes)
             choice = self.choose(
                 rows=REFERENCE_ROWS * group.world_size if is_invariant else rows,
                 columns=columns,
@@ -109,10 +110,11 @@ class BatchOperator(Operator):
                 dtype=x.dtype,
                 world_size=group.world_size,
                 device=x.device,
-            )
+            ).between(self, group.nodes)
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
                 name = invariant_implementations(self)[0].name
+                self.require_nodes(name, group.nodes)
             # A stock pair that the tuned table prefers is no implementation here: the pass would
             # not have made the call then. The first implementation stands for it.
             if name not in self.words:

@@ -175,8 +175,13 @@ def _decide(
     mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
+    operator.require_nodes(impl, group.nodes)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
+    choice = choice.between(operator, group.nodes)
     is_invariant = impl == BATCH_INVARIANT
+    if is_invariant:
+        require_invariant(operator)
+        operator.require_nodes(invariant_implementations(operator)[0].name, group.nodes)
     chosen = (
         operator.invariant_config(operands, group.world_size) if is_invariant else choice.config
     )
@@ -203,7 +208,6 @@ def resolve(
             implementation can.
     """
     if impl == BATCH_INVARIANT:
-        require_invariant(operator)
         # The first one alone: which one runs must not depend on the rows.
         impl = invariant_implementations(operator)[0].name
     if impl in operator.choosers:

@@ -13,7 +13,14 @@ from interlace.language.addresses import (
     world_size,
 )
 from interlace.language.counting import arrive_last, count
-from interlace.language.deadlines import clock_ns, fill_nan, nan_unless, report_miscount
+from interlace.language.deadlines import (
+    clock_ns,
+    fill_nan,
+    is_broken,
+    nan_unless,
+    report_late,
+    report_miscount,
+)
 from interlace.language.epochs import (
     advance_epoch,
     clear_old,
@@ -46,6 +53,7 @@ __all__ = [
     "get",
     "get_packed",
     "in_turn",
+    "is_broken",
     "join",
     "mark",
     "nan_unless",
@@ -60,6 +68,7 @@ __all__ = [
     "put_signal",
     "put_tile",
     "rank",
+    "report_late",
     "report_miscount",
     "signal",
     "sum_lamport",

@@ -48,6 +48,9 @@ class AllToAllBmm(BatchOperator):
             launch.run_pushed,
             former_names=("mapped",),
         ),
+        Implementation(
+            "unfused", "all_to_all_single, then torch.bmm", launch.run_unfused, spans_nodes=True
+        ),
     )
 
 

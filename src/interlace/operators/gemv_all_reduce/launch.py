@@ -196,13 +196,16 @@ def _decide(
         "world_size": group.world_size,
         "device": x.device,
     }
-    choice = choose(**call)
+    declaration = operator_named(OPERATOR)
+    declaration.require_nodes(impl, group.nodes)
+    choice = choose(**call).between(declaration, group.nodes)
     if impl == BATCH_INVARIANT:
+        declaration.require_nodes("fused", group.nodes)
         chosen = GemvAllReduceConfig.parse(config) if config else _invariant_config(choice, call)
         return Decision("fused", chosen, mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
-    chooses = impl in operator_named(OPERATOR).choosers
-    is_open = chooses and not config and not choice.is_exact
+    chooses = impl in declaration.choosers
+    is_open = chooses and not config and not choice.is_exact and not group.spans_nodes
     return Decision(
         choice.impl if chooses else impl,
         GemvAllReduceConfig.parse(config) if config else choice.config,

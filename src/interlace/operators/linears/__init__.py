@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.comm.registration import register
+from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float
 from interlace.operators.linears import reference
@@ -20,10 +20,8 @@ from interlace.operators.linears.launch import MOST_WEIGHTS, multiply
 OPERATOR = "linears"
 
 _library = torch.library.Library("interlace", "FRAGMENT")
-# It keeps nothing from call to call, so Inductor's own CUDA graphs may hold it.
 _library.define(
-    f"{OPERATOR}(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f"{OPERATOR}(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]", tags=OPERATOR_TAGS
 )
 
 

@@ -93,9 +93,11 @@ class Call:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
         terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
-        choice = choose(terms, self.x.device)
+        declaration = operator_named(OPERATOR)
+        declaration.require_nodes(self.impl, self.group.nodes)
+        choice = choose(terms, self.x.device).between(declaration, self.group.nodes)
         impl = choice.impl if self.impl == "auto" else self.impl
-        unmet = operator_named(OPERATOR).refusal(impl, terms)
+        unmet = declaration.refusal(impl, terms)
         if unmet is not None:
             raise ArgumentError(
                 f"{OPERATOR}: impl={impl!r} must have {unmet}. Take impl='auto' or 'fused'."

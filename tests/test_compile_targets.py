@@ -18,13 +18,31 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 
 def cases_of(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at
-    least once.
+    least once, and the first and the last of them as a trace needs them, too.
     """
+    cases = list(_cases_of(kernel))
+    traced = {
+        id(types): (types | {"ctx": "*u64"}, constants)
+        for types, constants in (cases[0], cases[-1])
+        if "ctx" in types
+    }
+    return [*cases, *traced.values()]
+
+
+def _cases_of(kernel):
     return {
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "collect": _collect,
+        "compare_clocks": lambda: [
+            (
+                _FETCHING
+                | {"times": "*i64"}
+                | dict.fromkeys(("rounds", "client", "server"), "i32"),
+                {"num_warps": 1},
+            )
+        ],
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
@@ -600,7 +618,12 @@ def kernels():
         for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.operators.")
         if ".kernel" in module.name and not module.ispkg
     ]
-    shared = ("mapped.kernel", "gemm.kernels.counted", "gemm.kernels.staged")
+    shared = (
+        "mapped.kernel",
+        "tracing.clock_kernel",
+        "gemm.kernels.counted",
+        "gemm.kernels.staged",
+    )
     for name in [*modules, *(f"interlace.{module}" for module in shared)]:
         module = importlib.import_module(name)
         for name, value in vars(module).items():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace.comm import context as ctx
-from interlace.comm import cpu_faults
+from interlace.comm import cpu_faults, flight_recorder
 from interlace.comm.interpreter import require
 from interlace.comm.launches import launches
 from interlace.comm.members import Members
@@ -148,6 +148,10 @@ class Health:
         self._operators.append(operator)
         return torch.tensor(fields, dtype=torch.int64, device=self._members.device)
 
+    def has_made(self, context: torch.Tensor) -> bool:
+        """Return whether a tensor is one of this group's contexts."""
+        return any(context is made for made in self._contexts.values())
+
     # Failures
 
     @property
@@ -186,7 +190,7 @@ class Health:
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
         peer = int(record[ctx.RECORD_PEER])
-        raise PeerTimeoutError(
+        error = PeerTimeoutError(
             operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
             rank=self._members.rank,
             peer=peer,
@@ -197,6 +201,8 @@ class Health:
             different_call=bool(record[ctx.RECORD_OTHER_CALL]),
             deadline_s=self._deadline_s,
         )
+        flight_recorder.add(error)
+        raise error
 
     def declare_broken(self, operator: str, peer: int) -> None:
         """Record that a peer did not come to an exchange on the host, or did not send its slices.

@@ -82,7 +82,7 @@ class CudaHeap(Heap):
     def _reserve(self) -> None:
         """Reserve the address range."""
         cu, size = self._cu, self.stride * self._channel.world_size
-        base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
+        self.base = base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = Range(
             base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
         )

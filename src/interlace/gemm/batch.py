@@ -8,7 +8,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from interlace.comm import Group
+from interlace.comm import Group, ranges
+from interlace.costs.gemm import leaving
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
@@ -125,6 +126,20 @@ class BatchOperator(Operator):
         mark, implementation, config = group.once(key, decide)
         is_explicit = impl not in self.choosers
         return implementation, BatchCall(x, w, group, group_name, config, mark, is_explicit)
+
+    def run(self, implementation: Implementation, call: BatchCall) -> Any:
+        """Run an agreed call within a range for profilers; return what the implementation does."""
+        with ranges.around(
+            self.name, implementation.name, (call.x, call.w), lambda: self._link_bytes(call)
+        ):
+            return implementation.run(call)
+
+    def _link_bytes(self, call: BatchCall) -> int:
+        """Return the bytes of the rows that leave this rank, without padding."""
+        _, inner, columns = call.w.shape
+        rows = call.x.numel() // inner
+        width = inner if self.collective_first else columns
+        return leaving(rows * width * call.x.itemsize, call.group.world_size)
 
 
 def require_same_dtype(operator: str, matrices: Sequence[torch.Tensor]) -> None:

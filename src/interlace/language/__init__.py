@@ -35,6 +35,7 @@ from interlace.language.epochs import (
 from interlace.language.lamport import put_lamport, sum_lamport
 from interlace.language.packed import get_packed, put_packed, sum_packed
 from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
+from interlace.language.recording import record
 from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
 
 __all__ = [
@@ -68,6 +69,7 @@ __all__ = [
     "put_signal",
     "put_tile",
     "rank",
+    "record",
     "report_late",
     "report_miscount",
     "signal",

@@ -113,11 +113,12 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
         require_same_dtype(_BMM, [x, w])
         check_even(rows, group.world_size)
 
-    implementation, call = BmmAllToAll().agreed_call(x, w, count * rows, group_name, impl, validate)
+    declaration = BmmAllToAll()
+    implementation, call = declaration.agreed_call(x, w, count * rows, group_name, impl, validate)
     columns = w.shape[2]
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
-    y = implementation.run(call)
+    y = declaration.run(implementation, call)
     # It is None on every rank or on none, so no rank falls back to the kernel by itself.
     return _run_fused(call) if y is None else y
 

@@ -154,6 +154,17 @@ def worker():
         ranks=1,
         smaller={"4096": "32", "28672": "64", "14336": "32"},
     ),
+    "docs/tracing.md": Program(
+        _IMPORTS
+        + """
+def worker():
+    rank = dist.get_rank()
+    x, w = torch.ones(4, 16), torch.ones(8, 16)
+    # block 0
+    assert (y == 32).all()
+""",
+        ranks=2,
+    ),
     "docs/training-dlrm.md": Program(
         '''
 from pathlib import Path

@@ -31,6 +31,7 @@ from interlace.compile.graph import (
 from interlace.compile.norms import Norm, norm_of
 from interlace.compile.producers import Product
 from interlace.compile.requirements import require_unchanged, rows_of
+from interlace.gemm import invariance
 from interlace.operators.gemm_all_reduce_norm.config import MOST_ROWS
 from interlace.operators.gemm_all_reduce_norm.launch import MOST_COLUMNS
 from interlace.registry import operator_matching
@@ -176,6 +177,10 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     """
     fused = operator_matching("gemm", "all_reduce", "norm")
     tokens, norm, anchor = rows_of(product), tail.norm, tail.anchor
+    if invariance.is_enabled():
+        raise LeftAlone(
+            f"calls must be batch-invariant; with more than {MOST_ROWS} rows the norm is PyTorch's"
+        )
     if tokens > MOST_ROWS:
         raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_ROWS} or fewer")
     if product.columns > MOST_COLUMNS:

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.comm.registration import register
+from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.gemm.operands import require_device, require_float
 from interlace.operators.linears import reference
 from interlace.operators.linears.config import MOST_TOKENS, default_config
@@ -20,10 +21,8 @@ from interlace.operators.linears.launch import MOST_WEIGHTS, multiply
 OPERATOR = "linears"
 
 _library = torch.library.Library("interlace", "FRAGMENT")
-# It keeps nothing from call to call, so Inductor's own CUDA graphs may hold it.
 _library.define(
-    f"{OPERATOR}(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f"{OPERATOR}(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]", tags=OPERATOR_TAGS
 )
 
 
@@ -32,6 +31,8 @@ def _run(
 ) -> list[torch.Tensor]:
     """Compute ``x @ w.T + bias`` for each weight; more than ``MOST_TOKENS`` tokens by torch."""
     _validate(x, weights, biases)
+    if invariance.is_enabled():
+        invariance.refuse(OPERATOR)
     # A compiled graph may be called with more tokens than it was traced with.
     if x.shape[0] > MOST_TOKENS:
         return reference.linears(x, weights, biases)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -71,14 +72,27 @@ def test_signatures_of_the_language() -> None:
         assert ast.unparse(ast.parse(f"def f({arguments}): pass").body[0].args) == expected
 
 
-@pytest.mark.parametrize("folder", ["", "integrations"])
+@pytest.mark.parametrize("folder", ["", "integrations", "notebooks"])
 def test_every_example_has_its_line(folder: str) -> None:
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"\]\(([\w/]+\.py)\)", text))
-    here = (ROOT / "examples" / folder).glob("*.py")
+    listed = set(re.findall(r"\]\(([\w/]+\.(?:py|ipynb))\)", text))
+    here = [
+        file
+        for file in (ROOT / "examples" / folder).glob("*.*")
+        if file.suffix in (".py", ".ipynb")
+    ]
     assert {link for link in listed if str(Path(link).parent) == (folder or ".")} == {
         str(Path(folder) / file.name) for file in here
     }
+
+
+def test_tables_of_results_are_those_of_the_measurements() -> None:
+    """If this fails, ``python docs/tables.py`` writes them anew."""
+    script = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    text = script["PAGE"].read_text(encoding="utf-8")
+    tables = re.findall(r"^\|---", text, flags=re.MULTILINE)
+    assert text.count("<!-- interlace bench table") == len(tables)
+    assert script["with_tables"](text) == text
 
 
 def test_the_citation_has_the_version() -> None:

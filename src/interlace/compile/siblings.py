@@ -25,14 +25,16 @@ from interlace.operators.linears.launch import MOST_WEIGHTS
 def merge(graph: Graph, direction: str) -> list[Finding]:
     """Put one operator in the place of products with the same input, where it can compute them.
 
+    Nothing is merged where calls must be batch-invariant.
+
     Args:
         graph: The graph, in which collectives have been fused already.
         direction: ``"forward"`` or ``"backward"``, for the findings.
 
     Returns:
-        A finding for each group of products that was merged. None is where calls must be
-        batch-invariant: with more rows, products would not be merged.
+        A finding for each group of products that was merged.
     """
+    # With more rows the products stay PyTorch's, whose bits are others.
     if invariance.is_enabled():
         return []
     groups: dict[Any, list[Product]] = {}

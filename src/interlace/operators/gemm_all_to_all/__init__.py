@@ -221,7 +221,8 @@ def gemm_all_to_all(
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
         out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
             float8.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
@@ -231,7 +232,8 @@ def gemm_all_to_all(
             ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to
             be the fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is
             the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). An explicit choice is never replaced.
+            (:func:`interlace.autotune`). ``"batch_invariant"`` gives a row the same bits in every
+            batch (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 
@@ -249,7 +251,7 @@ def gemm_all_to_all(
             require gradients.
         RankMismatchError: ranks differ in the shape of w, dtypes, bias, impl or config, or in what
             they send and expect; raised on every rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         BackendError: float8 on a GPU without it (compute capability below 8.9).
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or

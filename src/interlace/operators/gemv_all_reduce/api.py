@@ -87,13 +87,15 @@ def gemv_all_reduce(
             divided by it. Without it each row gets a scale of its own.
         out_dtype: dtype of the normalised sum: float16, bfloat16, float32 or float8_e4m3fn;
             default: x's.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: ``"fused"``; ``"unfused"`` (``F.linear``, then ``all_reduce``); ``"gemm"``, what
             :func:`interlace.gemm_all_reduce` takes, PyTorch's own pairs among it; ``"auto"``, the
-            one that was measured for a table, or is predicted, to be the fastest; or
+            one that was measured for a table, or is predicted, to be the fastest;
             ``"measured"``, the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). :func:`interlace.explain` says which and why. An explicit
-            choice is never replaced.
+            (:func:`interlace.autotune`); or ``"batch_invariant"``, the kernel in such a way that a
+            token has the same bits in every batch (:func:`interlace.batch_invariant`).
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: protocol and tiles of the fused kernel; default: from the tuned table. It must be
             the same on every rank. With a norm, that of
             :mod:`interlace.operators.gemm_all_reduce_norm`.
@@ -111,7 +113,7 @@ def gemv_all_reduce(
         ArgumentError: shapes, dtypes or devices do not fit.
         RankMismatchError: ranks differ in shapes, dtype, bias, impl or config; raised on every
             rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or
             :func:`interlace.synchronize`, raises.

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from interlace.gemm.invariance import BATCH_INVARIANT
+from interlace.gemm.invariance import BATCH_INVARIANT, is_enabled
 from interlace.operators.gemv_all_reduce import launch
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.validate import validate
@@ -27,8 +27,12 @@ class GemvAllReduce(Operator):
         Implementation(
             "fused", "one kernel that sends sums as it computes them", is_batch_invariant=True
         ),
-        Implementation("gemm", "gemm_all_reduce, by the implementation that it takes itself"),
-        Implementation("unfused", "F.linear, then all_reduce"),
+        Implementation(
+            "gemm",
+            "gemm_all_reduce, by the implementation that it takes itself",
+            spans_nodes=True,
+        ),
+        Implementation("unfused", "F.linear, then all_reduce", spans_nodes=True),
     )
 
     def choose(self, **call: Any) -> Any:
@@ -40,19 +44,29 @@ class GemvAllReduce(Operator):
         return ("x", "w"), ("bias",)
 
     def explain(  # type: ignore[override]
-        self, x: torch.Tensor, w: torch.Tensor, *, world_size: int, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        world_size: int,
+        nodes: int = 1,
+        bias: torch.Tensor | None = None,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(x, w, bias)
-        choice = self.choose(
-            tokens=x.shape[0] if x.dim() == 2 else 1,
-            rows=w.shape[0],
-            columns=w.shape[1],
-            dtype=x.dtype,
-            world_size=world_size,
-            device=x.device,
-        )
-        chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
+        sizes: dict[str, Any] = {
+            "tokens": x.shape[0] if x.dim() == 2 else 1,
+            "rows": w.shape[0],
+            "columns": w.shape[1],
+            "dtype": x.dtype,
+            "world_size": world_size,
+            "device": x.device,
+        }
+        choice = self.choose(**sizes).between(self, nodes)
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
+        if is_enabled():
+            config = launch.invariant_config(choice, sizes)
+            return call, f"fused ({config})", "calls must be batch-invariant"
+        chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
         return call, chosen, choice.reason

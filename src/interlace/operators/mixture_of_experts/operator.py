@@ -48,8 +48,13 @@ class MixtureOfExperts(Operator):
             refusal=stock.refusal,
             schedule="to_all",
             is_stock=True,
+            spans_nodes=True,
         ),
-        Implementation("unfused", "F.linear and all_to_all_single, each rank's rows sorted"),
+        Implementation(
+            "unfused",
+            "F.linear and all_to_all_single, each rank's rows sorted",
+            spans_nodes=True,
+        ),
     )
 
     def choose(self, *, terms: Terms, device: torch.device) -> Any:  # type: ignore[override]
@@ -82,6 +87,7 @@ class MixtureOfExperts(Operator):
         w_out: torch.Tensor,
         *,
         world_size: int,
+        nodes: int = 1,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(x, experts, weights, w_in, w_out, None, world_size)
@@ -92,7 +98,7 @@ class MixtureOfExperts(Operator):
             tensor.requires_grad for tensor in (x, weights, w_in, w_out)
         )
         terms = Terms(sizes, x.dtype, x.device.type, keeps)
-        choice = self.choose(terms=terms, device=x.device)
+        choice = self.choose(terms=terms, device=x.device).between(self, nodes)
         chosen = choice.impl
         if chosen in ("fused", "decode"):
             chosen += f" ({configuration(chosen, terms, choice)})"

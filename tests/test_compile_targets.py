@@ -50,7 +50,7 @@ def _cases_of(kernel):
         "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_between_nodes": _embedding_all_to_all_between_nodes,
-        "embedding_all_to_all_check": lambda: [
+        "check_messages": lambda: [
             (
                 _MEETING
                 | {"sources": "*i64", "is_valid": "*i32", "count": "i32"}
@@ -58,7 +58,7 @@ def _cases_of(kernel):
                 {"OUT": _dtype("bfloat16")},
             )
         ],
-        "embedding_all_to_all_stamp": lambda: [
+        "stamp_messages": lambda: [
             (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
         ],
         "embedding_all_to_all_close": _embedding_all_to_all_close,
@@ -621,6 +621,7 @@ def kernels():
     shared = (
         "mapped.kernel",
         "tracing.clock_kernel",
+        "mapped.stamped_kernel",
         "gemm.kernels.counted",
         "gemm.kernels.staged",
     )

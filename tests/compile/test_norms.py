@@ -245,6 +245,25 @@ def test_casts_to_float8(ranks: Any) -> None:
         assert max(error for *_, error in outcomes.values()) < 0.1, outcomes
 
 
+def _invariant() -> list[tuple[list[str], float]]:
+    """Few rows and many, where calls must be batch-invariant."""
+    outcomes = []
+    program, *_ = FUSED["transformers' norm"]
+    with interlace.batch_invariant():
+        for rows in (FEW, 260):
+            arguments = tensors((rows, K), (N, K), (rows, N), V, dtype=torch.bfloat16)
+            names, _, error = fused(traced(program, arguments), arguments)
+            outcomes.append((names, error))
+    return outcomes
+
+
+def test_batch_invariant_norms(ranks: Any) -> None:
+    """A row's roundings do not depend on the number of rows."""
+    for outcomes in ranks(2).run(_invariant):
+        assert [names for names, _ in outcomes] == [[NORMED], [NORMED]]
+        assert max(error for _, error in outcomes) < ROUNDINGS[torch.bfloat16]
+
+
 # name: the program, shapes of its arguments, why the norm is not part of the operator
 LEFT: dict[str, tuple[Program, list[tuple[int, ...]], str]] = {
     "the sum is used, too": (

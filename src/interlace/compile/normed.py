@@ -178,11 +178,8 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     """
     fused = operator_matching("gemm", "all_reduce", "norm")
     tokens, norm, anchor = rows_of(product), tail.norm, tail.anchor
-    if invariance.is_enabled():
-        raise LeftAlone(
-            f"calls must be batch-invariant; with more than {MOST_ROWS} rows the norm is PyTorch's"
-        )
-    if tokens > MOST_ROWS:
+    # A row's roundings must not depend on the number of rows where calls are batch-invariant.
+    if tokens > MOST_ROWS and not invariance.is_enabled():
         raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_ROWS} or fewer")
     if product.columns > MOST_COLUMNS:
         raise LeftAlone(f"its rows are longer than {MOST_COLUMNS}")

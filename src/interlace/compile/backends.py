@@ -87,9 +87,9 @@ def backend(
     ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Two options are
     ours: ``options={"interlace.autotune": False}`` keeps operators from measuring their
     implementations at the first calls, and ``{"interlace.merge_products": False}`` leaves products
-    of up to 16 rows with the same input apart, which else become one kernel. Results are those of
-    the uncompiled model within the operators' rounding; every rank of a group must compile the same
-    program. Nothing is sent when compiling.
+    of up to 16 rows with the same input to a kernel each. Results are those of the uncompiled model
+    within the operators' rounding; every rank of a group must compile the same program. Nothing is
+    sent when compiling.
     """
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from interlace.compile import normed
+from tests.compile.norms import FUSED, NORMED, ROUNDINGS
 from tests.compile.programs import fused, tensors, traced
-from tests.compile.test_norms import FUSED, NORMED, ROUNDINGS
 
 pytestmark = pytest.mark.gpu
 

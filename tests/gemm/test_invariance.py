@@ -108,6 +108,27 @@ def test_rows_have_the_same_bits_in_every_batch(ranks: Any, name: str, dtype: to
         assert wrong == []
 
 
+def _handed_over(dtype: torch.dtype) -> list[str]:
+    """As :func:`_differing`, with the GEMV's kernel for up to 16 rows."""
+    from interlace.operators import gemm_all_reduce
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_all_reduce, "has_one_arithmetic", lambda _: True)
+        patch.setattr(gemm_all_reduce, "_FEW_ROWS", 16)
+        interlace.group_of().release()  # what was decided without
+        wrong = _differing("gemm_all_reduce", dtype)
+    interlace.group_of().release()
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_kernels_hand_over(ranks: Any, world_size: int, dtype: torch.dtype) -> None:
+    """The kernels for few rows and for many round alike, and add ranks up in the same order."""
+    for wrong in ranks(world_size).run(_handed_over, dtype):
+        assert wrong == []
+
+
 def _differ_without() -> dict[str, bool]:
     found = {}
     for name in ("gemv_all_reduce", "gemm_all_reduce"):

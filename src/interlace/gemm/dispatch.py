@@ -15,12 +15,7 @@ from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
-from interlace.gemm.invariance import (
-    BATCH_INVARIANT,
-    effective_impl,
-    invariant_implementations,
-    require_invariant,
-)
+from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
@@ -180,12 +175,16 @@ def _decide(
     chosen = (
         operator.invariant_config(operands, group.world_size) if is_invariant else choice.config
     )
+    if is_invariant:
+        implementations: tuple[Implementation, ...] = (operator.invariant_implementation(operands),)
+    else:
+        implementations = resolve(operator, impl, choice, operands.terms(rows.is_even))
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and not is_invariant and not config
     return Decision(
         mark,
         rows,
-        resolve(operator, impl, choice, operands.terms(rows.is_even)),
+        implementations,
         operator.config_type.parse(config) if config else chosen,
         choice.times_us if is_open else {},
         choice.worst_error,
@@ -199,13 +198,8 @@ def resolve(
     """Return what may run a call: ``impl``, or what was chosen and does not refuse it, in turn.
 
     Raises:
-        ArgumentError: ``impl`` was asked for and cannot run such a call, or no batch-invariant
-            implementation can.
+        ArgumentError: ``impl`` was asked for and cannot run such a call.
     """
-    if impl == BATCH_INVARIANT:
-        require_invariant(operator)
-        # The first one alone: which one runs must not depend on the rows.
-        impl = invariant_implementations(operator)[0].name
     if impl in operator.choosers:
         candidates = map(operator.implementation, choice.candidates)
         return tuple(each for each in candidates if each.refusal(terms) is None)

@@ -104,7 +104,7 @@ def effective_impl(operator: Operator, impl: str) -> str:
 
 
 def has_one_arithmetic(device: torch.device) -> bool:
-    """Return whether a device is known to add up products in one way; see :data:`ONE_ARITHMETIC`."""
+    """Return whether a device adds up products in one way, by :data:`ONE_ARITHMETIC`."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) in ONE_ARITHMETIC
 
 

@@ -46,7 +46,7 @@ PUT: Final = 4  # it has stored to a peer: bytes
 SIGNAL: Final = 5  # it has set a signal: the signal's address in rank 0's copy, in words of 4 bytes
 WAIT: Final = 6  # it begins to wait: the slice
 ARRIVED: Final = 7  # a wait for a signal is over: the signal's address, as of SIGNAL
-UNPACKED: Final = 8  # a wait for packed words is over: the slice
+UNPACKED: Final = 8  # a wait for words that need no signal is over: the slice
 MARK: Final = 9  # what the kernel's author wants to see: any number
 KINDS: Final = {"tile": TILE, "computed": COMPUTED, "mark": MARK}  # what a kernel may record itself
 

@@ -48,7 +48,7 @@ def _ns_per_tick(_semantic=None):
 
 @triton.jit
 def clock_ns(lanes):
-    """Read each thread's clock in ns, as int64 of the shape of the int32 tile or scalar ``lanes``."""
+    """Read each thread's clock in ns: int64 of the shape of ``lanes``, an int32 tile or scalar."""
     return _ticks(lanes) * _ns_per_tick()
 
 

@@ -120,6 +120,7 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
 
     Raises:
         ArgumentError: This process is in a trace already.
+        GroupError: The group's ranks are on several nodes.
 
     Example:
         >>> with interlace.trace() as trace:
@@ -131,8 +132,14 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
     if recordings.active() is not None:
         raise ArgumentError("a trace must not begin within another one. Leave the first one first.")
     owner = group_of(group)
+    # Clocks are compared through memory that all ranks reach.
+    owner.require_one_node("trace")
     made = Trace()
-    with libraries.observed(owner) as activities, recordings.recording(owner.health) as recording:
+    with (
+        libraries.observed(owner) as activities,
+        recordings.recording(owner.health, owner.device) as recording,
+    ):
+        owner.synchronize()  # what the recording has zeroed is zero on all streams
         yield made
         owner.synchronize()
     made.unrecorded = recording.unrecorded

@@ -50,7 +50,7 @@ def _cases_of(kernel):
         "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_between_nodes": _embedding_all_to_all_between_nodes,
-        "embedding_all_to_all_check": lambda: [
+        "check_messages": lambda: [
             (
                 _MEETING
                 | {"sources": "*i64", "is_valid": "*i32", "count": "i32"}
@@ -58,7 +58,7 @@ def _cases_of(kernel):
                 {"OUT": _dtype("bfloat16")},
             )
         ],
-        "embedding_all_to_all_stamp": lambda: [
+        "stamp_messages": lambda: [
             (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
         ],
         "embedding_all_to_all_close": _embedding_all_to_all_close,
@@ -380,11 +380,12 @@ def _products(more=None):
         return types | inside | outside | {"result": "tensordesc<bf16[1, 64, 64]>"}
 
     yield described("bf16"), plain | unscaled | {"bias": None}
-    yield described("fp8e4nv"), plain | {"bias": None, "SENDING": sending._replace(world_size=3)}
+    ordered = sending._replace(world_size=3, in_rank_order=True)
+    yield described("fp8e4nv"), plain | {"bias": None, "SENDING": ordered}
     pointers = types | dict.fromkeys(("x", "w", "gathered", "bias"), "*fp16")
     stores = {
         "TILING": tiling._replace(descriptors=False, w_along_k=False),
-        "SENDING": sending._replace(world_size=8, dtype=tl.float16, tile_stores=False),
+        "SENDING": ordered._replace(world_size=8, dtype=tl.float16, tile_stores=False),
     }
     undescribed = dict.fromkeys(("tiles", "slots", "results", "result"))
     yield pointers, plain | unscaled | stores | undescribed
@@ -576,8 +577,7 @@ def _mixture_of_experts_decoding():
 
     addresses = dict.fromkeys(("landing", "results", "active", "weights"), "i64")
     sizes = ("half", "rows_at", "tokens", "length", "hidden_groups", "ffn_groups")
-    types = {
-        "ctx": "*i64",
+    types = _MOE_TYPES | {
         "signals": "i64",
         **dict.fromkeys(("entries", "counts"), "*i32"),
         **addresses,
@@ -621,6 +621,7 @@ def kernels():
     shared = (
         "mapped.kernel",
         "tracing.clock_kernel",
+        "mapped.stamped_kernel",
         "gemm.kernels.counted",
         "gemm.kernels.staged",
     )

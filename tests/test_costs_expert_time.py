@@ -72,6 +72,15 @@ def test_many_tokens_are_limited_by_their_product() -> None:
     assert parts["product"] == pytest.approx(flops / H200.product.flops_per_s * 1e6, rel=0.1)
 
 
+def test_float32_has_no_tensor_cores() -> None:
+    half, single = (
+        dataclasses.replace(MIXTRAL, tokens=512, itemsize=itemsize) for itemsize in (2, 4)
+    )
+    parts = [each.parts_us(H200, OPERATOR, "by_token", (16, 64)) for each in (half, single)]
+    assert parts[1]["memory"] == 2 * parts[0]["memory"]
+    assert parts[1]["product"] > 100 * parts[0]["product"]
+
+
 def _result(tokens: int, **changes: Any) -> dict[str, Any]:
     """A benchmark's result with the times that ``MADE`` composes."""
     profile = dataclasses.replace(H200, compositions={OPERATOR: MADE}, corrections={})

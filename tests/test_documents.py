@@ -95,6 +95,14 @@ def test_tables_of_results_are_those_of_the_measurements() -> None:
     assert script["with_tables"](text) == text
 
 
+def test_every_page_has_its_place_in_the_site() -> None:
+    """``make docs`` refuses a page without one; decisions and operators follow from folders."""
+    order = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    names = [page.relative_to(ROOT).as_posix() for page in pages]
+    assert [name for name in names if f": {name}\n" not in order] == []
+
+
 def test_the_citation_has_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == interlace.__version__

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 import subprocess
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -54,35 +54,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Return all files of the site: the theme's own, and those of the repository."""
     docs = Path(config.docs_dir)
-    ours = [file for file in files if file.src_dir is None or Path(file.src_dir) != docs]
-    pages = _names("*.md")
-    for name in [*pages, *_names("docs/pictures/*.svg"), *_names("docs/pictures/*.png")]:
-        ours.append(_file(config, name, _target(name), abs_src_path=str(ROOT / name)))
-    for name in sorted(_names("docs/site/assets/*")):
-        target = f"assets/{Path(name).name}"
-        ours.append(_file(config, name, target, abs_src_path=str(ROOT / name)))
-    for name in sorted({link for page in pages for link in _linked_files(page)}):
-        target = f"source/{name}.html"
-        ours.append(_hidden(config, f"{name}.md", target, _source_page(name)))
-    for page, (title, names) in _api_pages().items():
-        text = f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names)
-        if len(names) == 1:  # a module, whose name is the title or nearly so
-            text += "\n    options:\n      show_root_heading: false\n"
-        ours.append(_file(config, f"docs/api/{page}.md", f"api/{page}.html", content=text))
-    for name in _names("benchmarks/results/*.json"):
-        target = "measurements/" + name.removeprefix("benchmarks/results/")
-        ours.append(_file(config, name, target, abs_src_path=str(ROOT / name)))
-        page = _hidden(config, f"{name}.md", f"{target}.html", page_of(ROOT / name))
-        ours.append(page)
-    for name in _names("examples/notebooks/*.ipynb"):
-        notebook = Notebook(_EXECUTED / Path(name).name, fallback=ROOT / name)
-        folder = f"notebooks/{Path(name).stem}"
-        page = _file(config, f"{name}.md", f"{folder}.html", content=notebook.markdown(folder))
-        ours.append(page)
-        for picture, content in notebook.pictures().items():
-            source = f"examples/{folder}/{picture}"
-            ours.append(_file(config, source, f"{folder}/{picture}", content=content))
-    return Files(ours)
+    others = [file for file in files if file.src_dir is None or Path(file.src_dir) != docs]
+    makers = (_repository_files, _source_pages, _api_files, _measurements, _notebooks)
+    return Files([*others, *(file for make in makers for file in make(config))])
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
@@ -132,10 +106,52 @@ def _names(pattern: str) -> list[str]:
     return sorted(name for name in set(listed.stdout.splitlines()) if (ROOT / name).is_file())
 
 
+def _repository_files(config: MkDocsConfig) -> Iterator[File]:
+    """Yield the files that are shown as they are: pages, pictures, and what the theme lacks."""
+    for pattern in ("*.md", "docs/pictures/*.svg", "docs/pictures/*.png", "docs/site/assets/*"):
+        for name in _names(pattern):
+            yield _file(config, name, _target(name), abs_src_path=str(ROOT / name))
+
+
+def _source_pages(config: MkDocsConfig) -> Iterator[File]:
+    """Yield a page for each file of code that a page links to."""
+    for name in sorted({link for page in _names("*.md") for link in _linked_files(page)}):
+        yield _hidden(config, f"{name}.md", f"source/{name}.html", _source_page(name))
+
+
+def _api_files(config: MkDocsConfig) -> Iterator[File]:
+    """Yield the pages of the API; mkdocstrings puts the docstrings in place of ``:::``."""
+    for page, (title, names) in _api_pages().items():
+        text = f"# {title}\n\n" + "\n\n".join(f"::: {name}" for name in names)
+        if len(names) == 1:  # a module, whose name is the title or nearly so
+            text += "\n    options:\n      show_root_heading: false\n"
+        yield _file(config, f"docs/api/{page}.md", f"api/{page}.html", content=text)
+
+
+def _measurements(config: MkDocsConfig) -> Iterator[File]:
+    """Yield the files of measurements, and a page for each."""
+    for name in _names("benchmarks/results/*.json"):
+        target = _target(name)
+        yield _file(config, name, target, abs_src_path=str(ROOT / name))
+        yield _hidden(config, f"{name}.md", f"{target}.html", page_of(ROOT / name))
+
+
+def _notebooks(config: MkDocsConfig) -> Iterator[File]:
+    """Yield a page for each notebook, and the pictures that it has drawn."""
+    for name in _names("examples/notebooks/*.ipynb"):
+        notebook = Notebook(ROOT / name, executed=_EXECUTED / Path(name).name)
+        folder = f"notebooks/{Path(name).stem}"
+        content = notebook.markdown(folder)
+        yield _file(config, f"{name}.md", f"{folder}.html", content=content)
+        for picture, data in notebook.pictures().items():
+            yield _file(config, f"examples/{folder}/{picture}", f"{folder}/{picture}", content=data)
+
+
 def _target(name: str) -> str:
-    """Return where the site has a Markdown file or a picture of the repository."""
+    """Return where the site has a file of the repository: a page, a picture, or measurements."""
     if name == "src/interlace/language/README.md":
         return "memory-model.html"
+    name = name.removeprefix("docs/site/")
     name = re.sub(r"^src/interlace/operators/(\w+)/README\.md$", r"operators/\1.md", name)
     name = name.removeprefix("docs/").replace("benchmarks/results/", "measurements/")
     path = PurePosixPath(name)

@@ -13,13 +13,17 @@ class Notebook:
     """A notebook to show.
 
     Args:
-        executed: The copy with outputs that ``make docs`` makes.
-        fallback: The notebook itself, which is shown without outputs if there is no such copy.
+        notebook: The notebook, which has no outputs.
+        executed: Where ``make docs`` leaves a copy with outputs. It is shown if it is there, and of
+            the same cells.
     """
 
-    def __init__(self, executed: Path, fallback: Path) -> None:
-        path = executed if executed.is_file() else fallback
-        self._cells: list[Any] = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    def __init__(self, notebook: Path, *, executed: Path) -> None:
+        self._cells = _cells(notebook)
+        if executed.is_file():
+            cells = _cells(executed)
+            if [cell["source"] for cell in cells] == [cell["source"] for cell in self._cells]:
+                self._cells = cells
 
     def pictures(self) -> dict[str, bytes]:
         """Return the contents of the PNG files that the outputs consist of, by their names."""
@@ -57,6 +61,11 @@ class Notebook:
             if cell in (None, number)
             for index, output in enumerate(content.get("outputs", []))
         }
+
+
+def _cells(notebook: Path) -> list[Any]:
+    cells: list[Any] = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
+    return cells
 
 
 def _plain(text: str) -> str:

@@ -182,6 +182,12 @@ class Operator(abc.ABC):
         """Return whether an implementation runs on groups of several nodes."""
         return name == "unfused" or self.implementation(name).spans_nodes
 
+    @property
+    def first_between_nodes(self) -> str:
+        """Return the first implementation that runs on groups of several nodes."""
+        able = (each.name for each in self.implementations if each.spans_nodes)
+        return next(able, "unfused")
+
     def require_nodes(self, name: str, nodes: int) -> None:
         """Refuse an implementation that needs shared memory on a group of several nodes.
 

@@ -7,6 +7,7 @@ up a row, how parts are rounded on their way, and which of the kernels runs.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.cli.bench_batch_invariance import table
 from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, invariant_implementations
 from interlace.registry import operators
 
@@ -180,6 +182,38 @@ def test_the_word_counts_without_the_context() -> None:
         assert effective_impl(gemm, "measured") == BATCH_INVARIANT
         with interlace.batch_invariant(False):
             assert effective_impl(gemm, "measured") == "measured"
+
+
+@pytest.mark.parametrize("name", ["gemv_all_reduce", "gemm_all_reduce"])
+def test_what_explain_says(name: str) -> None:
+    w = torch.ones(64, 64)
+    with interlace.batch_invariant():
+        few, many = (interlace.explain(name, torch.ones(rows, 64), w) for rows in (1, 200))
+    assert "calls must be batch-invariant" in few
+    tiles = [re.findall(r"block_\w=\d+", text) for text in (few, many)]
+    assert tiles[0] == tiles[1]
+
+
+def _bench(name: str) -> dict[str, Any]:
+    from interlace.bench import batch_invariance, benchmark
+    from interlace.bench.timing import Timing
+
+    def measure(step: Any, **_: object) -> Timing:
+        step(0)
+        return Timing(10.0, 9.0, 11.0, 1.0, 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "measure", measure)
+        return batch_invariance.bench(name, 3, 16, 24, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gemm_all_reduce", "all_gather_gemm"])
+def test_what_it_costs_is_measured(ranks: Any, name: str) -> None:
+    for result in ranks(2).run(_bench, name):
+        assert result["times"].keys() == {"auto", BATCH_INVARIANT}
+        assert result["tokens"] == (3 if name == "gemm_all_reduce" else 4)
+        (row,) = zip(*(column.cells for column in table([result]).columns), strict=True)
+        assert row[-3:] == ("10.0", "10.0", "+0 %")
 
 
 def test_what_is_declared_invariant() -> None:

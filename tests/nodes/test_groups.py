@@ -213,8 +213,8 @@ def _explained():
 
 
 def test_explain_says_what_runs_between_nodes(ranks):
-    said = "2 ranks of 2 nodes: unfused, because fused needs shared memory, and there are 2 nodes."
-    assert ranks(2).run(_explained) == [[said] * 2] * 2
+    said = "2 ranks of 2 nodes: {}, because fused needs shared memory, and there are 2 nodes."
+    assert ranks(2).run(_explained) == [[said.format("unfused"), said.format("gemm")]] * 2
 
 
 # Deadlines

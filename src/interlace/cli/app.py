@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from interlace.cli.console import print_error
 from interlace.cli.operator_commands import BenchCommands, TuneCommands
-from interlace.cli.options import HalfDtype, JsonFile, Ranks
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, Run, takes_run
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim import sim_app
 from interlace.errors import InterlaceError
@@ -262,6 +262,32 @@ def bench_sweep(
     from interlace.cli.bench_sweep import run_sweep
 
     run_sweep(seed, budget, add or (), world_size, dtype, Outputs(json=json_file, plot=plot))
+
+
+@bench_app.command("batch-invariance")
+@takes_run()
+def bench_batch_invariance(
+    run: Run,
+    operator: Annotated[
+        list[str] | None,
+        typer.Option(help="An operator; several times. \\[default: all that have the mode]"),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Tokens to measure at, separated by commas.")
+    ] = "1,2,4,8,16,32,64",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NxK",
+            help="Rows and columns of one rank's weight, say 8192x2048; several times. "
+            "\\[default: three]",
+        ),
+    ] = None,
+) -> None:
+    """Measure what the same bits in every batch cost (interlace.batch_invariant)."""
+    from interlace.cli.bench_batch_invariance import run_comparison
+
+    run_comparison(operator or (), tokens, shape, run)
 
 
 @bench_app.command("table")

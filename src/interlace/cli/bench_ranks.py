@@ -142,6 +142,13 @@ def measure_batch(work: tuple[str, int, int, int, int], *, dtype: str) -> list[R
     return [batches.bench(shape)]
 
 
+def measure_batch_invariance(work: tuple[str, int, int, int], *, dtype: str) -> list[Result]:
+    """Benchmark ``(operator, tokens, N, K)`` with and without batch invariance."""
+    from interlace.bench import batch_invariance
+
+    return [batch_invariance.bench(*work, getattr(torch, dtype))]
+
+
 def measure_draw(draw: Draw, *, dtype: str) -> list[Result]:
     """Measure every implementation of one drawn call."""
     from interlace.bench import sweep

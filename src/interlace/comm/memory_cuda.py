@@ -153,7 +153,9 @@ class CudaHeap(Heap):
             # may wait for its release.
             gc.collect()
             releases.empty()
-            torch.cuda.empty_cache()
+            # PyTorch refuses that while any thread allocates from a graph's pool.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
             result = self._cu.cuMemCreate(piece, self._properties, 0)
         if int(result[0]) == _OUT_OF_MEMORY:
             raise WorkspaceError(

@@ -16,6 +16,7 @@ from interlace.compile.findings import Finding, LeftAlone, module_of
 from interlace.compile.graph import Writer, erase_unused, is_static, move_before, value
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import require_unchanged, rows_of
+from interlace.gemm import invariance
 from interlace.operators.linears import OPERATOR
 from interlace.operators.linears.config import MOST_TOKENS
 from interlace.operators.linears.launch import MOST_WEIGHTS
@@ -24,13 +25,19 @@ from interlace.operators.linears.launch import MOST_WEIGHTS
 def merge(graph: Graph, direction: str) -> list[Finding]:
     """Put one operator in the place of products with the same input, where it can compute them.
 
+    Nothing is merged where calls must be batch-invariant.
+
     Args:
         graph: The graph, in which collectives have been fused already.
         direction: ``"forward"`` or ``"backward"``, for the findings.
 
     Returns:
-        A finding for each group of products that was merged.
+        A finding for each group of products that was merged. None is where calls must be
+        batch-invariant: with more rows, products would not be merged.
     """
+    # With more rows the products stay PyTorch's, whose bits are others.
+    if invariance.is_enabled():
+        return []
     groups: dict[Any, list[Product]] = {}
     for node in graph.nodes:
         product = product_of(node)

@@ -67,7 +67,7 @@ class MappedOutput:
             root: every rank writes a single part, for this rank (a gather); default: a part for
                 each rank (an all-to-all).
             group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+                group.
             device: default: the current CUDA device, or the CPU if there is none.
 
         Raises:

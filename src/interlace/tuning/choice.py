@@ -48,7 +48,7 @@ class Choice(Generic[Config]):
         return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
 
     def between(self, operator: Operator, nodes: int) -> Choice[Config]:
-        """Return this choice, or the pair where this choice cannot run between ``nodes`` nodes.
+        """Return this choice, or the first implementation that can run between ``nodes`` nodes.
 
         Times that were measured or predicted within a node say nothing about several.
         """
@@ -61,7 +61,7 @@ class Choice(Generic[Config]):
             reason = f"{self.impl} needs shared memory, and there are {nodes} nodes"
         return dataclasses.replace(
             self,
-            impl=self.impl if spans else "unfused",
+            impl=self.impl if spans else operator.first_between_nodes,
             reason=reason,
             times_us={},
             is_known=False,

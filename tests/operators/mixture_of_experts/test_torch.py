@@ -137,6 +137,14 @@ def test_rejected_arguments(changes, message):
     ("changes", "rule"),
     [
         ({"capacity": 4}, "no capacity that could drop tokens"),
+        (
+            {
+                "x": _t(4097, 8),
+                "experts": _t(4097, 1, dtype=torch.int32),
+                "weights": _t(4097, 1),
+            },
+            "at most 4096 tokens per rank",
+        ),
         ({"x": _t(5, 8).requires_grad_()}, "no tensor that requires a gradient"),
     ],
 )

@@ -186,7 +186,8 @@ def gemm_all_reduce(
             PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the
             fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
             that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
-            An explicit choice is never replaced.
+            ``"batch_invariant"`` gives a row the same bits in every batch
+            (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

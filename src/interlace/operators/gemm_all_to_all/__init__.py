@@ -15,6 +15,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.gradients import product_gradients, save_operands
+from interlace.gemm.implementations import network
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
@@ -36,6 +37,10 @@ class GemmAllToAllConfig(GemmConfig):
     """
 
 
+def _run_chunked(call: GemmCall) -> torch.Tensor | None:
+    return network.run_all_to_all(call) if call.group.spans_nodes else CHUNKED.run(call)
+
+
 @operator
 class GemmAllToAll(GemmOperator):
     """``all_to_all(x @ w.T + bias)``: the rows that all ranks have computed for this one."""
@@ -47,7 +52,7 @@ class GemmAllToAll(GemmOperator):
         dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
-        CHUNKED,
+        dataclasses.replace(CHUNKED, run=_run_chunked, spans_nodes=True),
         TRIGGERED,
         UNFUSED,
         NCCL,
@@ -232,7 +237,8 @@ def gemm_all_to_all(
             ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to
             be the fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is
             the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). An explicit choice is never replaced.
+            (:func:`interlace.autotune`). ``"batch_invariant"`` gives a row the same bits in every
+            batch (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

@@ -91,10 +91,11 @@ def gemv_all_reduce(
             group.
         impl: ``"fused"``; ``"unfused"`` (``F.linear``, then ``all_reduce``); ``"gemm"``, what
             :func:`interlace.gemm_all_reduce` takes, PyTorch's own pairs among it; ``"auto"``, the
-            one that was measured for a table, or is predicted, to be the fastest; or
+            one that was measured for a table, or is predicted, to be the fastest;
             ``"measured"``, the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). :func:`interlace.explain` says which and why. An explicit
-            choice is never replaced.
+            (:func:`interlace.autotune`); or ``"batch_invariant"``, the kernel in such a way that a
+            token has the same bits in every batch (:func:`interlace.batch_invariant`).
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: protocol and tiles of the fused kernel; default: from the tuned table. It must be
             the same on every rank. With a norm, that of
             :mod:`interlace.operators.gemm_all_reduce_norm`.

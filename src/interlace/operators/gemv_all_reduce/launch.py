@@ -221,7 +221,7 @@ def _decide(
     choice = choose(**call).between(declaration, group.nodes)
     if impl == BATCH_INVARIANT:
         declaration.require_nodes("fused", group.nodes)
-        chosen = GemvAllReduceConfig.parse(config) if config else _invariant_config(choice, call)
+        chosen = GemvAllReduceConfig.parse(config) if config else invariant_config(choice, call)
         return Decision("fused", chosen, mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
     chooses = impl in declaration.choosers
@@ -234,7 +234,7 @@ def _decide(
     )
 
 
-def _invariant_config(
+def invariant_config(
     choice: Choice[GemvAllReduceConfig], call: dict[str, Any]
 ) -> GemvAllReduceConfig:
     """Return the configuration of batch-invariant calls.

@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.gemm.operands import require_device, require_float
 from interlace.operators.linears import reference
 from interlace.operators.linears.config import MOST_TOKENS, default_config
@@ -28,10 +29,11 @@ _library.define(
 def _run(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Compute ``x @ w.T + bias`` for each weight; more than ``MOST_TOKENS`` tokens by torch."""
+    """Compute ``x @ w.T + bias`` for each weight, by the kernel where it can."""
     _validate(x, weights, biases)
-    # A compiled graph may be called with more tokens than it was traced with.
-    if x.shape[0] > MOST_TOKENS:
+    # A compiled graph may be called with more tokens than it was traced with. Where calls must be
+    # batch-invariant, products must not change with the number of tokens.
+    if x.shape[0] > MOST_TOKENS or invariance.is_enabled():
         return reference.linears(x, weights, biases)
     return multiply(x, weights, biases, default_config(x.shape[0], x.element_size()))
 

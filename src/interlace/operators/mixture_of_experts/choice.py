@@ -19,7 +19,7 @@ from interlace.operators.mixture_of_experts.config import (
     decode_config,
     default_config,
 )
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.layout import MAX_DECODE_TOKENS, Sizes
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 
@@ -61,7 +61,10 @@ class Terms(NamedTuple):
 
 def decode_refusal(terms: Terms) -> str | None:
     """Return what a call must have for ``impl="decode"`` and has not, or None."""
-    return " and ".join(rule for holds, rule in terms.inference_rules if not holds) or None
+    # Each expert has a list with room for all slots of all ranks.
+    few = terms.sizes.tokens <= MAX_DECODE_TOKENS
+    rules = (*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank"))
+    return " and ".join(rule for holds, rule in rules if not holds) or None
 
 
 @functools.cache

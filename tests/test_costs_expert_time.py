@@ -13,8 +13,9 @@ from interlace.bench import profile_fit
 from interlace.costs.expert_time import ExpertsCall
 from interlace.costs.known_profiles import profile_of
 from interlace.operators.mixture_of_experts import choice
-from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig, decode_config
 from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.tuning.choice import Choice
 
 H200 = profile_of("NVIDIA H200")
 OPERATOR = "mixture_of_experts"
@@ -125,8 +126,14 @@ def test_auto_takes_what_is_predicted_to_be_fastest() -> None:
     few, many = _times(16), _times(16384)
     assert min(few, key=few.__getitem__) == "decode"
     assert min(many, key=many.__getitem__) == "fused"
-    chosen = choice.fastest(H200, MixtureOfExpertsConfig(), few)
+    terms = choice.Terms(Sizes(16, 2, 8, 4096, 14336, 2, 16), torch.bfloat16, "cuda", False)
+    trained = Choice("fused", MixtureOfExpertsConfig(block_m=64), "measured")
+    chosen = choice.fastest(H200, terms, trained, few)
     assert (chosen.impl, chosen.is_known) == ("decode", True)
+    assert chosen.config == decode_config(rows=8, itemsize=2), "the table's is of the fused one"
+    tuned = Choice("decode", MixtureOfExpertsConfig(block_m=32), "measured")
+    assert choice.fastest(H200, terms, tuned, few).config == tuned.config
+    assert choice.fastest(H200, terms, trained, many).config == trained.config
     assert chosen.candidates[-1] == "unfused"
     assert chosen.reason.startswith("predicted for NVIDIA H200: decode ")
 

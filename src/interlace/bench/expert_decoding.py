@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from interlace.bench.benchmark import Benchmark, Step, Way, Work, relative_error
+from interlace.bench.benchmark import (
+    Benchmark,
+    Step,
+    Way,
+    Work,
+    changes_along,
+    constant,
+    relative_error,
+)
 from interlace.bench.expert_calls import Calls, Shape
 from interlace.bench.kernel_times import kernels_of
 from interlace.costs import mixture_of_experts as costs
@@ -260,6 +268,29 @@ def bench(
         "layers": case.operand_sets,
         "times": times,
     }
+
+
+AXES: dict[str, tuple[int, ...]] = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (64, 128, 256),
+    "block_k": (64, 128),
+    "num_stages": (2, 3, 4, 5),
+    "num_warps": (4, 8),
+    "push_programs": (16, 64),
+}
+
+
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> MixtureOfExpertsConfig:
+    """Return the best configuration of ``impl="decode"`` that was found.
+
+    One setting is tuned at a time, once round. Collective; the same on every rank.
+
+    Raises:
+        BackendError: No configuration runs and is right.
+    """
+    case = Case(shape, group)
+    start = case.layers[0].default_config("decode")
+    return case.fastest(case.tune([constant(start), *changes_along(AXES)]))
 
 
 def _graph_of(case: Case, call: Step) -> tuple[Step, int, int]:

@@ -99,7 +99,8 @@ def mixture_of_experts(
     y, *_ = torch.ops.interlace.mixture_of_experts(
         x,
         experts,
-        weights.float(),
+        # Kernels read a slot's weight at the slot's number.
+        weights.float().contiguous(),
         w_in,
         w_out,
         world_size,

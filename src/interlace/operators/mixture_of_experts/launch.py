@@ -113,7 +113,7 @@ class Call:
             )
         if self.config:
             return impl, MixtureOfExpertsConfig.parse(self.config)
-        return impl, configuration(impl, terms, choice)
+        return impl, configuration(impl, terms, self.x.device)
 
 
 @dataclasses.dataclass(frozen=True)

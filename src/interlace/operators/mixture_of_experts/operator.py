@@ -12,7 +12,6 @@ from interlace.operators.mixture_of_experts import stock
 from interlace.operators.mixture_of_experts.choice import (
     Terms,
     choose,
-    configuration,
     decode_refusal,
     tile_of,
 )
@@ -101,7 +100,7 @@ class MixtureOfExperts(Operator):
         choice = self.choose(terms=terms, device=x.device).between(self, nodes)
         chosen = choice.impl
         if chosen in ("fused", "decode"):
-            chosen += f" ({configuration(chosen, terms, choice)})"
+            chosen += f" ({choice.config})"
         name = str(x.dtype).removeprefix("torch.")
         call = (
             f"{self.name} of {tokens} tokens per rank, top {top_k} of {count} experts {hidden} x "

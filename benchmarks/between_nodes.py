@@ -42,11 +42,11 @@ from interlace.operators.embedding_all_to_all import between_nodes
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (1, 4, 8, 20, 64)
 SLICES = (1, 2, 4, 8, 16)
-DEADLINE_S = 4.0
+DEADLINE_S = 3.0
 
 _SAMPLES, _CALLS = 5, 4
 _STACKS_S = 85.0
-_BUDGET_S = 55.0  # after which no further number of lookups is measured
+_BUDGET_S = 40.0  # after which no further number of lookups is measured
 
 
 def main() -> None:

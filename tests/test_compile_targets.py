@@ -18,16 +18,36 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 
 def cases_of(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at
-    least once.
+    least once, and the first and the last of them as a trace needs them, too.
     """
+    cases = list(_cases_of(kernel))
+    traced = {
+        id(types): (types | {"ctx": "*u64"}, constants)
+        for types, constants in (cases[0], cases[-1])
+        if "ctx" in types
+    }
+    return [*cases, *traced.values()]
+
+
+def _cases_of(kernel):
     return {
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "collect": _collect,
+        "compare_clocks": lambda: [
+            (
+                _FETCHING
+                | {"times": "*i64"}
+                | dict.fromkeys(("rounds", "client", "server"), "i32"),
+                {"num_warps": 1},
+            )
+        ],
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
+        "decode_first_gemm": lambda: _mixture_of_experts_decoding(),
+        "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
         "embedding_all_to_all_between_nodes": _embedding_all_to_all_between_nodes,
         "check_messages": lambda: [
@@ -44,6 +64,7 @@ def cases_of(kernel):
         "embedding_all_to_all_close": _embedding_all_to_all_close,
         "embedding_all_to_all_collect": _embedding_all_to_all_collect,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
+        "gather_tokens": lambda: _mixture_of_experts_decoding(),
         "gemm_all_reduce": _products,
         "gemm_all_to_all": lambda: [
             case for batch in (1, 2) for case in _products({"BATCH": batch})
@@ -52,10 +73,24 @@ def cases_of(kernel):
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
+        "multiply_sum_and_norm": _multiply_sum_and_norm,
+        "norm_rows": lambda: [
+            (_NORMING | {"total": "*bf16"} | types, {"COLUMNS": 8192, "num_warps": 16} | more)
+            for types, more in _norms()
+        ],
+        "sum_and_norm_rows": lambda: [
+            (
+                _TYPES | _NORMING | {"part": "*bf16"} | types,
+                {"COLUMNS": 8192, "WORLD_SIZE": ranks, "num_warps": 16} | more,
+            )
+            for ranks in (1, 2, 8)
+            for types, more in _norms()
+        ],
         "meet": lambda: [
             (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
             (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
         ],
+        "linears": _linears,
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [
             case for own in (False, True) for case in _products({"PIECES": 2, "OWN_PART": own})
@@ -335,7 +370,7 @@ def _products(more=None):
         **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
     }
     tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True, precision="ieee")
-    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8)
+    sending = Sending(4, tl.bfloat16, align=8, tile_stores=True, interleave=8, in_rank_order=False)
     plain = {"TILING": tiling, "SENDING": sending} | (more or {})
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
 
@@ -345,11 +380,12 @@ def _products(more=None):
         return types | inside | outside | {"result": "tensordesc<bf16[1, 64, 64]>"}
 
     yield described("bf16"), plain | unscaled | {"bias": None}
-    yield described("fp8e4nv"), plain | {"bias": None, "SENDING": sending._replace(world_size=3)}
+    ordered = sending._replace(world_size=3, in_rank_order=True)
+    yield described("fp8e4nv"), plain | {"bias": None, "SENDING": ordered}
     pointers = types | dict.fromkeys(("x", "w", "gathered", "bias"), "*fp16")
     stores = {
         "TILING": tiling._replace(descriptors=False, w_along_k=False),
-        "SENDING": sending._replace(world_size=8, dtype=tl.float16, tile_stores=False),
+        "SENDING": ordered._replace(world_size=8, dtype=tl.float16, tile_stores=False),
     }
     undescribed = dict.fromkeys(("tiles", "slots", "results", "result"))
     yield pointers, plain | unscaled | stores | undescribed
@@ -368,7 +404,7 @@ def _counted_product():
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
-    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
+    from interlace.gemm.kernels.gemv import Tiling
 
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
     tiling = Tiling(
@@ -379,6 +415,38 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
     return _TYPES | tensors, {"TILING": tiling} | constants
 
 
+_NORMING = {
+    **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
+    "norm_bias": "*fp32",
+    "eps": "fp32",
+    "N": "i32",
+    "B": "i32",
+}
+
+
+def _norms(sections=1):
+    """Types and constants of each norm and quantisation."""
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import Form
+
+    yield {"y": "*bf16"}, {"FORM": Form("layer", "none", sections), "scale": None, "scales": None}
+    for kind, scale, scales in (("tensor", "*fp32", None), ("row", None, "*fp32")):
+        types = {name: each for name, each in (("scale", scale), ("scales", scales)) if each}
+        absent = dict.fromkeys({"scale", "scales"} - types.keys())
+        yield {"y": "*fp8e4nv"} | types, {"FORM": Form("rms", kind, sections)} | absent
+
+
+def _multiply_sum_and_norm():
+    for sections, block_b, more in ((8, 1, {"num_warps": 1}), (4, 16, {"num_stages": 3})):
+        for types, constants in _norms(sections):
+            dtype, even, values = "bf16", block_b == 1, 1 if block_b == 1 else 2
+            gemv, tiling = _gemv_all_reduce(
+                dtype, 4 if block_b == 1 else 64, block_b, 128, even, values, WORLD_SIZE=2,
+                ONE_TILE=block_b == 1, COLUMNS=256 if block_b == 1 else 1024, **more,
+            )  # fmt: skip
+            sizes = dict.fromkeys(("producers", "line"), "i32")
+            yield gemv | sizes | _NORMING | types, tiling | constants
+
+
 def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce("bf16", 4, 1, 512, True, 1, ONE_TILE=True, WORLD_SIZE=4)
     yield _gemv_all_reduce("fp32", 4, 1, 512, False, 1, ONE_TILE=False, WORLD_SIZE=8)
@@ -386,6 +454,19 @@ def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce(
         "bf16", 32, 2, 128, True, 2, ONE_TILE=False, WORLD_SIZE=1, bias=None
     )  # fmt: skip
+
+
+def _linears():
+    names = [f"{name}_{index}" for name in ("w", "bias", "y") for index in range(3)]
+    sizes = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
+    for dtype, *tiles, more in (
+        ("bf16", 4, 1, 512, True, {}),
+        ("fp16", 32, 4, 128, False, {f"bias_{index}": None for index in range(3)}),
+        ("fp32", 32, 16, 64, False, {}),
+    ):
+        types, constants = _gemv_all_reduce(dtype, *tiles, 1, **more)
+        types = types | dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(sizes, "i32")
+        yield types | dict.fromkeys(("first_1", "first_2"), "i32"), constants
 
 
 def _gemv_all_reduce_two_phase():
@@ -487,6 +568,40 @@ def _mixture_of_experts_products(kernel):
     yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
 
 
+def _mixture_of_experts_decoding():
+    """Tensor cores and none, both orders of gate and up, sizes that tiles divide and others."""
+    import triton.language as tl
+
+    from interlace.gemm.kernels.tiles import Tiling
+    from interlace.operators.mixture_of_experts.kernels.decode import Shares
+
+    addresses = dict.fromkeys(("landing", "results", "active", "weights"), "i64")
+    sizes = ("half", "rows_at", "tokens", "length", "hidden_groups", "ffn_groups")
+    types = _MOE_TYPES | {
+        "signals": "i64",
+        **dict.fromkeys(("entries", "counts"), "*i32"),
+        **addresses,
+        **dict.fromkeys((*sizes, "E", "L"), "i32"),
+        "experts": "*i64",
+        "scales": "*fp32",
+    }
+    shared = {"WORLD_SIZE": 4, "L_LANES": 16, "num_warps": 4}
+    for dtype, name, tile, align, halves in (
+        (tl.bfloat16, "*bf16", (16, 64, 128), 8, False),
+        (tl.float16, "*fp16", (64, 128, 64), 8, True),
+        (tl.float32, "*fp32", (16, 64, 32), 1, False),
+    ):
+        constants = {
+            "DTYPE": dtype,
+            "SHARES": Shares(programs=64, columns=1024, top_k=6, align=align, slots=2048),
+            "FFN_ALIGN": align,
+            "TILING": Tiling(*tile, 1, False, w_along_k=True, precision="ieee"),
+            "EVEN": align == 8,
+            "HALVES": halves,
+        }
+        yield types | {"x": name, "y": name}, shared | constants
+
+
 def kernels():
     """Every kernel that is launched: a public JITFunction that takes a context, or asks for its
     program's index.
@@ -505,6 +620,7 @@ def kernels():
     ]
     shared = (
         "mapped.kernel",
+        "tracing.clock_kernel",
         "mapped.stamped_kernel",
         "gemm.kernels.counted",
         "gemm.kernels.staged",

@@ -33,12 +33,15 @@ if TYPE_CHECKING:
         WorkspaceError,
     )
     from interlace.gemm.autotune import autotune
+    from interlace.gemm.epilogue import Normed
+    from interlace.gemm.invariance import batch_invariant
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
     from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.operators.explain import explain
     from interlace.operators.gemm_all_reduce import GemmAllReduceConfig, gemm_all_reduce
+    from interlace.operators.gemm_all_reduce_norm import GemmAllReduceNormConfig
     from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
@@ -46,8 +49,9 @@ if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.api import mixture_of_experts
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
     from interlace.registry import operator
+    from interlace.tracing import trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> module. Nothing here imports torch or Triton until it is used.
 _PUBLIC = {
@@ -76,6 +80,8 @@ _PUBLIC = {
     "TriggeredTransfers": "interlace.mapped",
     "fuse": "interlace.mapped",
     "autotune": "interlace.gemm.autotune",
+    "Normed": "interlace.gemm.epilogue",
+    "batch_invariant": "interlace.gemm.invariance",
     "all_gather_gemm": "interlace.operators.all_gather_gemm",
     "AllGatherGemmConfig": "interlace.operators.all_gather_gemm",
     "embedding_all_to_all": "interlace.operators.embedding_all_to_all.api",
@@ -84,6 +90,7 @@ _PUBLIC = {
     "operator": "interlace.registry",
     "gemm_all_reduce": "interlace.operators.gemm_all_reduce",
     "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce",
+    "GemmAllReduceNormConfig": "interlace.operators.gemm_all_reduce_norm",
     "gemm_all_to_all": "interlace.operators.gemm_all_to_all",
     "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all",
     "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter",
@@ -92,6 +99,7 @@ _PUBLIC = {
     "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
     "mixture_of_experts": "interlace.operators.mixture_of_experts.api",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
+    "trace": "interlace.tracing",
 }
 
 _MODULES = ("compile", "data", "mapped", "models", "nn", "optim")
@@ -105,6 +113,7 @@ __all__ = [
     "EmbeddingAllToAllConfig",
     "Faults",
     "GemmAllReduceConfig",
+    "GemmAllReduceNormConfig",
     "GemmAllToAllConfig",
     "GemmReduceScatterConfig",
     "GemvAllReduceConfig",
@@ -115,6 +124,7 @@ __all__ = [
     "MappedOutput",
     "MiscountError",
     "MixtureOfExpertsConfig",
+    "Normed",
     "PeerTimeoutError",
     "RankMismatchError",
     "SymmetricTensor",
@@ -124,6 +134,7 @@ __all__ = [
     "__version__",
     "all_gather_gemm",
     "autotune",
+    "batch_invariant",
     "compile",
     "data",
     "embedding_all_to_all",
@@ -146,6 +157,7 @@ __all__ = [
     "recover",
     "set_deadline",
     "synchronize",
+    "trace",
 ]
 
 

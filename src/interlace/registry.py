@@ -44,21 +44,27 @@ class Implementation:
         schedule: How it computes its product, for predictions of its time (see
             :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"batch"``, a
             batch of them, one for each rank's rows; ``"by_rank"``, one after another for each
-            rank's rows; ``"tiled"``, the tiles of its own kernel.
+            rank's rows; ``"tiled"``, the tiles of its own kernel; and of layers of experts, which
+            rows travel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         spans_nodes: Whether it runs on groups of several nodes, whose ranks do not all share
             memory.
         former_names: Words that meant this implementation in earlier versions.
+        is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
+            asks for that; see :mod:`interlace.gemm.invariance`.
     """
 
     name: str
     summary: str
     run: Callable[[Any], Any] = _run_by_operator
     refusal: Callable[[Any], str | None] = lambda _: None
-    schedule: Literal["whole", "batch", "by_rank", "by_peer", "tiled"] = "whole"
+    schedule: Literal[
+        "whole", "batch", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"
+    ] = "whole"
     is_stock: bool = False
     spans_nodes: bool = False
     former_names: tuple[str, ...] = ()
+    is_batch_invariant: bool = False
 
 
 class Operator(abc.ABC):
@@ -70,7 +76,7 @@ class Operator(abc.ABC):
         collective_first: Whether the collective feeds the computation instead of taking its result.
         pattern: The computation and the collective in their order, such as ``("gemm",
             "reduce_scatter")``: what the pass for ``torch.compile`` puts the operator in place of.
-            Empty for an operator that declares a name of its own.
+            Empty for an operator that declares a name of its own and no pattern.
         name: The operator's name, as in ``torch.ops.interlace``; by default its pattern's words.
         sizes: The names of the sizes by which entries of the tuned table are found.
         config_type: The fused kernel's configuration; None if there is nothing to configure.
@@ -78,6 +84,7 @@ class Operator(abc.ABC):
             by the pass for ``torch.compile`` only.
         sum_name: The name of its variant for a sum of several products, which adds them chunk by
             chunk; empty if there is none.
+        norm_name: The name of its variant that normalises the sum; empty if there is none.
         command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
             adds its ``interlace bench`` and ``interlace tune``; empty if it has neither.
         choosers: The values of ``impl`` by which the operator chooses an implementation itself:
@@ -94,6 +101,7 @@ class Operator(abc.ABC):
     config_type: ClassVar[type | None] = None
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
+    norm_name: ClassVar[str] = ""
     command_module: ClassVar[str] = ""
     choosers: ClassVar[tuple[str, ...]] = ("auto",)
     implementations: ClassVar[tuple[Implementation, ...]]
@@ -118,6 +126,20 @@ class Operator(abc.ABC):
 
         Raises:
             ArgumentError: The operator would refuse the arguments.
+        """
+        raise NotImplementedError
+
+    def timed_call(self, result: Mapping[str, Any]) -> Any:
+        """Return the call whose times a benchmark's result holds, for predictions of time; None if
+        the operator has none, or none of such a call.
+
+        Operators around one product need none of their own: their sizes are the product's.
+        """
+        return None
+
+    def timed_tile(self, implementation: str, call: Any) -> tuple[int, int]:
+        """Return the rows and columns of the tiles that an implementation's default configuration
+        has for a call of :meth:`timed_call`.
         """
         raise NotImplementedError
 

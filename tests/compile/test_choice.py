@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.fx import Graph
 
+import interlace
 from interlace.compile import choice
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
@@ -244,3 +245,20 @@ def test_a_sum_of_batches_goes_by_what_is_faster_in_parts() -> None:
         LeftAlone, match="it is a sum of products, and bmm_all_to_all of them is not faster: "
     ):
         total([_product(120, 2048, 704, batch=32)] * 2, 32 * 120, 2)
+
+
+def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant() -> None:
+    """An operator with an invariant implementation takes the pair's place for any rows; the same
+    one.
+    """
+    with interlace.batch_invariant():
+        for rows in (1, 16, 4096):
+            operator = choice.all_reduce_operator(rows, True)
+            assert operator.name == "gemm_all_reduce"
+            reason = choice.choose(operator, _product(rows, 8192, 2048), rows, 4)
+            assert reason == "calls must be batch-invariant"
+        with pytest.raises(LeftAlone, match="all_to_all_bmm has no batch-invariant implementation"):
+            choose("all_to_all_bmm", _product(256, 512, 512, batch=2), 512, 4)
+        with pytest.raises(LeftAlone, match="gemm_reduce_scatter is not batch-invariant"):
+            choose_sum("gemm_reduce_scatter", [_product(512, 512, 512)] * 2, 512, 4)
+    assert choice.all_reduce_operator(1, True).name == "gemv_all_reduce"

@@ -103,21 +103,24 @@ def test_every_transport(ranks, operator):
 
 def test_kernels_of_a_trace():
     """Two calls: a product and a copy each, and one odd kernel."""
-    from interlace.bench.transports import Kernel, kernels
+    from interlace.bench.kernel_times import Kernel, kernels
 
+    kernel = {"cat": "kernel", "args": {"grid": [132, 1, 1]}}
+    copy = {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "args": {}}
     events = [
-        {"cat": "kernel", "name": "product", "dur": 10.0, "args": {"grid": [132, 1, 1]}},
-        {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "dur": 4.0, "args": {}},
-        {"cat": "cpu_op", "name": "aten::mm", "dur": 100.0},
-        {"cat": "kernel", "name": "product", "dur": 12.0, "args": {"grid": [132, 1, 1]}},
-        {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "dur": 5.0, "args": {}},
-        {"cat": "kernel", "name": "sum", "dur": 2.0, "args": {"grid": [4, 2, 1]}},
+        {**kernel, "name": "product", "ts": 100.0, "dur": 10.0},
+        {**copy, "ts": 111.0, "dur": 4.0},
+        {"cat": "cpu_op", "name": "aten::mm", "ts": 0.0, "dur": 100.0},
+        {**kernel, "name": "product", "ts": 120.0, "dur": 12.0},
+        # This copy starts beside the product, and the sum when both have ended.
+        {**copy, "ts": 129.0, "dur": 5.0},
+        {**kernel, "name": "sum", "ts": 136.5, "dur": 2.0, "args": {"grid": [4, 2, 1]}},
     ]
     found = kernels(events, 2)
     assert found == [
-        Kernel("product", 132, 11.0, 1.0),
-        Kernel("Memcpy PtoP", 0, 4.5, 1.0),
-        Kernel("sum", 8, 2.0, 0.5),
+        Kernel("product", 132, 11.0, 1.0, 5.0),
+        Kernel("Memcpy PtoP", 0, 4.5, 1.0, -1.0),
+        Kernel("sum", 8, 2.0, 0.5, 2.5),
     ]
 
 

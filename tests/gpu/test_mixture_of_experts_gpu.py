@@ -5,6 +5,8 @@ Results are compared with float64, and bit by bit where that is promised.
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -73,6 +75,43 @@ def test_matches_float64(ranks, world_size, number):
         check_all(calls, ranks(size).run(matches, calls))
 
 
+def _decoding_calls(world_size):
+    """Tiles of 16, 32, 64 and 128 tokens; sizes that divide and others; every routing and dtype."""
+    base = Call(world_size, impl="decode", config=None, hidden=256, ffn=320, local=4)
+    tall = MixtureOfExpertsConfig(block_m=128, block_n=128, block_k=64, num_stages=3)
+    changes = [
+        {"tokens": 1, "dtype": "bfloat16"},
+        {"tokens": 16, "dtype": "bfloat16", "hidden": 2048, "ffn": 768, "local": 16, "top_k": 8},
+        {"tokens": 64, "dtype": "float16", "routing": "few", "halves": True},
+        {"tokens": 256, "dtype": "bfloat16", "routing": "one"},
+        {"tokens": 300, "dtype": "bfloat16", "config": tall},
+        {"tokens": 33, "dtype": "bfloat16", "routing": "holes", "hidden": 100, "ffn": 60},
+        {"tokens": 7, "hidden": 7, "ffn": 3, "halves": True},
+    ]
+    return [dataclasses.replace(base, seed=20 + i, **more) for i, more in enumerate(changes)]
+
+
+def _decode(calls):
+    found = []
+    for call in calls:
+        tensors = _inputs(call)
+        with torch.no_grad():
+            # A race shows itself in many calls.
+            found.append([forward(call, tensors) for _ in range(20)])
+    interlace.synchronize()
+    for ys in found:
+        for y in ys[1:]:
+            torch.testing.assert_close(y, ys[0], rtol=0, atol=0)
+    return [[ys[0].cpu()] for ys in found]
+
+
+def test_decoding_matches_float64(ranks, world_size):
+    """The same bits in every one of 20 calls, too."""
+    for size in (1, world_size):
+        calls = _decoding_calls(size)
+        check_all(calls, ranks(size).run(_decode, calls))
+
+
 def _long_run(calls, turns):
     """Layers forward and then backward, many times over, ranks held up at random; every result
     compared bit by bit.
@@ -127,8 +166,9 @@ def _graph(call):
     return bool(torch.equal(found[0], expected[0])), bool(torch.equal(found[1], expected[1]))
 
 
-def test_graph_capture_and_replay(ranks, world_size):
-    call = Call(world_size, 400, 2, 2, 256, 320, "bfloat16", config=None)
+@pytest.mark.parametrize("impl", ["fused", "decode"])
+def test_graph_capture_and_replay(ranks, world_size, impl):
+    call = Call(world_size, 400, 2, 2, 256, 320, "bfloat16", config=None, impl=impl)
     assert ranks(world_size).run(_graph, call) == [(True, True)] * world_size
 
 
@@ -137,7 +177,9 @@ def _absent_peer(call):
     return call_without(1, lambda group: forward(call, tensors, group))
 
 
-def test_a_peer_that_never_calls(ranks):
+@pytest.mark.parametrize("impl", ["fused", "decode"])
+def test_a_peer_that_never_calls(ranks, impl):
     """The output is NaN, the error names the peer, and the GPU is free again."""
-    outcome = ranks(2).run(_absent_peer, Call(2, 100, 2, 2, 64, 64, "bfloat16", config=None))[0]
+    call = Call(2, 100, 2, 2, 64, 64, "bfloat16", config=None, impl=impl)
+    outcome = ranks(2).run(_absent_peer, call)[0]
     assert outcome == ("PeerTimeoutError", 1, 1.0, True)

@@ -98,6 +98,15 @@ def _ops() -> Any:
     return torch.ops.vllm
 
 
+def _normed(
+    y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """vLLM's ``RMSNorm.forward_native`` with a residual."""
+    total = y.to(torch.float32) + residual
+    wide = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return wide.to(y.dtype) * weight, total.to(y.dtype)
+
+
 # name: the program, shapes of its arguments, the operators wanted, the collectives left
 PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | None], int]] = {
     "many tokens": (
@@ -110,6 +119,12 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
         lambda x, w: _ops().all_reduce(x @ w.t(), group_name="tp:0"),
         [(6, K), (N, K)],
         ["gemv_all_reduce"],
+        0,
+    ),
+    "residual and norm": (
+        lambda x, w, r, v: torch.cat(_normed(_ops().all_reduce(x @ w.t(), "tp:0"), r, v)),
+        [(6, K), (N, K), (6, N), (N,)],
+        ["gemm_all_reduce_norm"],
         0,
     ),
     "reduce-scatter": (

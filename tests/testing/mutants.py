@@ -340,6 +340,15 @@ MUTANTS = [
         (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "no wait", ("wait", 0)),
     ),
     *_of(
+        "mixture_of_experts, decode",
+        (f"{_EXPERTS}.decode:gather_tokens", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.decode:gather_tokens", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.decode:gather_tokens", "wrong epoch", ("wait", 0)),
+        (f"{_EXPERTS}.decode:decode_second_gemm", "no release", ("signal", 0)),
+        (f"{_EXPERTS}.decode:decode_second_gemm", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.decode:decode_second_gemm", "wrong epoch", ("wait", 0)),
+    ),
+    *_of(
         "mapped all-to-all",
         (f"{_MAPPED}:meet", "no wait", ("barrier", 0)),
     ),

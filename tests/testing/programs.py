@@ -278,7 +278,7 @@ def embedding_backward(rank: Rank, without: int = -1) -> None:
 # Experts
 
 
-def experts(rank: Rank, backward: bool = False) -> None:
+def experts(rank: Rank, backward: bool = False, impl: str = "fused") -> None:
     """One expert on every rank, two for each token; with ``backward``, one backward pass through
     two layers side by side.
     """
@@ -305,7 +305,7 @@ def experts(rank: Rank, backward: bool = False) -> None:
             weights,
             w_in[rank.rank],
             w_out[rank.rank],
-            impl="fused",
+            impl=impl,
             config=config,
         )
         rows = []
@@ -432,6 +432,7 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "embedding backward, a rank without tables": functools.partial(embedding_backward, without=1),
     "mixture_of_experts": experts,
     "mixture_of_experts, backward": functools.partial(experts, backward=True),
+    "mixture_of_experts, decode": functools.partial(experts, impl="decode"),
     "mapped all-to-all": functools.partial(fused, collective="all_to_all"),
     "mapped all-to-all by copies": functools.partial(
         fused, collective="all_to_all", transport="copy_engine"

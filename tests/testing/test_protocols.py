@@ -35,6 +35,7 @@ _NAMES = [
     "embedding backward, a rank without tables",
     "mixture_of_experts",
     "mixture_of_experts, backward",
+    "mixture_of_experts, decode",
     "mapped all-to-all",
     "mapped all-to-all by copies",
     "mapped reduce-scatter",

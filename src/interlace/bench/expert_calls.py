@@ -17,7 +17,9 @@ from interlace.comm.group import solo_group
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts.choice import Terms, choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import Sizes
 from interlace.registry import operator_named
 
 ROUTINGS = ("balanced", "skewed")
@@ -106,6 +108,8 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         shape: Shape,
         config: MixtureOfExpertsConfig | None = None,
         group: dist.ProcessGroup | None = None,
+        seed: int = 0,
+        keeps: bool = True,
     ) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
         self.rank, self.ranks, device = self.owner.rank, self.owner.world_size, self.device
@@ -114,7 +118,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
                 f"experts must divide evenly over {self.ranks} ranks; got {shape.experts}."
             )
         self.local = shape.experts // self.ranks
-        generator = torch.Generator(device).manual_seed(1 + self.rank)
+        generator = torch.Generator(device).manual_seed(1 + self.rank + 1000 * seed)
 
         def random(*size: int, scale: float = 1.0) -> torch.Tensor:
             return torch.randn(size, generator=generator, device=device).mul_(scale).to(shape.dtype)
@@ -123,10 +127,11 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         self.w_in = random(self.local, shape.ffn, 2, shape.hidden, scale=shape.hidden**-0.5)
         self.w_out = random(self.local, shape.hidden, shape.ffn, scale=shape.ffn**-0.5)
         self.experts, self.weights = self._route(generator)
-        choice = launch.choose(
-            tokens=shape.tokens, hidden=shape.hidden, ffn=shape.ffn, experts=shape.experts,
-            top_k=shape.top_k, dtype=shape.dtype, world_size=self.ranks, device=device,
+        sizes = Sizes(
+            shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.ffn, self.ranks,
+            max(1, shape.tokens),
         )  # fmt: skip
+        choice = choose(Terms(sizes, shape.dtype, device.type, keeps), device)
         self.config, self.auto = config or choice.config, choice.impl
         self._plan_unfused()
 
@@ -148,7 +153,9 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
 
     # Fused
 
-    def call(self, keeps: bool) -> launch.Call:
+    def call(
+        self, keeps: bool, impl: str = "fused", config: MixtureOfExpertsConfig | None = None
+    ) -> launch.Call:
         """Return a call; ``keeps`` if its backward pass will run."""
         name = "" if self.group is None else self.group.group_name
         capacity = max(1, self.shape.tokens)
@@ -160,10 +167,15 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             self.w_out,
             capacity,
             name,
-            "fused",
-            str(self.config),
+            impl,
+            str(config or self.config),
             keeps,
         )
+
+    def default_config(self, impl: str) -> MixtureOfExpertsConfig:
+        """Return the configuration that an implementation takes if it is given none."""
+        call = dataclasses.replace(self.call(False, impl), config="")
+        return call.chosen[1]
 
     def alone(self) -> launch.Call:
         """Return a call of this rank's part of the work, in which nothing is sent."""
@@ -239,12 +251,20 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         dist.all_to_all_single(received, rows, into, out, group=self.group)
         return received
 
-    def grouped(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Multiply ``rows [M, K]``, sorted by expert, by ``weights [L, K, N]``."""
+    def grouped(
+        self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Multiply ``rows [M, K]``, sorted by expert, by ``weights [L, K, N]``.
+
+        Args:
+            ends: int32 ``[L]``: the row behind each expert's last one; default: those of the rows
+                that arrive here. Rows behind the last expert's are undefined.
+        """
+        ends = self.ends if ends is None else ends
         if self.has_grouped_mm:
-            return torch._grouped_mm(rows, weights, offs=self.ends)
+            return torch._grouped_mm(rows, weights, offs=ends)
         # Without a grouped kernel: a product per expert.
-        parts = zip(rows.split(self.rows_of), weights, strict=True)
+        parts = zip(rows.tensor_split(ends.long().cpu()), [*weights, weights[0]], strict=True)
         return torch.cat([part @ weight for part, weight in parts])
 
     def grouped_gradient(self, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:

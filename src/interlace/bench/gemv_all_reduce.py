@@ -87,11 +87,13 @@ class Case(Benchmark[GemvAllReduceConfig]):
         """Return the weight of the i-th call."""
         return self.weights[i % self.operand_sets]
 
+    def call(self, i: int, impl: str, config: GemvAllReduceConfig | None = None) -> torch.Tensor:
+        """Run the operator."""
+        return gemv_all_reduce(self.x, self.weight(i), group=self.group, impl=impl, config=config)
+
     def fused(self, i: int, config: GemvAllReduceConfig) -> torch.Tensor:
         """Run the fused kernel."""
-        return gemv_all_reduce(
-            self.x, self.weight(i), group=self.group, impl="fused", config=config
-        )
+        return self.call(i, "fused", config)
 
     def expected(self, i: int) -> torch.Tensor:
         """Return the sum in float64."""

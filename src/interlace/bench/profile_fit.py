@@ -17,14 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from interlace.bench.roles import role_of
-from interlace.costs.time import (
-    Call,
-    Corrections,
-    MachineProfile,
-    Schedule,
-    parts_us,
-    place_of,
-)
+from interlace.costs.corrections import Corrections, Schedule, TimedCall, place_of
+from interlace.costs.time import Call, MachineProfile
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import Implementation, operator_matching, operators
 
@@ -56,7 +50,7 @@ class Point:
 
     operator: str
     implementation: str
-    call: Call
+    call: TimedCall
     schedule: Schedule
     tile: tuple[int, int]
     us: float
@@ -81,18 +75,18 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
             if declaration is None or "splits" in result:
                 continue
             is_gemv = declaration.pattern[:1] == ("gemv",)
-            if not (is_gemv or isinstance(declaration, GemmOperator)):
-                continue
-            if not set(declaration.sizes) <= result.keys():
-                continue
-            rows, columns, inner = (int(result[name]) for name in declaration.sizes)
-            call = Call.of_dtype(
-                str(result["dtype"]), rows, columns, inner, int(result["world_size"])
-            )
-            target = declaration
+            target, call, tile = declaration, declaration.timed_call(result), None
+            if is_gemv or isinstance(declaration, GemmOperator):
+                if not set(declaration.sizes) <= result.keys():
+                    continue
+                rows, columns, inner = (int(result[name]) for name in declaration.sizes)
+                dtype, ranks = str(result["dtype"]), int(result["world_size"])
+                call = Call.of_dtype(dtype, rows, columns, inner, ranks)
+                tile = (1, 1) if is_gemv else tile_of(str(result["config"]))
             if is_gemv:
                 target = operator_matching("gemm", declaration.collective)
-            tile = (1, 1) if is_gemv else tile_of(str(result["config"]))
+            if call is None:
+                continue
             for implementation in target.implementations:
                 name = implementation.name
                 if is_gemv:
@@ -101,7 +95,8 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
                 us = _time_of(name, implementation, result.get("times", {}))
                 if us is not None:
                     kind = target.name, implementation.name, call, implementation.schedule
-                    points.append(Point(*kind, tile, us))
+                    own_tile = tile or target.timed_tile(implementation.name, call)
+                    points.append(Point(*kind, own_tile, us))
     return points
 
 
@@ -212,7 +207,7 @@ def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str
     Args:
         profile: The compositions, without corrections.
     """
-    grouped: dict[tuple[str, str], dict[Call, float]] = defaultdict(dict)
+    grouped: dict[tuple[str, str], dict[TimedCall, float]] = defaultdict(dict)
     for point in points:
         composed_us = point.predicted_us(profile)
         if composed_us is not None:
@@ -221,22 +216,20 @@ def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str
     corrections = {}
     for operator in sorted({operator for operator, _ in grouped}):
         own = {name: ratios for (each, name), ratios in grouped.items() if each == operator}
-        calls = sorted({call for ratios in own.values() for call in ratios}, key=_size_of)
+        calls = sorted(
+            {call for ratios in own.values() for call in ratios}, key=lambda call: call.size
+        )
         weights = {}
         for implementation, ratios in sorted(own.items()):
             by_call = dict(zip(ratios, _weights(ratios), strict=True))
             weights[implementation] = [by_call.get(call, 0.0) for call in calls]
-        corrections[operator] = Corrections([_size_of(call) for call in calls], weights)
+        corrections[operator] = Corrections([call.size for call in calls], weights)
     return corrections
 
 
-def _size_of(call: Call) -> tuple[int, int, int, int]:
-    return call.rows, call.columns, call.inner, call.world_size
-
-
-def _weights(ratios: Mapping[Call, float]) -> list[float]:
+def _weights(ratios: Mapping[TimedCall, float]) -> list[float]:
     """Return the weight of each call in the mean of the Gaussian process through the ratios."""
-    places = np.array([place_of(*_size_of(call)) for call in ratios])
+    places = np.array([place_of(call.size) for call in ratios])
     distances = ((places[:, None] - places[None]) ** 2).sum(axis=-1)
     covariance = np.exp(-distances / 2) + np.eye(len(places))
     weights = np.linalg.solve(covariance, np.array(list(ratios.values())))
@@ -245,8 +238,7 @@ def _weights(ratios: Mapping[Call, float]) -> list[float]:
 
 def _composition(profile: MachineProfile, points: Sequence[Point]) -> dict[str, float]:
     parts = [
-        parts_us(profile, point.operator, point.call, point.schedule, point.tile)
-        for point in points
+        point.call.parts_us(profile, point.operator, point.schedule, point.tile) for point in points
     ]
     names = list(parts[0])
     matrix = np.array([[part[name] for name in names] for part in parts])
@@ -298,7 +290,7 @@ def unseen_choices(
         For each call the time of the implementation with the shortest predicted time, as a multiple
         of the fastest stock pair's and of the fastest implementation's.
     """
-    calls: dict[tuple[str, Call], list[Point]] = defaultdict(list)
+    calls: dict[tuple[str, TimedCall], list[Point]] = defaultdict(list)
     for point in points:
         calls[point.operator, point.call].append(point)
     groups = list(calls.values())

@@ -11,12 +11,6 @@ is no way to run the operator: it shows what a collective of kernels takes from 
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
-import statistics
-import tempfile
-from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +18,7 @@ import torch
 from interlace.bench import collectives
 from interlace.bench.benchmark import Step, Way
 from interlace.bench.carriers import carriers
+from interlace.bench.kernel_times import kernels_of
 from interlace.bench.products import Case, Shape, check_ways
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.launch import padded_columns
@@ -35,23 +30,6 @@ from interlace.operators.gemm_reduce_scatter import fused as reduce_scatter
 
 _PIECES = (1, 2, 4)
 _PROFILED = 10  # calls
-
-
-@dataclasses.dataclass(frozen=True)
-class Kernel:
-    """One kernel of a call, on rank 0.
-
-    Attributes:
-        name: as the compiler has it, cut short.
-        blocks: of its grid; a persistent kernel takes as many processors.
-        median_us: by the profiler.
-        each_call: launches in one call.
-    """
-
-    name: str
-    blocks: int
-    median_us: float
-    each_call: float
 
 
 def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
@@ -81,8 +59,8 @@ def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
     # All are timed before any is profiled: a profiler, once it has run, may slow down later calls.
     times = case.time(ways)
     for way in ways:
-        kernels_of_way = _profile(case, way.call)
-        times[way.name]["kernels"] = [dataclasses.asdict(kernel) for kernel in kernels_of_way]
+        kernels = kernels_of(case.owner, way.call, _PROFILED)
+        times[way.name]["kernels"] = [dataclasses.asdict(kernel) for kernel in kernels]
     return {
         "operator": shape.operator,
         "shape": str(shape),
@@ -155,45 +133,4 @@ def _beside(case: Case) -> Step:
     return call
 
 
-# Kernels
-
-
-def _profile(case: Case, step: Step) -> list[Kernel]:
-    """Return the kernels of a call on this rank, those that take longest first.
-
-    There are none on the CPU, or if the profiler may not look.
-    """
-    from torch.profiler import ProfilerActivity, profile
-
-    case.owner.synchronize()
-    if case.owner.backend == "cpu":
-        return []
-    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-        for i in range(_PROFILED):
-            step(i)
-        case.owner.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        trace = Path(folder) / "trace.json"
-        profiler.export_chrome_trace(str(trace))
-        events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
-    return kernels(events, _PROFILED)
-
-
-def kernels(events: Iterable[Mapping[str, Any]], calls: int) -> list[Kernel]:
-    """Return the kernels of a Chrome trace of ``calls`` calls, those that take longest first.
-
-    Copies by copy engines have no blocks.
-    """
-    durations: dict[tuple[str, int], list[float]] = {}
-    for event in events:
-        if event.get("cat") in ("kernel", "gpu_memcpy"):
-            blocks = math.prod(event.get("args", {}).get("grid", [0]))
-            durations.setdefault((str(event["name"])[:60], blocks), []).append(float(event["dur"]))
-    listed = [
-        Kernel(name, blocks, round(statistics.median(times), 2), round(len(times) / calls, 2))
-        for (name, blocks), times in durations.items()
-    ]
-    return sorted(listed, key=lambda kernel: -kernel.median_us * kernel.each_call)
-
-
-__all__ = ["Kernel", "compare", "kernels"]
+__all__ = ["compare"]

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from interlace.cli.console import print_error
 from interlace.cli.operator_commands import BenchCommands, TuneCommands
-from interlace.cli.options import HalfDtype, JsonFile, Ranks
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, Run, takes_run
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim import sim_app
 from interlace.errors import InterlaceError
@@ -139,6 +139,29 @@ def explain(
 
 
 @app.command()
+def trace(
+    operator: Annotated[str, typer.Argument(help="Such as gemm_reduce_scatter.")],
+    shape: Annotated[
+        str, typer.Argument(metavar="[SHAPE]", help="The case's sizes: 8192x8192x2048.")
+    ] = "",
+    impl: Annotated[str, typer.Option(help="The implementation. \\[default: the first one]")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "",
+    world_size: Ranks = None,
+    backend: Annotated[
+        str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")
+    ] = "auto",
+    calls: Annotated[int, typer.Option(min=1, help="Calls in the trace.")] = 1,
+    trace_file: Annotated[
+        Path, typer.Option("--trace", metavar="FILE", help="The file for Perfetto.")
+    ] = Path("trace.json"),
+) -> None:
+    """Record when each program of a call computes, puts and waits, for Perfetto and in words."""
+    from interlace.cli.trace import run_trace
+
+    run_trace(operator, shape, impl, dtype, world_size, backend, calls, trace_file)
+
+
+@app.command()
 def demo(
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, max=8, help="Ranks.")] = 4,
     backend: Annotated[
@@ -241,12 +264,43 @@ def bench_sweep(
     run_sweep(seed, budget, add or (), world_size, dtype, Outputs(json=json_file, plot=plot))
 
 
+@bench_app.command("batch-invariance")
+@takes_run()
+def bench_batch_invariance(
+    run: Run,
+    operator: Annotated[
+        list[str] | None,
+        typer.Option(help="An operator; several times. \\[default: all that have the mode]"),
+    ] = None,
+    tokens: Annotated[
+        str, typer.Option(help="Tokens to measure at, separated by commas.")
+    ] = "1,2,4,8,16,32,64",
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NxK",
+            help="Rows and columns of one rank's weight, say 8192x2048; several times. "
+            "\\[default: three]",
+        ),
+    ] = None,
+) -> None:
+    """Measure what the same bits in every batch cost (interlace.batch_invariant)."""
+    from interlace.cli.bench_batch_invariance import run_comparison
+
+    run_comparison(operator or (), tokens, shape, run)
+
+
 @bench_app.command("table")
 def bench_table(
     files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")],
 ) -> None:
     """Render measurements as a Markdown table."""
-    from interlace.bench.report import markdown
+    from interlace.bench import report
+    from interlace.cli import bench_sweep
     from interlace.cli.bench import read_document
 
-    typer.echo(markdown([read_document(file) for file in files]), nl=False)
+    documents = [read_document(file) for file in files]
+    results = [result for document in documents for result in document["results"]]
+    are_sweeps = bool(results) and all("model" in result for result in results)
+    render = bench_sweep.markdown if are_sweeps else report.markdown
+    typer.echo(render(documents), nl=False)

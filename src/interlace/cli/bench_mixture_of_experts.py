@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
+from interlace.bench.expert_decoding import TOKENS
 from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_experts
@@ -17,11 +19,21 @@ from interlace.registry import Operator
 SHAPES = ("8x4096x14336x2", "64x2048x1408x6")
 """Mixtral's layer, and a fine-grained one such as DeepSeekMoE's."""
 
+DECODING_SHAPES = ("8x4096x14336x2", "128x2048x768x8")
+"""The layers of Mixtral 8x7B and of Qwen3-30B-A3B."""
+
+_TOKENS = 4096
+
 _SHAPES = shape_option(
     "ExHxFxK",
     "Experts of all ranks, hidden, FFN and experts a token; several times. \\[default: two]",
 )
-Tokens = Annotated[int, typer.Option(min=1, help="Tokens of each rank.")]
+Tokens = Annotated[
+    list[int] | None,
+    typer.Option(
+        min=1, help="Tokens of each rank; several times. \\[default: 4096; in decoding 1 to 256]"
+    ),
+]
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
@@ -34,11 +46,13 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 def bench_operator(
     run: Run,
     shape: list[str] | None = _SHAPES,
-    tokens: Tokens = 4096,
+    tokens: Tokens = None,
     routing: Annotated[
         str, typer.Option(help="balanced, skewed, or both with a comma.")
     ] = "balanced,skewed",
-    part: Annotated[str, typer.Option(help="combine, forward, backward, or all.")] = "all",
+    part: Annotated[
+        str, typer.Option(help="combine, forward, backward, all of these, or decoding.")
+    ] = "all",
     config: Annotated[
         str, typer.Option(help="The fused kernels' configuration, as results show it.")
     ] = "",
@@ -47,30 +61,44 @@ def bench_operator(
     and the physical floor.
 
     Without --shape: Mixtral's 8 experts of 4096 x 14336, top 2, and 64 experts of 2048 x 1408, top
-    6.
+    6. With --part decoding: few tokens and cold weights, the time of each kernel, and in place of
+    the second layer that of Qwen3-30B-A3B, 128 experts of 2048 x 768, top 8.
     """
-    if part not in ("all", *PARTS):
-        raise ArgumentError(f"--part must be one of {', '.join(('all', *PARTS))}; got {part!r}.")
-    work = parse_work(shape, tokens, routing, run.dtype)
+    known = ("all", *PARTS, "decoding")
+    if part not in known:
+        raise ArgumentError(f"--part must be one of {', '.join(known)}; got {part!r}.")
+    if part == "decoding":
+        shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
+    work = parse_work(shape, tokens or [_TOKENS], routing, run.dtype)
     measure = functools.partial(measure_experts, part=part, config=config)
     bench.run_bench(OPERATOR, work, measure, run)
 
 
 @takes_run(makes_table=True)
-def tune_operator(run: Run, shape: list[str] | None = _SHAPES, tokens: Tokens = 4096) -> None:
-    """Mixture of experts: find a good configuration of each layer, both directions, and write it to
-    the tuned table.
+def tune_operator(
+    run: Run,
+    shape: list[str] | None = _SHAPES,
+    tokens: Tokens = None,
+    decoding: Annotated[
+        bool, typer.Option("--decoding", help="The kernels for few tokens, forward only.")
+    ] = False,
+) -> None:
+    """Mixture of experts: find a good configuration of each layer, both directions, or of its
+    decoding, and write it to the tuned table.
     """
+    if decoding:
+        shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
     # The balanced routing stands for all: the table's sizes do not tell routings apart.
-    work = parse_work(shape, tokens, "balanced", run.dtype)
-    measure = functools.partial(measure_experts, part="tune", config="")
+    work = parse_work(shape, tokens or [_TOKENS], "balanced", run.dtype)
+    part = "tune decoding" if decoding else "tune"
+    measure = functools.partial(measure_experts, part=part, config="")
     bench.run_tune(OPERATOR, work, measure, run)
 
 
 def parse_work(
-    shapes: list[str] | None, tokens: int, routing: str, dtype: str
+    shapes: list[str] | None, tokens: Sequence[int], routing: str, dtype: str
 ) -> list[dict[str, Any]]:
-    """Return the sizes of every shape with every routing."""
+    """Return the sizes of every shape with every number of tokens and every routing."""
     bench.require_dtype(dtype)
     routings = routing.split(",")
     for name in routings:
@@ -82,7 +110,8 @@ def parse_work(
     names = ("experts", "hidden", "ffn", "top_k")
     sizes = [bench.parse_sizes(text, meaning, "8x4096x14336x2") for text in shapes or SHAPES]
     return [
-        {**dict(zip(names, size, strict=True)), "tokens": tokens, "routing": name}
+        {**dict(zip(names, size, strict=True)), "tokens": count, "routing": name}
         for size in sizes
+        for count in tokens
         for name in routings
     ]

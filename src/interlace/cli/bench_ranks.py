@@ -100,10 +100,11 @@ def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> lis
     Args:
         sizes: Sizes by name.
         dtype: Dtype of the layer.
-        part: A part of the layer, ``"all"``, or ``"tune"``: then the forward pass with the best
-            configuration.
-        config: The configuration; empty for the default one.
+        part: A part of the layer; ``"all"``; ``"decoding"``; or ``"tune"`` and ``"tune
+            decoding"``: then the forward pass with the best configuration.
+        config: The configuration; empty for the default one, and in decoding for several.
     """
+    from interlace.bench import expert_decoding
     from interlace.bench import mixture_of_experts as operator
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 
@@ -111,6 +112,10 @@ def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> lis
     if part == "tune":
         return operator.bench(shape, operator.tune(shape), parts=("forward",))
     chosen = MixtureOfExpertsConfig.parse(config) if config else None
+    if part == "tune decoding":
+        chosen = expert_decoding.tune(shape)
+    if part in ("decoding", "tune decoding"):
+        return [expert_decoding.bench(shape, chosen)]
     return operator.bench(shape, chosen, parts=operator.PARTS if part == "all" else (part,))
 
 
@@ -137,6 +142,13 @@ def measure_batch(work: tuple[str, int, int, int, int], *, dtype: str) -> list[R
     operator, count, rows, columns, inner = work
     shape = batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
     return [batches.bench(shape)]
+
+
+def measure_batch_invariance(work: tuple[str, int, int, int], *, dtype: str) -> list[Result]:
+    """Benchmark ``(operator, tokens, N, K)`` with and without batch invariance."""
+    from interlace.bench import batch_invariance
+
+    return [batch_invariance.bench(*work, getattr(torch, dtype))]
 
 
 def measure_draw(draw: Draw, *, dtype: str) -> list[Result]:

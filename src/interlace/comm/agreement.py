@@ -145,6 +145,15 @@ class Agreement:
                     self._cache.settled[question] = settled
         return settled
 
+    def any_rank_now(self, question: str, answer: bool) -> bool:
+        """Return whether ``answer`` is True on any rank in this call. Collective; nothing is kept.
+
+        Args:
+            question: The question as text; equal on all ranks.
+            answer: This rank's answer.
+        """
+        return any(self._exchange(question, answer))
+
     def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
         """Exchange ``arguments`` on the host and check that they are equal on all ranks.
 

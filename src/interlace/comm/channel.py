@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from interlace.comm import flight_recorder
 from interlace.comm.health import Health
 from interlace.comm.members import Members, by_rank
 from interlace.comm.rendezvous import meet
@@ -156,10 +157,12 @@ class HostChannel:
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             peer = late[0] if late else -1
             self._health.declare_broken(label, peer)
-            raise PeerTimeoutError(
+            late_peer = PeerTimeoutError(
                 operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s,
                 node=self._members.node_of(peer),
-            ) from error  # fmt: skip
+            )  # fmt: skip
+            flight_recorder.add(late_peer)
+            raise late_peer from error
         answers = [json.loads(self._store.get(key)) for key in keys]
         # All ranks have come to this exchange, so all of them have read the previous one, whose
         # key can go.

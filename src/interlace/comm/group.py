@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from interlace.comm import recording as recordings
 from interlace.comm.agreement import Agreement
 from interlace.comm.cache import Answers, CallCache
 from interlace.comm.channel import HostChannel
@@ -233,7 +234,9 @@ class Group:
 
     def context(self, operator: str) -> torch.Tensor:
         """Return the ``ctx`` argument of ``operator``'s kernels; see :meth:`Health.context`."""
-        return self.health.context(operator, self.stride)
+        context = self.health.context(operator, self.stride)
+        recording = recordings.active()
+        return context if recording is None else recording.context(context, operator)
 
     def indivisible(self, step: str) -> contextlib.AbstractContextManager[None]:
         """Return a context whose interruption breaks the group; see :meth:`Health.indivisible`."""

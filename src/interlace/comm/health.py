@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace.comm import context as ctx
-from interlace.comm import cpu_faults
+from interlace.comm import cpu_faults, flight_recorder
 from interlace.comm.interpreter import require
 from interlace.comm.launches import launches
 from interlace.comm.members import Members
@@ -114,7 +114,6 @@ class Health:
         for fields in self._contexts.values():
             fields[ctx.DEADLINE_NS] = int(seconds * NS_PER_S)
 
-    @makes_ordinary_tensors
     def context(self, operator: str, stride: int) -> torch.Tensor:
         """Return the ``ctx`` argument of ``operator``'s kernels: int64 ``[context.LENGTH]``.
 
@@ -131,20 +130,27 @@ class Health:
                 raise WorkspaceError(
                     f"{operator} must be called once before it is captured in a CUDA graph."
                 )
-            fields = [0] * ctx.LENGTH
-            fields[ctx.RANK] = self._members.rank
-            fields[ctx.WORLD_SIZE] = self._members.world_size
-            fields[ctx.STRIDE_BYTES] = stride
-            fields[ctx.DEADLINE_NS] = int(self._deadline_s * NS_PER_S)
-            fields[ctx.OPERATOR] = len(self._operators)
-            fields[ctx.BROKEN_ADDRESS] = self._state.data_ptr()
-            fields[ctx.RECORD_ADDRESS] = self._record.data_ptr()
-            fields[ctx.SCRATCH_ADDRESS] = self._state.data_ptr() + _SCRATCH_OFFSET_BYTES
-            self._operators.append(operator)
-            self._contexts[operator] = torch.tensor(
-                fields, dtype=torch.int64, device=self._members.device
-            )
+            self._contexts[operator] = self._make_context(operator, stride)
         return self._contexts[operator]
+
+    @makes_ordinary_tensors
+    def _make_context(self, operator: str, stride: int) -> torch.Tensor:
+        """Return a new ``ctx`` argument; see :meth:`context`."""
+        fields = [0] * ctx.LENGTH
+        fields[ctx.RANK] = self._members.rank
+        fields[ctx.WORLD_SIZE] = self._members.world_size
+        fields[ctx.STRIDE_BYTES] = stride
+        fields[ctx.DEADLINE_NS] = int(self._deadline_s * NS_PER_S)
+        fields[ctx.OPERATOR] = len(self._operators)
+        fields[ctx.BROKEN_ADDRESS] = self._state.data_ptr()
+        fields[ctx.RECORD_ADDRESS] = self._record.data_ptr()
+        fields[ctx.SCRATCH_ADDRESS] = self._state.data_ptr() + _SCRATCH_OFFSET_BYTES
+        self._operators.append(operator)
+        return torch.tensor(fields, dtype=torch.int64, device=self._members.device)
+
+    def has_made(self, context: torch.Tensor) -> bool:
+        """Return whether a tensor is one of this group's contexts."""
+        return any(context is made for made in self._contexts.values())
 
     # Failures
 
@@ -184,7 +190,7 @@ class Health:
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
         peer = int(record[ctx.RECORD_PEER])
-        raise PeerTimeoutError(
+        error = PeerTimeoutError(
             operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
             rank=self._members.rank,
             peer=peer,
@@ -195,6 +201,8 @@ class Health:
             different_call=bool(record[ctx.RECORD_OTHER_CALL]),
             deadline_s=self._deadline_s,
         )
+        flight_recorder.add(error)
+        raise error
 
     def declare_broken(self, operator: str, peer: int) -> None:
         """Record that a peer did not come to an exchange on the host, or did not send its slices.

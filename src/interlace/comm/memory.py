@@ -26,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.releases import releases
 from interlace.errors import WorkspaceError
 from interlace.units import format_bytes, round_up
@@ -130,11 +131,13 @@ class Heap(ABC):
 
     Attributes:
         device: Device of the memory.
+        base: Address of rank 0's part in this process; 0 where nothing is reserved.
         stride: Bytes between two ranks' copies of a symmetric address.
         granularity: Bytes of which a piece that can be mapped again must be a multiple.
     """
 
     device: torch.device
+    base: int = 0
     stride: int
     granularity: int
 
@@ -177,11 +180,16 @@ class SoloHeap(Heap):
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed memory that torch's caching allocator takes back."""
         size = pieces * round_up(max(nbytes, 1), 4096)
-        memory = torch.zeros(size + 256, dtype=torch.uint8, device=self.device)
+        memory = self._zeros(size + 256)
         address = round_up(memory.data_ptr(), 256)
         # Torch's caching allocator takes the memory back in stream order, so the release need not
         # wait for the GPU: it is treated as a release of the CPU.
         return Block(address, size, self.stride, torch.device("cpu"), [memory].clear)
+
+    @makes_ordinary_tensors
+    def _zeros(self, nbytes: int) -> torch.Tensor:
+        """Return ``nbytes`` zeroed bytes that outlive the call."""
+        return torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         """Return the address of a single piece, which need not be mapped again.

@@ -32,7 +32,7 @@ class CpuHeap(Heap):
         self.stride = 64 * GIB
         self._channel = channel
         size = self.stride * channel.world_size
-        base = reserve(size)
+        self.base = base = reserve(size)
         self._range = Range(base, self.stride, self.device, functools.partial(unmap, base, size))
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:

@@ -82,7 +82,7 @@ class CudaHeap(Heap):
     def _reserve(self) -> None:
         """Reserve the address range."""
         cu, size = self._cu, self.stride * self._channel.world_size
-        base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
+        self.base = base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = Range(
             base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
         )
@@ -153,7 +153,9 @@ class CudaHeap(Heap):
             # may wait for its release.
             gc.collect()
             releases.empty()
-            torch.cuda.empty_cache()
+            # PyTorch refuses that while any thread allocates from a graph's pool.
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
             result = self._cu.cuMemCreate(piece, self._properties, 0)
         if int(result[0]) == _OUT_OF_MEMORY:
             raise WorkspaceError(

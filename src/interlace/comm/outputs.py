@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch
 
+from interlace.comm import inductor_graphs
 from interlace.comm.channel import HostChannel
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.health import Health
@@ -131,6 +132,7 @@ class OutputPool:
         streams: Streams,
         replays: Replays,
         allocate: Callable[[int], Block],
+        any_rank_now: Callable[[str, bool], bool],
     ) -> None:
         """Create an empty pool.
 
@@ -140,14 +142,18 @@ class OutputPool:
             streams: Know the capture that a buffer may belong to.
             replays: Know whether that capture is a graph of the group's own.
             allocate: Allocates so many bytes of symmetric memory; collective.
+            any_rank_now: Returns whether an answer is True on any rank; collective.
         """
         self._channel, self._health, self._streams = channel, health, streams
-        self._replays, self._allocate = replays, allocate
+        self._replays, self._allocate, self._any_rank_now = replays, allocate, any_rank_now
         self._space: _Space | None = None
         self._retained: list[_Space] = []
 
     def take(self, nbytes: int) -> Output:
         """Return a free buffer of at least ``nbytes``, or the landing if none is free.
+
+        In a run of which Inductor makes a CUDA graph it is the landing: results belong to the
+        graph's pool there (``interlace.comm.inductor_graphs``).
 
         Collective if the buffers must grow: every rank asks for equally many bytes.
 
@@ -155,6 +161,8 @@ class OutputPool:
             WorkspaceError: The buffers must grow while a CUDA graph is being captured, or do not
                 fit.
         """
+        if inductor_graphs.is_running():
+            return self.landing(nbytes)
         space = self._reserve(nbytes)
         capture = self._capture()
         index = LANDING
@@ -202,14 +210,21 @@ class OutputPool:
         return Output(address, size, index, local_address, space)
 
     def _reserve(self, nbytes: int) -> _Space:
-        """Return the current space, replaced by a larger one if its buffers are too small."""
+        """Return the oldest space with buffers of ``nbytes``; a new one if there is none.
+
+        All ranks keep the same spaces, so ranks that enqueue or capture a call meet peers that
+        replay an earlier capture of it.
+        """
         previous = self._space
         if previous is not None and previous.buffer_bytes >= nbytes:
-            return previous
+            kept = (space for space in self._retained if space.buffer_bytes >= nbytes)
+            return next(kept, previous)
         size = round_up(max(nbytes, 1), 4096)
         with self._health.indivisible("growing the memory of outputs"):
             block = self._allocate((BUFFERS + 1) * size)
-            if previous is not None and any(capture is not None for capture in previous.capture):
+            if previous is not None and self._any_rank_now(
+                "captured outputs", any(capture is not None for capture in previous.capture)
+            ):
                 self._retained.append(previous)
             space = _Space(block, size, [False] * BUFFERS, [None] * (BUFFERS + 1))
             self._space = space

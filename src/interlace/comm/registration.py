@@ -13,13 +13,15 @@ from torch.utils._pytree import tree_map_only
 
 from interlace.errors import ArgumentError
 
-OPERATOR_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
-"""Tags of every operator.
+OPERATOR_TAGS = (torch.Tag.pt2_compliant_tag,)
+"""Tags of operators that CUDA graphs may hold, also those that Inductor makes by itself
+(``mode="reduce-overhead"``): their first call with new shapes exchanges and allocates what is
+needed, and later ones ask neither the host nor a peer's host for anything.
+"""
 
-Operators are excluded from CUDA graphs that Inductor makes by itself (``mode="reduce-overhead"``):
-during its warm-up Inductor takes all memory from the graph's pool, also memory that an operator
-keeps from call to call, and refuses to replay. So Inductor cuts its graphs at an operator. A graph
-that a program captures itself may hold operators that were called once before.
+UNCAPTURABLE_TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe)
+"""Tags of operators whose calls need the host each time, at which Inductor cuts its graphs: ranks
+exchange something in every call, or the host waits for the device. A replay would leave that out.
 """
 
 _AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(
@@ -29,14 +31,15 @@ _AUTOCAST = _C.DispatchKeySet(_C.DispatchKey.AutocastCPU) | _C.DispatchKeySet(
 
 def register(
     library: torch.library.Library,
-    name: str,
+    qualified_name: str,
     run: Callable[..., Any],
     fake: Callable[..., Any],
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
 ) -> None:
-    """Register the kernels of the operator ``interlace::<name>``, which ``library`` has defined.
+    """Register the kernels of the operator ``interlace::<qualified_name>``, which ``library`` has
+    defined.
 
     Derivatives are computed or refused with an error, never dropped. Forward-mode differentiation
     is refused, and so is reverse mode if there is no ``backward``. Autocast does not reach into an
@@ -44,7 +47,7 @@ def register(
 
     Args:
         library: Library in which the schema was defined.
-        name: The operator's name.
+        qualified_name: The operator's name, with a dot and its overload's name if it has one.
         run: The implementation, on the CPU and on CUDA.
         fake: Returns empty tensors of the results' shapes and dtypes.
         backward: The gradient's formula, as for ``torch.library.register_autograd``. None for
@@ -53,7 +56,8 @@ def register(
         setup_context: Saves the tensors that ``backward`` needs, as for
             ``torch.library.register_autograd``.
     """
-    operator = getattr(torch.ops.interlace, name).default
+    name, _, overload = qualified_name.partition(".")
+    operator = getattr(getattr(torch.ops.interlace, name), overload or "default")
 
     def run_without_autograd(*args: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -64,8 +68,8 @@ def register(
 
     kernel = run_without_autograd if backward is None else run
     for device in ("CPU", "CUDA"):
-        library.impl(name, kernel, device)
-    torch.library.register_fake(f"interlace::{name}", fake, lib=library)
+        library.impl(qualified_name, kernel, device)
+    torch.library.register_fake(f"interlace::{qualified_name}", fake, lib=library)
 
     def run_without_autocast(*args: Any) -> Any:
         # Dispatch once more without autocast, which would cast the arguments.
@@ -73,7 +77,7 @@ def register(
             return operator(*args)
 
     for device in ("CPU", "CUDA"):
-        library.impl(name, run_without_autocast, f"Autocast{device}")
+        library.impl(qualified_name, run_without_autocast, f"Autocast{device}")
     if backward is None:
         return
     differentiable = make_autograd_impl(operator, Info(backward, setup_context))
@@ -87,7 +91,7 @@ def register(
         with _C._AutoDispatchBelowAutograd():
             return operator.redispatch(keys & _C._after_autograd_keyset, *args)
 
-    library.impl(name, run_with_autograd, "Autograd", with_keyset=True)
+    library.impl(qualified_name, run_with_autograd, "Autograd", with_keyset=True)
 
 
 def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

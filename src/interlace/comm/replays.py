@@ -33,6 +33,8 @@ from typing import Any
 
 import torch
 
+from interlace.comm import inductor_graphs
+from interlace.comm import recording as recordings
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
 
@@ -112,7 +114,8 @@ class Replays:
         """Enqueue the work of ``enqueue()`` on the current stream, within ``Group.running``.
 
         The second call with ``key`` makes a graph, which later calls replay. No graph is made
-        within a CUDA graph of the program, nor while as many as are kept are all in use.
+        within a CUDA graph of the program, nor in a run of which Inductor makes one, nor while as
+        many as are kept are all in use.
 
         Args:
             key: Everything that the work depends on: the :func:`places` of the call's tensors, and
@@ -126,7 +129,13 @@ class Replays:
         Returns:
             Whether ``enqueue`` was called.
         """
-        if not self._enabled or torch.cuda.is_current_stream_capturing():
+        # A launch that records its events has memory of its own for them, each time.
+        if (
+            not self._enabled
+            or recordings.active() is not None
+            or torch.cuda.is_current_stream_capturing()
+            or inductor_graphs.is_running()
+        ):
             enqueue()
             return True
         if with_libraries:
@@ -219,11 +228,14 @@ class _Recorder:
 
     Torch allocates cuBLAS's workspace (32 MiB on Hopper) per stream on its first product and keeps
     it, so it comes from the pool. Calls on a GPU follow each other, whatever their group, so all
-    graphs can share the workspace.
+    graphs can share the workspace. Inductor makes torch forget all workspaces whenever it makes a
+    graph; those of lasting graphs then stay in this pool, where only such graphs find them. So
+    short-lived graphs, whose pools go, are captured on another stream.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._short_lived_stream = torch.cuda.Stream(device)
         # PyTorch gives up a pool with its last graph; this graph is never run and keeps the pool.
         self._anchor = self.record(lambda: torch.zeros(1, device=device))
 
@@ -238,7 +250,8 @@ class _Recorder:
         """
         graph = torch.cuda.CUDAGraph()
         pool = torch.cuda.graph_pool_handle() if is_short_lived else self._pool
-        with torch.cuda.stream(self._stream), releases.put_off(), _without_collection():
+        stream = self._short_lived_stream if is_short_lived else self._stream
+        with torch.cuda.stream(stream), releases.put_off(), _without_collection():
             # Other threads, such as NCCL's watchdog, may go on calling the driver.
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:

@@ -22,7 +22,7 @@ class SymmetricMemory:
 
     Attributes:
         heap: Allocator of the group's address range.
-        workspaces: Current workspace of each operator, by the operator's name.
+        workspaces: The largest workspace of each operator, by the operator's name.
         outputs: Symmetric memory that operators return as tensors.
     """
 
@@ -43,8 +43,11 @@ class SymmetricMemory:
         self._streams, self._replays = streams, replays
         self.heap = make_heap(channel, streams)
         self.workspaces: dict[str, Workspace] = {}
-        self._retained: list[Workspace] = []  # replaced, but captured in a graph of the program
-        self.outputs = OutputPool(channel, health, streams, replays, self.allocate)
+        # Replaced, but captured in a graph of the program on any rank; the oldest first.
+        self._retained: dict[str, list[Workspace]] = {}
+        self.outputs = OutputPool(
+            channel, health, streams, replays, self.allocate, agreement.any_rank_now
+        )
         # Kernels that are running when the group goes still use the workspaces.
         held = [self.workspaces, self._retained]
         call_when_gone(self, streams.device, held.clear)
@@ -84,8 +87,9 @@ class SymmetricMemory:
         """Return the memory of ``operator``, allocated or grown on all ranks if it is too small.
 
         Every rank must ask with equal numbers in the same order, which :meth:`Agreement.agree` has
-        checked. When a workspace grows, the previous one is kept if a captured graph refers to it,
-        and is freed if not.
+        checked. When a workspace grows, the previous one is kept if a graph that any rank has
+        captured refers to it, and is freed if not. A call gets the oldest one that is large enough:
+        so a rank that enqueues or captures a call meets peers that replay an earlier capture of it.
 
         Args:
             operator: Name of the operator.
@@ -97,15 +101,15 @@ class SymmetricMemory:
                 workspace stays in force.
         """
         workspace = self.workspaces.get(operator)
-        if (
-            workspace is not None
-            and workspace.half_bytes >= half_bytes
-            and workspace.signal_count >= signal_count
-        ):
-            # The group's own graphs do not count: they are forgotten when the workspace goes.
-            workspace.captured |= self._streams.capturing() and not self._replays.capturing
-            return workspace
-        return self._grow(operator, half_bytes, signal_count)
+        if workspace is None or not workspace.suffices(half_bytes, signal_count):
+            return self._grow(operator, half_bytes, signal_count)
+        for previous in self._retained.get(operator, ()):
+            if previous.suffices(half_bytes, signal_count):
+                workspace = previous
+                break
+        # The group's own graphs do not count: they are forgotten when the workspace goes.
+        workspace.captured |= self._streams.capturing() and not self._replays.capturing
+        return workspace
 
     @makes_ordinary_tensors
     def _grow(self, operator: str, half_bytes: int, signal_count: int) -> Workspace:
@@ -122,11 +126,15 @@ class SymmetricMemory:
                 workspace = make_workspace(
                     data, half_bytes, signals, signal_count, self._streams.device
                 )
+            # Only a rank itself knows what it has captured, and all must keep the same memory.
+            is_captured = previous is not None and self._agreement.any_rank_now(
+                f"{step} (captured)", previous.captured
+            )
             # Graphs of earlier calls refer to the previous workspace.
             self._replays.clear()
             self.workspaces[operator] = workspace
-            if previous is not None and previous.captured:
-                self._retained.append(previous)
+            if previous is not None and is_captured:
+                self._retained.setdefault(operator, []).append(previous)
         return workspace
 
     def workspace_bytes(self) -> dict[str, int]:

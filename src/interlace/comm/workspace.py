@@ -47,6 +47,10 @@ class Workspace:
     notes: torch.Tensor
     captured: bool = False
 
+    def suffices(self, half_bytes: int, signal_count: int) -> bool:
+        """Return whether a call that needs so many bytes and signals finds them here."""
+        return self.half_bytes >= half_bytes and self.signal_count >= signal_count
+
     def reset(self, rank: int) -> None:
         """Restore the initial state of ``rank``'s part while no kernel of any rank is running."""
         for block in (self.data, self.signals):

@@ -19,6 +19,7 @@ from interlace.comm.interpreter import interpreting
 from interlace.compile import foreign
 from interlace.compile.choice import ranks_of_a_machine
 from interlace.compile.rewrite import fuse
+from interlace.gemm import invariance
 
 _SLOT = "post_grad_custom_pre_pass"
 
@@ -30,7 +31,8 @@ class InductorPass(CustomGraphPass):
 
     Attributes:
         first: Another pass for this slot, which runs before this one; or None.
-        autotune: Whether operators measure their implementations at their first calls; see
+        autotune, merge_products: Whether operators measure their implementations at their first
+            calls, and whether products with the same input become one kernel; see
             :func:`interlace.compile.fuse`.
 
     Example:
@@ -38,9 +40,13 @@ class InductorPass(CustomGraphPass):
     """
 
     def __init__(
-        self, first: Callable[[Graph], None] | None = None, *, autotune: bool = True
+        self,
+        first: Callable[[Graph], None] | None = None,
+        *,
+        autotune: bool = True,
+        merge_products: bool = True,
     ) -> None:
-        self.first, self.autotune = first, autotune
+        self.first, self.autotune, self.merge_products = first, autotune, merge_products
         self._is_on = True
 
     def __call__(self, graph: Graph) -> None:
@@ -48,7 +54,7 @@ class InductorPass(CustomGraphPass):
         if self.first is not None:
             self.first(graph)
         if self._is_on:
-            fuse(graph, autotune=self.autotune)
+            fuse(graph, autotune=self.autotune, merge_products=self.merge_products)
 
     def turn_off(self) -> None:
         """Fuse nothing from now on, for where another pass has put itself around this one."""
@@ -60,7 +66,7 @@ class InductorPass(CustomGraphPass):
         It covers the package, its libraries, the GPUs, the settings and the groups. None, which
         turns the cache off, if the first pass has no such key.
         """
-        own = (_fingerprint(), self.autotune) if self._is_on else "off"
+        own = (_fingerprint(), self.autotune, self.merge_products) if self._is_on else "off"
         if self.first is None:
             return own
         # A first pass without a key could change its output between runs, and a cached graph would
@@ -78,20 +84,22 @@ def backend(
 ) -> Callable[..., Any]:
     """Compile a graph by Inductor with the pass: ``torch.compile(model, backend=backend)``.
 
-    ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. One option is
+    ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Two options are
     ours: ``options={"interlace.autotune": False}`` keeps operators from measuring their
-    implementations at the first calls. Results are those of the uncompiled model within the
-    operators' rounding; every rank of a group must compile the same program. Nothing is sent when
-    compiling.
+    implementations at the first calls, and ``{"interlace.merge_products": False}`` leaves products
+    of up to 16 rows with the same input to a kernel each. Results are those of the uncompiled model
+    within the operators' rounding; every rank of a group must compile the same program. Nothing is
+    sent when compiling.
     """
     import torch._inductor
     from torch._inductor.compile_fx import compile_fx
 
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
     autotune = bool(patches.pop("interlace.autotune", True))
+    merge_products = bool(patches.pop("interlace.merge_products", True))
     # A pass in ``options`` replaces the one that is installed globally, as it does in Inductor.
     first = _single_pass(patches[_SLOT]) if _SLOT in patches else _installed_pass()
-    patches[_SLOT] = InductorPass(first, autotune=autotune)
+    patches[_SLOT] = InductorPass(first, autotune=autotune, merge_products=merge_products)
     compiled: Any = compile_fx(model, list(inputs), config_patches=patches)
     return cast(Callable[..., Any], compiled)
 
@@ -244,6 +252,7 @@ def _fingerprint() -> str:
         _groups(),
         foreign.names(),
         settings,
+        invariance.is_enabled(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -14,11 +14,22 @@ from interlace.comm.interpreter import interpreting
 from interlace.comm.nodes import NODES_VARIABLE
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
+from interlace.gemm import invariance
 from interlace.gemm.batch import BatchOperator
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.terms import Terms
 from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 from interlace.registry import Operator, operator_matching
+
+
+def require_runnable(device: torch.device) -> None:
+    """Raise :class:`LeftAlone` if kernels cannot run on a device in this process."""
+    if device.type not in ("cuda", "cpu"):
+        raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
+    if device.type == "cpu" and not interpreting():
+        raise LeftAlone(
+            "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
+        )
 
 
 def usable_ranks(group_name: str, device: torch.device) -> int:
@@ -27,12 +38,7 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
     Raises:
         LeftAlone: Operators cannot run on this group or on this device.
     """
-    if device.type not in ("cuda", "cpu"):
-        raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
-    if device.type == "cpu" and not interpreting():
-        raise LeftAlone(
-            "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
-        )
+    require_runnable(device)
     try:
         group = process_group_named(group_name)
         ranks = dist.get_process_group_ranks(group)
@@ -75,8 +81,11 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
         rows: M. For an all-gather, the rows of all ranks; for a batch, those of all its products.
 
     Raises:
-        LeftAlone: The pair is faster, or nothing was measured.
+        LeftAlone: The pair is faster, or nothing was measured. Where calls must be batch-invariant,
+            the operator has no implementation that is, or it refuses these operands.
     """
+    if invariance.is_enabled():
+        return _choose_invariant(operator, _terms(product, rows, ranks))
     sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
     choice = operator.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
     # ``impl="auto"`` of an explicit call runs the fused kernel where no time is known. The pass
@@ -94,6 +103,23 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
         refusals = (f"impl={each!r}, which must have {lacks}" for each, lacks in unmet.items())
         raise LeftAlone(f"{operator.name} would be faster by {' or '.join(refusals)}")
     raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
+
+
+def _choose_invariant(operator: Operator, terms: Terms) -> str:
+    """Return the reason why ``operator`` takes the pair's place where calls must be invariant.
+
+    Nothing is asked about times, which depend on the number of rows.
+
+    Raises:
+        LeftAlone: The operator has no batch-invariant implementation, or it refuses these operands.
+    """
+    implementations = invariance.invariant_implementations(operator)
+    if not implementations:
+        raise LeftAlone(f"{operator.name} has no batch-invariant implementation")
+    refusal = implementations[0].refusal(terms)
+    if refusal is not None:
+        raise LeftAlone(f"{operator.name} would be batch-invariant, but must have {refusal}")
+    return "calls must be batch-invariant"
 
 
 def _terms(product: Product, rows: int, ranks: int) -> Terms:
@@ -123,8 +149,10 @@ def choose_sum(
 
     Raises:
         LeftAlone: Neither way is faster than the pair for a product of the total K, or nothing was
-            measured.
+            measured; or calls must be batch-invariant.
     """
+    if invariance.is_enabled():
+        raise LeftAlone(f"it is a sum of products, of which {operator.name} is not batch-invariant")
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
     choice = operator.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
@@ -166,7 +194,8 @@ def all_reduce_operator(rows: int, rows_contiguous: bool) -> Operator:
     """
     # With few tokens the product is limited by reading the weight, which the GEMV operator does
     # fastest; it needs the weight to be contiguous along K.
-    few = rows < FEW_TOKENS and rows_contiguous
+    # Batch-invariant calls must take the same one for any number of tokens.
+    few = rows < FEW_TOKENS and rows_contiguous and not invariance.is_enabled()
     return operator_matching("gemv" if few else "gemm", "all_reduce")
 
 

@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterator
 
+from torch._logging import trace_structured
 from torch.fx import Node
 
 log = logging.getLogger("interlace.compile")
@@ -19,13 +20,13 @@ class LeftAlone(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """A collective of a graph, and what the pass did with it.
+    """A collective of a graph, and what the pass did with it; or products with one input.
 
     Attributes:
         graph: ``"forward"`` or ``"backward"``.
-        collective: The collective's operator, such as ``"all_reduce"``.
-        node: The collective's name in the graph.
-        shape: The shape of the collective's operand.
+        collective: The collective's operator, such as ``"all_reduce"``; or ``"products"``.
+        node: The collective's name in the graph, or the products' names.
+        shape: The shape of the collective's operand, or of the products' input.
         module: The path of the module whose product the collective follows or feeds, or ``""`` if
             the graph does not tell.
         operator: The fused operator that replaced the collective, or None.
@@ -87,8 +88,18 @@ def recording() -> Iterator[list[Finding]]:
 
 
 def record(findings: list[Finding]) -> None:
-    """Append findings to all open recordings, and log them."""
+    """Append findings to all open recordings, log them, and hand them to tlparse.
+
+    ``TORCH_LOGS="+interlace"`` shows the log; a ``TORCH_TRACE`` has the findings as the artifact
+    ``interlace_findings`` of the graph that is being compiled.
+    """
     for open_record in _records:
         open_record.extend(findings)
     for finding in findings:
         log.info("%s", finding)
+    if findings:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": "interlace_findings", "encoding": "json"},
+            payload_fn=lambda: [dataclasses.asdict(finding) for finding in findings],
+        )

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
+import torch._prims  # registers torch.ops.prims
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
@@ -14,6 +15,8 @@ from torch.fx.node import map_arg
 from interlace.compile.findings import LeftAlone
 
 aten = torch.ops.aten
+
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack")
 
@@ -33,6 +36,16 @@ def value(node: Node) -> torch.Tensor:
 def is_static(*sizes: object) -> bool:
     """Return whether all sizes are known when compiling."""
     return all(isinstance(size, int) for size in sizes)
+
+
+def cast_source(node: Node) -> Node | None:
+    """Return the node of which a call is a copy in another dtype, or None for any other call."""
+    if node.op != "call_function" or node.target not in _CASTS:
+        return None
+    source = node.args[0]
+    assert isinstance(source, Node)
+    same = value(source).device == value(node).device
+    return source if same and value(source).stride() == value(node).stride() else None
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
@@ -89,6 +102,35 @@ def views_since(node: Node, before: Node) -> tuple[Node, list[Node]]:
     return node, views
 
 
+def move_before(anchor: Node, node: Node, barred: Collection[Node]) -> Callable[[], None]:
+    """Return a function that moves a node, and what it is computed from, before ``anchor``.
+
+    Args:
+        anchor: The node before which they come.
+        node: The node to move; it stays if it comes before ``anchor`` already.
+        barred: Nodes from which it must not be computed.
+
+    Raises:
+        LeftAlone: It is computed from ``anchor`` or from a barred node.
+    """
+    moved: list[Node] = []
+    pending = [node]
+    while pending:
+        each = pending.pop()
+        if each < anchor or each in moved:
+            continue
+        if each is anchor or any(source in barred for source in each.all_input_nodes):
+            raise LeftAlone(f"{node.name} is computed from the collective's result")
+        moved.append(each)
+        pending += each.all_input_nodes
+
+    def move() -> None:
+        for each in sorted(moved):
+            anchor.prepend(each)
+
+    return move
+
+
 class Writer:
     """Adds calls to a graph, before a given node."""
 
@@ -117,6 +159,22 @@ class Writer:
             # PyTorch raises RuntimeError for a real tensor and ValueError for a traced one.
             node = self.contiguous(node)
         return self.call(aten.view.default, node, list(shape))
+
+    def as_rows(self, node: Node) -> Node:
+        """Return ``node [..., N]`` as a contiguous matrix ``[M, N]``."""
+        if value(node).dim() != 2:
+            node = self.reshape(node, [-1, value(node).shape[-1]])
+        return node if value(node).is_contiguous() else self.contiguous(node)
+
+    def shaped_as(self, node: Node, layout: torch.Tensor) -> Node:
+        """Return the rows ``node [M, N]`` in the shape and strides of ``layout [..., N]``.
+
+        At most one size of ``layout`` may be dynamic.
+        """
+        if layout.dim() != 2:
+            shape = [size if isinstance(size, int) else -1 for size in layout.shape]
+            node = self.reshape(node, shape)
+        return self.laid_out_as(node, layout)
 
     def contiguous(self, node: Node) -> Node:
         """Return a contiguous copy of ``node``."""

@@ -68,6 +68,12 @@ class Product:
         """The nodes of weight and bias that a fused operator would read."""
         return [_untransposed(self)[0], *([self.bias] if self.bias is not None else [])]
 
+    def rows(self, writer: Writer) -> Node:
+        """Return x as ``[M, K]``."""
+        if value(self.x).dim() == 2:
+            return self.x
+        return writer.reshape(self.x, [-1, self.inner])
+
     def weight(self, writer: Writer) -> Node:
         """Return the weight as ``[N, K]``; for a batch, the weight of its first product.
 

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, foreign, received, rows, sums
+from interlace.compile import collectives, foreign, normed, received, rows, siblings, sums
 from interlace.compile.choice import all_reduce_operator, choose, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
@@ -27,7 +27,7 @@ from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operators
 
 
-def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
+def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = True) -> list[Finding]:
     """Replace each pair of product and collective by a fused operator if it is known to be faster.
 
     Nothing is computed or sent.
@@ -37,9 +37,10 @@ def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
             it to a compiler. It is changed in place; pairs that are left alone stay unchanged.
         autotune: Whether operators measure their implementations at the first call of a kind that
             is not captured in a CUDA graph (see :func:`interlace.autotune`), where they can.
+        merge_products: Whether products of up to 16 rows with the same input become one kernel.
 
     Returns:
-        A finding for every collective of the graph.
+        A finding for every collective of the graph, and for all products that became one kernel.
     """
     direction = (
         "backward"
@@ -57,6 +58,8 @@ def fuse(graph: Graph, *, autotune: bool = True) -> list[Finding]:
         Finding(**_description(node, direction), operator=None, reason=reason)
         for node, reason in refused
     ]
+    if merge_products:
+        findings += siblings.merge(graph, direction)
     if any(finding.operator for finding in findings):
         if autotune:
             _let_measure(graph)
@@ -181,7 +184,9 @@ def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | No
 
 
 def _all_reduce(collective: Collective) -> tuple[str, str]:
-    """Fuse an all-reduce with the product, or sum of products, before it."""
+    """Fuse an all-reduce with the product, or sum of products, before it; and with residual and
+    norm after it.
+    """
     collective.require_sum()
     if sums.is_sum(collective.input):
         return sums.all_reduce(collective)
@@ -191,6 +196,13 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
         if node.target not in rows.MOVES:
             raise LeftAlone(f"{node.name} takes parts of the product")
     ranks = usable_ranks(collective.group_name, product.device)
+    note = ""
+    try:
+        tail = normed.tail_of(collective)
+        if tail is not None:
+            return normed.fuse(collective, product, tail, ranks)
+    except LeftAlone as refusal:
+        note = f"; the norm that follows is not part of it: {refusal}"
     tokens = rows_of(product)
     writer = Writer(product.node, collective.node)
     weight = value(product.w)
@@ -202,7 +214,7 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
             "a bias is added before the sum, which for few tokens costs a collective of its own"
         )
     reason = choose(operator, product, tokens, ranks)
-    x = _flat(writer, product)
+    x = product.rows(writer)
     bias = _summed_bias(product, collective.group_name, writer)
     options = [None, None, product.dtype] if is_gemm else []
     target = overload(operator.name)
@@ -217,16 +229,7 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
     # moved the product now move the sum, so the collective is replaced by its own operand.
     after = Writer(collective.node, collective.node)
     collective.replace(after.laid_out_as(argument(collective.node, 0, "input"), collective.result))
-    return operator.name, reason
-
-
-def _flat(writer: Writer, product: Product) -> Node:
-    """Return x as ``[M, K]``."""
-    return (
-        product.x
-        if value(product.x).dim() == 2
-        else writer.reshape(product.x, [rows_of(product), product.inner])
-    )
+    return operator.name, reason + note
 
 
 def _moved(collective: Collective, product: Product, writer: Writer, nodes: list[Node]) -> Node:

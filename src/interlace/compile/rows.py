@@ -91,6 +91,14 @@ _KEEPS: dict[Any, Callable[[Node], bool]] = {
     aten.cat.default: _keeps_cat,
 }
 
+_ORDERLY = (
+    *_RESHAPES,
+    *_SAME,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.unsqueeze.default,
+)
+
 # Calls that move all elements and change none, so that a sum over ranks may come before them.
 MOVES = (*VIEWS, *_RESHAPES, *_SAME)
 
@@ -98,6 +106,14 @@ MOVES = (*VIEWS, *_RESHAPES, *_SAME)
 def moves_rows(node: Node) -> bool:
     """Return whether a call is of a kind that can move rows; its dimensions are not checked."""
     return node.op == "call_function" and node.target in _KEEPS
+
+
+def keeps_order(node: Node) -> bool:
+    """Return whether a call only changes the shape of its argument, and no row's place or length.
+
+    It holds for any number of rows, also if their number changes from call to call.
+    """
+    return node.op == "call_function" and node.target in _ORDERLY and _KEEPS[node.target](node)
 
 
 def upstream(node: Node) -> Iterator[Node]:

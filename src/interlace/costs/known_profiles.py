@@ -14,7 +14,8 @@ import warnings
 from pathlib import Path
 
 from interlace.cache_folder import cache_folder, is_own
-from interlace.costs.time import Corrections, MachineProfile, ProductRates
+from interlace.costs.corrections import Corrections
+from interlace.costs.time import MachineProfile, ProductRates
 from interlace.errors import ConfigError
 
 

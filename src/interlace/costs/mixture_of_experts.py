@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from interlace.costs.cost import Cost
 from interlace.costs.registry import cost_of, gradient_cost_of
-from interlace.units import ceil_div
+from interlace.units import ceil_div, next_power_of_2
 
 Counts = Sequence[Sequence[int]]
 
@@ -163,6 +163,53 @@ def backward(
         messages=sent + results + _puts(counts, rank, number_rows),
         signals=2 * peers + _busy_elsewhere(counts, rank),
     )
+
+
+def copies(chosen: Sequence[Sequence[Sequence[int]]], rank: int, local: int) -> int:
+    """Count the tokens that ``rank`` sends to peers in decoding: one to each that has an expert of
+    the token.
+
+    Args:
+        chosen: ``chosen[s][t]`` are the experts of rank s's token t; numbers beyond the experts
+            stand for none.
+        local: experts per rank.
+    """
+    peers = set(range(len(chosen))) - {rank}
+    return sum(
+        len(peers & {expert // local for expert in experts if expert >= 0})
+        for experts in chosen[rank]
+    )
+
+
+def decode(
+    *, counts: Counts, copies: int, rank: int, tokens: int, top_k: int, hidden: int, ffn: int,
+    itemsize: int, senders: int, columns: int, product_tile: tuple[int, int],
+) -> Cost:  # fmt: skip
+    """Compute the cost of ``impl="decode"`` on ``rank``.
+
+    Args:
+        copies: tokens that leave; see :func:`copies`.
+        tokens: tokens of this rank.
+        senders: programs that send tokens.
+        columns: columns of a token that one put sends.
+        product_tile: rows and columns of results that one put sends.
+    """
+    peers, row_bytes = len(counts) - 1, hidden * itemsize
+    results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
+    # Every peer gets the experts that this rank's slots name, up to 2048 of them in one put.
+    slots = tokens * top_k
+    named = peers * ceil_div(slots, min(2048, next_power_of_2(max(16, len(counts) * slots))))
+    return Cost(
+        flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
+        memory_bytes=floor_memory_bytes(
+            counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize,
+            trains=False,
+        ),
+        link_bytes=peers * NUMBER_BYTES * slots + (copies + returning(counts, rank)) * row_bytes,
+        messages=named + copies * ceil_div(hidden, columns) + results,
+        # Each sender has a signal of its own; then one says that results are complete.
+        signals=peers * (senders + 1),
+    )  # fmt: skip
 
 
 def _local(counts: Counts, rank: int) -> range:

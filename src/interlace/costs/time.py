@@ -14,20 +14,12 @@ here imports torch.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
 
+from interlace.costs.corrections import Corrections, Schedule, TimedCall
 from interlace.costs.registry import find_cost
 from interlace.units import ceil_div, round_up
-
-Schedule = Literal["whole", "batch", "by_rank", "by_peer", "tiled"]
-"""How an implementation computes its product: one product of the library; one batch of the
-library's products, a product for each rank's rows; one product of the library after another, for
-each rank's rows; the same for the peers' rows, and tiles of its own kernel for the rank's own; or
-tiles of its own kernel, none of which covers two ranks' rows.
-"""
 
 Composition = Mapping[str, float]
 """Factor of each part of the time; the parts are the names that :func:`parts_us` gives them."""
@@ -70,6 +62,17 @@ class Call:
     output_itemsize: int | None = None
     is_exact: bool = False
 
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Return the sizes by which measured calls are known."""
+        return self.rows, self.columns, self.inner, self.world_size
+
+    def parts_us(
+        self, profile: MachineProfile, operator: str, schedule: Schedule, tile: tuple[int, int]
+    ) -> dict[str, float]:
+        """Return the parts of an implementation's time; see :func:`parts_us`."""
+        return parts_us(profile, operator, self, schedule, tile)
+
     @staticmethod
     def of_dtype(dtype: str, rows: int, columns: int, inner: int, world_size: int) -> Call:
         """Return a call whose operands have a dtype, such as ``"bfloat16"``, and whose result has
@@ -109,51 +112,6 @@ class ProductRates:
     split_us: float
     float32_flops_per_s: float
     own_float32_flops_per_s: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Corrections:
-    """How far measured calls of one operator were from what compositions say.
-
-    The nearer a measured call is, the more it counts: at a distance of d, exp(-d**2 / 2) times its
-    weight, where doubling rows, columns or inner is a distance of 1, and doubling the ranks of 2.
-
-    Attributes:
-        calls: rows, columns, inner and ranks of the measured calls.
-        weights: for each implementation, the weight of each of these calls; 0 where it was not
-            measured.
-    """
-
-    calls: Sequence[Sequence[int]]
-    weights: Mapping[str, Sequence[float]]
-
-    def factor(self, implementation: str, call: Call) -> float:
-        """Return the factor by which a composed time is to be multiplied."""
-        weights = self.weights.get(implementation)
-        if weights is None:
-            return 1.0
-        place = place_of(call.rows, call.columns, call.inner, call.world_size)
-        return math.exp(
-            math.fsum(
-                weight * nearness(place, place_of(*known))
-                for weight, known in zip(weights, self.calls, strict=True)
-                if weight
-            )
-        )
-
-
-Place = tuple[float, float, float, float]
-
-
-@functools.lru_cache(maxsize=4096)
-def place_of(rows: int, columns: int, inner: int, world_size: int) -> Place:
-    """Return the coordinates of a call, between which distances are measured."""
-    return math.log2(rows), math.log2(columns), math.log2(inner), 2 * math.log2(world_size)
-
-
-def nearness(one: Place, other: Place) -> float:
-    """Return how much one call says of another: 1 if they are the same, 0 if they are far apart."""
-    return math.exp(-(math.dist(one, other) ** 2) / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -320,7 +278,7 @@ class MachineProfile:
         self,
         operator: str,
         implementation: str,
-        call: Call,
+        call: TimedCall,
         schedule: Schedule,
         tile: tuple[int, int],
     ) -> float | None:
@@ -336,7 +294,7 @@ class MachineProfile:
         composition = self.composition(operator, implementation, call.itemsize)
         if composition is None:
             return None
-        parts = parts_us(self, operator, call, schedule, tile)
+        parts = call.parts_us(self, operator, schedule, tile)
         composed = sum(factor * parts[name] for name, factor in composition.items())
         corrections = self.corrections.get(operator)
         # The measured calls were of 16-bit operands.

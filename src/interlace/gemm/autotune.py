@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.cache_folder import cache_folder
+from interlace.comm import inductor_graphs
 from interlace.comm.identity import identity
 from interlace.errors import PeerTimeoutError, RankMismatchError
 from interlace.gemm.call import GemmCall
@@ -183,7 +184,11 @@ def measured(
     # Ranks may remember different times, so one rank's memory counts for all.
     times_us = call.group.exchange("measured times", remembered(kind))[0]
     if times_us is None:
-        times_us = measure(call, near, predicted_us)
+        if inductor_graphs.is_running():
+            # Copies of weights and graphs must not come from the pool of Inductor's graph.
+            times_us = inductor_graphs.call_apart(measure, call, near, predicted_us)
+        else:
+            times_us = measure(call, near, predicted_us)
         if call.group.rank == 0:
             _memory().write(kind, times_us)
     order = sorted(candidates, key=lambda each: times_us.get(each.name, math.inf))

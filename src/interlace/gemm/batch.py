@@ -8,11 +8,19 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from interlace.comm import Group
+from interlace.comm import Group, ranges
+from interlace.costs.gemm import leaving
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
+from interlace.gemm.invariance import (
+    BATCH_INVARIANT,
+    REFERENCE_ROWS,
+    effective_impl,
+    invariant_implementations,
+    require_invariant,
+)
 from interlace.registry import Implementation, Operator
 from interlace.tuning.choice import Choice
 
@@ -49,6 +57,7 @@ class BatchOperator(Operator):
     has_public_function = False
     command_module = "interlace.cli.bench_batches"
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
+    choosers: ClassVar[tuple[str, ...]] = ("auto", BATCH_INVARIANT)
 
     def choose(self, **call: Any) -> Choice[Any]:
         """Return the fastest implementation; see :func:`interlace.gemm.choice.choose_product`."""
@@ -76,6 +85,7 @@ class BatchOperator(Operator):
             ArgumentError: There is no such implementation, or an error of ``validate``.
             RankMismatchError: Ranks differ in shapes, dtypes or impl.
         """
+        impl = effective_impl(self, impl)
         group = group_for(self.name, group_name, x.device)
 
         def decide() -> tuple[int, Implementation, GemmConfig]:
@@ -90,9 +100,12 @@ class BatchOperator(Operator):
             self.validate_impl(impl)
             validate(group)
             _, inner, columns = w.shape
+            is_invariant = impl == BATCH_INVARIANT
+            if is_invariant:
+                require_invariant(self)
             self.require_nodes(impl, group.nodes)
             choice = self.choose(
-                rows=rows,
+                rows=REFERENCE_ROWS * group.world_size if is_invariant else rows,
                 columns=columns,
                 inner=inner,
                 dtype=x.dtype,
@@ -100,6 +113,9 @@ class BatchOperator(Operator):
                 device=x.device,
             ).between(self, group.nodes)
             name = choice.impl if impl == "auto" else impl
+            if is_invariant:
+                name = invariant_implementations(self)[0].name
+                self.require_nodes(name, group.nodes)
             # A stock pair that the tuned table prefers is no implementation here: the pass would
             # not have made the call then. The first implementation stands for it.
             if name not in self.words:
@@ -108,8 +124,22 @@ class BatchOperator(Operator):
 
         key = (self.name, x.shape, w.shape, x.dtype, w.dtype, impl)
         mark, implementation, config = group.once(key, decide)
-        is_explicit = impl != "auto"
+        is_explicit = impl not in self.choosers
         return implementation, BatchCall(x, w, group, group_name, config, mark, is_explicit)
+
+    def run(self, implementation: Implementation, call: BatchCall) -> Any:
+        """Run an agreed call within a range for profilers; return what the implementation does."""
+        with ranges.around(
+            self.name, implementation.name, (call.x, call.w), lambda: self._link_bytes(call)
+        ):
+            return implementation.run(call)
+
+    def _link_bytes(self, call: BatchCall) -> int:
+        """Return the bytes of the rows that leave this rank, without padding."""
+        _, inner, columns = call.w.shape
+        rows = call.x.numel() // inner
+        width = inner if self.collective_first else columns
+        return leaving(rows * width * call.x.itemsize, call.group.world_size)
 
 
 def require_same_dtype(operator: str, matrices: Sequence[torch.Tensor]) -> None:

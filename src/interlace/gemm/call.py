@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.operands import Operands
 
 if TYPE_CHECKING:
@@ -54,8 +55,10 @@ class GemmCall:
         group_name: The name of their process group.
         config: The fused kernel's configuration.
         mark: The number that this call's signals carry; from the ranks' agreement.
+        is_batch_invariant: Whether a row's result must have the same bits in every batch.
         is_explicit: Whether the caller has asked for the implementation by name. Else it may give
             up, and another one runs.
+        epilogue: What is computed of the sum, of operators that have that.
     """
 
     operator: GemmOperator
@@ -67,6 +70,8 @@ class GemmCall:
     config: GemmConfig
     mark: int
     is_explicit: bool
+    is_batch_invariant: bool = False
+    epilogue: Epilogue | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

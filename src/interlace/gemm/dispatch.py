@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
-from interlace.comm import Group, group_named
+from interlace.comm import Group, group_named, ranges
+from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.epilogue import Epilogue
+from interlace.gemm.invariance import (
+    BATCH_INVARIANT,
+    effective_impl,
+    invariant_implementations,
+    require_invariant,
+)
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
 from interlace.tuning.choice import Choice
+
+log = logging.getLogger("interlace.gemm")
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -56,6 +67,7 @@ def run(
     group_name: str,
     impl: str,
     config: str,
+    epilogue: Epilogue | None = None,
 ) -> Any:
     """Run one call whose arguments are validated.
 
@@ -63,6 +75,7 @@ def run(
         splits: The lists of rows that the operator takes, each None for the default.
         gather: Whether the gathered x is a result, too.
         config: The text of a configuration, or empty for the tuned table's.
+        epilogue: What is to be computed of the sum over ranks, if the operator does that.
 
     Returns:
         The operator's result, or its pair of results.
@@ -72,15 +85,22 @@ def run(
         RankMismatchError: Ranks differ in what must be the same.
         GroupError: The group is too large or broken.
     """
+    impl = effective_impl(operator, impl)
     group = group_for(operator.name, group_name, operands.x.device)
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     is_new_each_time = operator.exchanges(lists)
+
+    def decide() -> Decision:
+        also_agreed = {} if epilogue is None else epilogue.agreed()
+        return _decide(operator, operands, lists, group, impl, config, also_agreed)
+
     if is_new_each_time:
-        decision = _decide(operator, operands, lists, group, impl, config)
+        decision = decide()
     else:
-        key = (operator.name, *operands.signature(), lists, gather, impl, config)
-        decision = group.once(key, lambda: _decide(operator, operands, lists, group, impl, config))
+        after = () if epilogue is None else epilogue.signature()
+        key = (operator.name, *operands.signature(), lists, gather, impl, config, *after)
+        decision = group.once(key, decide)
     call = GemmCall(
         operator=operator,
         operands=operands,
@@ -91,6 +111,8 @@ def run(
         config=decision.config,
         mark=decision.mark,
         is_explicit=impl not in operator.choosers,
+        is_batch_invariant=impl == BATCH_INVARIANT,
+        epilogue=epilogue,
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
@@ -99,8 +121,32 @@ def run(
         _measure(call, decision)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
-    results = (implementation.run(call) for implementation in decision.implementations)
+    results = (_run(implementation, call) for implementation in decision.implementations)
     return next(result for result in results if result is not None)
+
+
+def _run(implementation: Implementation, call: GemmCall) -> Any:
+    """Run one implementation, within a range for profilers."""
+    operands = call.operands
+    with ranges.around(
+        call.operator.name, implementation.name, (operands.x, operands.w), lambda: _link_bytes(call)
+    ):
+        return implementation.run(call)
+
+
+def _link_bytes(call: GemmCall) -> int | None:
+    """Return the bytes that leave a rank if rows are shared out evenly; None without a formula."""
+    operands = call.operands
+    if call.operator.name not in OPERATOR_COSTS:
+        return None
+    return call.operator.cost(
+        rows=call.rows.product,
+        columns=operands.columns,
+        inner=operands.inner,
+        itemsize=operands.x.itemsize,
+        output_itemsize=operands.out_dtype.itemsize,
+        world_size=call.group.world_size,
+    ).link_bytes
 
 
 def _measure(call: GemmCall, decision: Decision) -> None:
@@ -109,10 +155,12 @@ def _measure(call: GemmCall, decision: Decision) -> None:
     Whether it is new, all ranks know alike, by what they have agreed on; this rank's decision says
     nothing about that, as another one may be made for other rows of this rank alone.
     """
-    if not decision.predicted_us or not autotune.may_measure(call):
-        return
     known = call.group.cache.measured
+    if not decision.predicted_us:
+        return
     if decision.kind not in known:
+        if not autotune.may_measure(call):
+            return
         known[decision.kind] = autotune.measured(
             call, decision.implementations, decision.predicted_us, decision.worst_error
         )
@@ -137,11 +185,17 @@ def _decide(
     group: Group,
     impl: str,
     config: str,
+    also_agreed: Mapping[str, Any],
 ) -> Decision:
-    """Agree on a call with all ranks, and choose how it runs. Collective."""
+    """Agree on a call with all ranks, and choose how it runs. Collective.
+
+    Args:
+        also_agreed: What ranks must have in common beside operands and lists of rows.
+    """
     agreed = {
         **operator.agreed(operands, splits, group),
         **operands.agreed(),
+        **also_agreed,
         "impl": impl,
         "config": config,
     }
@@ -152,13 +206,26 @@ def _decide(
     operator.require_nodes(impl, group.nodes)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
     choice = choice.between(operator, group.nodes)
+    is_invariant = impl == BATCH_INVARIANT
+    if is_invariant:
+        require_invariant(operator)
+        operator.require_nodes(invariant_implementations(operator)[0].name, group.nodes)
+    chosen = (
+        operator.invariant_config(operands, group.world_size) if is_invariant else choice.config
+    )
+    # Where the caller has decided there is nothing to measure.
+    is_open = impl in operator.choosers and not is_invariant and not config
+    log.debug(
+        "%s of x %s and w %s with impl=%r: %s (%s)",
+        operator.name, list(operands.x.shape), list(operands.w.shape), impl, choice.impl,
+        choice.reason,
+    )  # fmt: skip
     return Decision(
         mark,
         rows,
         resolve(operator, impl, choice, operands.terms(rows.is_even)),
-        operator.config_type.parse(config) if config else choice.config,
-        # Where the caller has decided there is nothing to measure.
-        choice.times_us if impl in operator.choosers and not config else {},
+        operator.config_type.parse(config) if config else chosen,
+        choice.times_us if is_open else {},
         choice.worst_error,
         (operator.name, *agreed.items()),
     )
@@ -170,8 +237,12 @@ def resolve(
     """Return what may run a call: ``impl``, or what was chosen and does not refuse it, in turn.
 
     Raises:
-        ArgumentError: ``impl`` was asked for and cannot run such a call.
+        ArgumentError: ``impl`` was asked for and cannot run such a call, or no batch-invariant
+            implementation can.
     """
+    if impl == BATCH_INVARIANT:
+        # The first one alone: which one runs must not depend on the rows.
+        impl = invariant_implementations(operator)[0].name
     if impl in operator.choosers:
         candidates = map(operator.implementation, choice.candidates)
         return tuple(each for each in candidates if each.refusal(terms) is None)

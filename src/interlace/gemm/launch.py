@@ -103,12 +103,14 @@ def constants(
     *,
     descriptors: bool,
     tile_stores: bool,
+    in_rank_order: bool = False,
 ) -> dict[str, Any]:
     """Return the constants that every kernel with a product has.
 
     Args:
         descriptors: Whether the kernel loads x and w as tiles through tensor descriptors.
         tile_stores: Whether the result's tiles leave by copies out of shared memory.
+        in_rank_order: Whether a sum has the same bits whichever rank computes it.
     """
     from interlace.gemm.kernels.tiles import Sending, Tiling
 
@@ -119,6 +121,7 @@ def constants(
             align=ALIGNMENT_BYTES // operands.out_dtype.itemsize,
             tile_stores=tile_stores,
             interleave=config.interleave,
+            in_rank_order=in_rank_order,
         ),
         "TILING": Tiling(
             block_m=config.block_m,

@@ -16,6 +16,13 @@ from interlace.costs.gemm import ProductCost
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
+from interlace.gemm.invariance import (
+    BATCH_INVARIANT,
+    REFERENCE_ROWS,
+    invariant_implementations,
+    is_enabled,
+    require_invariant,
+)
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
 from interlace.gemm.splits import check_sum, validate_list
 from interlace.registry import Operator
@@ -43,7 +50,7 @@ class GemmOperator(Operator):
     sizes = ("rows", "columns", "inner")
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
     command_module = "interlace.cli.bench_products"
-    choosers = ("auto", "measured")
+    choosers = ("auto", "measured", BATCH_INVARIANT)
     split_names: ClassVar[tuple[str, ...]] = ("splits",)
     returns_gathered: ClassVar[bool] = False
     adds_ranks: ClassVar[bool] = False
@@ -88,6 +95,12 @@ class GemmOperator(Operator):
     def choose(self, **call: Any) -> Choice[Any]:
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
         return choose_product(self.name, cast(Any, self.config_type), **call)
+
+    def invariant_config(self, operands: Operands, world_size: int) -> GemmConfig:
+        """Return the configuration of batch-invariant calls, for which no rows count."""
+        sizes = operands.sizes(REFERENCE_ROWS * world_size)
+        config: GemmConfig = self.choose(**sizes, world_size=world_size).config
+        return config
 
     def run_empty(self, call: GemmCall) -> Any:
         """Return the result of a call in which there is nothing to compute on any rank."""
@@ -172,6 +185,13 @@ class GemmOperator(Operator):
         operands = Operands(x, w, bias, scale, scale, output_dtype(x, out_dtype))
         lists = tuple(splits.get(name) for name in self.split_names)
         self.validate_splits(lists)
+        dtype = str(x.dtype).removeprefix("torch.")
+        described = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
+        if is_enabled():
+            require_invariant(self)
+            name = invariant_implementations(self)[0].name
+            config = self.invariant_config(operands, world_size)
+            return described, f"{name} ({config})", "calls must be batch-invariant"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
         choice = self.choose(**operands.sizes(rows), world_size=world_size).between(self, nodes)
         name, unmet = choice.accepted(self, operands.terms(is_even))
@@ -186,8 +206,7 @@ class GemmOperator(Operator):
                 f"impl='measured' {next(iter(measured_us))}: {times}"
             )
         chosen = f"{name} ({choice.config})" if name == "fused" else name
-        dtype = str(x.dtype).removeprefix("torch.")
-        return f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}", chosen, reason
+        return described, chosen, reason
 
     def _measured_us(
         self, operands: Operands, world_size: int, splits: Splits

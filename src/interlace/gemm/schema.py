@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.registration import OPERATOR_TAGS, UNCAPTURABLE_TAGS, register
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands, output_dtype, validate
@@ -22,6 +22,7 @@ from interlace.registry import operator_named
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _TENSORS = 5  # x, w, bias, x_scale, w_scale
+_EXCHANGED = "exchanged"  # the overload of calls whose lists ranks exchange each time
 
 
 def define(name: str) -> GemmOperator:
@@ -29,6 +30,9 @@ def define(name: str) -> GemmOperator:
 
     Its arguments are ``x, w, bias, x_scale, w_scale``, the operator's lists of rows, ``out_dtype``,
     ``gather`` if the operator returns the gathered x, ``group_name``, ``impl``, ``config``.
+
+    An operator that exchanges lists in every call has an overload ``exchanged`` for such calls, as
+    a CUDA graph can hold none of them.
     """
     operator = operator_named(name)
     assert isinstance(operator, GemmOperator)
@@ -36,11 +40,10 @@ def define(name: str) -> GemmOperator:
     # too.
     lists = "".join(f"SymInt[]? {split}, " for split in operator.split_names)
     gather = "bool gather, " if operator.returns_gathered else ""
-    _library.define(
-        f"{name}(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, {lists}"
+    schema = (
+        f"(Tensor x, Tensor w, Tensor? bias, Tensor? x_scale, Tensor? w_scale, {lists}"
         f"ScalarType out_dtype, {gather}str group_name, str impl, str config) -> "
-        f"{'(Tensor, Tensor)' if operator.returns_gathered else 'Tensor'}",
-        tags=OPERATOR_TAGS,
+        f"{'(Tensor, Tensor)' if operator.returns_gathered else 'Tensor'}"
     )
 
     def run(*arguments: Any) -> Any:
@@ -65,14 +68,19 @@ def define(name: str) -> GemmOperator:
 
     count = _TENSORS + len(operator.split_names) + operator.returns_gathered + 4
     differentiable = operator.is_differentiable
-    register(
-        _library,
-        name,
-        run,
-        fake,
-        backward=backward if differentiable else None,
-        setup_context=operator.set_up_backward if differentiable else None,
-    )
+    overloads: dict[str, tuple[torch.Tag, ...]] = {name: OPERATOR_TAGS}
+    if operator.exchanges(tuple(() for _ in operator.split_names)):
+        overloads[f"{name}.{_EXCHANGED}"] = UNCAPTURABLE_TAGS
+    for overload, tags in overloads.items():
+        _library.define(overload + schema, tags=tags)
+        register(
+            _library,
+            overload,
+            run,
+            fake,
+            backward=backward if differentiable else None,
+            setup_context=operator.set_up_backward if differentiable else None,
+        )
     return operator
 
 
@@ -113,7 +121,8 @@ def call(
     validate(operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config)
     operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
     lists = [None if rows is None else list(rows) for rows in splits]  # type: ignore[call-overload]
-    return getattr(torch.ops.interlace, operator.name)(
+    overload = _EXCHANGED if operator.exchanges(tuple(lists)) else "default"
+    return getattr(getattr(torch.ops.interlace, operator.name), overload)(
         x,
         w,
         bias,

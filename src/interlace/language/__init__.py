@@ -32,8 +32,10 @@ from interlace.language.epochs import (
     previous_epoch,
     unmarked,
 )
+from interlace.language.lamport import put_lamport, sum_lamport
 from interlace.language.packed import get_packed, put_packed, sum_packed
 from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
+from interlace.language.recording import record
 from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
 
 __all__ = [
@@ -62,13 +64,16 @@ __all__ = [
     "pointer",
     "previous_epoch",
     "put",
+    "put_lamport",
     "put_packed",
     "put_signal",
     "put_tile",
     "rank",
+    "record",
     "report_late",
     "report_miscount",
     "signal",
+    "sum_lamport",
     "sum_packed",
     "unmarked",
     "wait",

@@ -61,7 +61,7 @@ def has_expired(start, group):
     lanes = _thread_lanes()
     flag = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
     broken = tl.load(flag + lanes * 0, volatile=True)
-    deadline = tl.load(group[0] + _DEADLINE_NS + lanes * 0, volatile=True)
+    deadline = tl.load(group[0] + _DEADLINE_NS + lanes * 0, volatile=True).to(tl.int64)
     return tl.max(((broken != 0) | (clock_ns(lanes) - start > deadline)).to(tl.int32), 0)
 
 

@@ -67,7 +67,7 @@ class MappedOutput:
             root: every rank writes a single part, for this rank (a gather); default: a part for
                 each rank (an all-to-all).
             group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+                group.
             device: default: the current CUDA device, or the CPU if there is none.
 
         Raises:
@@ -249,7 +249,7 @@ class MappedOutput:
                 in rank order. ``"sum_for_all"``: the sums of all ranks, ``[R, ...]``.
             result: A tensor of as many elements, and this dtype.
             sums: For ``"sum_for_all"``: symmetric memory of twice that size, where sums arrive. The
-                result may be the half that :attr:`turn` names.
+                result may be the half that :attr:`turn` names; else they arrive in the first half.
 
         Returns:
             ``result``.
@@ -262,6 +262,11 @@ class MappedOutput:
         parts = received[:, None] if received.dim() == 2 else received.flatten(1, -2)
         ranks, rows, columns = parts.shape
         landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)
+        own_landing = landing + self.group.rank * self.group.stride
+        is_in_place = sums is not None and result.data_ptr() == own_landing
+        if sums is not None and not is_in_place:
+            # A half that goes by no count of this host: a peer may replay a graph of this call.
+            landing = sums.address
         programs, tile = cut_rows(rows, columns, self.group)
         arguments = {
             "slots": parts.data_ptr(),
@@ -280,7 +285,7 @@ class MappedOutput:
         constants = {
             "WORLD_SIZE": ranks,
             "REDUCTION": reduction,
-            "IN_PLACE": result.data_ptr() == landing + self.group.rank * self.group.stride,
+            "IN_PLACE": is_in_place,
             "CAPTURED": self.captured,
             "DTYPE": triton_dtype(self.dtype),
             **tile,

@@ -95,8 +95,8 @@ class MoE(GroupMember, nn.Module):
         w_in: ``[E/R, F, 2, H]``: gate and up of expert ``rank * E/R + i`` in ``w_in[i, :, 0]`` and
             ``w_in[i, :, 1]``.
         w_out: ``[E/R, H, F]``.
-        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
-            ranks alike.
+        impl: ``"auto"`` (default), or another of :func:`interlace.mixture_of_experts`; may be set
+            at any time, on all ranks alike.
 
     Raises:
         ArgumentError: R does not divide E, a size is not positive; in forward: x does not end in H.

@@ -14,6 +14,7 @@ _MODULES = (
     "embedding_all_to_all.op",
     "embedding_all_to_all.operator",
     "gemm_all_reduce",
+    "gemm_all_reduce_norm",
     "gemm_all_to_all",
     "gemm_all_to_all.batches",
     "gemm_all_to_all.gradient",
@@ -21,6 +22,7 @@ _MODULES = (
     "gemm_reduce_scatter.sums",
     "gemv_all_reduce.op",
     "gemv_all_reduce.operator",
+    "linears",
     "mixture_of_experts.op",
     "mixture_of_experts.operator",
 )

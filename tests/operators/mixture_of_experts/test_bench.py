@@ -70,3 +70,57 @@ def test_shapes_that_are_none(change, what):
 
     with pytest.raises(ArgumentError, match=what):
         Shape(**change)
+
+
+def _tune_decoding():
+    from interlace.bench import expert_decoding
+
+    with untimed() as patch:
+        patch.setattr(expert_decoding.Case, "compile", lambda case, config: None)
+        patch.setattr(expert_decoding, "AXES", {"block_m": (16, 64)})
+        shape = expert_decoding.Shape(
+            tokens=2, hidden=8, ffn=8, experts=2, top_k=1, dtype=torch.float32
+        )
+        return expert_decoding.tune(shape, dist.new_group())
+
+
+def test_the_tuner_of_decoding(ranks):
+    first, second = ranks(2).run(_tune_decoding)
+    assert first == second
+    assert str(first).startswith("operands=tiles, block_m=32, block_n=64, ")
+
+
+def _decoding():
+    from interlace.bench import expert_decoding
+
+    with untimed() as patch:
+        patch.setattr(
+            expert_decoding,
+            "candidates",
+            lambda layer: {
+                "fused": ("fused", SMALL),
+                "decode": ("decode", layer.default_config("decode")),
+                "decode (block_m=32)": ("decode", dataclasses.replace(SMALL, block_m=32)),
+            },
+        )
+        shape = expert_decoding.Shape(
+            tokens=3, hidden=8, ffn=12, experts=4, top_k=2, dtype=torch.float32
+        )
+        return expert_decoding.bench(shape, group=dist.new_group())
+
+
+def test_decoding(ranks):
+    """Every way is checked and runs, the stock form that gathers tokens, too."""
+    first, second = ranks(2).run(_decoding)
+    assert first == second
+    assert {name: time["role"] for name, time in first["times"].items()} == {
+        "fused": "ours",
+        "decode": "ours",
+        "decode (block_m=32)": "ours",
+        "grouped F.linear + NCCL all-to-all of known splits": "pair",
+        "grouped F.linear + NCCL all-gather and reduce-scatter": "pair",
+        "both grouped F.linear alone": "compute",
+        "both NCCL all-to-alls alone": "communication",
+    }
+    # An expert's three matrices of float32; a rank has two experts.
+    assert 3 * 8 * 12 * 4 <= first["weight_bytes"] <= 2 * 3 * 8 * 12 * 4 < first["memory_bytes"]

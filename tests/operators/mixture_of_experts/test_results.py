@@ -12,9 +12,17 @@ from hypothesis import strategies as st
 
 import interlace
 from interlace.costs import mixture_of_experts as costs
-from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts import decode, layout
 from interlace.operators.mixture_of_experts.layout import capacity_of
-from tests.operators.mixture_of_experts.calls import DTYPES, SMALL, Call, check_all, run
+from tests.operators.mixture_of_experts.calls import (
+    DTYPES,
+    SMALL,
+    Call,
+    check_all,
+    forward,
+    run,
+    run_one,
+)
 
 
 def _example(impl):
@@ -31,7 +39,7 @@ def _example(impl):
     return interlace.mixture_of_experts(x, experts, weights, w_in, w_out, impl=impl)
 
 
-@pytest.mark.parametrize("impl", ["unfused", "fused"])
+@pytest.mark.parametrize("impl", ["unfused", "fused", "decode"])
 def test_worked_example(ranks, impl):
     silu = 0.7310586
     first, second = ranks(2).run(_example, impl)
@@ -65,6 +73,35 @@ def test_matches_float64(ranks, world_size):
     """Forward and backward; the unfused one too, against the same."""
     calls = _calls(world_size)
     check_all(calls, ranks(world_size).run(run, calls))
+
+
+def _decoding_calls(world_size):
+    """As in training: each dtype, kind of routing and size that no tile divides; and one token."""
+    base = Call(world_size, impl="decode")
+    changes = [
+        {"top_k": 2, "routing": "few", "dtype": "bfloat16", "hidden": 33, "ffn": 70},
+        {"top_k": 1, "routing": "one", "tokens": 40},
+        {"routing": "holes", "local": 3, "hidden": 1, "ffn": 1, "config": None},
+        {"top_k": 6, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
+        {"halves": True, "local": 3, "hidden": 33, "ffn": 70},
+        {"halves": True, "dtype": "bfloat16", "hidden": 64, "ffn": 64, "config": None},
+        {"tokens": 1, "hidden": 128, "ffn": 64, "dtype": "bfloat16", "config": None},
+        {"tokens": 0},
+        {"impl": "nccl", "ffn": 24},
+        {"impl": "nccl", "ffn": 24, "halves": True, "routing": "holes", "dtype": "bfloat16"},
+    ]
+    changes = {1: changes[:2], 2: changes, 3: changes[1:3], 4: changes[:2]}[world_size]
+    return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]
+
+
+def _decode(calls):
+    return [run_one(call, backward=False) for call in calls]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_decoding_matches_float64(ranks, world_size):
+    calls = _decoding_calls(world_size)
+    check_all(calls, ranks(world_size).run(_decode, calls))
 
 
 def _with_tiles(call):
@@ -150,4 +187,44 @@ def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, fac
         )
         assert there.link_bytes - least == costs.NUMBER_BYTES * (call.experts + 1)
         assert back.flops == 2 * there.flops
+    call.check([results for _, results in outcomes])
+
+
+def _decoding_traffic(call):
+    traffic = interlace.group_of().traffic
+    tensors = call.inputs(dist.get_rank())
+    traffic.reset()
+    y = forward(call, tensors)
+    return (traffic.message_bytes, traffic.messages, traffic.signals), [y]
+
+
+@settings(max_examples=4)
+@given(
+    tokens=st.integers(1, 20), top_k=st.integers(1, 4), local=st.integers(2, 3),
+    hidden=st.integers(1, 70), ffn=st.integers(1, 40), seed=st.integers(1, 99),
+    routing=st.sampled_from(["random", "one", "few", "holes"]),
+)  # fmt: skip
+def test_traffic_of_decoding_is_what_costs_say(
+    ranks, tokens, top_k, local, hidden, ffn, routing, seed
+):
+    """Costs equal counted bytes, messages and signals, and results are correct."""
+    top_k = min(top_k, local) if routing == "few" else top_k
+    call = Call(2, tokens, top_k, local, hidden, ffn, routing=routing, seed=seed, impl="decode")
+    outcomes = ranks(2).run(_decoding_traffic, call)
+    chosen = [call.inputs(rank)[1].tolist() for rank in range(2)]
+    for rank, (found, _) in enumerate(outcomes):
+        cost = costs.decode(
+            counts=call.counts,
+            copies=costs.copies(chosen, rank, local),
+            rank=rank,
+            tokens=tokens,
+            top_k=top_k,
+            hidden=hidden,
+            ffn=ffn,
+            itemsize=DTYPES[call.dtype].itemsize,
+            senders=decode.senders(tokens, hidden, SMALL),
+            columns=decode.columns(hidden),
+            product_tile=(SMALL.block_m, SMALL.block_n),
+        )
+        assert found == (cost.link_bytes, cost.messages, cost.signals)
     call.check([results for _, results in outcomes])

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, MixtureOfExpertsConfig
+from tests.errors import error_of
 from tests.operators.mixture_of_experts.calls import SMALL, Call
 
 
@@ -64,6 +65,23 @@ def test_compiles_into_one_graph(ranks):
     """With its gradients; a graph break or an input that the op forgets to declare fails here."""
     for eager, compiled in ranks(2).run(_compiled, Call(2, tokens=3)):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
+
+
+def _transposed_weights(call):
+    x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
+    transposed = weights.T.contiguous().T
+    assert not transposed.is_contiguous()
+    return [
+        interlace.mixture_of_experts(x, experts, each, w_in, w_out, impl=impl, config=SMALL)
+        for impl in ("fused", "decode")
+        for each in (weights, transposed)
+    ]
+
+
+def test_weights_need_not_be_contiguous(ranks):
+    for fused, fused_again, decoded, decoded_again in ranks(2).run(_transposed_weights, Call(2)):
+        torch.testing.assert_close(fused_again, fused, rtol=0, atol=0)
+        torch.testing.assert_close(decoded_again, decoded, rtol=0, atol=0)
 
 
 def _t(*shape, dtype=torch.float32, device="cpu"):
@@ -123,13 +141,42 @@ def _arguments(**changes):
             "experts must be on the device of x, cpu; got meta.",
         ),
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
-        ({"impl": "fast"}, "impl must be one of auto, fused, unfused; got 'fast'."),
+        ({"impl": "fast"}, "impl must be one of auto, fused, decode, nccl, unfused; got 'fast'."),
         ({"config": "128"}, "config must be of type MixtureOfExpertsConfig; got str."),
     ],
 )
 def test_rejected_arguments(changes, message):
     with pytest.raises(ArgumentError, match=re.escape(f"mixture_of_experts: {message}")):
         interlace.mixture_of_experts(**_arguments(**changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"capacity": 4}, "no capacity that could drop tokens"),
+        (
+            {
+                "x": _t(4097, 8),
+                "experts": _t(4097, 1, dtype=torch.int32),
+                "weights": _t(4097, 1),
+            },
+            "at most 4096 tokens per rank",
+        ),
+        ({"x": _t(5, 8).requires_grad_()}, "no tensor that requires a gradient"),
+    ],
+)
+def test_calls_that_decoding_refuses(ranks, changes, rule):
+    arguments = _arguments(**changes, impl="decode")
+    (outcome,) = ranks(1).run(_refused, arguments)
+    kind, message, _ = outcome
+    assert (kind, message) == (
+        "ArgumentError",
+        f"mixture_of_experts: impl='decode' must have {rule}. Take impl='auto' or 'fused'.",
+    )
+
+
+def _refused(arguments):
+    return error_of(interlace.mixture_of_experts, **arguments)
 
 
 def test_a_configuration_is_its_text():

@@ -62,6 +62,9 @@ def add_parts(
 ):
     """Return a float32 tile of this rank's own rows plus the peers' parts of it, in rank order.
 
+    This rank's own tile is the first to be added, unrounded. With ``SENDING.in_rank_order`` it is
+    rounded as the parts were that travelled, and has its place among them.
+
     Args:
         OWN_PART: Whether this rank's slot holds a part, too.
     """
@@ -70,16 +73,27 @@ def add_parts(
     OUT: tl.constexpr = SENDING.dtype
     parts = il.pointer(slots.address, OUT)
     slot_stride = slots.most_rows.to(tl.int64) * slots.row_stride
-    sources = WORLD_SIZE if OWN_PART else WORLD_SIZE - 1
+    IN_RANK_ORDER: tl.constexpr = SENDING.in_rank_order
+    if IN_RANK_ORDER:
+        own = total.to(OUT).to(tl.float32)
+        total = tl.zeros_like(total)
+    all_ranks = OWN_PART or IN_RANK_ORDER
+    sources = WORLD_SIZE if all_ranks else WORLD_SIZE - 1
     for index in tl.range(0, sources, num_stages=_PARTS_IN_FLIGHT):
-        source = index if OWN_PART else tl.where(me <= index, index + 1, index)
+        source = index if all_ranks else tl.where(me <= index, index + 1, index)
         if SENDING.tile_stores:
             # The addresses of a tile do not fit in registers beside it, so a descriptor loads it.
             part = tl.reshape(slots.tiles.load([me, slots.half, source, row, column]), total.shape)
         else:
             cells, inside = cells_of(0, row, column, rows, N, slots.row_stride, TILING)
+            if IN_RANK_ORDER:
+                # Nobody has written this rank's own slot.
+                inside = inside & (source + cells * 0 != me)
             part = il.get(parts + source * slot_stride + cells, me, group, inside, 0.0)
-        total += part.to(tl.float32)
+        value = part.to(tl.float32)
+        if IN_RANK_ORDER:
+            value = tl.where(source == me, own, value)
+        total += value
     return total
 
 
@@ -138,9 +152,11 @@ def send_and_sum(
         tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
+            il.record("tile", tile, group)
             total = multiply_tile(matrices, first + row, column, first + rows, TILING)
             if scales.x_scale is not None:
                 total = scale_tile(total, scales, first + row, column, first + rows, N)
+            il.record("computed", tile, group)
             # Tiles of an earlier round have left shared memory while this one was computed.
             if (unannounced >= 0) & (unannounced < this_round):
                 _announce(unannounced, slots, stamp, group, WORLD_SIZE, TILES)
@@ -150,7 +166,7 @@ def send_and_sum(
                 if TILES:
                     corner = [dest, slots.half, me, row, column]
                     part = tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N])
-                    il.put_tile(slots.tiles, corner, part)
+                    il.put_tile(slots.tiles, corner, part, group)
                 else:
                     cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
                     il.put(parts + me * slot_stride + cells, total.to(OUT), dest, group, inside)
@@ -178,7 +194,7 @@ def send_and_sum(
                         line = first + row if BROADCAST else row
                         corner = [peer if BROADCAST else 0, buffer, 0, line, column]
                         block = tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N])
-                        il.put_tile(results.tiles, corner, block)
+                        il.put_tile(results.tiles, corner, block, group if BROADCAST else None)
                     elif BROADCAST:
                         offset = buffer.to(tl.int64) * results.buffer_bytes
                         output = il.pointer(results.address + offset, OUT)

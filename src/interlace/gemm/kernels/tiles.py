@@ -37,6 +37,8 @@ class Sending(NamedTuple):
         align: Elements of the result in 16 bytes: row strides are multiples of it.
         tile_stores: Whether tiles travel by copies out of shared memory, or else by stores.
         interleave: Tiles for one rank before the next rank's turn; see ``GemmConfig.interleave``.
+        in_rank_order: Whether a sum has the same bits whichever rank computes it: every part is
+            rounded, this rank's own too, and all are added in rank order.
     """
 
     world_size: Any
@@ -44,6 +46,7 @@ class Sending(NamedTuple):
     align: Any
     tile_stores: Any
     interleave: Any
+    in_rank_order: Any
 
 
 class Matrices(NamedTuple):

@@ -55,7 +55,9 @@ class AllGatherGemm(GemmOperator):
     returns_gathered = True
     implementations = (
         dataclasses.replace(
-            FUSED, summary="one kernel that multiplies rows as copy engines bring them"
+            FUSED,
+            summary="one kernel that multiplies rows as copy engines bring them",
+            is_batch_invariant=True,
         ),
         Implementation(
             "pushed",
@@ -281,8 +283,9 @@ def all_gather_gemm(
             ``"unfused"`` (``all_gather``, then ``F.linear``), and PyTorch's own pairs, ``"nccl"``
             and ``"async_tp"``, on GPUs. ``"auto"`` is the one of these that is predicted to be the
             fastest; :func:`interlace.explain` says which and why. ``"measured"`` is the one that
-            the first call of a kind measures to be the fastest (:func:`interlace.autotune`). An
-            explicit choice is never replaced.
+            the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
+            ``"batch_invariant"`` gives a row the same bits in every batch
+            (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: how the fused kernel cuts its work; default: from the tuned table. The same on every
             rank.
 

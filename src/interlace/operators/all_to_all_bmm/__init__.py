@@ -34,6 +34,7 @@ class AllToAllBmm(BatchOperator):
 
     collective = "all_to_all"
     collective_first = True
+    choosers = ("auto",)  # none of the implementations is batch-invariant
     implementations = (
         Implementation(
             "chunked",
@@ -64,7 +65,8 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
             such implementation.
         RankMismatchError: Ranks differ in shapes, dtypes or impl.
     """
-    implementation, call = AllToAllBmm().agreed_call(
+    declaration = AllToAllBmm()
+    implementation, call = declaration.agreed_call(
         x, w, len(x), group_name, impl, lambda group: _validate(x, w, group)
     )
     if call.group.world_size == 1:
@@ -72,7 +74,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
         # PyTorch forbids an operator to return a view of its argument.
         received = x.view(count, -1, inner).clone(memory_format=torch.contiguous_format)
         return torch.bmm(received, w), received
-    y: Pair = implementation.run(call)
+    y: Pair = declaration.run(implementation, call)
     return y
 
 

@@ -22,7 +22,7 @@ from interlace.operators.embedding_all_to_all.tables import alignment, entry, ow
 from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense, without_peers
 from interlace.units import ceil_div, next_power_of_2
 
-_NAME = f"{OPERATOR}.backward"
+BACKWARD = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
 
 
@@ -209,7 +209,7 @@ def _launch(
 def agree(call: Call) -> int:
     """Agree on this call's backward pass; return its mark (``Group.agree``)."""
     return call.group.agree(
-        _NAME,
+        BACKWARD,
         the_global_batch=call.layout.batch,
         widths=call.layout.widths,
         dtype=str(call.dtype),
@@ -254,7 +254,7 @@ def prepare(
         tiles = describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     # A table's signals lie at the same place on every rank, however many tables a rank has.
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
-    workspace = group.workspace(_NAME, 4096, signals)
+    workspace = group.workspace(BACKWARD, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
     lookups = call.indices.shape[0]
     width, full = lanes_of(layout.widths[call.rank])
@@ -285,7 +285,7 @@ def prepare(
         "target": target.address,
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
-        "ctx": group.context(_NAME),
+        "ctx": group.context(BACKWARD),
         "call": mark,
         "B": layout.batch,
         "chunk": layout.chunk,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 
 import torch
 
-from interlace.comm import Group, group_named, process_group_named
+from interlace.comm import Group, group_named, process_group_named, ranges
 from interlace.comm.constants import on_device
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
 from interlace.comm.outputs import BUFFERS, Destination
+from interlace.costs.embedding_all_to_all import floor_link_bytes
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import record, reference
 from interlace.operators.embedding_all_to_all.config import (
@@ -137,6 +139,20 @@ class Call:
                 f"{self.layout.world_size}. Take impl='auto' or 'unfused'."
             )
         return True
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return the range of this call for profilers, by the name of the operator or its half."""
+        return ranges.around(
+            name,
+            "unfused" if self.impl == "unfused" else "fused",
+            (*self.weights, self.indices),
+            lambda: floor_link_bytes(
+                widths=self.layout.widths,
+                batch=self.layout.batch,
+                rank=self.rank,
+                itemsize=self.dtype.itemsize,
+            ),
+        )
 
     def chosen(self) -> EmbeddingAllToAllConfig:
         """Return the caller's configuration, or the tuned one."""

@@ -15,34 +15,37 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
-from interlace.operators.embedding_all_to_all.backward import gradient, update
+from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
+from interlace.operators.embedding_all_to_all.backward import BACKWARD, gradient, update
+from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.launch import Call, run
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
 _OPTIONS = "str group_name, str impl, str config"
+# Ranks ask one another in every call whether any table is trained, until one says yes, and sparse
+# gradients wait for the device; so no CUDA graph can hold the operators.
 _library.define(
     "embedding_all_to_all(Tensor[] weights, Tensor indices, Tensor offsets, Tensor? "
     "per_sample_weights, Tensor? anchor, "
     f"Tensor[] states, {_LAYOUT}, str gradient, float learning_rate, float epsilon, {_OPTIONS}, "
     "bool check) -> Tensor",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 _library.define(
     "embedding_all_to_all_gradient(Tensor grad, Tensor indices, Tensor offsets, Tensor? "
     "per_sample_weights, "
     f"{_LAYOUT}, int[] rows, bool[] trainable, ScalarType table_dtype, bool sparse, {_OPTIONS}) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 _library.define(
     "embedding_all_to_all_update(Tensor grad, Tensor(a!)[] weights, Tensor(b!)[] states, Tensor "
     "indices, Tensor offsets, "
     f"Tensor? per_sample_weights, {_LAYOUT}, bool[] trainable, str kind, float learning_rate, "
     f"float epsilon, {_OPTIONS}) -> Tensor",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 
 
@@ -105,7 +108,9 @@ def _run(
 ) -> torch.Tensor:
     exchange = _Exchange(*others[:_SHARED])
     _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
-    return run(_call(weights, (indices, offsets, scale), exchange, options), check)
+    call = _call(weights, (indices, offsets, scale), exchange, options)
+    with call.range(OPERATOR):
+        return run(call, check)
 
 
 def _fake(weights: list[torch.Tensor], indices: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -125,7 +130,9 @@ def _run_gradient(
     exchange = _Exchange(*others[:_SHARED])
     rows, trainable, table_dtype, sparse, *options = others[_SHARED:]
     call = _call([], (indices, offsets, scale), exchange, options)
-    return *gradient(call, grad, rows, trainable, table_dtype, sparse), _for_anchor(grad, trainable)
+    with call.range(BACKWARD):
+        results = gradient(call, grad, rows, trainable, table_dtype, sparse)
+    return *results, _for_anchor(grad, trainable)
 
 
 def _fake_gradient(
@@ -170,7 +177,8 @@ def _run_update(
     exchange = _Exchange(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
     call = _call(weights, (indices, offsets, scale), exchange, options)
-    update(call, grad, states, trainable, kind, learning_rate, epsilon)
+    with call.range(BACKWARD):
+        update(call, grad, states, trainable, kind, learning_rate, epsilon)
     return _for_anchor(grad, trainable)
 
 

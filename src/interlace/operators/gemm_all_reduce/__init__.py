@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,13 @@ from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
+from interlace.gemm.epilogue import (
+    Norm,
+    Normed,
+    call_normed,
+    refuse_with_norm,
+    refuse_without_norm,
+)
 from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
@@ -25,6 +32,7 @@ from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, reference
 from interlace.registry import operator
+from interlace.tuning.configuration import Configuration
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +47,10 @@ class GemmAllReduce(GemmOperator):
     collective = "all_reduce"
     config_type = GemmAllReduceConfig
     split_names = ()
+    norm_name = "gemm_all_reduce_norm"
     adds_ranks = True
     implementations = (
-        FUSED,
+        dataclasses.replace(FUSED, is_batch_invariant=True),
         GEMV,
         # Which rank sums which rows is nobody's business, so they need not divide evenly.
         dataclasses.replace(
@@ -90,6 +99,7 @@ class GemmAllReduce(GemmOperator):
 OPERATOR = schema.define(GemmAllReduce.name)
 
 
+@overload
 def gemm_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -101,7 +111,42 @@ def gemm_all_reduce(
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
     config: GemmAllReduceConfig | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+@overload
+def gemm_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: Configuration | None = None,
+) -> Normed: ...
+def gemm_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    x_scale: torch.Tensor | None = None,
+    w_scale: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: Configuration | None = None,
+) -> torch.Tensor | Normed:
     """Multiply and all-reduce the result in one kernel.
 
     ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a Transformer
@@ -125,8 +170,11 @@ def gemm_all_reduce(
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
             without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        residual, norm, norm_weight, norm_bias, eps, scale: as :func:`interlace.gemv_all_reduce`
+            takes them, for up to some hundred rows without gradients; x must not be float8 then.
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
-            default: x's, and bfloat16 for float8.
+            default: x's, and bfloat16 for float8. With a norm, the dtype of its result, and
+            float8_e4m3fn is one more.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
             group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
@@ -138,12 +186,14 @@ def gemm_all_reduce(
             PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the
             fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
             that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
-            An explicit choice is never replaced.
+            ``"batch_invariant"`` gives a row the same bits in every batch
+            (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 
     Returns:
-        ``[M, N]`` of ``out_dtype``, the same on every rank.
+        ``[M, N]`` of ``out_dtype``, the same on every rank. With a norm, a
+        :class:`interlace.Normed`.
 
         Its gradient must be the same on every rank too, as it is when each rank goes on with the
         same computation: x gets ``grad @ w``, w gets ``grad.T @ x``, bias gets the sum of ``grad``
@@ -170,7 +220,15 @@ def gemm_all_reduce(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion and the two phases.
     """
+    if norm is not None or norm_weight is not None:
+        refuse_with_norm(OPERATOR.name, x_scale=x_scale, w_scale=w_scale)
+        return call_normed(
+            OPERATOR, x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight,
+            norm_bias=norm_bias, eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl,
+            config=config,
+        )  # fmt: skip
+    refuse_without_norm(OPERATOR.name, residual=residual, norm_bias=norm_bias, scale=scale)
     y: torch.Tensor = schema.call(
-        OPERATOR, x, w, bias, x_scale, w_scale, [], out_dtype, group, impl, config
+        OPERATOR, x, w, bias, x_scale, w_scale, [], out_dtype, group, impl, cast(Any, config)
     )
     return y

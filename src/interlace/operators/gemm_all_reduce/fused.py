@@ -20,14 +20,17 @@ NAME = "gemm_all_reduce"
 def run(call: GemmCall) -> torch.Tensor:
     """Return the sum, ``[M, N]``, the same on every rank, by one kernel."""
     operands, group, config, mark = call.operands.for_kernel(), call.group, call.config, call.mark
+    in_rank_order = call.is_batch_invariant
     return launch.run_into_peers(
         group,
         operands,
         operands.rows,
         operands.columns,
         operands.rows,
-        (NAME, config, mark),
-        lambda destination: prepare(group, operands, config, mark, destination),
+        (NAME, config, mark, in_rank_order),
+        lambda destination: prepare(
+            group, operands, config, mark, destination, in_rank_order=in_rank_order
+        ),
     )
 
 
@@ -37,12 +40,15 @@ def prepare(
     config: GemmConfig,
     mark: int,
     destination: Destination,
+    *,
+    in_rank_order: bool = False,
 ) -> Launch:
     """Return the launch. Collective when the workspace must grow.
 
     Args:
         mark: The number from the ranks' agreement.
         destination: The output buffer that this rank's result goes to.
+        in_rank_order: Whether a sum has the same bits whichever rank computes it.
     """
     require(group.backend)
     from interlace.operators.gemm_all_reduce import kernel
@@ -94,6 +100,13 @@ def prepare(
         kernel.gemm_all_reduce,
         (launch.programs(group, config),),
         arguments,
-        launch.constants(operands, config, group, descriptors=tiles, tile_stores=tiles),
+        launch.constants(
+            operands,
+            config,
+            group,
+            descriptors=tiles,
+            tile_stores=tiles,
+            in_rank_order=in_rank_order,
+        ),
         (operands,),
     )

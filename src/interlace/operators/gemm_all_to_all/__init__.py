@@ -49,7 +49,7 @@ class GemmAllToAll(GemmOperator):
     config_type = GemmAllToAllConfig
     split_names = ("input_splits", "output_splits")
     implementations = (
-        FUSED,
+        dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
         dataclasses.replace(CHUNKED, run=_run_chunked, spans_nodes=True),
@@ -237,7 +237,8 @@ def gemm_all_to_all(
             ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to
             be the fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is
             the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). An explicit choice is never replaced.
+            (:func:`interlace.autotune`). ``"batch_invariant"`` gives a row the same bits in every
+            batch (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

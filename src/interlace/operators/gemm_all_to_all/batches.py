@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.gemm import invariance
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
 from interlace.gemm.dispatch import group_for
 from interlace.gemm.implementations import chunked
@@ -82,7 +83,7 @@ class BmmAllToAll(BatchOperator):
     config_type = GemmAllToAllConfig
     sum_name = "bmm_sum_all_to_all"
     implementations = (
-        Implementation("fused", "one kernel for all products", _run_fused),
+        Implementation("fused", "one kernel for all products", _run_fused, is_batch_invariant=True),
         Implementation(
             "chunked",
             "torch.bmm for each rank's rows, and copy engines that take them",
@@ -112,11 +113,12 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
         require_same_dtype(_BMM, [x, w])
         check_even(rows, group.world_size)
 
-    implementation, call = BmmAllToAll().agreed_call(x, w, count * rows, group_name, impl, validate)
+    declaration = BmmAllToAll()
+    implementation, call = declaration.agreed_call(x, w, count * rows, group_name, impl, validate)
     columns = w.shape[2]
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
-    y = implementation.run(call)
+    y = declaration.run(implementation, call)
     # It is None on every rank or on none, so no rank falls back to the kernel by itself.
     return _run_fused(call) if y is None else y
 
@@ -132,6 +134,8 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
         ArgumentError: Rows do not divide evenly, or dtypes differ.
         RankMismatchError: Ranks differ in shapes or dtype.
     """
+    if invariance.is_enabled():
+        invariance.refuse(_SUM)
     require_same_dtype(_BMM, [*x, *w])
     (count, rows, _), columns = x[0].shape, w[0].shape[2]
     group = group_for(_BMM, group_name, x[0].device)

@@ -40,7 +40,7 @@ class GemmReduceScatter(GemmOperator):
     adds_ranks = True
     sum_name = "gemm_sum_reduce_scatter"
     implementations = (
-        FUSED,
+        dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_REDUCE_SCATTER,
         Implementation(
@@ -172,8 +172,9 @@ def gemm_reduce_scatter(
             ``F.linear``, then ``reduce_scatter``. ``"nccl"`` and ``"async_tp"`` are PyTorch's own
             pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the fastest;
             :func:`interlace.explain` says which it is and why. ``"measured"`` is the one that the
-            first call of a kind measures to be the fastest (:func:`interlace.autotune`). An
-            explicit choice is never replaced.
+            first call of a kind measures to be the fastest (:func:`interlace.autotune`).
+            ``"batch_invariant"`` gives a row the same bits in every batch
+            (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

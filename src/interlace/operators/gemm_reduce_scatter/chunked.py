@@ -16,7 +16,7 @@ from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks
 from interlace.comm.replays import places
-from interlace.gemm import dispatch, launch
+from interlace.gemm import dispatch, invariance, launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
@@ -320,6 +320,8 @@ def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
     Raises:
         RankMismatchError: Ranks differ in shapes or dtypes.
     """
+    if invariance.is_enabled():
+        invariance.refuse(f"{NAME} of a sum of products")
     first = products[0]
     group = dispatch.group_for(NAME, group_name, first.x.device)
     key = (f"{NAME}, sum", *(product.signature() for product in products))

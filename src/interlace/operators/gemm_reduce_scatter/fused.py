@@ -27,8 +27,13 @@ def run(call: GemmCall) -> torch.Tensor:
     y = operands.x.new_empty([rows[group.rank], stride], dtype=operands.out_dtype)
     with group.running():
         # The key of a call that comes again as a CUDA graph: all that its launch depends on.
-        key = (NAME, call.config, call.mark, rows, places(y), operands.memory())
-        group.replays.run(key, lambda: prepare(group, operands, rows, y, call.config, call.mark)())
+        in_rank_order = call.is_batch_invariant
+        key = (NAME, call.config, call.mark, in_rank_order, rows, places(y), operands.memory())
+
+        def enqueue() -> None:
+            prepare(group, operands, rows, y, call.config, call.mark, in_rank_order=in_rank_order)()
+
+        group.replays.run(key, enqueue)
     return y[:, : operands.columns].contiguous()
 
 
@@ -41,6 +46,7 @@ def prepare(
     mark: int = 0,
     *,
     tile_stores: bool = True,
+    in_rank_order: bool = False,
 ) -> Launch:
     """Return the launch. Collective when the workspace must grow.
 
@@ -50,6 +56,7 @@ def prepare(
         mark: The number from the ranks' agreement.
         tile_stores: Whether tiles travel by copies out of shared memory where the GPU has them;
             else by ordinary stores.
+        in_rank_order: Whether a sum has the same bits whichever rank computes it.
     """
     require(group.backend)
     from interlace.operators.gemm_reduce_scatter import kernel
@@ -82,6 +89,13 @@ def prepare(
         kernel.gemm_reduce_scatter,
         (launch.programs(group, config),),
         arguments,
-        launch.constants(operands, config, group, descriptors=descriptors, tile_stores=tiles),
+        launch.constants(
+            operands,
+            config,
+            group,
+            descriptors=descriptors,
+            tile_stores=tiles,
+            in_rank_order=in_rank_order,
+        ),
         (operands, y),
     )

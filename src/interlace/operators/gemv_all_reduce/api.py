@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+from interlace.gemm.epilogue import Norm, Normed, call_normed, refuse_without_norm
+from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.operator import GemvAllReduce
 from interlace.operators.gemv_all_reduce.validate import validate
+from interlace.registry import operator_matching
+from interlace.tuning.configuration import Configuration
 
 _DECLARATION = GemvAllReduce()
 
 
+@overload
 def gemv_all_reduce(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -21,7 +27,40 @@ def gemv_all_reduce(
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
     config: GemvAllReduceConfig | None = None,
-) -> torch.Tensor:
+) -> torch.Tensor: ...
+@overload
+def gemv_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: Configuration | None = None,
+) -> Normed: ...
+def gemv_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: Configuration | None = None,
+) -> torch.Tensor | Normed:
     """Multiply a matrix by a vector and all-reduce the result, in one kernel.
 
     ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a
@@ -37,19 +76,34 @@ def gemv_all_reduce(
             tokens.
         w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype, its rows contiguous.
         bias: ``[N]``, the same on every rank; added once, after the sum.
+        residual: ``[B, N]`` of x's dtype, the same on every rank: added to the sum before the norm.
+        norm: ``"rms"`` or ``"layer"``: the result is normalised over N, as what follows this layer
+            in a Transformer; ``"rms"`` where ``norm_weight`` is given alone. No gradients then.
+        norm_weight: ``[N]``, float16, bfloat16 or float32: what the normalised sum is multiplied
+            by; None for 1.
+        norm_bias: ``[N]``, the same: what is added to that; None for 0.
+        eps: is added to the mean square, or to the variance.
+        scale: float32, one element, for ``out_dtype=torch.float8_e4m3fn``: the normalised sum is
+            divided by it. Without it each row gets a scale of its own.
+        out_dtype: dtype of the normalised sum: float16, bfloat16, float32 or float8_e4m3fn;
+            default: x's.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
             group.
         impl: ``"fused"``; ``"unfused"`` (``F.linear``, then ``all_reduce``); ``"gemm"``, what
             :func:`interlace.gemm_all_reduce` takes, PyTorch's own pairs among it; ``"auto"``, the
-            one that was measured for a table, or is predicted, to be the fastest; or
+            one that was measured for a table, or is predicted, to be the fastest;
             ``"measured"``, the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). :func:`interlace.explain` says which and why. An explicit
-            choice is never replaced.
+            (:func:`interlace.autotune`); or ``"batch_invariant"``, the kernel in such a way that a
+            token has the same bits in every batch (:func:`interlace.batch_invariant`).
+            :func:`interlace.explain` says which and why. An explicit choice is never replaced.
         config: protocol and tiles of the fused kernel; default: from the tuned table. It must be
-            the same on every rank.
+            the same on every rank. With a norm, that of
+            :mod:`interlace.operators.gemm_all_reduce_norm`.
 
     Returns:
-        ``[N]`` or ``[B, N]``, of x's dtype, the same on every rank.
+        ``[N]`` or ``[B, N]``, of x's dtype, the same on every rank. With a norm, a
+        :class:`interlace.Normed`: the normalised sum, the new residual (sum, bias and residual,
+        rounded to x's dtype), and the scales of rows.
 
         Its gradient must be the same on every rank too, as it is when each rank goes on with the
         same computation: x gets ``grad @ w``, w gets ``grad.T @ x``, bias gets the sum of ``grad``
@@ -70,10 +124,24 @@ def gemv_all_reduce(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMV + AllReduce".
     """
+    if norm is not None or norm_weight is not None:
+        validate(x, w, bias)
+        # A vector is one token.
+        matrix = x if x.dim() == 2 else x[None]
+        y, total, scales = call_normed(
+            operator_matching("gemm", "all_reduce"), matrix, w, bias,
+            residual=residual if residual is None or x.dim() == 2 else residual[None], norm=norm,
+            norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, scale=scale,
+            out_dtype=out_dtype, group=group, impl=impl, config=config,
+        )  # fmt: skip
+        return Normed(y.view(*x.shape[:-1], -1), total.view(*x.shape[:-1], -1), scales)
+    refuse_without_norm(
+        OPERATOR, residual=residual, norm_bias=norm_bias, scale=scale, out_dtype=out_dtype
+    )
     validate(x, w, bias)
     _DECLARATION.validate_options(impl, config)
     text = "" if config is None else str(config)
-    y: torch.Tensor = torch.ops.interlace.gemv_all_reduce(
+    result: torch.Tensor = torch.ops.interlace.gemv_all_reduce(
         x, w, bias, default_name(group), impl, text
     )
-    return y
+    return result

@@ -46,9 +46,16 @@ class GemvAllReduceConfig(Configuration):
     max_registers: int = between(0, 0, 255)
 
 
-def block_tokens(tokens: int) -> int:
+FEWEST_TOKENS_BY_MATRIX_UNIT = 16
+"""Tokens of the smallest tiles of batch-invariant calls. Such a tile is multiplied by the matrix
+unit, as larger ones are, and two of its tokens share a word, so parts are rounded alike.
+"""
+
+
+def block_tokens(tokens: int, *, is_batch_invariant: bool = False) -> int:
     """Return the number of tokens that a tile covers: a power of two, at most 64."""
-    return min(64, next_power_of_2(tokens))
+    fewest = FEWEST_TOKENS_BY_MATRIX_UNIT if is_batch_invariant else 1
+    return min(64, max(fewest, next_power_of_2(tokens)))
 
 
 def default_config(

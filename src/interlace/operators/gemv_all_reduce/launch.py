@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
+from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named, ranges
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
+from interlace.costs.gemv_all_reduce import floor_link_bytes
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.implementations.gemv import GEMV
+from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl
 from interlace.operators.gemv_all_reduce import reference
 from interlace.operators.gemv_all_reduce.config import (
+    FEWEST_TOKENS_BY_MATRIX_UNIT,
     OPERATOR,
     GemvAllReduceConfig,
     block_tokens,
@@ -38,12 +42,14 @@ class Decision(NamedTuple):
         mark: The number that the calls' signals carry.
         is_predicted: Whether the implementation was chosen by predicted times, which a measurement
             may replace.
+        is_batch_invariant: Whether a token's result must have the same bits in every batch.
     """
 
     impl: str
     config: GemvAllReduceConfig
     mark: int
     is_predicted: bool
+    is_batch_invariant: bool = False
 
 
 @functools.cache
@@ -108,6 +114,7 @@ def run(
     Raises:
         ArgumentError: The operands have different dtypes.
     """
+    impl = effective_impl(operator_named(OPERATOR), impl)
     group = group_named(group_name, x.device)
     # Decoding makes the same call again and again, so the agreement and the choice are kept.
     key = (
@@ -123,7 +130,8 @@ def run(
     decision = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
     if decision.impl == "unfused":
         group.check()
-        return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
+        with _range(x, w, decision, group):
+            return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     # The kernels take rows of tokens; a vector is one token.
     matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
@@ -137,14 +145,42 @@ def run(
         matrix = matrix.contiguous()
     # Shapes were agreed on, so without elements no rank launches anything.
     if y.numel():
-        with group.running():
-            call = (OPERATOR, decision.config, decision.mark, places(matrix, w, bias, y))
-            group.replays.run(
-                call,
-                lambda: prepare(group, matrix, w, bias, y, decision.config, decision.mark)(),
-                with_libraries=False,
-            )
+        is_invariant = decision.is_batch_invariant
+
+        def enqueue() -> None:
+            prepare(
+                group,
+                matrix,
+                w,
+                bias,
+                y,
+                decision.config,
+                decision.mark,
+                is_batch_invariant=is_invariant,
+            )()
+
+        with _range(x, w, decision, group), group.running():
+            places_of_call = places(matrix, w, bias, y)
+            call = (OPERATOR, decision.config, decision.mark, is_invariant, places_of_call)
+            group.replays.run(call, enqueue, with_libraries=False)
     return y
+
+
+def _range(
+    x: torch.Tensor, w: torch.Tensor, decision: Decision, group: Group
+) -> contextlib.AbstractContextManager[object]:
+    """Return the range of a call, for profilers."""
+    return ranges.around(
+        OPERATOR,
+        decision.impl,
+        (x, w),
+        lambda: floor_link_bytes(
+            tokens=x.numel() // max(1, x.shape[-1]),
+            rows=w.shape[0],
+            itemsize=x.itemsize,
+            world_size=group.world_size,
+        ),
+    )
 
 
 def _decide(
@@ -183,6 +219,10 @@ def _decide(
     declaration = operator_named(OPERATOR)
     declaration.require_nodes(impl, group.nodes)
     choice = choose(**call).between(declaration, group.nodes)
+    if impl == BATCH_INVARIANT:
+        declaration.require_nodes("fused", group.nodes)
+        chosen = GemvAllReduceConfig.parse(config) if config else invariant_config(choice, call)
+        return Decision("fused", chosen, mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
     chooses = impl in declaration.choosers
     is_open = chooses and not config and not choice.is_exact and not group.spans_nodes
@@ -194,6 +234,18 @@ def _decide(
     )
 
 
+def invariant_config(
+    choice: Choice[GemvAllReduceConfig], call: dict[str, Any]
+) -> GemvAllReduceConfig:
+    """Return the configuration of batch-invariant calls.
+
+    Its tiles are the same for any number of tokens. The protocol may differ: both of them round
+    parts alike, and add them in rank order.
+    """
+    config = choose(**call | {"tokens": FEWEST_TOKENS_BY_MATRIX_UNIT}).config
+    return dataclasses.replace(config, protocol=choice.config.protocol)
+
+
 def prepare(
     group: Group,
     x: torch.Tensor,
@@ -202,6 +254,8 @@ def prepare(
     y: torch.Tensor,
     config: GemvAllReduceConfig,
     mark: int = 0,
+    *,
+    is_batch_invariant: bool = False,
 ) -> Launch:
     """Prepare the launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
 
@@ -209,14 +263,15 @@ def prepare(
 
     Args:
         mark: The number that the ranks' agreement returned.
+        is_batch_invariant: Whether a token's result must have the same bits in every batch.
     """
     require(group.backend)
+    from interlace.gemm.kernels.gemv import Tiling
     from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
-    from interlace.operators.gemv_all_reduce.kernels.product import Tiling
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
-    block_b = block_tokens(tokens)
+    block_b = block_tokens(tokens, is_batch_invariant=is_batch_invariant)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from interlace.gemm.invariance import BATCH_INVARIANT, is_enabled
 from interlace.operators.gemv_all_reduce import launch
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.validate import validate
@@ -20,10 +21,12 @@ class GemvAllReduce(Operator):
     collective = "all_reduce"
     sizes = ("tokens", "rows", "columns")
     config_type = GemvAllReduceConfig
-    choosers = ("auto", "measured")
+    choosers = ("auto", "measured", BATCH_INVARIANT)
     command_module = "interlace.cli.bench_gemv_all_reduce"
     implementations = (
-        Implementation("fused", "one kernel that sends sums as it computes them"),
+        Implementation(
+            "fused", "one kernel that sends sums as it computes them", is_batch_invariant=True
+        ),
         Implementation(
             "gemm",
             "gemm_all_reduce, by the implementation that it takes itself",
@@ -51,15 +54,19 @@ class GemvAllReduce(Operator):
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(x, w, bias)
-        choice = self.choose(
-            tokens=x.shape[0] if x.dim() == 2 else 1,
-            rows=w.shape[0],
-            columns=w.shape[1],
-            dtype=x.dtype,
-            world_size=world_size,
-            device=x.device,
-        ).between(self, nodes)
-        chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
+        sizes: dict[str, Any] = {
+            "tokens": x.shape[0] if x.dim() == 2 else 1,
+            "rows": w.shape[0],
+            "columns": w.shape[1],
+            "dtype": x.dtype,
+            "world_size": world_size,
+            "device": x.device,
+        }
+        choice = self.choose(**sizes).between(self, nodes)
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
+        if is_enabled():
+            config = launch.invariant_config(choice, sizes)
+            return call, f"fused ({config})", "calls must be batch-invariant"
+        chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
         return call, chosen, choice.reason

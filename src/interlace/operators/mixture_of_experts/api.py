@@ -33,10 +33,10 @@ def mixture_of_experts(
     weights[t, j] * f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x)
     * (w_in[e, :, 1] @ x))`` (SwiGLU, as in Mixtral).
 
-    Two fused kernels: tokens go to their experts' ranks while the first product works on those that
-    have arrived; tiles of the second product go straight to the tokens' ranks. Nothing waits for
-    the host: all shapes follow from T, k, L, F and ``capacity``, so memory is for the worst case,
-    unless ``capacity`` says less.
+    By default two fused kernels: tokens go to their experts' ranks while the first product works
+    on those that have arrived; tiles of the second product go straight to the tokens' ranks.
+    Nothing waits for the host: all shapes follow from T, k, L, F and ``capacity``, so memory is for
+    the worst case, unless ``capacity`` says less.
 
     Products accumulate in float32. The sum over j is float32, in the order of j: the same bits in
     every run. Runs on the current stream, without synchronising the host; calls of one group on
@@ -56,12 +56,15 @@ def mixture_of_experts(
             token and then by j, are dropped: they add nothing to y. None: no limit.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
             group.
-        impl: ``"fused"``, ``"unfused"`` (torch and all-to-all; waits for the device), or
-            ``"auto"``: the fused kernels, as ``"unfused"`` has not been measured;
-            :func:`interlace.explain` says so.
-        config: configuration of the fused kernels; default: from the tuned table of this GPU, if
-            ``interlace tune`` has made one. The package comes without such a table; the default
-            configuration is used then. It must be the same on every rank.
+        impl: ``"fused"``; ``"decode"``, kernels for few tokens, without gradients and capacity;
+            ``"nccl"``, stock PyTorch that never waits for the host, all-gather, torch._grouped_mm
+            and reduce-scatter, for bfloat16 without gradients and capacity; ``"unfused"`` (torch
+            and all-to-all; waits for the device); or ``"auto"``: the one that the machine's profile
+            predicts to be fastest, as :func:`interlace.explain` says, and the fused kernels where
+            it predicts none.
+        config: configuration of the kernels; default: one for the sizes, and for ``"fused"`` from
+            the tuned table of this GPU, if ``interlace tune`` has made one. It must be the same on
+            every rank.
 
     Returns:
         ``[T, hidden]`` of x's dtype. Gradients go to x, weights, w_in and w_out. Those of w_in and
@@ -96,7 +99,8 @@ def mixture_of_experts(
     y, *_ = torch.ops.interlace.mixture_of_experts(
         x,
         experts,
-        weights.float(),
+        # Kernels read a slot's weight at the slot's number.
+        weights.float().contiguous(),
         w_in,
         w_out,
         world_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 from interlace.operators.mixture_of_experts.layout import ROWS
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
@@ -15,6 +16,9 @@ OPERANDS = ("tiles", "pointers")
 class MixtureOfExpertsConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
+    In ``impl="decode"`` a tile's rows are those of weights: it has ``block_n`` of them and
+    ``block_m`` tokens, loads by pointers, and neither groups tiles nor staggers programs.
+
     Attributes:
         operands: loads and stores of the products: ``"tiles"`` (by tensor descriptors, where shapes
             and GPU allow) or ``"pointers"``.
@@ -25,8 +29,9 @@ class MixtureOfExpertsConfig(Configuration):
             are in the L2.
         num_warps: warps per program of the products.
         num_stages: steps in flight in the products' software pipeline.
-        programs: programs that compute; 0 for one per SM.
-        push_programs: programs that send tokens, in front of those and at the same time.
+        programs: programs that compute; 0 for one per SM, in decoding for as many as fit.
+        push_programs: programs that send tokens, in front of those and at the same time; in
+            decoding at most that many, and at most 64.
         push_rows: rows of one expert that such a program sends at a time; a power of two.
         sum_programs: maximum number of programs that add results.
         stagger: the programs of the second product start one after another, over this percentage of
@@ -63,3 +68,30 @@ def default_config(*, ffn: int, itemsize: int) -> MixtureOfExpertsConfig:
             block_m=64, block_n=64, block_k=32, num_warps=4, stagger=stagger
         )
     return MixtureOfExpertsConfig(stagger=stagger)
+
+
+def decode_config(*, rows: float, itemsize: int) -> MixtureOfExpertsConfig:
+    """Return a configuration of ``impl="decode"`` for sizes that have not been measured.
+
+    Args:
+        rows: mean number of rows per expert.
+    """
+    # Nearly all experts have at most two standard deviations more rows than the mean; a second tile
+    # of rows would read the weights again, though from the L2.
+    most = rows + 2 * math.sqrt(rows)
+    if itemsize == 4:
+        return MixtureOfExpertsConfig(
+            block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
+        )
+    if most > 32:
+        return MixtureOfExpertsConfig(
+            block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4, push_programs=64
+        )
+    return MixtureOfExpertsConfig(
+        block_m=16 if most <= 16 else 32,
+        block_n=64,
+        block_k=128,
+        num_warps=4,
+        num_stages=3,
+        push_programs=64,
+    )

@@ -2,65 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 
 import torch
 
-from interlace.comm import Group, group_named, process_group_named
+from interlace.comm import Group, group_named, process_group_named, ranges
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
-from interlace.operators.mixture_of_experts import layout, reference
-from interlace.operators.mixture_of_experts.config import (
-    OPERATOR,
-    MixtureOfExpertsConfig,
-    default_config,
-)
+from interlace.gemm import invariance
+from interlace.operators.mixture_of_experts import decode, layout, reference, stock
+from interlace.operators.mixture_of_experts.choice import Terms, choose, configuration
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
 from interlace.operators.mixture_of_experts.steps import Steps
 from interlace.registry import operator_named
-from interlace.tuning.choice import Choice, by_device
 
 _BLOCK_SLOTS = 128
-
-# Triton's interpreter runs one program after another, so few programs are enough.
-_ON_INTERPRETER = {
-    "block_m": 32,
-    "programs": 2,
-    "push_programs": 2,
-    "sum_programs": 2,
-    "stagger": 0,
-}
 _BACKWARD = f"{OPERATOR}.backward"
-
-
-@functools.cache
-def choose(
-    *,
-    tokens: int,
-    hidden: int,
-    ffn: int,
-    experts: int,
-    top_k: int,
-    dtype: torch.dtype,
-    world_size: int,
-    device: torch.device,
-) -> Choice[MixtureOfExpertsConfig]:
-    """Return the fastest implementation by the tuned table of this GPU.
-
-    On the CPU backend it is the fused one, in few programs.
-    """
-    return by_device(
-        OPERATOR,
-        {"tokens": tokens, "hidden": hidden, "ffn": ffn, "experts": experts, "top_k": top_k},
-        default_config(ffn=ffn, itemsize=dtype.itemsize),
-        _ON_INTERPRETER,
-        dtype=dtype,
-        world_size=world_size,
-        device=device,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,26 +86,34 @@ class Call:
             config=self.config,
         )
 
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return the range of this call for profilers, by the name of the operator or its half.
+
+        The bytes that it sends are unknown: only the device knows how many rows go where.
+        """
+        operands = (self.x, self.experts, self.w_in, self.w_out)
+        return ranges.around(name, self.chosen[0], operands, lambda: None)
+
     @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
-        """The implementation and the configuration of this call."""
-        sizes = self.sizes
-        choice = choose(
-            tokens=sizes.tokens,
-            hidden=sizes.hidden,
-            ffn=sizes.ffn,
-            experts=sizes.experts,
-            top_k=sizes.top_k,
-            dtype=self.x.dtype,
-            world_size=sizes.world_size,
-            device=self.x.device,
-        )
-        config = MixtureOfExpertsConfig.parse(self.config) if self.config else choice.config
-        if self.group.spans_nodes:
-            declaration = operator_named(OPERATOR)
-            declaration.require_nodes(self.impl, self.group.nodes)
-            choice = choice.between(declaration, self.group.nodes)
-        return (choice.impl if self.impl == "auto" else self.impl), config
+        """The implementation and the configuration of this call.
+
+        Raises:
+            ArgumentError: The implementation was asked for and cannot run such a call.
+        """
+        terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
+        declaration = operator_named(OPERATOR)
+        declaration.require_nodes(self.impl, self.group.nodes)
+        choice = choose(terms, self.x.device).between(declaration, self.group.nodes)
+        impl = choice.impl if self.impl == "auto" else self.impl
+        unmet = declaration.refusal(impl, terms)
+        if unmet is not None:
+            raise ArgumentError(
+                f"{OPERATOR}: impl={impl!r} must have {unmet}. Take impl='auto' or 'fused'."
+            )
+        if self.config:
+            return impl, MixtureOfExpertsConfig.parse(self.config)
+        return impl, configuration(impl, terms, self.x.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,16 +139,33 @@ class Saved:
 
 
 def run(call: Call) -> tuple[torch.Tensor, Saved]:
-    """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass."""
+    """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass.
+
+    Raises:
+        ArgumentError: The call must be batch-invariant: which rows share a tile, and which
+            implementation runs, goes by the number of tokens.
+    """
+    if invariance.is_enabled():
+        invariance.refuse(OPERATOR)
     group = call.group
     group.check()
     mark = call.agree(OPERATOR)
     impl, _ = call.chosen
     # All ranks have the same number of tokens, so they all leave the fused path together.
     if call.sizes.tokens == 0 or impl == "unfused":
-        return _unfused(call), nothing(call.x)
+        with call.range(OPERATOR):
+            return _unfused(call), nothing(call.x)
+    if impl == "decode":
+        launches, y = decode.prepare(call, mark)
+        with call.range(OPERATOR), group.running():
+            for launch in launches:
+                launch()
+        return y, nothing(call.x)
+    if impl == "nccl":
+        with call.range(OPERATOR):
+            return stock.run(call), nothing(call.x)
     launches, y, saved, may_keep = prepare_forward(call, mark)
-    with group.running():
+    with call.range(OPERATOR), group.running():
         for launch in launches:
             launch()
     if not call.keeps:
@@ -197,9 +184,10 @@ def run_backward(
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
     if call.sizes.tokens == 0 or impl == "unfused":
-        return _unfused_gradients(call, grad)
+        with call.range(_BACKWARD):
+            return _unfused_gradients(call, grad)
     launches, gradients = prepare_backward(call, mark, grad, saved, needed)
-    with group.running():
+    with call.range(_BACKWARD), group.running():
         for launch in launches:
             launch()
     return gradients

@@ -24,6 +24,7 @@ MAX_RANKS: Final = 8
 MAX_EXPERTS: Final = 1024
 MAX_TOP_K: Final = 8
 MAX_TOKENS: Final = 1 << 17
+MAX_DECODE_TOKENS: Final = 1 << 12
 
 # int32 signals of a rank, the same in the forward and the backward pass.
 # Sets take turns by the epoch's parity.
@@ -34,6 +35,14 @@ FINISHED: Final = 4 * MAX_RANKS  # number of programs that have stored their res
 HEADER: Final = 8 * MAX_RANKS
 # HEADER is followed by a signal [local expert][source], then by a local counter [expert].
 SIGNALS: Final = HEADER + MAX_EXPERTS * MAX_RANKS + MAX_EXPERTS
+
+# int32 signals of a rank in ``impl="decode"``, which has a workspace of its own.
+# [set][source][sender]: what the source's program has sent has arrived. Kernels omit the offset 0.
+SENDERS: Final = 64  # maximum number of programs that send tokens
+DECODE_DONE: Final = 2 * MAX_RANKS * SENDERS  # [set][source]: all results of the source are there
+# Number of programs that have stored their results; local.
+DECODE_FINISHED: Final = DECODE_DONE + 2 * MAX_RANKS
+DECODE_SIGNALS: Final = DECODE_FINISHED + 1
 
 # The plan, int32, for R ranks and E experts: three tables [R, E], then a list [E] and a flag.
 COUNTS: Final = 0  # rows of expert e from source s; kernels omit the offset 0
@@ -129,6 +138,14 @@ def like(weight: torch.Tensor) -> torch.Tensor:
     if weight.dim() == 4 and has_halves(weight):
         return torch.empty_like(weight.transpose(1, 2)).transpose(1, 2)
     return torch.empty_like(weight, memory_format=torch.contiguous_format)
+
+
+def alignment(width: int, itemsize: int) -> int:
+    """Return the elements, a power of two of at most 16 bytes, that ``width`` is a multiple of."""
+    align = 16 // itemsize
+    while width % align:
+        align //= 2
+    return align
 
 
 def blocks(slots: int, block: int) -> int:

@@ -14,7 +14,7 @@ import torch
 
 from interlace.comm import process_group_named
 from interlace.comm.group import known_nodes
-from interlace.comm.registration import OPERATOR_TAGS, once_differentiable, register
+from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.launch import Call, Saved, run, run_backward
 from interlace.operators.mixture_of_experts.layout import Sizes
@@ -22,16 +22,18 @@ from interlace.operators.mixture_of_experts.layout import Sizes
 _library = torch.library.Library("interlace", "FRAGMENT")
 _INPUTS = "Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor w_out"
 _OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config"
+# The unfused implementation, which a tuned table may choose, waits for the device, so no CUDA graph
+# can hold the operators.
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 _library.define(
     f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, "
     "Tensor, Tensor)",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 _library.define(
     f"mixture_of_experts_backward(Tensor grad, {_INPUTS}, {_SAVED}, {_OPTIONS}, bool[] needed) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
-    tags=OPERATOR_TAGS,
+    tags=UNCAPTURABLE_TAGS,
 )
 
 Tensors = tuple[torch.Tensor, ...]

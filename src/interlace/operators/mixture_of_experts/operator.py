@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from interlace.operators.mixture_of_experts import launch
+from interlace.costs.expert_time import ExpertsCall
+from interlace.operators.mixture_of_experts import stock
+from interlace.operators.mixture_of_experts.choice import (
+    Terms,
+    choose,
+    decode_refusal,
+    tile_of,
+)
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import Sizes
 from interlace.operators.mixture_of_experts.validate import validate
 from interlace.registry import Implementation, Operator, operator
+
+_TIMED_PARTS = ("forward", "decoding")
+"""The parts of a benchmark of experts that are forward passes of the layer."""
 
 
 @operator
@@ -22,7 +34,21 @@ class MixtureOfExperts(Operator):
     config_type = MixtureOfExpertsConfig
     command_module = "interlace.cli.bench_mixture_of_experts"
     implementations = (
-        Implementation("fused", "kernels that send rows as they compute them"),
+        Implementation("fused", "kernels that send rows as they compute them", schedule="by_slot"),
+        Implementation(
+            "decode",
+            "kernels for few tokens, which read each weight once",
+            refusal=decode_refusal,
+            schedule="by_token",
+        ),
+        Implementation(
+            "nccl",
+            "torch._grouped_mm between NCCL's all-gather and reduce-scatter",
+            refusal=stock.refusal,
+            schedule="to_all",
+            is_stock=True,
+            spans_nodes=True,
+        ),
         Implementation(
             "unfused",
             "F.linear and all_to_all_single, each rank's rows sorted",
@@ -30,9 +56,22 @@ class MixtureOfExperts(Operator):
         ),
     )
 
-    def choose(self, **call: Any) -> Any:
+    def choose(self, *, terms: Terms, device: torch.device) -> Any:  # type: ignore[override]
         """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
-        return launch.choose(**call)
+        return choose(terms, device)
+
+    def timed_call(self, result: Mapping[str, Any]) -> ExpertsCall | None:
+        """Return the call whose times a benchmark's result holds, if it is a forward pass through a
+        layer with even routing.
+        """
+        if result.get("part") not in _TIMED_PARTS or result["routing"] != "balanced":
+            return None
+        sizes = {name: int(result[name]) for name in (*self.sizes, "world_size")}
+        return ExpertsCall(**sizes, itemsize=4 if result["dtype"] == "float32" else 2)
+
+    def timed_tile(self, implementation: str, call: Any) -> tuple[int, int]:
+        """Return the rows and columns of the tiles of an implementation's products."""
+        return tile_of(implementation, call)
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors and the options that :meth:`explain` takes, by name."""
@@ -53,17 +92,15 @@ class MixtureOfExperts(Operator):
         validate(x, experts, weights, w_in, w_out, None, world_size)
         tokens, hidden = x.shape
         count, ffn, top_k = world_size * w_in.shape[0], w_in.shape[1], experts.shape[1]
-        choice = self.choose(
-            tokens=tokens,
-            hidden=hidden,
-            ffn=ffn,
-            experts=count,
-            top_k=top_k,
-            dtype=x.dtype,
-            world_size=world_size,
-            device=x.device,
-        ).between(self, nodes)
-        chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
+        sizes = Sizes(tokens, top_k, count, hidden, ffn, world_size, max(1, tokens))
+        keeps = torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (x, weights, w_in, w_out)
+        )
+        terms = Terms(sizes, x.dtype, x.device.type, keeps)
+        choice = self.choose(terms=terms, device=x.device).between(self, nodes)
+        chosen = choice.impl
+        if chosen in ("fused", "decode"):
+            chosen += f" ({choice.config})"
         name = str(x.dtype).removeprefix("torch.")
         call = (
             f"{self.name} of {tokens} tokens per rank, top {top_k} of {count} experts {hidden} x "

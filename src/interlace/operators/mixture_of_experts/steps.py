@@ -72,9 +72,7 @@ class Steps:
             "E_LANES": next_power_of_2(max(experts, 2)),
             "L_LANES": next_power_of_2(max(sizes.local, 2)),
         }
-        self.align = 16 // self.dtype.itemsize
-        while sizes.hidden % self.align:
-            self.align //= 2
+        self.align = layout.alignment(sizes.hidden, self.dtype.itemsize)
         cuda = group.backend == "cuda"
         self.programs = min(
             self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2

@@ -15,7 +15,7 @@ from interlace.comm import group_of
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 OPERATOR = "mixture_of_experts"
-IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "unfused")}
+IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "decode", "unfused")}
 ROUTINGS = ("random", "one", "holes")
 
 _GATE = 128.0
@@ -141,7 +141,14 @@ class ExpertsCase(Case):
 
 
 def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
-    """Return one small layer with its backward pass, and one whose experts take few rows."""
+    """Return one small layer with its backward pass, and one whose experts take few rows; in
+    decoding, which has neither, one layer and one whose tokens all go to one expert.
+    """
+    if impl == "decode":
+        return [
+            ExpertsCase(OPERATOR, impl, "bfloat16", hidden=32, ffn=32),
+            ExpertsCase(OPERATOR, impl, "float32", routing="one"),
+        ]
     return [
         ExpertsCase(OPERATOR, impl, "bfloat16", True, hidden=32, ffn=32),
         ExpertsCase(OPERATOR, impl, "float32", True, routing="one", capacity=3),
@@ -155,12 +162,12 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
         OPERATOR,
         impl,
         dtype,
-        source.random() < 0.5,
+        source.random() < 0.5 and impl != "decode",
         tokens,
         local,
         min(top_k, ranks * local),
         hidden,
         ffn,
         source.choice(ROUTINGS),
-        source.choice((0, 0, 3)),
+        0 if impl == "decode" else source.choice((0, 0, 3)),
     )

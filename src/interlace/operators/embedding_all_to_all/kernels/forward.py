@@ -217,7 +217,9 @@ def embedding_all_to_all_forward(
             count = tl.minimum(samples - block * BAGS, BAGS)
             if count > 0:
                 first = dest * chunk + block * BAGS
+                il.record("tile", task, group)
                 total = pool(lookups, table, first, count, POOLING, VECTORS).to(OUT)
+                il.record("computed", task, group)
                 cells, mask = cells_of(
                     tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
                 )
@@ -269,7 +271,8 @@ def embedding_all_to_all_forward(
                     # cut off by the descriptor, or fall behind the samples of its output.
                     column = tl.load(tables + table * FIELDS + COLUMN).to(tl.int32)
                     corner = [dest, index, block * BAGS, column]
-                    il.put_tile(tiles, corner, tl.reshape(total, [1, 1, BAGS, VECTORS.width]))
+                    part = tl.reshape(total, [1, 1, BAGS, VECTORS.width])
+                    il.put_tile(tiles, corner, part, group)
                 else:
                     il.put(target + cells, total, dest, group, mask)
         if PROTOCOL != "sliced":

@@ -4,10 +4,10 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.operators.gemv_all_reduce.kernels.product import (
+from interlace.gemm.kernels.gemv import (
     Matrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
 )
-from interlace.operators.gemv_all_reduce.kernels.words import (
+from interlace.gemm.kernels.words import (
     agree, announce, end_call, in_words, out_of_words, words_of,
 )
 
@@ -41,6 +41,7 @@ def gemv_all_reduce_one_shot(
     # waits at once for values that all threads share.
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     if ONE_TILE:
+        il.record("tile", program, group)
         part = multiply_tile(operands, K, TILING)
     rank = il.rank(group)
     stamp = il.mark(epoch, call)
@@ -73,6 +74,7 @@ def gemv_all_reduce_one_shot(
         # All tiles are sent before the first is waited for, so that no two ranks wait for each
         # other.
         for tile in range(program, tiles, programs):
+            il.record("tile", tile, group)
             operands = point_to_operands(tile, matrices, TILING)
             part = in_words(multiply_tile(operands, K, TILING), VALUES)
             rows, tokens, mask = tile_at(tile, N, B, TILING)

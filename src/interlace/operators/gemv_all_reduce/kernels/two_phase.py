@@ -6,10 +6,10 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.operators.gemv_all_reduce.kernels.product import (
+from interlace.gemm.kernels.gemv import (
     Matrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
 )
-from interlace.operators.gemv_all_reduce.kernels.words import (
+from interlace.gemm.kernels.words import (
     agree, announce, end_call, in_words, out_of_words, words_of,
 )
 
@@ -64,6 +64,7 @@ def gemv_all_reduce_two_phase(
     # waits at once for values that all threads share.
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     if ONE_TILE:
+        il.record("tile", program, group)
         part = multiply_tile(operands, K, TILING)
     stamp = il.mark(epoch, call)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
@@ -80,6 +81,7 @@ def gemv_all_reduce_two_phase(
         _send_part(program, part, slots, group, N, B, OWNED, TILING)
     else:
         for tile in range(program, tiles, programs):
+            il.record("tile", tile, group)
             operands = point_to_operands(tile, matrices, TILING)
             part = multiply_tile(operands, K, TILING)
             _send_part(tile, part, slots, group, N, B, OWNED, TILING)

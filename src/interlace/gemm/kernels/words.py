@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.operators.gemv_all_reduce.kernels.product import mask_of
+from interlace.gemm.kernels.gemv import mask_of
 
 
 @triton.jit

@@ -1,0 +1,67 @@
+"""What batch invariance costs: the same calls by ``impl="auto"`` and ``"batch_invariant"``."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from interlace.bench import gemv_all_reduce, products
+from interlace.bench.benchmark import Benchmark, Way, relative_error
+from interlace.comm import group_of
+from interlace.gemm.invariance import BATCH_INVARIANT
+from interlace.registry import operator_named
+from interlace.units import round_up
+
+_WORDS = ("auto", BATCH_INVARIANT)
+
+
+def bench(
+    operator: str, tokens: int, columns: int, inner: int, dtype: torch.dtype
+) -> dict[str, Any]:
+    """Check and time one call both ways; collective.
+
+    Args:
+        operator: The operator's name.
+        tokens: Rows of the product; rounded up until ranks share them out evenly, where they do.
+        columns, inner: N and K of one rank's weight ``[N, K]``.
+        dtype: The operands' dtype.
+
+    Returns:
+        The result, whose ``times`` are those of the two words of ``impl``.
+
+    Raises:
+        InterlaceError: A result is wrong; nothing is timed then.
+    """
+    case: Benchmark[Any]
+    declaration = operator_named(operator)
+    if declaration.collective != "all_reduce":
+        tokens = round_up(tokens, group_of().world_size)
+    if declaration.computation == "gemv":
+        gemv = gemv_all_reduce.Case(gemv_all_reduce.Shape(tokens, columns, inner, dtype))
+        case, ways = gemv, [_way(word, gemv.call) for word in _WORDS]
+    else:
+        product = products.Case(products.Shape(operator, tokens, columns, inner, dtype))
+        case, ways = product, [_way(word, product.call) for word in _WORDS]
+    expected = case.expected(0)
+    worst = max(
+        case.accept([relative_error(way.call(0), expected)], way.name)  # type: ignore[arg-type]
+        for way in ways
+    )
+    times = case.time(ways)
+    case.owner.release()
+    return {
+        "operator": operator,
+        "tokens": tokens,
+        "columns": columns,
+        "inner": inner,
+        "dtype": str(dtype).removeprefix("torch."),
+        "world_size": case.owner.world_size,
+        "relative_error": worst,
+        "times": times,
+    }
+
+
+def _way(word: str, call: Any) -> Way:
+    return Way(word, "ours", functools.partial(call, impl=word), word)

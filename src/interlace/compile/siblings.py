@@ -1,0 +1,114 @@
+"""Products of a few rows with the same input become one kernel: queries, keys and values; gate and
+up.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+from torch.fx import Graph, Node
+
+import interlace.operators  # noqa: F401  # registers torch.ops.interlace
+from interlace.compile import rows
+from interlace.compile.choice import overload, require_runnable
+from interlace.compile.findings import Finding, LeftAlone, module_of
+from interlace.compile.graph import Writer, erase_unused, is_static, move_before, value
+from interlace.compile.producers import Product, product_of, require_suitable
+from interlace.compile.requirements import require_unchanged, rows_of
+from interlace.gemm import invariance
+from interlace.operators.linears import OPERATOR
+from interlace.operators.linears.config import MOST_TOKENS
+from interlace.operators.linears.launch import MOST_WEIGHTS
+
+
+def merge(graph: Graph, direction: str) -> list[Finding]:
+    """Put one operator in the place of products with the same input, where it can compute them.
+
+    Nothing is merged where calls must be batch-invariant.
+
+    Args:
+        graph: The graph, in which collectives have been fused already.
+        direction: ``"forward"`` or ``"backward"``, for the findings.
+
+    Returns:
+        A finding for each group of products that was merged. None is where calls must be
+        batch-invariant: with more rows, products would not be merged.
+    """
+    # With more rows the products stay PyTorch's, whose bits are others.
+    if invariance.is_enabled():
+        return []
+    groups: dict[Any, list[Product]] = {}
+    for node in graph.nodes:
+        product = product_of(node)
+        if product is not None and _is_suitable(product):
+            key = _source(product.x), product.bias is None, product.dtype
+            groups.setdefault(key, []).append(product)
+    findings = []
+    for products in groups.values():
+        for first in range(0, len(products), MOST_WEIGHTS):
+            group = products[first : first + MOST_WEIGHTS]
+            if len(group) > 1:
+                findings += _merge(group, direction)
+    return findings
+
+
+def _is_suitable(product: Product) -> bool:
+    """Return whether the operator can compute a product, in less time than one of its own."""
+    try:
+        require_suitable(product)
+        require_runnable(product.device)
+        few = rows_of(product) <= MOST_TOKENS
+    except LeftAlone:
+        return False
+    w = value(product.w)
+    along_k = (w.mT if product.by_columns else w).stride(-1) == 1
+    return few and along_k and product.dtype.itemsize == 2 and w.dim() == 2
+
+
+def _source(x: Node) -> Node:
+    """Return the node of which ``x`` is a view with the same rows in the same order."""
+    while rows.keeps_order(x) and is_static(value(x).shape[-1]):
+        assert isinstance(x.args[0], Node)
+        x = x.args[0]
+    return x
+
+
+def _merge(products: list[Product], direction: str) -> list[Finding]:
+    """Replace two or three products by one operator, and return the finding, if it is possible."""
+    first, last = products[0].node, products[-1].node
+    x = products[0].x
+    try:
+        require_unchanged(first, last)
+        vectors = [each.bias for each in products if each.bias is not None]
+        moving = [
+            move_before(first, node, ()) for node in [*(each.w for each in products), *vectors]
+        ]
+    except LeftAlone:
+        return []
+    for move in moving:
+        move()
+    names = [each.node.name for each in products]
+    finding = Finding(
+        graph=direction,
+        collective="products",
+        node=", ".join(names),
+        shape=tuple(size if isinstance(size, int) else str(size) for size in value(x).shape),
+        module=module_of(first),
+        operator=OPERATOR,
+        reason=f"{len(products)} products of one input in one kernel",
+    )
+    writer = Writer(first, first)
+    results = writer.call(
+        overload(OPERATOR),
+        products[0].rows(writer),
+        [each.weight(writer) for each in products],
+        [each.bias for each in products],
+    )
+    for index, each in enumerate(products):
+        y = writer.call(operator.getitem, results, index)
+        each.node.replace_all_uses_with(writer.shaped_as(y, value(each.node)))
+    operands = [node for each in products for node in (each.x, each.w)]
+    leftovers = [node for node in operands if node.op == "call_function"]
+    erase_unused([*(each.node for each in products), *leftovers])
+    return [finding]

@@ -1,0 +1,90 @@
+"""Calls whose times a machine profile predicts, and what measured ones say of their neighbours."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    from interlace.costs.time import MachineProfile
+
+Schedule = Literal["whole", "batch", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"]
+"""How an implementation computes its product: one product of the library; one batch of the
+library's products, a product for each rank's rows; one product of the library after another, for
+each rank's rows; the same for the peers' rows, and tiles of its own kernel for the rank's own; or
+tiles of its own kernel, none of which covers two ranks' rows. The last three are of layers of
+experts and say which rows travel (:mod:`interlace.costs.expert_time`).
+"""
+
+Place = tuple[float, ...]
+"""The coordinates of a call, between which distances are measured."""
+
+
+class TimedCall(Protocol):
+    """The sizes of a call whose time is composed of parts."""
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element of the operands."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Return the sizes by which measured calls are known; the number of ranks comes last."""
+
+    def parts_us(
+        self, profile: MachineProfile, operator: str, schedule: Schedule, tile: tuple[int, int]
+    ) -> dict[str, float]:
+        """Return the parts of an implementation's time, in microseconds.
+
+        Args:
+            schedule: how the implementation computes its product, or what it sends.
+            tile: rows and columns of the tiles of its kernel.
+        """
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(size: Sequence[int]) -> Place:
+    """Return the coordinates of a call: doubling a size is a distance of 1, and doubling the ranks,
+    which come last, of 2.
+    """
+    *sizes, world_size = size
+    return (*map(math.log2, sizes), 2 * math.log2(world_size))
+
+
+def nearness(one: Place, other: Place) -> float:
+    """Return how much one call says of another: 1 if they are the same, 0 if they are far apart."""
+    return math.exp(-(math.dist(one, other) ** 2) / 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corrections:
+    """How far measured calls of one operator were from what compositions say.
+
+    The nearer a measured call is, the more it counts: at a distance of d, exp(-d**2 / 2) times its
+    weight.
+
+    Attributes:
+        calls: the sizes of the measured calls; of a product, rows, columns, inner and ranks.
+        weights: for each implementation, the weight of each of these calls; 0 where it was not
+            measured.
+    """
+
+    calls: Sequence[Sequence[int]]
+    weights: Mapping[str, Sequence[float]]
+
+    def factor(self, implementation: str, call: TimedCall) -> float:
+        """Return the factor by which a composed time is to be multiplied."""
+        weights = self.weights.get(implementation)
+        if weights is None:
+            return 1.0
+        place = place_of(call.size)
+        return math.exp(
+            math.fsum(
+                weight * nearness(place, place_of(tuple(known)))
+                for weight, known in zip(weights, self.calls, strict=True)
+                if weight
+            )
+        )

@@ -1,0 +1,219 @@
+"""What follows a sum over ranks in a decoder: residual, norm, and the cast of what comes out."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import default_name
+from interlace.comm.replays import places
+from interlace.errors import ArgumentError
+from interlace.gemm.operands import FLOAT8, FLOATS, require_device
+from interlace.registry import Operator
+from interlace.tuning.configuration import Configuration
+
+NORMS = ("rms", "layer")
+
+
+Norm = Literal["rms", "layer"]
+
+
+class Normed(NamedTuple):
+    """The results of a product that is summed over ranks and normalised.
+
+    Attributes:
+        y: ``[B, N]``: the norm of ``residual``, in the dtype that was asked for.
+        residual: ``[B, N]`` of x's dtype: the sum over ranks, with bias and residual added.
+        scale: float32 ``[B, 1]``: what each row of y is to be multiplied by, if y is float8 and no
+            scale was given; else an empty tensor.
+    """
+
+    y: torch.Tensor
+    residual: torch.Tensor
+    scale: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What is computed of a sum over ranks, ``total [B, N]``, before it is stored.
+
+    ``h = total + bias + residual``, rounded to x's dtype, is one result; ``norm(h) * norm_weight +
+    norm_bias``, in float32 and rounded once, is the other.
+
+    Attributes:
+        residual: ``[B, N]`` of x's dtype, contiguous; or None.
+        norm_weight: ``[N]``, float16, bfloat16 or float32; or None for ones.
+        norm_bias: ``[N]``, the same; or None.
+        norm: ``"rms"`` or ``"layer"``.
+        eps: What is added to the mean square or to the variance.
+        scale: float32, one element: what y is to be multiplied by later, so it is divided by it
+            now; None for a scale per row where y is float8.
+        out_dtype: The dtype of y: float16, bfloat16, float32 or float8_e4m3fn.
+    """
+
+    residual: torch.Tensor | None
+    norm_weight: torch.Tensor | None
+    norm_bias: torch.Tensor | None
+    norm: str
+    eps: float
+    scale: torch.Tensor | None
+    out_dtype: torch.dtype
+
+    @property
+    def quantization(self) -> str:
+        """Return ``"none"``, or what has a scale of its own: ``"tensor"`` or ``"row"``."""
+        if self.out_dtype != FLOAT8:
+            return "none"
+        return "row" if self.scale is None else "tensor"
+
+    def agreed(self) -> dict[str, Any]:
+        """Return what all ranks must have in common, for ``Group.agree``."""
+        vectors = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias}
+        return {
+            "residual": self.residual is not None,
+            **{name: str(each.dtype) if each is not None else "" for name, each in vectors.items()},
+            "norm": self.norm,
+            "eps": self.eps,
+            "quantization": self.quantization,
+            "dtype_of_y": str(self.out_dtype),
+        }
+
+    def signature(self) -> tuple[Hashable, ...]:
+        """Return a key of everything but the tensors' values and addresses."""
+        return tuple(self.agreed().values())
+
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the tensors lie, by which ``Replays.run`` tells calls apart."""
+        return places(self.residual, self.norm_weight, self.norm_bias, self.scale)
+
+    def empty_results(self, rows: int, columns: int, like: torch.Tensor) -> Normed:
+        """Return uninitialised results.
+
+        Args:
+            like: x, whose device and dtype count.
+        """
+        scales = [rows, 1] if self.quantization == "row" else [0]
+        return Normed(
+            like.new_empty([rows, columns], dtype=self.out_dtype),
+            like.new_empty([rows, columns]),
+            like.new_empty(scales, dtype=torch.float32),
+        )
+
+
+def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Epilogue) -> None:
+    """Refuse an epilogue that does not fit ``x [B, K]`` and N ``columns``.
+
+    Raises:
+        ArgumentError: A shape, a dtype, a device or a value breaks a rule.
+    """
+    if x.dtype not in FLOATS:
+        raise ArgumentError(
+            f"{operator}: x must be float16, bfloat16 or float32 where the sum is normalised; got "
+            f"{x.dtype}."
+        )
+    if epilogue.norm not in NORMS:
+        raise ArgumentError(
+            f"{operator}: norm must be one of {', '.join(NORMS)}; got {epilogue.norm!r}."
+        )
+    if epilogue.out_dtype not in (*FLOATS, FLOAT8):
+        raise ArgumentError(
+            f"{operator}: out_dtype must be float16, bfloat16, float32 or float8_e4m3fn; got "
+            f"{epilogue.out_dtype}."
+        )
+    if not epilogue.eps >= 0:
+        raise ArgumentError(f"{operator}: eps must be at least 0; got {epilogue.eps}.")
+    residual = epilogue.residual
+    if residual is not None:
+        shape = [x.shape[0], columns]
+        if list(residual.shape) != shape or residual.dtype != x.dtype:
+            raise ArgumentError(
+                f"{operator}: residual must be [B, N] = {shape} of x's dtype, {x.dtype}; got "
+                f"{list(residual.shape)} of {residual.dtype}."
+            )
+        require_device(f"{operator}: residual", residual, "x", x.device)
+    for name in ("norm_weight", "norm_bias"):
+        vector = getattr(epilogue, name)
+        if vector is None:
+            continue
+        if list(vector.shape) != [columns] or vector.dtype not in FLOATS:
+            raise ArgumentError(
+                f"{operator}: {name} must be [N] with N = {columns}, of float16, bfloat16 or "
+                f"float32; got {list(vector.shape)} of {vector.dtype}."
+            )
+        require_device(f"{operator}: {name}", vector, "x", x.device)
+    scale = epilogue.scale
+    if scale is None:
+        return
+    if epilogue.out_dtype != FLOAT8:
+        raise ArgumentError(
+            f"{operator}: scale must be given for out_dtype=torch.float8_e4m3fn only; got "
+            f"{epilogue.out_dtype}."
+        )
+    if scale.numel() != 1 or scale.dtype != torch.float32:
+        raise ArgumentError(
+            f"{operator}: scale must be one float32 element; got {list(scale.shape)} of "
+            f"{scale.dtype}."
+        )
+    require_device(f"{operator}: scale", scale, "x", x.device)
+
+
+def call_normed(
+    operator: Operator,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: Configuration | None,
+) -> Normed:
+    """Call the variant of an operator that normalises its sum, for the operator's public function.
+
+    Args:
+        operator: The operator whose ``norm_name`` names the variant.
+        x: ``[B, K]``.
+        norm: None for the root mean square.
+    """
+    function = getattr(torch.ops.interlace, operator.norm_name)
+    text = "" if config is None else str(config)
+    results = function(
+        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", eps, scale, out_dtype,
+        default_name(group), impl, text,
+    )  # fmt: skip
+    return Normed(*results)
+
+
+def refuse_with_norm(operator: str, **options: object) -> None:
+    """Refuse options that a norm does not go with.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"{operator}: {name} must not come with a norm; got both.")
+
+
+def refuse_without_norm(operator: str, **options: object) -> None:
+    """Refuse options that say something of a norm where none is asked for.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{operator}: {name} must come with norm_weight or norm; got {name} alone. Pass "
+                'norm_weight=, or norm="rms".'
+            )

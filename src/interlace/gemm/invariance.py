@@ -1,0 +1,123 @@
+"""Batch invariance: a row's result has the same bits whatever else is in the batch.
+
+Floating-point sums depend on their order, and fast implementations choose theirs by the number of
+rows: libraries by tiles and by parts of K, kernels that sum over ranks by the rank that owns a row.
+A call by ``impl="batch_invariant"`` runs an implementation that is declared to do nothing of the
+kind (``Implementation.is_batch_invariant``), with a configuration chosen by everything but the
+number of rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Iterator
+
+from interlace.errors import ArgumentError
+from interlace.registry import Implementation, Operator
+
+BATCH_INVARIANT = "batch_invariant"
+"""The word of ``impl``. It is a chooser, as ``"auto"`` is: ranks agree on it as on any other."""
+
+REFERENCE_ROWS = 64
+"""Rows of a rank for which configurations are chosen, however many a call has."""
+
+_asked: bool | None = None
+"""What the innermost context says; None outside of any."""
+
+
+@contextlib.contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Give every row the same bits within the context, whatever else is in the batch.
+
+    The operators around a product then run as by ``impl="batch_invariant"``: a row's result depends
+    on the row, the weight, bias and scales, the dtypes and the number of ranks, and not on how many
+    rows there are, where among them the row is, or whether a CUDA graph runs the call. So a request
+    gets the same answer alone and in a batch. The guarantee is for one model of GPU and one version
+    of Interlace, PyTorch and Triton.
+
+    What counts is when a call runs; for a CUDA graph, when it is captured. A function that
+    ``torch.compile`` has compiled before runs invariant operators within the context, but pairs
+    that the pass has left alone stay PyTorch's: compile within the context, too.
+
+    ``INTERLACE_BATCH_INVARIANT=1`` in the environment is the same for the whole program.
+
+    Args:
+        enabled: False to go by speed within the context, whatever the environment says. It must be
+            the same on every rank.
+
+    Raises:
+        ArgumentError: By a call within the context: it names an implementation that is not
+            invariant, or its operator has none. Gradients of weights are sums over the batch, and
+            products in backward passes are PyTorch's, so no backward pass is invariant.
+
+    Example:
+        >>> with interlace.batch_invariant():
+        ...     logits = model(batch)
+    """
+    global _asked
+    before, _asked = _asked, enabled
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+def is_enabled() -> bool:
+    """Return whether calls must be batch-invariant: the context decides, else the environment."""
+    return _by_environment() if _asked is None else _asked
+
+
+@functools.cache
+def _by_environment() -> bool:
+    return os.environ.get("INTERLACE_BATCH_INVARIANT", "") not in ("", "0")
+
+
+def effective_impl(operator: Operator, impl: str) -> str:
+    """Return the word of ``impl`` that counts: the caller's, or the mode's where it is enabled.
+
+    Raises:
+        ArgumentError: The mode is enabled, and the implementation that was asked for is not
+            invariant, or the operator has none.
+    """
+    if impl == BATCH_INVARIANT or not is_enabled():
+        return impl
+    if impl in operator.choosers:
+        require_invariant(operator)
+        return BATCH_INVARIANT
+    if operator.implementation(impl).is_batch_invariant:
+        return BATCH_INVARIANT
+    names = ["'auto'", *(repr(each.name) for each in invariant_implementations(operator))]
+    raise ArgumentError(
+        f"{operator.name}: impl must be {' or '.join(names)} within interlace.batch_invariant(); "
+        f"got {impl!r}, which may give a row other bits in another batch."
+    )
+
+
+def invariant_implementations(operator: Operator) -> tuple[Implementation, ...]:
+    """Return the implementations of an operator that are batch-invariant."""
+    return tuple(each for each in operator.implementations if each.is_batch_invariant)
+
+
+def require_invariant(operator: Operator) -> None:
+    """Refuse an operator without a batch-invariant implementation.
+
+    Raises:
+        ArgumentError: It has none.
+    """
+    if not invariant_implementations(operator):
+        refuse(operator.name)
+
+
+def refuse(name: str) -> None:
+    """Refuse a call of an operator that is not batch-invariant.
+
+    Raises:
+        ArgumentError: Always.
+    """
+    raise ArgumentError(
+        f"{name}: a call within interlace.batch_invariant() must have a batch-invariant "
+        "implementation; this operator has none. Call it outside of the context, or leave it to "
+        "PyTorch."
+    )

@@ -1,0 +1,194 @@
+"""GEMM + AllReduce + residual + norm: what ends each half of a decoder's layer; see README.md."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import torch
+
+from interlace.comm import MAX_PROGRAMS, Group
+from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.errors import ArgumentError
+from interlace.gemm import dispatch
+from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.epilogue import Epilogue, Normed, validate_epilogue
+from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.implementations.unfused import UNFUSED
+from interlace.gemm.operands import FLOATS, Operands, validate
+from interlace.gemm.operator import GemmOperator, Splits
+from interlace.operators.gemm_all_reduce_norm import launch, reference
+from interlace.operators.gemm_all_reduce_norm.config import (
+    MOST_FUSED_ROWS,
+    MOST_ROWS,
+    GemmAllReduceNormConfig,
+)
+from interlace.registry import Implementation, operator, operator_matching
+from interlace.tuning.choice import Choice
+from interlace.units import ceil_div
+
+__all__ = ["MOST_ROWS", "GemmAllReduceNorm", "GemmAllReduceNormConfig"]
+
+
+@operator
+class GemmAllReduceNorm(GemmOperator):
+    """``norm(all_reduce(x @ w.T) + bias + residual)`` of a few tokens, and the new residual."""
+
+    name = "gemm_all_reduce_norm"
+    collective = "all_reduce"
+    pattern = ("gemm", "all_reduce", "norm")
+    config_type = GemmAllReduceNormConfig  # type: ignore[assignment]
+    command_module = ""
+    split_names = ()
+    adds_ranks = True
+    has_public_function = False
+    implementations = (
+        Implementation(
+            "fused",
+            "one kernel from the product to the norm",
+            launch.run_fused,
+            needs(most_rows=MOST_FUSED_ROWS, dtypes=FLOATS),
+            schedule="tiled",
+        ),
+        Implementation("pushed", "cuBLAS, then one kernel", launch.run_pushed),
+        Implementation(
+            "gemm",
+            "gemm_all_reduce, by the implementation that it takes itself, then one kernel",
+            launch.run_gemm,
+            is_batch_invariant=True,
+        ),
+        UNFUSED,
+    )
+
+    def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:
+        """Return all rows: every rank sums and normalises each of them."""
+        return RowPlan((), (), rows, rows, rows)
+
+    def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
+        """Return all rows."""
+        return rows
+
+    def choose(self, **call: Any) -> Choice[Any]:
+        """Return what ``impl="auto"`` runs, with the GEMV operator's tiles."""
+        return _choose(**call)
+
+    def run_empty(self, call: GemmCall) -> Normed:
+        """Return results without elements."""
+        assert call.epilogue is not None
+        return call.epilogue.empty_results(
+            call.operands.rows, call.operands.columns, call.operands.x
+        )
+
+    def run_unfused(self, call: GemmCall) -> Normed:
+        """Run ``F.linear``, ``all_reduce``, and torch's norm."""
+        operands, epilogue = call.operands, call.epilogue
+        assert epilogue is not None
+        results = reference.gemm_all_reduce_norm(
+            operands.x,
+            operands.w,
+            operands.bias,
+            epilogue.residual,
+            epilogue.norm_weight,
+            epilogue.norm_bias,
+            epilogue.norm,
+            epilogue.eps,
+            epilogue.scale,
+            epilogue.out_dtype,
+            call.process_group,
+        )
+        return Normed(*results)
+
+
+_MOST_TILES = MAX_PROGRAMS - 512
+_CPU_TILES = {"block_n": 16, "block_k": 64, "num_warps": 4, "max_programs": 8}
+
+
+@functools.cache
+def _choose(**call: Any) -> Choice[Any]:
+    gemv = operator_matching("gemv", "all_reduce")
+    sizes = {"tokens": call["rows"], "rows": call["columns"], "columns": call["inner"]}
+    context = {name: call[name] for name in ("dtype", "world_size", "device")}
+    tiles = gemv.choose(**sizes, **context)
+    names = {field.name for field in dataclasses.fields(GemmAllReduceNormConfig)}
+    found = dataclasses.asdict(tiles.config)
+    config = GemmAllReduceNormConfig(**{name: found[name] for name in names & found.keys()})
+    # Beside one program per tile there must be room for the programs that receive.
+    while config.block_n < 64 and ceil_div(call["columns"], config.block_n) > _MOST_TILES:
+        config = dataclasses.replace(
+            config, block_n=2 * config.block_n, block_k=max(config.block_k // 2, 16)
+        )
+    is_fused = call["rows"] <= MOST_FUSED_ROWS
+    if call["device"].type == "cpu":
+        config = dataclasses.replace(config, **_CPU_TILES)
+        return Choice("fused" if is_fused else "pushed", config, tiles.reason)
+    return Choice("fused" if is_fused else "pushed", config, tiles.reason)
+
+
+_SCHEMA = (
+    "(Tensor x, Tensor w, Tensor? bias, Tensor? residual, Tensor? norm_weight, Tensor? norm_bias, "
+    "str norm, float eps, Tensor? scale, ScalarType? out_dtype, str group_name, str impl, "
+    "str config) -> (Tensor, Tensor, Tensor)"
+)
+_library = torch.library.Library("interlace", "FRAGMENT")
+_library.define(f"{GemmAllReduceNorm.name}{_SCHEMA}", tags=OPERATOR_TAGS)
+
+
+def _run(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    norm: str,
+    eps: float,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    group_name: str,
+    impl: str,
+    config: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    declaration = GemmAllReduceNorm()
+    validate(declaration, x, w, bias, None, None, None, impl, None)
+    epilogue = Epilogue(
+        None if residual is None else residual.contiguous(),
+        None if norm_weight is None else norm_weight.contiguous(),
+        None if norm_bias is None else norm_bias.contiguous(),
+        norm,
+        eps,
+        scale,
+        x.dtype if out_dtype is None else out_dtype,
+    )
+    validate_epilogue(declaration.name, x, w.shape[0], epilogue)
+    if w.shape[0] > launch.MOST_COLUMNS:
+        raise ArgumentError(
+            f"{declaration.name}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
+            f"the sums; got {w.shape[0]}. Normalise after gemm_all_reduce."
+        )
+    operands = Operands(x, w, bias, None, None, x.dtype)
+    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = dispatch.run(
+        declaration, operands, (), False, group_name, impl, config, epilogue
+    )
+    return tuple(results)  # type: ignore[return-value]
+
+
+def _fake(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    norm: str,
+    eps: float,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    *_: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    dtype = x.dtype if out_dtype is None else out_dtype
+    epilogue = Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, dtype)
+    return tuple(epilogue.empty_results(x.shape[0], w.shape[0], x))  # type: ignore[return-value]
+
+
+register(_library, GemmAllReduceNorm.name, _run, _fake)

@@ -1,0 +1,1 @@
+"""The kernels of ``gemm_all_reduce_norm``; README.md explains them."""

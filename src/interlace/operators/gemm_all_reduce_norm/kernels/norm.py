@@ -1,0 +1,191 @@
+"""Residual, norm and cast of some tokens' sums, which programs may share by columns."""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+
+_LARGEST_FLOAT8 = tl.constexpr(448.0)  # of float8_e4m3fn
+
+
+class Form(NamedTuple):
+    """The constants that say what is computed.
+
+    Attributes:
+        norm: ``"rms"`` or ``"layer"``.
+        quantization: ``"none"``, ``"tensor"`` or ``"row"``.
+        sections: Number of programs that share a token's columns.
+    """
+
+    norm: Any
+    quantization: Any
+    sections: Any
+
+
+class Inputs(NamedTuple):
+    """What is added to the sums ``[B, N]``, and what normalises them; None for what is absent."""
+
+    bias: Any
+    residual: Any
+    norm_weight: Any
+    norm_bias: Any
+    scale: Any
+    eps: Any
+    N: Any
+    B: Any
+
+
+class Outputs(NamedTuple):
+    """Pointers to the results: y and the new residual ``[B, N]``, and a scale per row."""
+
+    y: Any
+    residual: Any
+    scales: Any
+
+
+class Place(NamedTuple):
+    """The part of the sums that a program has: some columns of some tokens, ``[columns, tokens]``.
+
+    Attributes:
+        columns: int32 ``[columns, 1]``.
+        tokens: int32 ``[1, tokens]``.
+        inside: Which elements exist, ``[columns, tokens]``.
+        section: Number of this program among those that share the tokens.
+    """
+
+    columns: Any
+    tokens: Any
+    inside: Any
+    section: Any
+
+
+class Meeting(NamedTuple):
+    """Words of this rank by which the programs of a token tell each other numbers.
+
+    Attributes:
+        words: Pointer to ``[numbers][tokens][sections]`` packed words (rank 0's copy).
+        tokens: Number of tokens that there is room for.
+        stamp: The call's stamp.
+        slice: Number of the awaited slice, for the error.
+        group: The value of ``il.join``.
+    """
+
+    words: Any
+    tokens: Any
+    stamp: Any
+    slice: Any
+    group: Any
+
+
+@triton.jit
+def place_of(section, columns_per_section, first_token, N, B, COLUMNS: tl.constexpr,
+             TOKENS: tl.constexpr):
+    """Return the place of ``COLUMNS`` columns and ``TOKENS`` tokens."""
+    columns = (section * columns_per_section + tl.arange(0, COLUMNS))[:, None]
+    tokens = (first_token + tl.arange(0, TOKENS))[None, :]
+    return Place(columns, tokens, (columns < N) & (tokens < B), section)
+
+
+@triton.jit
+def load_inputs(inputs, place):
+    """Load what a place of the sums needs, before the sums are there.
+
+    Returns:
+        What is to be added to the sums, the norm's weight and its bias: float32 tiles, or 0 and 1
+        where they are absent.
+    """
+    exists = place.columns < inputs.N
+    added = tl.zeros(place.inside.shape, tl.float32)
+    if inputs.residual is not None:
+        offsets = place.tokens.to(tl.int64) * inputs.N + place.columns
+        residual = tl.load(inputs.residual + offsets, mask=place.inside, other=0.0)
+        added += residual.to(tl.float32)
+    if inputs.bias is not None:
+        added += tl.load(inputs.bias + place.columns, mask=exists, other=0.0).to(tl.float32)
+    weight = tl.full(place.columns.shape, 1.0, tl.float32)
+    if inputs.norm_weight is not None:
+        weight = tl.load(inputs.norm_weight + place.columns, mask=exists, other=0.0).to(tl.float32)
+    offset = tl.zeros(place.columns.shape, tl.float32)
+    if inputs.norm_bias is not None:
+        offset = tl.load(inputs.norm_bias + place.columns, mask=exists, other=0.0).to(tl.float32)
+    return added, weight, offset
+
+
+@triton.jit
+def norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM: tl.constexpr):
+    """Add the residual, normalise, and store both.
+
+    Args:
+        total: float32 ``[columns, tokens]``: the sums over ranks; NaN where they did not arrive.
+        loaded: The value of :func:`load_inputs`.
+        meeting: A :class:`Meeting`; None if one program has all columns.
+    """
+    added, weight, offset = loaded
+    offsets = place.tokens.to(tl.int64) * inputs.N + place.columns
+    residual = (total + added).to(outputs.residual.dtype.element_ty)
+    tl.store(outputs.residual + offsets, residual, mask=place.inside)
+    # The norm is of what was stored, so that a program that goes on from the residual agrees.
+    value = tl.where(place.inside, residual.to(tl.float32), 0.0)
+    if FORM.norm == "layer":
+        mean = _over_sections(_sum(value), 0, place, meeting, inputs.B, "sum", FORM) / inputs.N
+        value = tl.where(place.inside, value - mean, 0.0)
+    square = _over_sections(_sum(value * value), 1, place, meeting, inputs.B, "sum", FORM)
+    y = value * tl.rsqrt(square / inputs.N + inputs.eps) * weight + offset
+    if FORM.quantization == "tensor":
+        y = y / tl.load(inputs.scale)
+    elif FORM.quantization == "row":
+        own = tl.max(tl.where(place.inside, tl.abs(y), 0.0), 0)[None, :] + 0.0 * _sum(
+            tl.where(place.inside & (y != y), y, 0.0)
+        )
+        largest = _over_sections(own, 2, place, meeting, inputs.B, "max", FORM)
+        # A row of zeros has any scale but 0.
+        scale = tl.where(largest == 0.0, 1.0, largest / _LARGEST_FLOAT8)
+        if place.section == 0:
+            tl.store(outputs.scales + place.tokens, scale, mask=place.tokens < inputs.B)
+        y = y / scale
+    if FORM.quantization != "none":
+        # A comparison with NaN is false, so NaN stays.
+        y = tl.where(y > _LARGEST_FLOAT8, _LARGEST_FLOAT8, y)
+        y = tl.where(y < -_LARGEST_FLOAT8, -_LARGEST_FLOAT8, y)
+    tl.store(outputs.y + offsets, y.to(outputs.y.dtype.element_ty), mask=place.inside)
+
+
+@triton.jit
+def _sum(value):
+    """Return the sums over columns, ``[1, tokens]``."""
+    return tl.sum(value, 0)[None, :]
+
+
+@triton.jit
+def _over_sections(
+    own, number, place, meeting, B, COMBINE: tl.constexpr, FORM: tl.constexpr
+):
+    """Combine a number of every token over the programs that share its columns.
+
+    Args:
+        own: float32 ``[1, tokens]``, of this program's columns.
+        number: Which of the numbers of a call this is.
+        COMBINE: ``"sum"``, in the order of the columns, or ``"max"`` of numbers that are not
+            negative.
+    """
+    SECTIONS: tl.constexpr = FORM.sections
+    if SECTIONS == 1:
+        return own
+    else:
+        me = il.rank(meeting.group)
+        line = meeting.words + (number * meeting.tokens + place.tokens).to(tl.int64) * SECTIONS
+        exists = place.tokens < B
+        il.put_packed(line + place.section, own, meeting.stamp, me, meeting.group, exists)
+        part = tl.arange(0, triton.next_power_of_2(SECTIONS))[:, None]
+        mask = (part < SECTIONS) & exists
+        numbers = il.get_packed(
+            line + part, meeting.stamp, me + part * 0, meeting.slice, meeting.group, mask
+        )
+        if COMBINE == "sum":
+            return tl.sum(numbers, 0)[None, :]
+        else:
+            # A maximum leaves out NaN, which a sum keeps.
+            nan = tl.sum(tl.where(numbers != numbers, numbers, 0.0), 0)
+            return (tl.max(numbers, 0) + nan)[None, :]

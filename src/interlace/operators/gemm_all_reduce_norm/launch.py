@@ -1,0 +1,245 @@
+"""Launches of ``gemm_all_reduce_norm``: memory, grids and arguments of its kernels."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from interlace.comm import MAX_PROGRAMS
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, processors
+from interlace.comm.replays import places
+from interlace.gemm.call import GemmCall
+from interlace.gemm.epilogue import Normed
+from interlace.gemm.implementations.chunked import multiply_into
+from interlace.gemm.invariance import BATCH_INVARIANT
+from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormConfig
+from interlace.registry import operator_matching
+from interlace.units import ceil_div, next_power_of_2, round_up
+
+MOST_COLUMNS = 1 << 16
+"""Columns of the sums that a program can normalise: a row is in registers."""
+
+_COLUMNS_PER_THREAD = 16
+_CPU_PROGRAMS = 8
+
+
+def run_fused(call: GemmCall) -> Normed:
+    """Multiply, sum and normalise in one kernel."""
+    call = _with_rows_along_k(call)
+    results = _results(call)
+    with call.group.running():
+        key = (call.operator.name, "fused", call.config, call.mark, *_memory(call, results))
+        call.group.replays.run(key, lambda: _fused(call, results)(), with_libraries=False)
+    return results
+
+
+def run_pushed(call: GemmCall) -> Normed:
+    """Multiply by cuBLAS, then exchange rows, sum and normalise in one kernel."""
+    require(call.group.backend)
+    operands = call.operands
+    results = _results(call)
+    product = results.residual.new_empty([operands.rows, operands.columns])
+
+    def enqueue() -> None:
+        multiply_into(product, operands.x, operands.w.T, None)
+        _sum_rows(call, product, results)()
+
+    with call.group.running():
+        key = (call.operator.name, "pushed", call.mark, *places(product), *_memory(call, results))
+        call.group.replays.run(key, enqueue)
+    return results
+
+
+def run_gemm(call: GemmCall) -> Normed:
+    """Run the operator around a GEMM, then a kernel that normalises its rows."""
+    require(call.group.backend)
+    operands = call.operands
+    function = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
+    total = function(
+        operands.x, operands.w, operands.bias, None, None, operands.out_dtype, call.group_name,
+        BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
+    )  # fmt: skip
+    results = _results(call)
+    epilogue = call.epilogue
+    assert epilogue is not None
+    columns = _row_columns(operands.columns)
+    arguments = _epilogue_arguments(call, results) | {"total": total.contiguous()}
+    constants = {"COLUMNS": columns, "FORM": _form(call, 1), "num_warps": _row_warps(columns)}
+    del arguments["bias"]
+    from interlace.operators.gemm_all_reduce_norm.kernels.rows import norm_rows
+
+    Launch(norm_rows, (operands.rows,), arguments, constants)()
+    return results
+
+
+def _with_rows_along_k(call: GemmCall) -> GemmCall:
+    """Return the call with x and w contiguous along K, as the fused kernel reads them."""
+    operands = call.operands
+    x = operands.x if operands.x.stride(1) == 1 else operands.x.contiguous()
+    w = operands.w if operands.w.stride(1) == 1 else operands.w.contiguous()
+    if x is operands.x and w is operands.w:
+        return call
+    return call.with_operands(dataclasses.replace(operands, x=x, w=w))
+
+
+def _results(call: GemmCall) -> Normed:
+    assert call.epilogue is not None
+    operands = call.operands
+    return call.epilogue.empty_results(operands.rows, operands.columns, operands.x)
+
+
+def _memory(call: GemmCall, results: Normed) -> tuple[Any, ...]:
+    """Return where the call's tensors lie, by which ``Replays.run`` tells calls apart."""
+    epilogue = call.epilogue
+    assert epilogue is not None
+    return (
+        *epilogue.signature(),
+        *call.operands.memory(),
+        *epilogue.memory(),
+        *places(*results),
+    )
+
+
+def _form(call: GemmCall, sections: int) -> Any:
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import Form
+
+    assert call.epilogue is not None
+    return Form(call.epilogue.norm, call.epilogue.quantization, sections)
+
+
+def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
+    """Return the arguments of a kernel that normalises, by name."""
+    epilogue = call.epilogue
+    assert epilogue is not None
+    return {
+        "bias": call.operands.bias,
+        "residual": None if epilogue.residual is None else epilogue.residual.contiguous(),
+        "norm_weight": epilogue.norm_weight,
+        "norm_bias": epilogue.norm_bias,
+        "scale": epilogue.scale,
+        "y": results.y,
+        "new_residual": results.residual,
+        "scales": results.scale if results.scale.numel() else None,
+        "N": call.operands.columns,
+        "B": call.operands.rows,
+        "eps": epilogue.eps,
+    }
+
+
+def _row_columns(columns: int) -> int:
+    """Return the columns of a tile that has whole rows, at least one for each thread of a warp."""
+    return max(next_power_of_2(columns), 32)
+
+
+def _row_warps(columns: int) -> int:
+    """Return the warps of a program that has whole rows."""
+    return min(max(columns // _COLUMNS_PER_THREAD // 32, 1), 32)
+
+
+def _shared_arguments(call: GemmCall, operator: str, slot_bytes: int) -> dict[str, Any]:
+    """Return the arguments for symmetric memory. Collective when it must grow.
+
+    Args:
+        operator: The name of the memory, of which each kernel has its own.
+        slot_bytes: Bytes that a rank sends to each.
+    """
+    from interlace.operators.gemm_all_reduce_norm.kernels.memory import HEADER_WORDS
+
+    group = call.group
+    workspace = group.workspace(operator, 8 * HEADER_WORDS + group.world_size * slot_bytes)
+    return {
+        "words": workspace.data.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(operator),
+        "call": call.mark,
+        "half": workspace.half_bytes // 8,
+    }
+
+
+def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
+    """Prepare the kernel that exchanges a product's rows. Collective when memory must grow."""
+    from interlace.operators.gemm_all_reduce_norm.kernels.rows import sum_and_norm_rows
+
+    group, ranks = call.group, call.group.world_size
+    columns = _row_columns(product.shape[1])
+    programs = min(len(product), _CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS)
+    operator = f"{call.operator.name}.pushed"
+    slot = round_up(product.numel(), 16) * product.element_size()
+    arguments = _epilogue_arguments(call, results) | _shared_arguments(call, operator, slot)
+    arguments["part"] = product
+    constants = {
+        "WORLD_SIZE": ranks,
+        "COLUMNS": columns,
+        "FORM": _form(call, 1),
+        "num_warps": _row_warps(columns),
+    }
+    # The program behind them finds out whether the ranks are in the same call.
+    return Launch(sum_and_norm_rows, (programs + 1,), arguments, constants)
+
+
+def _fused(call: GemmCall, results: Normed) -> Launch:
+    """Prepare the fused kernel. Collective when memory must grow."""
+    require(call.group.backend)
+    from interlace.gemm.kernels.gemv import Tiling
+    from interlace.operators.gemm_all_reduce_norm.kernels.fused import multiply_sum_and_norm
+
+    group, operands, config = call.group, call.operands, call.config
+    assert isinstance(config, GemmAllReduceNormConfig)
+    x, w, ranks = operands.x, operands.w, group.world_size
+    tokens, rows, columns = operands.rows, operands.columns, operands.inner
+    block_b = min(64, next_power_of_2(tokens))
+    row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
+    tiles = row_tiles * token_tiles
+    # The interpreter runs programs one after another, so none may wait for another of its rank.
+    received = (
+        next_power_of_2(rows)
+        if group.backend == "cpu"
+        else config.received_columns(
+            rows=rows, tokens=tokens, most_programs=processors(group.device)
+        )
+    )
+    sections = ceil_div(rows, received)
+    receivers = tokens * sections
+    producers = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS - receivers)
+    tiling = Tiling(
+        block_n=config.block_n,
+        block_b=block_b,
+        block_k=config.block_k,
+        even=rows % config.block_n == 0 and tokens % block_b == 0,
+        even_k=columns > 0 and columns % config.block_k == 0,
+        word_values=1,
+        # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
+        # bfloat16.
+        precision="upcast" if group.backend == "cpu" else "ieee",
+    )
+    # Tokens of complete tiles; the compiler must know that they are aligned.
+    line = round_up(row_tiles * config.block_n, 16)
+    slot = token_tiles * block_b * line
+    operator = f"{call.operator.name}.fused"
+    arguments = _epilogue_arguments(call, results) | _shared_arguments(call, operator, 4 * slot)
+    arguments |= {
+        "x": x,
+        "w": w,
+        "slot": slot,
+        "line": line,
+        "K": columns,
+        "tiles": tiles,
+        "producers": producers,
+        "stride_x": x.stride(0),
+        "stride_w": w.stride(0),
+    }
+    constants = {
+        "WORLD_SIZE": ranks,
+        "ONE_TILE": producers == tiles,
+        "COLUMNS": received,
+        "FORM": _form(call, sections),
+        "TILING": tiling,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.max_registers:
+        constants["maxnreg"] = config.max_registers
+    return Launch(multiply_sum_and_norm, (producers + receivers,), arguments, constants)

@@ -1,0 +1,86 @@
+"""Linear layers of one input in one kernel; see README.md.
+
+It has no collective, so it is not among the operators of the registry: the pass for
+``torch.compile`` puts it in the place of products with the same input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.errors import ArgumentError
+from interlace.gemm import invariance
+from interlace.gemm.operands import require_device, require_float
+from interlace.operators.linears import reference
+from interlace.operators.linears.config import MOST_TOKENS, default_config
+from interlace.operators.linears.launch import MOST_WEIGHTS, multiply
+
+OPERATOR = "linears"
+
+_library = torch.library.Library("interlace", "FRAGMENT")
+_library.define(
+    f"{OPERATOR}(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]", tags=OPERATOR_TAGS
+)
+
+
+def _run(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Compute ``x @ w.T + bias`` for each weight, by the kernel where it can."""
+    _validate(x, weights, biases)
+    # A compiled graph may be called with more tokens than it was traced with. Where calls must be
+    # batch-invariant, products must not change with the number of tokens.
+    if x.shape[0] > MOST_TOKENS or invariance.is_enabled():
+        return reference.linears(x, weights, biases)
+    return multiply(x, weights, biases, default_config(x.shape[0], x.element_size()))
+
+
+def _fake(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor]:
+    return [x.new_empty([x.shape[0], w.shape[0]]) for w in weights]
+
+
+def _validate(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
+) -> None:
+    """Refuse what the kernel cannot compute.
+
+    Raises:
+        ArgumentError: An argument breaks a rule, which the message says.
+    """
+    if not 1 <= len(weights) <= MOST_WEIGHTS or len(biases) != len(weights):
+        raise ArgumentError(
+            f"{OPERATOR}: weights must be 1 to {MOST_WEIGHTS}, each with a bias or None; got "
+            f"{len(weights)} weights and {len(biases)} biases. Call it several times."
+        )
+    if x.dim() != 2:
+        raise ArgumentError(f"{OPERATOR}: x must be [B, K]; got shape {list(x.shape)}.")
+    require_float(f"{OPERATOR}: x", x.dtype)
+    for w, bias in zip(weights, biases, strict=True):
+        if w.dim() != 2 or w.shape[1] != x.shape[1]:
+            raise ArgumentError(
+                f"{OPERATOR}: weights must be [N, K] with K = {x.shape[1]}; got {list(w.shape)}."
+            )
+        if bias is not None and list(bias.shape) != [w.shape[0]]:
+            raise ArgumentError(
+                f"{OPERATOR}: biases must be [N] with N = {w.shape[0]}; got {list(bias.shape)}."
+            )
+        for name, tensor in (("weights", w), ("biases", bias)):
+            if tensor is None:
+                continue
+            require_device(f"{OPERATOR}: {name}", tensor, "x", x.device)
+            if tensor.dtype != x.dtype:
+                raise ArgumentError(
+                    f"{OPERATOR}: {name} must have the dtype of x, {x.dtype}; got {tensor.dtype}."
+                )
+    if len({bias is None for bias in biases}) > 1:
+        raise ArgumentError(
+            f"{OPERATOR}: biases must be given for all weights or for none. Call it twice."
+        )
+
+
+register(_library, OPERATOR, _run, _fake)

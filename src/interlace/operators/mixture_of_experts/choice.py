@@ -1,0 +1,183 @@
+"""``impl="auto"`` of ``mixture_of_experts``: what takes the least time by the machine's profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.costs.expert_time import ExpertsCall
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.time import MachineProfile
+from interlace.gemm.choice import Gpu
+from interlace.operators.mixture_of_experts.config import (
+    OPERATOR,
+    MixtureOfExpertsConfig,
+    decode_config,
+    default_config,
+)
+from interlace.operators.mixture_of_experts.layout import MAX_DECODE_TOKENS, Sizes
+from interlace.registry import operator_named
+from interlace.tuning.choice import Choice, by_device
+
+# Triton's interpreter runs one program after another, so few programs are enough.
+_ON_INTERPRETER: dict[str, Any] = {
+    "block_m": 32,
+    "programs": 2,
+    "push_programs": 2,
+    "sum_programs": 2,
+    "stagger": 0,
+}
+
+_LIBRARY_TILE = (128, 128)
+
+
+class Terms(NamedTuple):
+    """The properties of a call by which implementations may refuse it.
+
+    Attributes:
+        sizes: The call's sizes.
+        dtype: The dtype of x and the weights.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        keeps: Whether a backward pass will follow.
+    """
+
+    sizes: Sizes
+    dtype: torch.dtype
+    device_type: str
+    keeps: bool
+
+    @property
+    def inference_rules(self) -> tuple[tuple[bool, str], ...]:
+        """Return what implementations without a backward pass need, and whether it is so."""
+        return (
+            (not self.keeps, "no tensor that requires a gradient"),
+            (self.sizes.capacity >= self.sizes.tokens, "no capacity that could drop tokens"),
+        )
+
+
+def decode_refusal(terms: Terms) -> str | None:
+    """Return what a call must have for ``impl="decode"`` and has not, or None."""
+    # Each expert has a list with room for all slots of all ranks.
+    few = terms.sizes.tokens <= MAX_DECODE_TOKENS
+    rules = (*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank"))
+    return " and ".join(rule for holds, rule in rules if not holds) or None
+
+
+@functools.cache
+def choose(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
+    """Return the implementation that takes the least time, with its configuration.
+
+    Where no time is predicted it is that of the tuned table, and without one the fused one, as on
+    the CPU backend.
+    """
+    tabulated = _tabulated(terms, device)
+    if device.type == "cpu" or not terms.sizes.tokens:
+        return tabulated
+    gpu = Gpu.of(device)
+    profile = profile_of(gpu.name, gpu.processors)
+    times_us = predicted_times(profile, terms)
+    if times_us:
+        return fastest(profile, terms, tabulated, times_us)
+    if operator_named(OPERATOR).refusal(tabulated.impl, terms) is None:
+        return tabulated
+    config = _config_of("fused", terms, tabulated)
+    return dataclasses.replace(tabulated, impl="fused", config=config)
+
+
+def configuration(impl: str, terms: Terms, device: torch.device) -> MixtureOfExpertsConfig:
+    """Return the configuration of an implementation for a call that gives none."""
+    return _config_of(impl, terms, _tabulated(terms, device))
+
+
+@functools.cache
+def _tabulated(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
+    """Return what the tuned table says of these sizes, whether the call may run it or not."""
+    sizes = terms.sizes
+    names = ("tokens", "hidden", "ffn", "experts", "top_k")
+    return by_device(
+        OPERATOR,
+        {name: getattr(sizes, name) for name in names},
+        default_config(ffn=sizes.ffn, itemsize=terms.dtype.itemsize),
+        _ON_INTERPRETER,
+        dtype=terms.dtype,
+        world_size=sizes.world_size,
+        device=device,
+    )
+
+
+def _config_of(
+    impl: str, terms: Terms, tabulated: Choice[MixtureOfExpertsConfig]
+) -> MixtureOfExpertsConfig:
+    """Return the configuration of an implementation: the table's, if it is of that one."""
+    if (impl == "decode") == (tabulated.impl == "decode"):
+        return tabulated.config
+    sizes, itemsize = terms.sizes, terms.dtype.itemsize
+    if impl == "decode":
+        rows = sizes.world_size * sizes.slots / sizes.experts
+        config = decode_config(rows=rows, itemsize=itemsize)
+    else:
+        config = default_config(ffn=sizes.ffn, itemsize=itemsize)
+    if terms.device_type == "cpu":
+        return dataclasses.replace(config, **_ON_INTERPRETER)
+    return config
+
+
+def fastest(
+    profile: MachineProfile,
+    terms: Terms,
+    tabulated: Choice[MixtureOfExpertsConfig],
+    times_us: dict[str, float],
+) -> Choice[MixtureOfExpertsConfig]:
+    """Return the choice of the shortest of these times."""
+    operator = operator_named(OPERATOR)
+    pairs = {name for name in times_us if operator.is_pair(name)}
+    limit_us = min((times_us[name] for name in pairs), default=math.inf) * (1 - profile.margin)
+    order = profile.in_order(times_us, pairs)
+    times = ", ".join(f"{name} {times_us[name]:.0f} us" for name in order)
+    source = f", by {profile.source}" if profile.is_guess else ""
+    return Choice(
+        order[0],
+        _config_of(order[0], terms, tabulated),
+        f"predicted for {profile.gpu}{source}: {times}",
+        times_us={name: times_us[name] for name in order},
+        worst_error=profile.worst_error,
+        is_known=True,
+        faster=tuple(name for name in order if name not in pairs and times_us[name] < limit_us),
+    )
+
+
+def predicted_times(profile: MachineProfile, terms: Terms) -> dict[str, float]:
+    """Return the time of each implementation in microseconds.
+
+    Implementations are missing whose times the profile does not compose, and those that refuse the
+    call.
+    """
+    sizes, itemsize = terms.sizes, terms.dtype.itemsize
+    call = ExpertsCall(
+        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.top_k, sizes.world_size,
+        itemsize,
+    )  # fmt: skip
+    times_us = {}
+    for each in operator_named(OPERATOR).implementations:
+        time = profile.predict_us(
+            OPERATOR, each.name, call, each.schedule, tile_of(each.name, call)
+        )
+        if time is not None and each.refusal(terms) is None:
+            times_us[each.name] = time
+    return times_us
+
+
+def tile_of(implementation: str, call: ExpertsCall) -> tuple[int, int]:
+    """Return the rows and columns of the tiles of an implementation's products."""
+    if implementation == "fused":
+        config = default_config(ffn=call.ffn, itemsize=call.itemsize)
+    elif implementation == "decode":
+        rows = call.tokens * call.world_size * call.top_k / call.experts
+        config = decode_config(rows=rows, itemsize=call.itemsize)
+    else:
+        return _LIBRARY_TILE
+    return config.block_m, config.block_n

@@ -1,0 +1,192 @@
+"""``impl="decode"``: few tokens per rank, in three kernels that read each weight once."""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.comm.group import MAX_PROGRAMS
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, processors, triton_dtype
+from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDERS
+from interlace.units import ceil_div, next_power_of_2, round_up
+
+if TYPE_CHECKING:
+    from interlace.operators.mixture_of_experts.launch import Call
+
+WORKSPACE = f"{OPERATOR}.decode"
+_RESULTS = f"{WORKSPACE}.results"
+
+_COLUMNS = 1024
+"""Columns of a token that a program sends or adds at a time."""
+
+_MOST_RESIDENT = 4
+"""Programs of the products per processor: while one begins a tile, the others read weights."""
+
+_OTHER_SHARED_BYTES = 2048
+"""Shared memory of such a program beside its operands, about."""
+
+_MOST_SLOTS = 2048
+"""Slots that a program looks through at a time."""
+
+
+def columns(hidden: int) -> int:
+    """Return the columns of a token that a program sends or adds at a time."""
+    return min(next_power_of_2(max(hidden, 16)), _COLUMNS)
+
+
+def senders(tokens: int, hidden: int, config: MixtureOfExpertsConfig) -> int:
+    """Return the number of programs that send tokens, a power of two."""
+    pieces = next_power_of_2(max(1, tokens * ceil_div(hidden, columns(hidden))))
+    most = min(SENDERS, config.push_programs)
+    return min(pieces, 1 << (most.bit_length() - 1))
+
+
+@functools.cache
+def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device) -> int:
+    """Return how many programs of the products a GPU can run at once.
+
+    More of them would begin when the others have done their share of the tiles.
+    """
+    operands = config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize
+    shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    resident = shared // (operands + _OTHER_SHARED_BYTES)
+    return max(1, min(_MOST_RESIDENT, resident)) * processors(device)
+
+
+def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
+    """Prepare the launches of a forward pass, in order, and y. Collective when memory must grow.
+
+    They are: tokens and lists; first product; second product and sum.
+    """
+    group, sizes, dtype = call.group, call.sizes, call.x.dtype
+    require(group.backend)
+    from interlace.gemm.kernels.tiles import Tiling
+    from interlace.operators.mixture_of_experts.kernels import decode as kernels
+
+    config, device, itemsize = call.chosen[1], call.x.device, dtype.itemsize
+    ranks, local, length = sizes.world_size, sizes.local, sizes.world_size * sizes.slots
+    row_bytes = sizes.hidden * itemsize
+    # In front of the tokens are the experts that all ranks' slots name.
+    rows_at = round_up(4 * length, 16)
+    half_bytes = round_up(rows_at + ranks * sizes.tokens * row_bytes, 16)
+    workspace = group.workspace(WORKSPACE, half_bytes, DECODE_SIGNALS)
+    # Used as one memory: its halves need not take turns.
+    results = group.workspace(_RESULTS, ceil_div(sizes.slots * row_bytes, 2)).data.address
+    is_cpu = group.backend == "cpu"
+    entries = torch.empty((local, length), dtype=torch.int32, device=device)
+    counts = torch.empty(local + 1, dtype=torch.int32, device=device)
+    # Each slot of each rank may name an expert of this rank.
+    active = torch.empty((length, sizes.ffn), dtype=dtype, device=device)
+    y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    x, experts, w_out = call.x.contiguous(), call.experts.contiguous(), call.w_out.contiguous()
+    w_in, halves = layout.in_memory_order(call.w_in), layout.has_halves(call.w_in)
+    align = layout.alignment(sizes.hidden, itemsize)
+    ffn_align = layout.alignment(sizes.ffn, itemsize)
+    pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
+    sending = senders(sizes.tokens, sizes.hidden, config)
+    programs = config.programs or (2 if is_cpu else _programs(config, itemsize, device))
+    programs = min(programs, MAX_PROGRAMS // 2)
+    adders = min(pieces, config.sum_programs, MAX_PROGRAMS // 2)
+    shared = {
+        "entries": entries,
+        "counts": counts,
+        "epochs": workspace.epochs,
+        "ctx": group.context(WORKSPACE),
+        "call": mark,
+        "L": local,
+        "hidden_groups": sizes.hidden // align,
+    }
+
+    # The products look through no slots, and must not be compiled anew for each number of them.
+    shares = kernels.Shares(programs, columns(sizes.hidden), sizes.top_k, align, slots=0)
+    block = min(next_power_of_2(max(length, 16)), _MOST_SLOTS)
+    gather = Launch(
+        kernels.gather_tokens,
+        (sending + local,),
+        {
+            **shared,
+            "x": x,
+            "experts": experts,
+            "landing": workspace.data.address,
+            "signals": workspace.signals.address,
+            "half": workspace.half_bytes,
+            "rows_at": rows_at,
+            "tokens": sizes.tokens,
+        },
+        {
+            "WORLD_SIZE": ranks,
+            "DTYPE": triton_dtype(dtype),
+            "SHARES": shares._replace(programs=sending, slots=block),
+            "num_warps": 4,
+        },
+    )
+    tiling = Tiling(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        group_m=1,
+        descriptors=False,
+        w_along_k=True,
+        # The interpreter cannot multiply bfloat16.
+        precision="upcast" if is_cpu else "ieee",
+    )
+    products = {
+        "DTYPE": triton_dtype(dtype),
+        "FFN_ALIGN": ffn_align,
+        "TILING": tiling,
+        "L_LANES": next_power_of_2(max(local, 2)),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    first = Launch(
+        kernels.decode_first_gemm,
+        (programs,),
+        {
+            **shared,
+            "weights": w_in.data_ptr(),
+            "active": active.data_ptr(),
+            "landing": workspace.data.address,
+            "half": workspace.half_bytes,
+            "rows_at": rows_at,
+            "length": length,
+            "ffn_groups": sizes.ffn // ffn_align,
+        },
+        {
+            **products,
+            "SHARES": shares,
+            "EVEN": sizes.hidden % config.block_k == 0,
+            "HALVES": halves,
+        },
+        (w_in, active),
+    )
+    second = Launch(
+        kernels.decode_second_gemm,
+        (programs + adders,),
+        {
+            **shared,
+            "weights": w_out.data_ptr(),
+            "active": active.data_ptr(),
+            "experts": experts,
+            "scales": call.weights.contiguous(),
+            "y": y,
+            "results": results,
+            "signals": workspace.signals.address,
+            "length": length,
+            "tokens": sizes.tokens,
+            "E": sizes.experts,
+            "ffn_groups": sizes.ffn // ffn_align,
+        },
+        {
+            **products,
+            "WORLD_SIZE": ranks,
+            "SHARES": shares,
+            "EVEN": sizes.ffn % config.block_k == 0,
+        },
+        (w_out, active),
+    )
+    return [gather, first, second], y

@@ -1,0 +1,356 @@
+"""The kernels of ``impl="decode"``: few tokens, experts' weights read once; README.md explains them.
+
+A row's place follows from its source and its token, so nothing is numbered before it is sent, and
+no counts are exchanged: each rank finds the rows of its experts in what all ranks have sent.
+"""
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, pick
+
+SENDERS = tl.constexpr(layout.SENDERS)
+DECODE_DONE = tl.constexpr(layout.DECODE_DONE)
+DECODE_FINISHED = tl.constexpr(layout.DECODE_FINISHED)
+
+
+class Lists(NamedTuple):
+    """The rows of this rank's experts, in this rank's memory.
+
+    Attributes:
+        entries: int32 ``[L, R T k]``: for each row of an expert, its source's slots before it plus
+            its slot, in rising order.
+        counts: int32 ``[L + 1]``: rows of each expert; behind them 1 if every rank is in the call,
+            else 0.
+        L: Experts of this rank.
+        length: The width of ``entries``, R T k.
+    """
+
+    entries: Any
+    counts: Any
+    L: Any
+    length: Any
+
+
+class Matrix(NamedTuple):
+    """An expert's weight, ``[lines, inner]``.
+
+    Attributes:
+        pointer: Its first element.
+        lines, inner: Its sizes.
+        half: Lines of gate before those of up; 0 if there is no up, or a line of each in turn.
+    """
+
+    pointer: Any
+    lines: Any
+    inner: Any
+    half: Any
+
+
+class Shares(NamedTuple):
+    """The constants that say how many programs do what.
+
+    Attributes:
+        programs: Programs in front: those that send, or those that multiply.
+        columns: Columns that a program moves at a time.
+        top_k: Experts per token.
+        align: A power of two that divides the width of a token.
+        slots: Slots that a program looks at a time, where it looks at any.
+    """
+
+    programs: Any
+    columns: Any
+    top_k: Any
+    align: Any
+    slots: Any
+
+
+@triton.jit(do_not_specialize=["call", "half", "rows_at", "tokens", "L", "hidden_groups"])
+def gather_tokens(
+    x, experts, entries, counts, landing, signals, epochs, ctx, call, half, rows_at, tokens, L,
+    hidden_groups, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, SHARES: tl.constexpr,
+):
+    """Send tokens and their routing to the ranks that need them; list the rows of each expert.
+
+    The landing holds, in each half, the experts that every rank's slots name, int32 ``[R, T k]``,
+    and ``rows_at`` bytes behind their start the tokens ``[R, T, hidden]``. A token goes once to each
+    rank that has one of its experts.
+
+    **Protocol.** The first ``SHARES.programs`` programs put, and each signals every rank,
+    ``[source][program]`` in the set of the epoch's parity. The others, one per expert of this rank,
+    wait for all signals of all ranks; so when the kernel ends, everything has arrived, and every
+    rank is in the call, which later kernels take for leave to write results to it. Halves take
+    turns: a rank that puts into a half again has waited, in the call in between, for the rank that
+    read it.
+
+    **Example.** Two ranks, experts 0 and 1, one on each; slots of rank 0 name [1, 0, 1], those of
+    rank 1 [0], one slot per token. Rank 0 puts tokens 0 and 2 to rank 1, and token 1 to itself.
+    Rank 0's list of expert 0 is [1, 3]: its own slot 1, and slot 0 of rank 1, which has three
+    before it.
+    """
+    SENDING: tl.constexpr = SHARES.programs
+    TOP_K: tl.constexpr = SHARES.top_k
+    BLOCK: tl.constexpr = SHARES.slots
+    COLS: tl.constexpr = SHARES.columns
+    program = tl.program_id(0)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
+    arrived = il.in_turn(il.pointer(signals, tl.int32), epoch, MAX_RANKS * SENDERS)
+    slots = tokens * TOP_K
+    own_half = landing + (epoch & 1).to(tl.int64) * half
+    named = il.pointer(own_half, tl.int32)
+    if program < SENDING:
+        for first in range(program * BLOCK, slots, SENDING * BLOCK):
+            slot = first + tl.arange(0, BLOCK)
+            expert = tl.load(experts + slot, mask=slot < slots, other=-1).to(tl.int32)
+            for step in tl.static_range(WORLD_SIZE):
+                peer = (rank + 1 + step) % WORLD_SIZE
+                il.put(named + rank * slots + slot, expert, peer, group, slot < slots)
+        hidden = hidden_groups * SHARES.align
+        rows = il.pointer(own_half + rows_at, DTYPE)
+        pieces = (hidden + COLS - 1) // COLS
+        lanes = tl.arange(0, triton.next_power_of_2(TOP_K))
+        for task in range(program, tokens * pieces, SENDING):
+            token, column = task // pieces, task % pieces * COLS + tl.arange(0, COLS)
+            chosen = tl.load(experts + token * TOP_K + lanes, mask=lanes < TOP_K, other=-1)
+            chosen = chosen.to(tl.int32)
+            value = tl.load(x + hidden.to(tl.int64) * token + column, mask=column < hidden)
+            target = rows + hidden.to(tl.int64) * (rank * tokens + token) + column
+            for step in tl.static_range(WORLD_SIZE):
+                peer = (rank + 1 + step) % WORLD_SIZE
+                of_peer = (chosen >= peer * L) & (chosen < (peer + 1) * L)
+                if tl.sum(of_peer.to(tl.int32)) > 0:
+                    il.put(target, value, peer, group, column < hidden)
+        everyone = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+        own_signals = arrived + rank * SENDERS + program + everyone * 0
+        il.signal(own_signals, stamp, everyone, group, everyone < WORLD_SIZE)
+    else:
+        local = program - SENDING
+        LANES: tl.constexpr = SENDING * triton.next_power_of_2(WORLD_SIZE)
+        source, sender = tl.arange(0, LANES) // SENDING, tl.arange(0, LANES) % SENDING
+        complete = il.wait(
+            arrived + source * SENDERS + sender, stamp, source, 0, group, source < WORLD_SIZE
+        )
+        length = WORLD_SIZE * slots
+        count = 0
+        for first in range(0, length, BLOCK):
+            entry = first + tl.arange(0, BLOCK)
+            expert = il.get(named + entry, rank, group, entry < length, -1)
+            is_own = (expert == rank * L + local).to(tl.int32) * complete.to(tl.int32)
+            place = count + tl.cumsum(is_own, 0) - is_own
+            tl.store(entries + local.to(tl.int64) * length + place, entry, mask=is_own > 0)
+            count += tl.sum(is_own)
+        tl.store(counts + local, count)
+        if local == 0:
+            tl.store(counts + L, complete.to(tl.int32))
+
+
+@triton.jit
+def _tiles_of(lists, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return, for each expert of this rank, its rows, the rows before it, its tiles of rows, and
+    the tiles up to its last one.
+    """
+    lanes = tl.arange(0, L_LANES)
+    rows = tl.load(lists.counts + lanes, mask=lanes < lists.L, other=0)
+    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    return rows, tl.cumsum(rows, 0) - rows, tiles_m, tl.cumsum(tiles_m * tiles_n, 0)
+
+
+@triton.jit
+def _tile(item, lists, tiles, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return an item's expert, the expert's first row, the tile's rows within the expert, which of
+    these exist, their entries, and the tile of columns.
+
+    Tiles of the same columns follow one another, so that weights are in the L2 for all but one.
+    """
+    lanes = tl.arange(0, L_LANES)
+    rows, begins, tiles_m, ends = tiles
+    expert = tl.sum((ends <= item).to(tl.int32))
+    height = pick(tiles_m, lanes, expert)
+    inside = item - pick(ends, lanes, expert) + height * tiles_n
+    row = inside % height * BLOCK_M + tl.arange(0, BLOCK_M)
+    exists = row < pick(rows, lanes, expert)
+    own = lists.entries + expert.to(tl.int64) * lists.length
+    return (
+        expert, pick(begins, lanes, expert), row, exists, tl.load(own + row, mask=exists, other=0),
+        inside // height,
+    )
+
+
+@triton.jit
+def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.constexpr):
+    """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``.
+
+    The weight is the left operand: its lines are as many as tensor cores take at a time, while the
+    rows are few.
+
+    Args:
+        lines: ``[block_m]`` pointers to the rows.
+        exists: Which rows exist; the others count as zero.
+        column: The first line.
+        EVEN: Whether ``block_k`` divides the inner dimension.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_K: tl.constexpr = TILING.block_k
+    PRECISION: tl.constexpr = TILING.precision
+    # Lines beyond the last one are read as the last one; the store masks their results.
+    line = tl.minimum(column + tl.arange(0, BLOCK_N), weight.lines - 1)
+    if weight.half is not None:
+        line = line % 2 * weight.half + line // 2
+    inner = weight.inner
+    left_lines = weight.pointer + line.to(tl.int64)[:, None] * inner
+    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for k in range(0, inner, BLOCK_K):
+        step = k + tl.arange(0, BLOCK_K)[None, :]
+        if EVEN:
+            left = tl.load(left_lines + step, eviction_policy="evict_first")
+            right = tl.load(lines[:, None] + step, mask=exists[:, None], other=0.0)
+        else:
+            inside = step < inner
+            left = tl.load(
+                left_lines + step, mask=inside, other=0.0, eviction_policy="evict_first"
+            )
+            right = tl.load(lines[:, None] + step, mask=exists[:, None] & inside, other=0.0)
+        # The interpreter cannot multiply bfloat16, so operands become float32 there.
+        if PRECISION == "upcast":
+            total += tl.dot(
+                left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee"
+            )
+        else:
+            total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    return tl.trans(total)
+
+
+@triton.jit(
+    do_not_specialize=["call", "half", "rows_at", "L", "length", "hidden_groups", "ffn_groups"]
+)
+def decode_first_gemm(
+    entries, counts, weights, active, landing, epochs, ctx, call, half, rows_at, L, length,
+    hidden_groups, ffn_groups, DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr,
+    TILING: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, L_LANES: tl.constexpr,
+):
+    """Compute ``silu(gate) * up`` of every row of this rank's experts: ``active [rows, F]``.
+
+    ``weights`` is ``[L, 2 F, hidden]``: a line of the gate and one of up in turn, or, with
+    ``HALVES``, all of the gate's before those of up. Rows are in the order of experts, an expert's
+    in that of its list. Experts without rows are not read.
+
+    **Protocol.** No peer takes part: :func:`gather_tokens` has waited for all that is read.
+
+    **Example.** The two ranks of :func:`gather_tokens`. Rank 0's expert 0 has two rows: its own
+    token 1, and token 0 of rank 1.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    epoch, _, group, rank = il.enter(epochs, ctx, call)
+    hidden, ffn = hidden_groups * SHARES.align, ffn_groups * FFN_ALIGN
+    tiles_n = (2 * ffn + BLOCK_N - 1) // BLOCK_N
+    lists = Lists(entries, counts, L, length)
+    tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M)
+    own_half = landing + (epoch & 1).to(tl.int64) * half + rows_at
+    tokens = il.peer_pointer(il.pointer(own_half, DTYPE), rank, group)
+    matrices, target = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
+    for item in range(tl.program_id(0), tl.max(tiles[3]), tl.num_programs(0)):
+        expert, begin, row, exists, entry, n = _tile(
+            item, lists, tiles, tiles_n, L_LANES, BLOCK_M
+        )
+        lines = tokens + (entry // SHARES.top_k).to(tl.int64) * hidden
+        own = matrices + expert.to(tl.int64) * 2 * ffn * hidden
+        weight = Matrix(own, 2 * ffn, hidden, ffn if HALVES else None)
+        total = _multiply(lines, exists, weight, n * BLOCK_N, TILING, EVEN)
+        gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
+        value = gate / (1 + tl.exp(-gate)) * up
+        column = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+        pointers = target + (begin + row).to(tl.int64)[:, None] * ffn + column
+        tl.store(pointers, value.to(DTYPE), mask=exists[:, None] & (column < ffn))
+
+
+@triton.jit(
+    do_not_specialize=["call", "L", "length", "tokens", "E", "hidden_groups", "ffn_groups"]
+)
+def decode_second_gemm(
+    entries, counts, weights, active, experts, scales, y, results, signals, epochs, ctx, call,
+    L, length, tokens, E, hidden_groups, ffn_groups, WORLD_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr, TILING: tl.constexpr,
+    EVEN: tl.constexpr, L_LANES: tl.constexpr,
+):
+    """Multiply ``active`` by ``weights [L, hidden, F]``, send each row back to its slot, and add
+    each token's rows with their ``scales`` into ``y [T, hidden]``.
+
+    The sum is float32 and in the order of the slots. A slot that names no expert counts as zero.
+
+    **Protocol.** The first ``SHARES.programs`` programs multiply and put rows into
+    ``results [T k, hidden]`` of their sources, without waiting; the last of them to finish signals
+    every rank. The others wait for all ranks' signals, in the set of the epoch's parity, and add.
+    The kernel is the last of the call, so it advances the epoch. If a rank was missing in
+    :func:`gather_tokens`, nothing is put or signalled, and y is NaN. Results have no halves: a rank
+    puts the next ones after it has waited in :func:`gather_tokens` for the rank that reads them.
+
+    **Example.** The two ranks of :func:`gather_tokens`. Rank 0 puts the first row of expert 0 into
+    its own slot 1, the second into slot 0 of rank 1; with one slot per token, y is each result
+    times the slot's scale.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    MULTIPLYING: tl.constexpr = SHARES.programs
+    TOP_K: tl.constexpr = SHARES.top_k
+    COLS: tl.constexpr = SHARES.columns
+    program = tl.program_id(0)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
+    hidden = hidden_groups * SHARES.align
+    flags = il.pointer(signals, tl.int32)
+    done = il.in_turn(flags + DECODE_DONE, epoch, MAX_RANKS)
+    everyone = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
+    complete = tl.load(counts + L)
+    returned = il.pointer(results, DTYPE)
+    if program < MULTIPLYING:
+        ffn = ffn_groups * FFN_ALIGN
+        tiles_n = (hidden + BLOCK_N - 1) // BLOCK_N
+        lists = Lists(entries, counts, L, length)
+        tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M)
+        matrices, rows = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
+        slots = tokens * TOP_K
+        for item in range(program, tl.max(tiles[3]), MULTIPLYING):
+            expert, begin, row, exists, entry, n = _tile(
+                item, lists, tiles, tiles_n, L_LANES, BLOCK_M
+            )
+            lines = rows + (begin + row).to(tl.int64) * ffn
+            own = matrices + expert.to(tl.int64) * hidden * ffn
+            total = _multiply(
+                lines, exists, Matrix(own, hidden, ffn, None), n * BLOCK_N, TILING, EVEN
+            )
+            column = n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+            pointers = returned + (entry % slots).to(tl.int64)[:, None] * hidden + column
+            mask = exists[:, None] & (column < hidden)
+            il.put(pointers, total.to(DTYPE), (entry // slots)[:, None], group, mask)
+        if complete > 0:
+            # The last program has acquired the puts of all, and its signals release them.
+            finished = il.peer_pointer(flags + DECODE_FINISHED, rank, group)
+            if il.arrive_last(finished, program, MULTIPLYING):
+                is_rank = everyone < WORLD_SIZE
+                il.signal(done + rank + everyone * 0, stamp, everyone, group, is_rank)
+    else:
+        arrived = il.wait(done + everyone, stamp, everyone, 0, group, everyone < WORLD_SIZE)
+        poison = tl.where(arrived & (complete > 0), 0.0, float("nan"))
+        pieces = (hidden + COLS - 1) // COLS
+        adding = tl.num_programs(0) - MULTIPLYING
+        for task in range(program - MULTIPLYING, tokens * pieces, adding):
+            token, column = task // pieces, task % pieces * COLS + tl.arange(0, COLS)
+            total = tl.zeros([COLS], tl.float32) + poison
+            for j in tl.static_range(TOP_K):
+                slot = token * TOP_K + j
+                expert = tl.load(experts + slot).to(tl.int32)
+                pointers = returned + hidden.to(tl.int64) * slot + column
+                value = il.get(pointers, rank, group, column < hidden, 0.0).to(tl.float32)
+                value = tl.where((expert >= 0) & (expert < E), value, 0.0)
+                total += value * tl.load(scales + slot)
+            tl.store(
+                y + hidden.to(tl.int64) * token + column, total.to(DTYPE), mask=column < hidden
+            )
+    # Signals of long ago would look like new ones when epochs' numbers come again.
+    il.clear_old(flags, DECODE_FINISHED, epoch, group)
+    il.advance_epoch(epochs, epoch)

@@ -1,0 +1,76 @@
+"""``impl="nccl"``: the layer in stock PyTorch that never waits for the host, as servers run it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from interlace.comm import process_group_named
+from interlace.gemm.reference import gather_rows, sum_rows
+from interlace.operators.mixture_of_experts import layout
+
+if TYPE_CHECKING:
+    from interlace.operators.mixture_of_experts.choice import Terms
+    from interlace.operators.mixture_of_experts.launch import Call
+
+_ALIGNMENT_BYTES = 16
+"""PyTorch's grouped product takes rows of weights that are a multiple of so many bytes."""
+
+
+_MOST_BYTES = 1 << 32
+"""Every rank permutes the rows of all ranks; beyond this size they may not fit."""
+
+
+def refusal(terms: Terms) -> str | None:
+    """Return what a call must have for ``impl="nccl"`` and has not, or None."""
+    sizes, itemsize = terms.sizes, terms.dtype.itemsize
+    widths = (sizes.hidden * itemsize, sizes.ffn * itemsize)
+    rules = (
+        (hasattr(torch, "_grouped_mm"), "a PyTorch with torch._grouped_mm"),
+        (terms.device_type == "cpu" or terms.dtype == torch.bfloat16, "bfloat16 operands"),
+        (
+            not any(width % _ALIGNMENT_BYTES for width in widths),
+            f"hidden and F that are multiples of {_ALIGNMENT_BYTES} bytes",
+        ),
+        (
+            sizes.world_size * sizes.slots * (3 * sizes.ffn + 2 * sizes.hidden) * itemsize
+            <= _MOST_BYTES,
+            f"at most {_MOST_BYTES >> 30} GiB of rows of all ranks",
+        ),
+        *terms.inference_rules,
+    )
+    return " and ".join(rule for holds, rule in rules if not holds) or None
+
+
+def run(call: Call) -> torch.Tensor:
+    """All-gather tokens and routing, multiply the rows of this rank's experts, reduce-scatter.
+
+    The sum over a token's experts is in the dtype of x, unlike that of the other implementations.
+    """
+    sizes, top_k, local = call.sizes, call.sizes.top_k, call.sizes.local
+    group = process_group_named(call.group_name)
+    splits = [sizes.tokens] * sizes.world_size
+    x = gather_rows(call.x, splits, group)
+    routing = gather_rows(torch.cat([call.experts.float(), call.weights], 1), splits, group)
+    expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
+    # Rows of other ranks' experts are sorted behind those of this rank's.
+    expert = torch.where((expert >= 0) & (expert < local), expert, local)
+    in_order, order = expert.sort(stable=True)
+    numbers = torch.arange(local, device=x.device)
+    ends = torch.searchsorted(in_order, numbers, right=True).to(torch.int32)
+    w_in = layout.in_memory_order(call.w_in).reshape(local, 2 * sizes.ffn, sizes.hidden)
+    both = torch._grouped_mm(x[order // top_k], w_in.transpose(1, 2), offs=ends)
+    if layout.has_halves(call.w_in):
+        gate, up = both.chunk(2, 1)
+    else:
+        gate, up = both[:, ::2], both[:, 1::2]
+    results = torch._grouped_mm(F.silu(gate) * up, call.w_out.transpose(1, 2), offs=ends)
+    # The product leaves rows behind the last expert's undefined, perhaps NaN.
+    results = torch.where((in_order < local)[:, None], results, 0)
+    positions = torch.empty_like(order)
+    positions[order] = torch.arange(len(order), device=x.device)
+    rows = results[positions].view(len(x), top_k, -1)
+    sums = torch.bmm(routing[:, None, top_k:].to(x.dtype), rows)[:, 0]
+    return sum_rows(sums, splits, group)

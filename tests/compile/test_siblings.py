@@ -1,0 +1,146 @@
+"""Products of a few rows with the same input become one kernel, where the pass is asked to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import interlace
+from interlace.compile import fuse, recording
+from tests.compile.programs import K, all_reduce, aten, operators, tensors, traced
+
+Q, V = 24, 16
+Program = Callable[..., Any]
+X, WEIGHTS = (4, K), [(Q, K), (V, K), (V, K)]
+
+# name: the program, shapes of its arguments, the operators wanted
+MERGED: dict[str, tuple[Program, list[tuple[int, ...]], list[str]]] = {
+    "queries, keys and values": (
+        lambda x, q, k, v: (x @ q.t(), x @ k.t(), x @ v.t()),
+        [X, *WEIGHTS],
+        ["linears"],
+    ),
+    # Each product has a view of its own, and what takes its result comes before the next one.
+    "gate and up of sequences": (
+        lambda x, g, u: (
+            (x.view(-1, K) @ g.t()).view(2, 2, -1).relu() * (x.view(-1, K) @ u.t()).view(2, 2, -1)
+        ),
+        [(2, 2, K), (Q, K), (Q, K)],
+        ["linears"],
+    ),
+    "with biases": (
+        lambda x, q, k, b, c: (aten.addmm(b, x, q.t()), aten.addmm(c, x, k.t())),
+        [X, *WEIGHTS[:2], (Q,), (V,)],
+        ["linears"],
+    ),
+    "a weight that is computed later": (
+        lambda x, q, k: (x @ q.t(), x @ (k * 2).t()),
+        [X, *WEIGHTS[:2]],
+        ["linears"],
+    ),
+    "five of them": (
+        lambda x, q, k, v: (x @ q.t(), x @ k.t(), x @ v.t(), x @ (q + 1).t(), x @ (k + 1).t()),
+        [X, *WEIGHTS],
+        ["linears", "linears"],
+    ),
+    "one, whose sum is reduced": (
+        lambda x, q, k, v: (x @ q.t(), all_reduce(x @ k.t()), x @ v.t()),
+        [X, *WEIGHTS],
+        ["linears", "gemv_all_reduce"],
+    ),
+    # What the operator cannot compute, or not faster.
+    "one product": (lambda x, q: x @ q.t(), [X, WEIGHTS[0]], []),
+    "two inputs": (lambda x, q, k: (x @ q.t(), x.relu() @ k.t()), [X, *WEIGHTS[:2]], []),
+    "the same rows in another order": (
+        lambda x, q, k: (x @ q.t(), x.view(2, 2, K).transpose(0, 1).reshape(4, K) @ k.t()),
+        [X, *WEIGHTS[:2]],
+        [],
+    ),
+    "many rows": (lambda x, q, k: (x @ q.t(), x @ k.t()), [(17, K), *WEIGHTS[:2]], []),
+    "weights along n": (lambda x, q, k: (x @ q, x @ k), [X, (K, Q), (K, V)], []),
+    "a bias for one of them": (
+        lambda x, q, k, b: (aten.addmm(b, x, q.t()), x @ k.t()),
+        [X, *WEIGHTS[:2], (Q,)],
+        [],
+    ),
+    "a weight of the first product": (
+        lambda x, q: (lambda y: (y, x @ y.view(Q, K).t()))(x @ q.t()),
+        [(K, K), (Q, K)],
+        [],
+    ),
+    "memory changed": (
+        lambda x, q, k: (lambda c: (x @ q.t(), c.add_(1), x @ c.t()))(k.clone()),
+        [X, *WEIGHTS[:2]],
+        [],
+    ),
+}
+
+
+def _merged() -> dict[str, tuple[list[str], float]]:
+    outcomes = {}
+    for name, (program, shapes, _) in MERGED.items():
+        arguments = tensors(*shapes, dtype=torch.bfloat16)
+        module = traced(program, arguments)
+        before = module(*arguments)
+        fuse(module.graph, merge_products=True)
+        module.recompile()
+        after = module(*arguments)
+        pairs = [(a, b) for a, b in zip(after, before, strict=True) if isinstance(a, torch.Tensor)]
+        assert all((a.shape, a.stride()) == (b.shape, b.stride()) for a, b in pairs)
+        error = max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
+        outcomes[name] = operators(module), error
+    return outcomes
+
+
+@pytest.mark.quick
+def test_products_with_one_input(ranks: Any) -> None:
+    for outcomes in ranks(2).run(_merged):
+        assert {name: names for name, (names, _) in outcomes.items()} == {
+            name: wanted for name, (*_, wanted) in MERGED.items()
+        }
+        eps = torch.finfo(torch.bfloat16).eps
+        assert {name: error for name, (_, error) in outcomes.items() if not error < 2 * eps} == {}
+
+
+def _unasked() -> tuple[list[str], list[str], list[str]]:
+    """Operators without the option, and of float32; and what the findings say with it."""
+    program, shapes, _ = MERGED["queries, keys and values"]
+    module = traced(program, tensors(*shapes, dtype=torch.bfloat16))
+    fuse(module.graph)
+    wide = traced(program, tensors(*shapes))
+    fuse(wide.graph, merge_products=True)
+    with interlace.batch_invariant():
+        assert fuse(module.graph, merge_products=True) == []
+    with recording() as findings:
+        fuse(module.graph, merge_products=True)
+    return operators(traced(program, tensors(*shapes))), operators(wide), list(map(str, findings))
+
+
+def test_only_where_it_is_asked_for(ranks: Any) -> None:
+    for without, wide, findings in ranks(1).run(_unasked):
+        assert without == wide == []
+        assert findings == [
+            f"forward: products of [4, {K}] (mm, mm_1, mm_2) fused by linears: 3 products of one "
+            "input in one kernel"
+        ]
+
+
+def _by_inductor() -> tuple[list[str | None], float]:
+    program, shapes, _ = MERGED["gate and up of sequences"]
+    arguments = tensors(*shapes, dtype=torch.bfloat16)
+    options = {"interlace.merge_products": True, "force_disable_caches": True}
+    with torch.no_grad(), recording() as findings:
+        compiled = torch.compile(program, backend=interlace.compile.backend, options=options)
+        found, expected = compiled(*arguments), program(*arguments)
+    error = float((found - expected).float().norm() / expected.float().norm())
+    return [each.operator for each in findings], error
+
+
+@pytest.mark.inductor
+def test_option_of_the_backend(ranks: Any) -> None:
+    for names, error in ranks(1).run(_by_inductor):
+        assert names == ["linears"]
+        assert error < 2 * torch.finfo(torch.bfloat16).eps

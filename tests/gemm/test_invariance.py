@@ -1,0 +1,232 @@
+"""Batch invariance: bits of a row in batches of any size, at any place; and what is refused.
+
+Elements are small integers, so that no product depends on the order of its own sum, which in the
+interpreter is numpy's. What differs between batches here is what Interlace decides: which rank adds
+up a row, how parts are rounded on their way, and which of the kernels runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.cli.bench_batch_invariance import table
+from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, invariant_implementations
+from interlace.registry import operators
+
+INNER, COLUMNS, MOST_ROWS = 48, 40, 36
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _whole(y: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, in rank order; ranks may have unequally many."""
+    rows = [torch.empty(0)] * dist.get_world_size()
+    dist.all_gather_object(rows, y)
+    return torch.cat(rows)
+
+
+def _share(x: torch.Tensor) -> torch.Tensor:
+    """This rank's share of rows that all ranks hold."""
+    return x.tensor_split(dist.get_world_size())[dist.get_rank()].contiguous()
+
+
+def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """The products of this rank's rows, back from the ranks that have got them."""
+    ranks = dist.get_world_size()
+    padded = torch.cat([x, x[:1].expand(-len(x) % ranks, -1)])
+    received = interlace.gemm_all_to_all(padded, w, bias)
+    returned = torch.empty_like(received)
+    dist.all_to_all_single(returned, received)
+    return returned[: len(x)]
+
+
+def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
+        x, w, bias, None, None, None, "rms", 1e-5, None, None, "", "auto", ""
+    )
+    return torch.cat([y, residual], 1)
+
+
+OPERATORS: dict[str, Run] = {
+    "gemv_all_reduce": lambda x, w, bias: interlace.gemv_all_reduce(x, w, bias),
+    "gemm_all_reduce": lambda x, w, bias: interlace.gemm_all_reduce(x, w, bias),
+    "gemm_reduce_scatter": lambda x, w, bias: _whole(interlace.gemm_reduce_scatter(x, w, bias)),
+    "all_gather_gemm": lambda x, w, bias: interlace.all_gather_gemm(
+        _share(x), w, bias, splits=[len(part) for part in x.tensor_split(dist.get_world_size())]
+    ),
+    "gemm_all_to_all": _all_to_all,
+    "gemm_all_reduce_norm": _normed,
+}
+
+
+def _operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows, weight and bias of this rank. Ranks have parts of very different sizes, so that their
+    sum depends on its order.
+    """
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(rank)
+    x = torch.randint(-8, 9, (MOST_ROWS, INNER), generator=generator) * 37.0**rank
+    w = torch.randint(-8, 9, (COLUMNS, INNER), generator=generator)
+    bias = torch.randn(COLUMNS, generator=torch.Generator().manual_seed(9))
+    return x.to(dtype), w.to(dtype), bias.to(dtype)
+
+
+def _bits(y: torch.Tensor) -> torch.Tensor:
+    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
+
+
+def _differing(name: str, dtype: torch.dtype) -> list[str]:
+    """Batches in which some row has other bits than in the batch of all rows."""
+    x, w, bias = _operands(dtype)
+    if name == "all_gather_gemm":
+        # All ranks hold the rows that they share out.
+        dist.broadcast(x, 0)
+    run, wrong = OPERATORS[name], []
+    with interlace.batch_invariant():
+        wanted = _bits(run(x, w, bias))
+        for rows in (1, 2, 3, 5, 8, 15, 16, 17, 31, MOST_ROWS):
+            # At several places of the batch: the rows are the last ones of all, in another order.
+            for turn in (0, rows // 2):
+                chosen = torch.arange(MOST_ROWS - rows, MOST_ROWS).roll(turn)
+                found = _bits(run(x[chosen].contiguous(), w, bias))
+                different = (found != wanted[chosen]).any(1).nonzero().flatten().tolist()
+                if different:
+                    wrong.append(f"{rows} rows, turned by {turn}: rows {different}")
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_rows_have_the_same_bits_in_every_batch(ranks: Any, name: str, dtype: torch.dtype) -> None:
+    for wrong in ranks(3).run(_differing, name, dtype):
+        assert wrong == []
+
+
+def _differ_without() -> dict[str, bool]:
+    found = {}
+    for name in ("gemv_all_reduce", "gemm_all_reduce"):
+        x, w, bias = _operands(torch.bfloat16)
+        whole = OPERATORS[name](x, w, bias)
+        found[name] = not torch.equal(OPERATORS[name](x[-1:], w, bias)[0], whole[-1])
+    return found
+
+
+def test_the_test_would_notice(ranks: Any) -> None:
+    """Without the mode rows do differ: by who adds them up, and by how words round them."""
+    for found in ranks(3).run(_differ_without):
+        assert found == {"gemv_all_reduce": True, "gemm_all_reduce": True}
+
+
+def _refusals() -> list[str]:
+    x, w = torch.ones(4, 32), torch.ones(8, 32)
+    messages = []
+    batches = torch.ones(2, 4, 32), torch.ones(2, 32, 8)
+    calls: list[Callable[[], object]] = [
+        lambda: interlace.gemm_all_reduce(x, w, impl="chunked"),
+        lambda: interlace.gemv_all_reduce(x, w, impl="unfused"),
+        lambda: torch.ops.interlace.bmm_sum_all_to_all([batches[0]], [batches[1]], ""),
+        lambda: torch.ops.interlace.gemm_sum_reduce_scatter([x], [w], ""),
+        lambda: torch.ops.interlace.all_to_all_bmm(x, w.T[None].contiguous(), "", "auto"),
+    ]
+    with interlace.batch_invariant():
+        for call in calls:
+            with pytest.raises(interlace.ArgumentError) as caught:
+                call()
+            messages.append(str(caught.value))
+        interlace.gemm_all_reduce(x, w, impl="fused")
+        with interlace.batch_invariant(False):
+            interlace.gemm_all_reduce(x, w, impl="chunked")
+    return messages
+
+
+def test_what_is_refused(ranks: Any) -> None:
+    """Before anything is sent, so all ranks refuse the call and the next one works."""
+    for messages in ranks(2).run(_refusals):
+        assert messages[0] == (
+            "gemm_all_reduce: impl must be 'auto' or 'fused' within interlace.batch_invariant(); "
+            "got 'chunked', which may give a row other bits in another batch."
+        )
+        assert "got 'unfused'" in messages[1]
+        for message in messages[2:]:
+            assert "must have a batch-invariant implementation; this operator has none" in message
+
+
+def _disagreement() -> str:
+    x, w = torch.ones(6, 32), torch.ones(8, 32)  # a call that no rank knows yet
+    enabled = dist.get_rank() == 0
+    with (
+        interlace.batch_invariant(enabled),
+        pytest.raises(interlace.RankMismatchError) as caught,
+    ):
+        interlace.gemm_all_reduce(x, w)
+    return str(caught.value)
+
+
+def test_ranks_must_agree_on_the_mode(ranks: Any) -> None:
+    for message in ranks(2).run(_disagreement):
+        assert "impl must be the same on every rank" in message
+        assert BATCH_INVARIANT in message
+
+
+def test_the_word_counts_without_the_context() -> None:
+    gemm = operators()["gemm_all_reduce"]
+    assert effective_impl(gemm, "auto") == "auto"
+    assert effective_impl(gemm, BATCH_INVARIANT) == BATCH_INVARIANT
+    with interlace.batch_invariant():
+        assert effective_impl(gemm, "measured") == BATCH_INVARIANT
+        with interlace.batch_invariant(False):
+            assert effective_impl(gemm, "measured") == "measured"
+
+
+@pytest.mark.parametrize("name", ["gemv_all_reduce", "gemm_all_reduce"])
+def test_what_explain_says(name: str) -> None:
+    w = torch.ones(64, 64)
+    with interlace.batch_invariant():
+        few, many = (interlace.explain(name, torch.ones(rows, 64), w) for rows in (1, 200))
+    assert "calls must be batch-invariant" in few
+    tiles = [re.findall(r"block_\w=\d+", text) for text in (few, many)]
+    assert tiles[0] == tiles[1]
+
+
+def _bench(name: str) -> dict[str, Any]:
+    from interlace.bench import batch_invariance, benchmark
+    from interlace.bench.timing import Timing
+
+    def measure(step: Any, **_: object) -> Timing:
+        step(0)
+        return Timing(10.0, 9.0, 11.0, 1.0, 5)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(benchmark, "measure", measure)
+        return batch_invariance.bench(name, 3, 16, 24, torch.float32)
+
+
+@pytest.mark.parametrize("name", ["gemm_all_reduce", "all_gather_gemm"])
+def test_what_it_costs_is_measured(ranks: Any, name: str) -> None:
+    for result in ranks(2).run(_bench, name):
+        assert result["times"].keys() == {"auto", BATCH_INVARIANT}
+        assert result["tokens"] == (3 if name == "gemm_all_reduce" else 4)
+        (row,) = zip(*(column.cells for column in table([result]).columns), strict=True)
+        assert row[-3:] == ("10.0", "10.0", "+0 %")
+
+
+def test_what_is_declared_invariant() -> None:
+    found = {
+        name: [each.name for each in invariant_implementations(operator)]
+        for name, operator in operators().items()
+    }
+    assert {name: names for name, names in found.items() if names} == {
+        "all_gather_gemm": ["fused"],
+        "bmm_all_to_all": ["fused"],
+        "gemm_all_reduce": ["fused"],
+        "gemm_all_reduce_norm": ["gemm"],
+        "gemm_all_to_all": ["fused"],
+        "gemm_reduce_scatter": ["fused"],
+        "gemv_all_reduce": ["fused"],
+    }

@@ -1,0 +1,192 @@
+"""Batch invariance on real GPUs: the bits of a row in batches of 1 to 256 rows and of thousands, as
+calls and in CUDA graphs. Run with ``-m gpu``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+import interlace.operators  # registers torch.ops.interlace
+from interlace.gemm.invariance import BATCH_INVARIANT
+
+pytestmark = pytest.mark.gpu
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+MOST_ROWS = 256
+MANY_ROWS = (777, 4096, 32768)
+IN_GRAPHS = (1, 2, 3, 7, 16, 17, 64, 100, 200, MOST_ROWS)
+SHAPES = {"even": (4096, 2048), "odd": (1000, 1160)}  # N, K
+
+
+def _whole(y: torch.Tensor, rows: int) -> torch.Tensor:
+    """The rows of all ranks, by a collective that a CUDA graph may hold."""
+    ranks = dist.get_world_size()
+    shares = [len(part) for part in torch.empty(rows).tensor_split(ranks)]
+    padded = y.new_zeros(max(shares), y.shape[1])
+    padded[: len(y)] = y
+    gathered = y.new_empty(ranks * max(shares), y.shape[1])
+    dist.all_gather_into_tensor(gathered, padded)
+    parts = gathered.split(max(shares))
+    return torch.cat([part[:share] for part, share in zip(parts, shares, strict=True)])
+
+
+def _reduce_scatter(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _whole(interlace.gemm_reduce_scatter(x, w, bias), len(x))
+
+
+def _all_gather(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    parts = x.tensor_split(dist.get_world_size())
+    share = parts[dist.get_rank()].contiguous()
+    return interlace.all_gather_gemm(share, w, bias, splits=[len(part) for part in parts])
+
+
+def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    padded = torch.cat([x, x[:1].expand(-len(x) % dist.get_world_size(), -1)])
+    received = interlace.gemm_all_to_all(padded, w, bias)
+    returned = torch.empty_like(received)
+    dist.all_to_all_single(returned, received)
+    return returned[: len(x)]
+
+
+def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
+        x, w, bias, None, None, None, "rms", 1e-5, None, None, "", "auto", ""
+    )
+    return torch.cat([y, residual], 1)
+
+
+OPERATORS: dict[str, Run] = {
+    "gemv_all_reduce": lambda x, w, bias: interlace.gemv_all_reduce(x, w, bias),
+    "gemm_all_reduce": lambda x, w, bias: interlace.gemm_all_reduce(x, w, bias),
+    "gemm_reduce_scatter": _reduce_scatter,
+    "all_gather_gemm": _all_gather,
+    "gemm_all_to_all": _all_to_all,
+    "gemm_all_reduce_norm": _normed,
+}
+
+
+def _operands(
+    name: str, shape: str, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    columns, inner = SHAPES[shape]
+    # An all-gather shares out the same rows on every rank; the others sum or send each rank's own.
+    seed = 0 if name == "all_gather_gemm" else dist.get_rank()
+    generator = torch.Generator("cuda").manual_seed(seed)
+    x = torch.randn(MOST_ROWS, inner, generator=generator, device="cuda").to(dtype)
+    generator.manual_seed(100 + dist.get_rank())
+    w = (torch.randn(columns, inner, generator=generator, device="cuda") / 32).to(dtype)
+    bias = torch.randn(columns, generator=generator.manual_seed(9), device="cuda").to(dtype)
+    return x, w, bias
+
+
+def _bits(y: torch.Tensor) -> torch.Tensor:
+    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
+
+
+def _chosen(rows: int) -> torch.Tensor:
+    """So many of the rows, in some order, the same on every rank."""
+    order = torch.randperm(MOST_ROWS, generator=torch.Generator().manual_seed(rows))
+    return order[:rows].cuda()
+
+
+def _check(found: torch.Tensor, wanted: torch.Tensor, what: str, wrong: list[str]) -> None:
+    different = (_bits(found) != wanted).any(1).nonzero().flatten().tolist()
+    if different:
+        wrong.append(f"{what}: {len(different)} of {len(found)} rows, first {different[:3]}")
+
+
+def _differing(name: str, shape: str, dtype: torch.dtype, step: int) -> list[str]:
+    """Batches in which some row has other bits than in the batch of all rows."""
+    x, w, bias = _operands(name, shape, dtype)
+    run, wrong = OPERATORS[name], []
+    with torch.no_grad(), interlace.batch_invariant():
+        wanted = _bits(run(x, w, bias)).clone()
+        # 1. Calls of every size.
+        for rows in range(1, MOST_ROWS + 1, step):
+            chosen = _chosen(rows)
+            _check(run(x[chosen], w, bias), wanted[chosen], f"{rows} rows", wrong)
+            if len(wrong) > 20:
+                return wrong
+        # 2. Graphs of some sizes, whose calls are not alone in them.
+        inputs = {rows: x[_chosen(rows)] for rows in IN_GRAPHS}
+        for rows in IN_GRAPHS:
+            run(inputs[rows], w, bias)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = {rows: run(inputs[rows], w, bias).clone() for rows in IN_GRAPHS}
+        for turn in range(3):
+            graph.replay()
+            for rows, found in results.items():
+                _check(found, wanted[_chosen(rows)], f"graph, turn {turn}, {rows} rows", wrong)
+        torch.cuda.synchronize()
+        del graph, results
+        # 3. Batches of very many rows, with ours among them.
+        for rows in MANY_ROWS if name != "gemv_all_reduce" and shape == "even" else ():
+            many = x.repeat(-(-rows // MOST_ROWS), 1)[:rows]
+            order = torch.randperm(rows, generator=torch.Generator().manual_seed(rows)).cuda()
+            found = run(many[order].contiguous(), w, bias)
+            _check(found, wanted[order % MOST_ROWS], f"{rows} rows", wrong)
+    interlace.synchronize()
+    interlace.group_of().release()
+    torch.cuda.empty_cache()
+    return wrong
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_bits_of_every_batch(ranks: Any, world_size: int, name: str, shape: str) -> None:
+    step = 1 if shape == "even" else 5
+    for wrong in ranks(world_size).run(
+        _differing, name, shape, torch.bfloat16, step, timeout_s=500
+    ):
+        assert wrong == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["float16", "float32"])
+@pytest.mark.parametrize("name", ["gemv_all_reduce", "gemm_all_reduce", "gemm_all_to_all"])
+def test_bits_of_other_dtypes(ranks: Any, world_size: int, name: str, dtype: torch.dtype) -> None:
+    for wrong in ranks(world_size).run(_differing, name, "odd", dtype, 17, timeout_s=500):
+        assert wrong == []
+
+
+def _error(name: str) -> float:
+    """Relative error of batch-invariant results."""
+    x, w, bias = _operands(name, "even", torch.bfloat16)
+    with interlace.batch_invariant():
+        found = OPERATORS[name](x, w, bias).float()
+    expected = OPERATORS[name](x, w, bias).float()
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_results_are_right(ranks: Any, world_size: int, name: str) -> None:
+    for error in ranks(world_size).run(_error, name):
+        assert error < 1e-2
+
+
+def _two_kernels() -> dict[str, float]:
+    """The share of elements that the kernels for few and for many tokens agree on, bit by bit,
+    before anything is added up or rounded: in float32 results of one rank's product.
+    """
+    x, w, bias = _operands("gemm_all_reduce", "even", torch.bfloat16)
+    bias = torch.zeros_like(bias)
+    # Only this rank's part is not zero, so nothing is rounded on its way but the result.
+    shares = {}
+    for owner in range(dist.get_world_size()):
+        part = x if dist.get_rank() == owner else torch.zeros_like(x)
+        few = interlace.gemv_all_reduce(part, w, bias, impl=BATCH_INVARIANT)
+        many = interlace.gemm_all_reduce(part, w, bias, impl=BATCH_INVARIANT)
+        shares[f"rank {owner}"] = float((few == many).float().mean())
+    return shares
+
+
+def test_how_far_the_two_kernels_agree(ranks: Any, world_size: int) -> None:
+    """Only reported: nothing relies on it."""
+    print(ranks(world_size).run(_two_kernels)[0])

@@ -187,9 +187,17 @@ def _refused(operator, impl):
 @pytest.mark.parametrize(
     ("operator", "impl", "able"),
     [
-        ("gemm_reduce_scatter", "fused", "'auto' or 'measured' or 'unfused' or 'nccl'"),
-        ("gemv_all_reduce", "fused", "'auto' or 'measured' or 'gemm' or 'unfused'"),
-        ("mixture_of_experts", "fused", "'auto' or 'unfused'"),
+        (
+            "gemm_reduce_scatter",
+            "fused",
+            "'auto' or 'measured' or 'batch_invariant' or 'unfused' or 'nccl'",
+        ),
+        (
+            "gemv_all_reduce",
+            "fused",
+            "'auto' or 'measured' or 'batch_invariant' or 'gemm' or 'unfused'",
+        ),
+        ("mixture_of_experts", "fused", "'auto' or 'nccl' or 'unfused'"),
         ("all_to_all_bmm", "pushed", "'auto' or 'unfused'"),
     ],
 )

@@ -85,7 +85,10 @@ class Settings:
     dtype: commands.Dtype = "float32"
     mode: Annotated[str, typer.Option(help="torch.compile's mode in generate.")] = "reduce-overhead"
     merge_products: Annotated[
-        bool, typer.Option(help="Queries, keys and values in one kernel.")
+        bool,
+        typer.Option(
+            "--merge-products/--separate-products", help="Queries, keys, values in one kernel."
+        ),
     ] = True
     times: commands.Times = False
 

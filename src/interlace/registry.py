@@ -182,10 +182,17 @@ class Operator(abc.ABC):
         """Return whether an implementation runs on groups of several nodes."""
         return name == "unfused" or self.implementation(name).spans_nodes
 
-    @property
-    def first_between_nodes(self) -> str:
-        """Return the first implementation that runs on groups of several nodes."""
-        able = (each.name for each in self.implementations if each.spans_nodes)
+    def first_between_nodes(self, terms: Any = None) -> str:
+        """Return the first implementation that runs on groups of several nodes.
+
+        Args:
+            terms: The properties of a call, which it must not refuse; None if they do not matter.
+        """
+        able = (
+            each.name
+            for each in self.implementations
+            if each.spans_nodes and (terms is None or each.refusal(terms) is None)
+        )
         return next(able, "unfused")
 
     def require_nodes(self, name: str, nodes: int) -> None:

@@ -187,9 +187,17 @@ def _refused(operator, impl):
 @pytest.mark.parametrize(
     ("operator", "impl", "able"),
     [
-        ("gemm_reduce_scatter", "fused", "'auto' or 'measured' or 'unfused' or 'nccl'"),
-        ("gemv_all_reduce", "fused", "'auto' or 'measured' or 'gemm' or 'unfused'"),
-        ("mixture_of_experts", "fused", "'auto' or 'unfused'"),
+        (
+            "gemm_reduce_scatter",
+            "fused",
+            "'auto' or 'measured' or 'batch_invariant' or 'unfused' or 'nccl'",
+        ),
+        (
+            "gemv_all_reduce",
+            "fused",
+            "'auto' or 'measured' or 'batch_invariant' or 'gemm' or 'unfused'",
+        ),
+        ("mixture_of_experts", "fused", "'auto' or 'nccl' or 'unfused'"),
         ("all_to_all_bmm", "pushed", "'auto' or 'unfused'"),
     ],
 )
@@ -255,3 +263,28 @@ def test_launch_splits_a_machine_into_nodes():
     assert results == [((0, 1), [16.0] * 4)] * 2
     with pytest.raises(interlace.ArgumentError, match=r"nodes must be a number that divides the 2"):
         interlace.launch(_seen, 2, backend="cpu", nodes=3)
+
+
+def _compiled_experts():
+    """Forward and backward of a compiled call with gradients, and of an eager one."""
+    with process_group_of(2) as process_group:
+        case = next(case for case in every_case(2, ["mixture_of_experts"]) if case.backward)
+        tensors = case.tensors(dist.get_rank(), 2, 0)
+
+        def call(x, w_in):
+            return interlace.mixture_of_experts(
+                x, tensors["experts"], tensors["weights"], w_in, tensors["w_out"],
+                group=process_group,
+            )  # fmt: skip
+
+        results = []
+        for function in (call, torch.compile(call, backend="aot_eager")):
+            x, w_in = (tensors[name].clone().requires_grad_() for name in ("x", "w_in"))
+            y = function(x, w_in)
+            y.sum().backward()
+            results.append((y.detach(), x.grad, w_in.grad))
+        return all(map(torch.equal, *results))
+
+
+def test_experts_compile_between_nodes(ranks):
+    assert ranks(2).run(_compiled_experts) == [True] * 2

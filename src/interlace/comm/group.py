@@ -349,7 +349,7 @@ def group_of(
         return groups[device]
 
 
-def known_nodes(process_group: dist.ProcessGroup | None, device: torch.device | None) -> int:
+def known_nodes(process_group: dist.ProcessGroup | None) -> int:
     """Return the number of nodes that the ranks of a group are on; 1 before the group's first call.
 
     Nothing is exchanged, so a rank may ask alone.

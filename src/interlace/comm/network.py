@@ -22,6 +22,7 @@ from interlace.units import next_power_of_2
 _LOOKS_PER_DEADLINE = 20
 _LONGEST_PAUSE_S = 0.25
 _ANSWER_S = 2.0  # in which ranks that wait, too, say so
+_ABORT_S = 0.2  # in which an abort has reached NCCL's kernels
 _RELEASED = 2**31 - 1  # a counter's value that no wait is above
 
 
@@ -143,12 +144,22 @@ class Watch:
             self._health.declare_broken(
                 self._operator, self._channel.first_not_waiting(self._operator, _ANSWER_S)
             )
-        cu, stream = driver(), self._stream.cuda_stream
         with contextlib.suppress(ReferenceError):
-            for address in (self._health.broken_address, *self._network.counter_addresses()):
-                cu.cuStreamWriteValue32(stream, address, _RELEASED, 0)
-            self._stream.synchronize()
-            self._network.carrier.abort()
+            self._write(self._health.broken_address)
+            # The carrier is aborted before the streams that wait for counters go on, so that no
+            # slice leaves that is not complete. Its abort may wait for these streams in turn.
+            aborting = threading.Thread(target=self._network.carrier.abort, daemon=True)
+            aborting.start()
+            time.sleep(_ABORT_S)
+            self._write(*self._network.counter_addresses())
+            aborting.join()
+
+    def _write(self, *addresses: int) -> None:
+        """Write a number that is above every awaited one to the device's memory."""
+        cu, stream = driver(), self._stream.cuda_stream
+        for address in addresses:
+            cu.cuStreamWriteValue32(stream, address, _RELEASED, 0)
+        self._stream.synchronize()
 
 
 def _watch(look: weakref.WeakMethod[Callable[[], float]], stopped: threading.Event) -> None:

@@ -156,6 +156,8 @@ class SliceQueue:
         if self._thread is not None:
             self._thread.cancelled = True
             self._thread.join()
+        if self._start is not None and self._network.watch is not None:
+            self._network.watch.end()
         self._thread = self._start = None
 
     def _late(self, peer: int, step: int, error: BaseException) -> PeerTimeoutError:

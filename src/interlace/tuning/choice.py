@@ -47,10 +47,16 @@ class Choice(Generic[Config]):
         """
         return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
 
-    def between(self, operator: Operator, nodes: int) -> Choice[Config]:
+    def between(self, operator: Operator, nodes: int, terms: Any = None) -> Choice[Config]:
         """Return this choice, or the first implementation that can run between ``nodes`` nodes.
 
         Times that were measured or predicted within a node say nothing about several.
+
+        Args:
+            operator: The operator's declaration.
+            nodes: Number of nodes that the ranks are on.
+            terms: The properties of the call by which implementations may refuse it; None where
+                :attr:`candidates` are tried in turn.
         """
         if nodes == 1:
             return self
@@ -61,7 +67,7 @@ class Choice(Generic[Config]):
             reason = f"{self.impl} needs shared memory, and there are {nodes} nodes"
         return dataclasses.replace(
             self,
-            impl=self.impl if spans else operator.first_between_nodes,
+            impl=self.impl if spans else operator.first_between_nodes(terms),
             reason=reason,
             times_us={},
             is_known=False,

@@ -12,7 +12,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import chunked
 from interlace.mapped.stamped import Landing, StampedQueue
 
-SLICE_BYTES = 2 << 20
+SLICE_BYTES = 4 << 20
 """Bytes of a slice at which networks carry nearly as much as by larger messages."""
 
 _MOST_SLICES = 8

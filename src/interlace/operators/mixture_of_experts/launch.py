@@ -104,7 +104,7 @@ class Call:
         terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
         declaration = operator_named(OPERATOR)
         declaration.require_nodes(self.impl, self.group.nodes)
-        choice = choose(terms, self.x.device).between(declaration, self.group.nodes)
+        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, terms)
         impl = choice.impl if self.impl == "auto" else self.impl
         unmet = declaration.refusal(impl, terms)
         if unmet is not None:

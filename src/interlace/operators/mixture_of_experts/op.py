@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from interlace.comm import process_group_named
+from interlace.comm.group import known_nodes
 from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.launch import Call, Saved, run, run_backward
@@ -74,11 +76,12 @@ def _run(*arguments: Any) -> Tensors:
 def _fake(*arguments: Any) -> Tensors:
     x, experts, _, w_in, _ = arguments[:_TENSORS]
     *options, keeps = arguments[_TENSORS:]
-    world_size, capacity, _, impl, _ = options
+    world_size, capacity, group_name, impl, _ = options
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # The shapes depend on impl alone: under "auto" the tuned table might choose the unfused
-    # implementation, which then pads the tensors that it saves.
-    if not keeps or impl == "unfused":
+    # The shapes depend on impl and on the group alone. Between nodes the unfused implementation
+    # runs, which saves nothing.
+    is_unfused = impl == "unfused" or known_nodes(process_group_named(group_name)) > 1
+    if not keeps or is_unfused:
         nothing = [x.new_empty(0, dtype=torch.int32) for _ in range(3)]
         return y, *nothing, x.new_empty(0), x.new_empty(0)
     tokens, hidden = x.shape

@@ -97,7 +97,7 @@ class MixtureOfExperts(Operator):
             tensor.requires_grad for tensor in (x, weights, w_in, w_out)
         )
         terms = Terms(sizes, x.dtype, x.device.type, keeps)
-        choice = self.choose(terms=terms, device=x.device).between(self, nodes)
+        choice = self.choose(terms=terms, device=x.device).between(self, nodes, terms)
         chosen = choice.impl
         if chosen in ("fused", "decode"):
             chosen += f" ({choice.config})"

@@ -1,7 +1,7 @@
 """Time products of one input in one kernel beside cuBLAS: one product after another, and one with
 joined weights.
 
-    python benchmarks/linears.py [--json FILE] [--tune]
+    python benchmarks/linears.py [--json FILE] [--tune] [--tokens 4 16]
 
 It needs one GPU. Shapes are those of a rank of two of Llama 3 8B and 70B: queries, keys and values;
 gate and up; 1, 4 and 16 tokens, bfloat16. Each call finds its weights in no cache: calls of a CUDA
@@ -35,6 +35,7 @@ from interlace.operators.linears.reference import linears as one_after_another
 TOKENS = (1, 4, 16)
 DTYPE = torch.bfloat16
 RANKS = 2
+MOST_SHARED_BYTES = 200 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,11 +116,12 @@ def configurations(tokens: int) -> Iterator[LinearsConfig]:
         ):
             yield LinearsConfig(block_n, block_k, warps)
         return
-    blocks = itertools.product((16, 32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 5))
-    for block_n, block_k, warps, stages in blocks:
-        # The blocks in flight must fit in shared memory.
-        if (block_n + tokens) * block_k * DTYPE.itemsize * stages <= 200 * 1024:
-            yield LinearsConfig(block_n, block_k, warps, stages)
+    # Few rows per program where a weight has few, and enough bytes in flight for each SM.
+    for tiles in itertools.product((16, 32, 64), (128, 256), (2, 4), (3, 4, 6)):
+        config = LinearsConfig(*tiles)
+        block_bytes = (config.block_n + tokens) * config.block_k * DTYPE.itemsize
+        if block_bytes * config.num_stages <= MOST_SHARED_BYTES:
+            yield config
 
 
 def copy_gb_per_s() -> float:
@@ -130,12 +132,12 @@ def copy_gb_per_s() -> float:
     return 2 * source.nbytes / time_us / 1e3
 
 
-def worker(tune: bool) -> dict[str, Any]:
+def worker(tune: bool, all_tokens: Sequence[int]) -> dict[str, Any]:
     """Time all layers on this rank's GPU, and print a line for each."""
     bandwidth = copy_gb_per_s()
     print(f"{torch.cuda.get_device_name()}; a copy moves {bandwidth:.0f} GB/s. us, p10 to p90")
     lines = []
-    for layer, tokens in itertools.product(LAYERS, TOKENS):
+    for layer, tokens in itertools.product(LAYERS, all_tokens):
         case = Case(layer, tokens)
         config = default_config(tokens, DTYPE.itemsize)
         if tune:
@@ -184,8 +186,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all times to this file")
     parser.add_argument("--tune", action="store_true", help="try other tiles, too")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 1 4 16")
     options = parser.parse_args()
-    (results,) = interlace.launch(worker, 1, options.tune, backend="cuda")
+    (results,) = interlace.launch(worker, 1, options.tune, options.tokens, backend="cuda")
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
 

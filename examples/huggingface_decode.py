@@ -85,8 +85,11 @@ class Settings:
     dtype: commands.Dtype = "float32"
     mode: Annotated[str, typer.Option(help="torch.compile's mode in generate.")] = "reduce-overhead"
     merge_products: Annotated[
-        bool, typer.Option("--merge-products", help="Queries, keys and values in one kernel.")
-    ] = False
+        bool,
+        typer.Option(
+            "--merge-products/--separate-products", help="Queries, keys, values in one kernel."
+        ),
+    ] = True
     times: commands.Times = False
 
     def config(self) -> LlamaConfig:
@@ -149,7 +152,7 @@ def ways_of(settings: Settings) -> list[Way]:
     # Inductor takes a while to compile, so it runs only for times.
     if not settings.times:
         return [eager, Way("interlace, no Inductor", interlace.compile.eager_backend)]
-    options = {"interlace.merge_products": True} if settings.merge_products else None
+    options = None if settings.merge_products else {"interlace.merge_products": False}
     ways = [eager, Way("Inductor", "inductor")]
     if torch.cuda.is_available():
         ways.append(Way("Inductor, one-shot", "inductor", one_shot=True))

@@ -410,7 +410,7 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
     tiling = Tiling(
         block_n=block_n, block_b=block_b, block_k=block_k, even=even, even_k=even,
         word_values=values,
-        precision="ieee",
+        precision="ieee", round_parts=values == 2,
     )  # fmt: skip
     return _TYPES | tensors, {"TILING": tiling} | constants
 

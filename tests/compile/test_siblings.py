@@ -1,4 +1,4 @@
-"""Products of a few rows with the same input become one kernel, where the pass is asked to."""
+"""Products of a few rows with the same input become one kernel, unless the pass is told not to."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _merged() -> dict[str, tuple[list[str], float]]:
         arguments = tensors(*shapes, dtype=torch.bfloat16)
         module = traced(program, arguments)
         before = module(*arguments)
-        fuse(module.graph, merge_products=True)
+        fuse(module.graph)
         module.recompile()
         after = module(*arguments)
         pairs = [(a, b) for a, b in zip(after, before, strict=True) if isinstance(a, torch.Tensor)]
@@ -105,42 +105,49 @@ def test_products_with_one_input(ranks: Any) -> None:
         assert {name: error for name, (_, error) in outcomes.items() if not error < 2 * eps} == {}
 
 
-def _unasked() -> tuple[list[str], list[str], list[str]]:
-    """Operators without the option, and of float32; and what the findings say with it."""
+def _asked() -> tuple[list[str], list[str], list[str], list[str]]:
+    """Operators without the option, batch-invariant and of float32; and what the report says."""
     program, shapes, _ = MERGED["queries, keys and values"]
-    module = traced(program, tensors(*shapes, dtype=torch.bfloat16))
-    fuse(module.graph)
-    wide = traced(program, tensors(*shapes))
-    fuse(wide.graph, merge_products=True)
+    arguments = tensors(*shapes, dtype=torch.bfloat16)
+    module, wide = traced(program, arguments), traced(program, tensors(*shapes))
+    fuse(module.graph, merge_products=False)
+    without = operators(module)
     with interlace.batch_invariant():
-        assert fuse(module.graph, merge_products=True) == []
-    with recording() as findings:
-        fuse(module.graph, merge_products=True)
-    return operators(traced(program, tensors(*shapes))), operators(wide), list(map(str, findings))
+        fuse(module.graph)
+    invariant = operators(module)
+    fuse(wide.graph)
+    with torch.no_grad():
+        report = interlace.compile.explain(program, *arguments)
+    assert (report.fused, report.left, len(report.merged)) == ((), (), 1)
+    return without, invariant, operators(wide), str(report).splitlines()
 
 
-def test_only_where_it_is_asked_for(ranks: Any) -> None:
-    for without, wide, findings in ranks(1).run(_unasked):
-        assert without == wide == []
-        assert findings == [
+def test_where_products_stay_apart(ranks: Any) -> None:
+    for without, invariant, wide, report in ranks(1).run(_asked):
+        assert without == invariant == wide == []
+        assert report == [
+            "0 collectives: 0 fused, 0 left alone; 1 groups of products with one input merged",
             f"forward: products of [4, {K}] (mm, mm_1, mm_2) fused by linears: 3 products of one "
-            "input in one kernel"
+            "input in one kernel",
         ]
 
 
-def _by_inductor() -> tuple[list[str | None], float]:
+def _by_inductor() -> list[list[str | None]]:
     program, shapes, _ = MERGED["gate and up of sequences"]
     arguments = tensors(*shapes, dtype=torch.bfloat16)
-    options = {"interlace.merge_products": True, "force_disable_caches": True}
-    with torch.no_grad(), recording() as findings:
-        compiled = torch.compile(program, backend=interlace.compile.backend, options=options)
-        found, expected = compiled(*arguments), program(*arguments)
-    error = float((found - expected).float().norm() / expected.float().norm())
-    return [each.operator for each in findings], error
+    names = []
+    for more in ({}, {"interlace.merge_products": False}):
+        torch.compiler.reset()
+        options = {"force_disable_caches": True} | more
+        with torch.no_grad(), recording() as findings:
+            compiled = torch.compile(program, backend=interlace.compile.backend, options=options)
+            found, expected = compiled(*arguments), program(*arguments)
+        names.append([each.operator for each in findings])
+        error = float((found - expected).float().norm() / expected.float().norm())
+        assert error < 2 * torch.finfo(torch.bfloat16).eps
+    return names
 
 
 @pytest.mark.inductor
 def test_option_of_the_backend(ranks: Any) -> None:
-    for names, error in ranks(1).run(_by_inductor):
-        assert names == ["linears"]
-        assert error < 2 * torch.finfo(torch.bfloat16).eps
+    assert ranks(1).run(_by_inductor) == [[["linears"], []]]

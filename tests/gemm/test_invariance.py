@@ -36,14 +36,28 @@ def _share(x: torch.Tensor) -> torch.Tensor:
     return x.tensor_split(dist.get_world_size())[dist.get_rank()].contiguous()
 
 
-def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Rows that ranks can share out evenly; the last ones repeat the first."""
+    return torch.cat([x, x[:1].expand(-len(x) % dist.get_world_size(), -1)])
+
+
+def _returned(received: torch.Tensor, rows: int) -> torch.Tensor:
     """The products of this rank's rows, back from the ranks that have got them."""
-    ranks = dist.get_world_size()
-    padded = torch.cat([x, x[:1].expand(-len(x) % ranks, -1)])
-    received = interlace.gemm_all_to_all(padded, w, bias)
     returned = torch.empty_like(received)
     dist.all_to_all_single(returned, received)
-    return returned[: len(x)]
+    return returned[:rows]
+
+
+def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _returned(interlace.gemm_all_to_all(_padded(x), w, bias), len(x))
+
+
+def _batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A batch of one product."""
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    received = torch.ops.interlace.bmm_all_to_all(_padded(x)[None], w.T[None], name, "auto")
+    return _returned(received, len(x))
 
 
 def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -61,6 +75,7 @@ OPERATORS: dict[str, Run] = {
         _share(x), w, bias, splits=[len(part) for part in x.tensor_split(dist.get_world_size())]
     ),
     "gemm_all_to_all": _all_to_all,
+    "bmm_all_to_all": _batch,
     "gemm_all_reduce_norm": _normed,
 }
 
@@ -105,6 +120,27 @@ def _differing(name: str, dtype: torch.dtype) -> list[str]:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_rows_have_the_same_bits_in_every_batch(ranks: Any, name: str, dtype: torch.dtype) -> None:
     for wrong in ranks(3).run(_differing, name, dtype):
+        assert wrong == []
+
+
+def _handed_over(dtype: torch.dtype) -> list[str]:
+    """As :func:`_differing`, with the GEMV's kernel for up to 16 rows."""
+    from interlace.operators import gemm_all_reduce
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_all_reduce, "has_one_arithmetic", lambda _: True)
+        patch.setattr(gemm_all_reduce, "_FEW_ROWS", 16)
+        interlace.group_of().release()  # what was decided without
+        wrong = _differing("gemm_all_reduce", dtype)
+    interlace.group_of().release()
+    return wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_kernels_hand_over(ranks: Any, world_size: int, dtype: torch.dtype) -> None:
+    """The kernels for few rows and for many round alike, and add ranks up in the same order."""
+    for wrong in ranks(world_size).run(_handed_over, dtype):
         assert wrong == []
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
-from interlace.gemm.invariance import BATCH_INVARIANT
+from interlace.gemm.invariance import BATCH_INVARIANT, ONE_ARITHMETIC
 
 pytestmark = pytest.mark.gpu
 
@@ -47,12 +47,28 @@ def _all_gather(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.T
     return interlace.all_gather_gemm(share, w, bias, splits=[len(part) for part in parts])
 
 
-def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    padded = torch.cat([x, x[:1].expand(-len(x) % dist.get_world_size(), -1)])
-    received = interlace.gemm_all_to_all(padded, w, bias)
+def _padded(x: torch.Tensor) -> torch.Tensor:
+    """Rows that ranks can share out evenly; the last ones repeat the first."""
+    return torch.cat([x, x[:1].expand(-len(x) % dist.get_world_size(), -1)])
+
+
+def _returned(received: torch.Tensor, rows: int) -> torch.Tensor:
+    """The products of this rank's rows, back from the ranks that have got them."""
     returned = torch.empty_like(received)
     dist.all_to_all_single(returned, received)
-    return returned[: len(x)]
+    return returned[:rows]
+
+
+def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    return _returned(interlace.gemm_all_to_all(_padded(x), w, bias), len(x))
+
+
+def _batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A batch of one product."""
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    received = torch.ops.interlace.bmm_all_to_all(_padded(x)[None], w.T[None], name, "auto")
+    return _returned(received, len(x))
 
 
 def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -68,6 +84,7 @@ OPERATORS: dict[str, Run] = {
     "gemm_reduce_scatter": _reduce_scatter,
     "all_gather_gemm": _all_gather,
     "gemm_all_to_all": _all_to_all,
+    "bmm_all_to_all": _batch,
     "gemm_all_reduce_norm": _normed,
 }
 
@@ -171,22 +188,32 @@ def test_the_results_are_right(ranks: Any, world_size: int, name: str) -> None:
         assert error < 1e-2
 
 
-def _two_kernels() -> dict[str, float]:
-    """The share of elements that the kernels for few and for many tokens agree on, bit by bit,
-    before anything is added up or rounded: in float32 results of one rank's product.
+def _two_kernels(dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, float]]:
+    """The GPU's compute capability, and the share of elements with the same bits by the kernels for
+    few rows and for many.
     """
-    x, w, bias = _operands("gemm_all_reduce", "even", torch.bfloat16)
-    bias = torch.zeros_like(bias)
-    # Only this rank's part is not zero, so nothing is rounded on its way but the result.
+    from interlace.operators import gemm_all_reduce
+
     shares = {}
-    for owner in range(dist.get_world_size()):
-        part = x if dist.get_rank() == owner else torch.zeros_like(x)
-        few = interlace.gemv_all_reduce(part, w, bias, impl=BATCH_INVARIANT)
-        many = interlace.gemm_all_reduce(part, w, bias, impl=BATCH_INVARIANT)
-        shares[f"rank {owner}"] = float((few == many).float().mean())
-    return shares
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gemm_all_reduce, "has_one_arithmetic", lambda _: False)
+        interlace.group_of().release()
+        for shape in SHAPES:
+            x, w, bias = _operands("gemm_all_reduce", shape, dtype)
+            for rows in (1, 16, 64, MOST_ROWS):
+                few = interlace.gemv_all_reduce(x[:rows], w, bias, impl=BATCH_INVARIANT)
+                many = interlace.gemm_all_reduce(x[:rows], w, bias, impl=BATCH_INVARIANT)
+                shares[f"{shape}, {rows} rows"] = float((_bits(few) == _bits(many)).float().mean())
+    interlace.group_of().release()
+    return torch.cuda.get_device_capability(), shares
 
 
-def test_how_far_the_two_kernels_agree(ranks: Any, world_size: int) -> None:
-    """Only reported: nothing relies on it."""
-    print(ranks(world_size).run(_two_kernels)[0])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_whether_the_two_kernels_agree(ranks: Any, world_size: int, dtype: torch.dtype) -> None:
+    """If all shares are 1, this GPU belongs in ``interlace.gemm.invariance.ONE_ARITHMETIC``, and
+    batch-invariant calls of ``gemm_all_reduce`` take the faster kernel for few rows.
+    """
+    capability, shares = ranks(world_size).run(_two_kernels, dtype)[0]
+    print(f"{dtype}, compute capability {capability}: {shares}")
+    if capability in ONE_ARITHMETIC:
+        assert set(shares.values()) == {1.0}

@@ -26,7 +26,7 @@ def test_without_inductor(tmp_path: Path) -> None:
 def test_with_inductor(tmp_path: Path) -> None:
     """As a benchmark on GPUs runs it, up to the times."""
     options = ("--layers", 1, "--new-tokens", 3, "--dtype", "bfloat16")
-    ended = run_program(EXAMPLE, *options, "--times", "--merge-products", folder=tmp_path)
+    ended = run_program(EXAMPLE, *options, "--times", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.count("fused by gemm_all_reduce_norm") == 2
     assert ended.stdout.count("fused by linears") == 2

@@ -79,6 +79,19 @@ report["same"] = ptx[0] == ptx[1]
 report["smid"] = [
     compiled(recording, ctx, "sm_90").asm["ptx"].count("%smid") for ctx in ("*i64", "*u64")
 ]
+
+
+@triton.jit
+def misspelt(ctx):
+    il.record("tiles", 0, il.join(ctx))
+
+
+try:
+    triton.compile(
+        ASTSource(misspelt, {"ctx": "*i64"}, {}), target=GPUTarget(*TARGETS["sm_90"])
+    )
+except triton.CompilationError as error:
+    report["refused"] = str(error.__cause__ or error)
 print(json.dumps(report))
 """
 
@@ -113,3 +126,7 @@ def test_with_a_trace_each_event_reads_the_clock(report: dict[str, object], targ
     """Begin, tile, computed, put, signals, wait, arrived and mark. Deadlines read it as well."""
     without, traced = (report[f"{target} {kind}"] for kind in ("*i64", "*u64"))
     assert traced - without == 8  # type: ignore[operator]
+
+
+def test_a_kind_that_there_is_not_is_refused_without_a_trace_too(report: dict[str, object]) -> None:
+    assert "the kind of an event must be tile, computed or mark" in str(report["refused"])

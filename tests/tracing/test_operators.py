@@ -187,7 +187,7 @@ def test_a_trace_ends(ranks: Any) -> None:
 def test_more_events_than_a_ring_holds() -> None:
     """The last ones are kept, in order, and the others are counted."""
     from interlace.comm import context
-    from interlace.tracing.events import Packed, _packed, unpack
+    from interlace.tracing.events import Packed, _packed, timer_step_ns, unpack
 
     source = random.Random(0)
     count = context.RING_EVENTS + 10
@@ -200,6 +200,7 @@ def test_more_events_than_a_ring_holds() -> None:
         rings[1, 0, place] = 1000 + index, number << 32 | 7 << 16 | 3 << 8 | context.MARK
     packed = Packed([_packed("kernel", rings)], base=4096, offset_ns=7.0, others=[])
     [[launch]], _ = unpack([packed])
+    assert timer_step_ns(packed.launches) == 1
     assert launch.lost == 10
     assert [event.number for event in launch.programs[1]] == numbers[10:]
     assert [event.time_ns for event in launch.programs[1]] == list(range(count - 10))

@@ -31,4 +31,5 @@ def trace_rank(folder: str, case: Case, calls: int) -> tuple[dict[str, Any], str
     if trace.is_timed:
         errors = [format_ns(clock.error_ns) for clock in trace.clocks[1:]]
         lines.append(f"clocks against rank 0's: within {', '.join(errors)}")
+        lines.append(f"timer: steps of {format_ns(trace.timer_step_ns)}")
     return trace.to_perfetto() if group.rank == 0 else {}, "\n".join(lines)

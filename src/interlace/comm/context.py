@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from interlace.errors import ArgumentError
-
 RANK: Final = 0
 WORLD_SIZE: Final = 1
 STRIDE_BYTES: Final = 2
@@ -46,9 +44,9 @@ PUT: Final = 4  # it has stored to a peer: bytes
 SIGNAL: Final = 5  # it has set a signal: the signal's address in rank 0's copy, in words of 4 bytes
 WAIT: Final = 6  # it begins to wait: the slice
 ARRIVED: Final = 7  # a wait for a signal is over: the signal's address, as of SIGNAL
-UNPACKED: Final = 8  # a wait for packed words is over: the slice
+UNPACKED: Final = 8  # a wait for words that need no signal is over: the slice
 MARK: Final = 9  # what the kernel's author wants to see: any number
-KINDS: Final = {"tile": TILE, "computed": COMPUTED, "mark": MARK}  # what a kernel may record itself
+KINDS: Final = {"tile": TILE, "computed": COMPUTED, "mark": MARK}  # those of il.record
 
 # In place of a peer's number.
 SEVERAL: Final = 254  # the elements of a tile go to, or come from, different ranks
@@ -73,16 +71,3 @@ INTERRUPTED: Final = 3
 
 EPOCH_BITS: Final = 24  # above them, an epoch carries the mark of its call
 EPOCH_MASK: Final = (1 << EPOCH_BITS) - 1
-
-
-def recorded_kind(name: object) -> int:
-    """Return the number of a kind of events that a kernel may record by ``il.record``.
-
-    Raises:
-        ArgumentError: There is no such kind.
-    """
-    if name not in KINDS:
-        raise ArgumentError(
-            f"record: the kind of an event must be one of {', '.join(KINDS)}; got {name!r}."
-        )
-    return KINDS[str(name)]

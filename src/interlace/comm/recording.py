@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 MAX_BYTES = 512 * MIB
 """Most bytes of rings of one recording; launches beyond them record nothing."""
 
-_PROGRAMS_OF_OTHERS = 512  # of a kernel whose number of programs is unknown
+_PROGRAMS_OF_OTHERS = 128  # rings of a kernel whose number of programs is unknown
+_ARENA_BYTES = 64 * MIB
 _ORIGINAL, _RINGS = "interlace_original", "interlace_rings"  # attributes of a tensor
 _PROGRAM_BYTES = ctx.RING_LANES * ctx.RING_BYTES
 
@@ -48,14 +49,18 @@ class Recording:
         unrecorded: Number of launches for which there was no memory.
     """
 
-    def __init__(self, health: Health) -> None:
+    @makes_ordinary_tensors
+    def __init__(self, health: Health, device: torch.device) -> None:
         """Prepare to record.
 
         Args:
             health: The part of the group that makes its contexts.
+            device: The group's device.
         """
         self._health = health
-        self._bytes = 0
+        # Zeroed before the launches, each of which would otherwise follow a kernel that does so.
+        self._arenas = [torch.zeros(_ARENA_BYTES // 8, dtype=torch.int64, device=device)]
+        self._used = 0  # numbers of the last arena
         self._launches: dict[torch.Tensor, RecordedLaunch] = {}  # by context
         self.unrecorded = 0
 
@@ -73,8 +78,8 @@ class Recording:
             return arguments
         # The operator was given a context for a kernel of any size, which can go.
         general = self._launches.pop(context, None)
-        if general is not None:
-            self._bytes -= general.rings.nbytes
+        if general is not None and self._is_last(general.rings):
+            self._used -= general.rings.numel()
         context = getattr(context, _ORIGINAL, context)
         name = getattr(kernel, "__name__", str(kernel))
         return {**arguments, "ctx": self.context(context, name, programs)}
@@ -99,23 +104,38 @@ class Recording:
         """
         if not self._health.has_made(context) or _is_capturing(context.device):
             return context
-        if self._bytes + programs * _PROGRAM_BYTES > MAX_BYTES:
+        rings = self._rings(programs, context.device)
+        if rings is None:
             self.unrecorded += 1
             return context
-        shape = (programs, ctx.RING_LANES, 1 + ctx.RING_EVENTS, 2)
-        rings = torch.empty(shape, dtype=torch.int64, device=context.device)
-        rings[:, :, 0] = 0  # the counts
-        self._bytes += rings.nbytes
-        # Filled on the device: a copy from the host could wait for the kernels before it.
-        fields = context.new_zeros(ctx.RECORDING_LENGTH)
-        fields[: ctx.LENGTH] = context
-        fields[ctx.RINGS_ADDRESS] = rings.data_ptr()
-        fields[ctx.RING_PROGRAMS] = programs
-        recorded = fields.view(torch.uint64)
+        # From pinned memory, so that the host does not wait for the kernels before it.
+        on_gpu = context.device.type == "cuda"
+        more = torch.tensor([rings.data_ptr(), programs], dtype=torch.int64, pin_memory=on_gpu).to(
+            context.device, non_blocking=True
+        )
+        recorded = torch.cat([context, more]).view(torch.uint64)
         setattr(recorded, _ORIGINAL, context)
         setattr(recorded, _RINGS, rings)
         self._launches[recorded] = RecordedLaunch(name, rings)
         return recorded
+
+    def _rings(self, programs: int, device: torch.device) -> torch.Tensor | None:
+        """Return zeroed rings; None if the recording has no memory left."""
+        count = programs * _PROGRAM_BYTES // 8
+        if self._used + count > self._arenas[-1].numel():
+            nbytes = max(_ARENA_BYTES, 8 * count)
+            if nbytes + sum(arena.nbytes for arena in self._arenas) > MAX_BYTES:
+                return None
+            self._arenas.append(torch.zeros(nbytes // 8, dtype=torch.int64, device=device))
+            self._used = 0
+        rings = self._arenas[-1][self._used : self._used + count]
+        self._used += count
+        return rings.view(programs, ctx.RING_LANES, 1 + ctx.RING_EVENTS, 2)
+
+    def _is_last(self, rings: torch.Tensor) -> bool:
+        """Return whether rings are the ones that were made last."""
+        end = self._arenas[-1].data_ptr() + 8 * self._used
+        return rings.data_ptr() + rings.nbytes == end
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -131,9 +151,9 @@ def active() -> Recording | None:
 
 
 @contextlib.contextmanager
-def recording(health: Health) -> Iterator[Recording]:
-    """Record what a group's kernels do within the context."""
-    made = Recording(health)
+def recording(health: Health, device: torch.device) -> Iterator[Recording]:
+    """Record what the kernels of a group do on its device within the context."""
+    made = Recording(health, device)
     _active.append(made)
     try:
         yield made

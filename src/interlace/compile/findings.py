@@ -14,6 +14,10 @@ from torch.fx import Node
 log = logging.getLogger("interlace.compile")
 
 
+PRODUCTS = "products"
+"""What a finding has for a collective if it is of products with the same input."""
+
+
 class LeftAlone(Exception):
     """Raised if a collective is left unchanged; the message completes "left alone: ..."."""
 

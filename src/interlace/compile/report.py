@@ -9,19 +9,28 @@ from typing import Any
 import torch
 
 from interlace.compile.backends import eager_backend
-from interlace.compile.findings import Finding, recording
+from interlace.compile.findings import PRODUCTS, Finding, recording
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The findings of all graphs of a model; ``print`` shows one line per collective."""
+    """The findings of all graphs of a model; ``print`` shows one line for each."""
 
     findings: tuple[Finding, ...]
 
     @property
+    def merged(self) -> tuple[Finding, ...]:
+        """The findings of products with the same input that became one kernel."""
+        return tuple(finding for finding in self.findings if finding.collective == PRODUCTS)
+
+    @property
     def fused(self) -> tuple[Finding, ...]:
         """The findings of pairs that a fused operator replaced."""
-        return tuple(finding for finding in self.findings if finding.operator)
+        return tuple(
+            finding
+            for finding in self.findings
+            if finding.operator and finding.collective != PRODUCTS
+        )
 
     @property
     def left(self) -> tuple[Finding, ...]:
@@ -29,8 +38,10 @@ class Report:
         return tuple(finding for finding in self.findings if not finding.operator)
 
     def __str__(self) -> str:
-        counts = f"{len(self.fused)} fused, {len(self.left)} left alone"
-        head = f"{len(self.findings)} collectives: {counts}"
+        fused, left = len(self.fused), len(self.left)
+        head = f"{fused + left} collectives: {fused} fused, {left} left alone"
+        if self.merged:
+            head += f"; {len(self.merged)} groups of products with one input merged"
         return "\n".join([head, *map(str, self.findings)])
 
 
@@ -48,8 +59,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
         keywords: The keyword arguments of the model's call.
 
     Returns:
-        A :class:`Report` with a :class:`Finding` for each collective; the findings of a forward
-        graph precede those of its backward graph.
+        A :class:`Report` with a :class:`Finding` for each collective, and for products that became
+        one kernel; the findings of a forward graph precede those of its backward graph.
 
     Example:
         >>> print(interlace.compile.explain(block, x))

@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import rows
 from interlace.compile.choice import overload, require_runnable
-from interlace.compile.findings import Finding, LeftAlone, module_of
+from interlace.compile.findings import PRODUCTS, Finding, LeftAlone, module_of
 from interlace.compile.graph import Writer, erase_unused, is_static, move_before, value
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import require_unchanged, rows_of
@@ -32,8 +32,7 @@ def merge(graph: Graph, direction: str) -> list[Finding]:
         direction: ``"forward"`` or ``"backward"``, for the findings.
 
     Returns:
-        A finding for each group of products that was merged. None is where calls must be
-        batch-invariant: with more rows, products would not be merged.
+        A finding for each group of products that was merged.
     """
     # With more rows the products stay PyTorch's, whose bits are others.
     if invariance.is_enabled():
@@ -91,7 +90,7 @@ def _merge(products: list[Product], direction: str) -> list[Finding]:
     names = [each.node.name for each in products]
     finding = Finding(
         graph=direction,
-        collective="products",
+        collective=PRODUCTS,
         node=", ".join(names),
         shape=tuple(size if isinstance(size, int) else str(size) for size in value(x).shape),
         module=module_of(first),

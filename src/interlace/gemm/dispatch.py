@@ -17,12 +17,7 @@ from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
-from interlace.gemm.invariance import (
-    BATCH_INVARIANT,
-    effective_impl,
-    invariant_implementations,
-    require_invariant,
-)
+from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
@@ -208,11 +203,13 @@ def _decide(
     choice = choice.between(operator, group.nodes)
     is_invariant = impl == BATCH_INVARIANT
     if is_invariant:
-        require_invariant(operator)
-        operator.require_nodes(invariant_implementations(operator)[0].name, group.nodes)
-    chosen = (
-        operator.invariant_config(operands, group.world_size) if is_invariant else choice.config
-    )
+        implementation = operator.invariant_implementation(operands)
+        operator.require_nodes(implementation.name, group.nodes)
+        implementations: tuple[Implementation, ...] = (implementation,)
+        chosen = operator.invariant_config(operands, group.world_size)
+    else:
+        implementations = resolve(operator, impl, choice, operands.terms(rows.is_even))
+        chosen = choice.config
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and not is_invariant and not config
     log.debug(
@@ -223,7 +220,7 @@ def _decide(
     return Decision(
         mark,
         rows,
-        resolve(operator, impl, choice, operands.terms(rows.is_even)),
+        implementations,
         operator.config_type.parse(config) if config else chosen,
         choice.times_us if is_open else {},
         choice.worst_error,
@@ -237,12 +234,8 @@ def resolve(
     """Return what may run a call: ``impl``, or what was chosen and does not refuse it, in turn.
 
     Raises:
-        ArgumentError: ``impl`` was asked for and cannot run such a call, or no batch-invariant
-            implementation can.
+        ArgumentError: ``impl`` was asked for and cannot run such a call.
     """
-    if impl == BATCH_INVARIANT:
-        # The first one alone: which one runs must not depend on the rows.
-        impl = invariant_implementations(operator)[0].name
     if impl in operator.choosers:
         candidates = map(operator.implementation, choice.candidates)
         return tuple(each for each in candidates if each.refusal(terms) is None)

@@ -14,6 +14,8 @@ import functools
 import os
 from collections.abc import Iterator
 
+import torch
+
 from interlace.errors import ArgumentError
 from interlace.registry import Implementation, Operator
 
@@ -22,6 +24,12 @@ BATCH_INVARIANT = "batch_invariant"
 
 REFERENCE_ROWS = 64
 """Rows of a rank for which configurations are chosen, however many a call has."""
+
+ONE_ARITHMETIC: frozenset[tuple[int, int]] = frozenset()
+"""Compute capabilities of the GPUs on which the kernels for few rows and for many are known to add
+up a product in the same way, so that one may hand over to the other at any number of rows.
+``tests/gpu/test_batch_invariance_gpu.py`` says whether a GPU belongs here.
+"""
 
 _asked: bool | None = None
 """What the innermost context says; None outside of any."""
@@ -93,6 +101,11 @@ def effective_impl(operator: Operator, impl: str) -> str:
         f"{operator.name}: impl must be {' or '.join(names)} within interlace.batch_invariant(); "
         f"got {impl!r}, which may give a row other bits in another batch."
     )
+
+
+def has_one_arithmetic(device: torch.device) -> bool:
+    """Return whether a device adds up products in one way, by :data:`ONE_ARITHMETIC`."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ONE_ARITHMETIC
 
 
 def invariant_implementations(operator: Operator) -> tuple[Implementation, ...]:

@@ -25,7 +25,7 @@ from interlace.gemm.invariance import (
 )
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
 from interlace.gemm.splits import check_sum, validate_list
-from interlace.registry import Operator
+from interlace.registry import Implementation, Operator
 from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
 
@@ -95,6 +95,16 @@ class GemmOperator(Operator):
     def choose(self, **call: Any) -> Choice[Any]:
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
         return choose_product(self.name, cast(Any, self.config_type), **call)
+
+    def invariant_implementation(self, operands: Operands) -> Implementation:
+        """Return what runs a batch-invariant call; implementations with the same bits may take
+        turns with the number of rows.
+
+        Raises:
+            ArgumentError: There is none.
+        """
+        require_invariant(self)
+        return invariant_implementations(self)[0]
 
     def invariant_config(self, operands: Operands, world_size: int) -> GemmConfig:
         """Return the configuration of batch-invariant calls, for which no rows count."""
@@ -188,8 +198,7 @@ class GemmOperator(Operator):
         dtype = str(x.dtype).removeprefix("torch.")
         described = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
         if is_enabled():
-            require_invariant(self)
-            name = invariant_implementations(self)[0].name
+            name = self.invariant_implementation(operands).name
             config = self.invariant_config(operands, world_size)
             return described, f"{name} ({config})", "calls must be batch-invariant"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from interlace.comm.context import recorded_kind
+from interlace.comm.context import KINDS
 
 _LENGTH_WITHOUT_RINGS = 3  # of the value of join
 # Without a pause, polling slows the programs that still compute; 20 to 100 ns are alike
@@ -48,7 +48,7 @@ def _ns_per_tick(_semantic=None):
 
 @triton.jit
 def clock_ns(lanes):
-    """Read each thread's clock in ns, as int64 of the shape of the int32 tile or scalar ``lanes``."""
+    """Read each thread's clock in ns: int64 of the shape of ``lanes``, an int32 tile or scalar."""
     return _ticks(lanes) * _ns_per_tick()
 
 
@@ -105,7 +105,7 @@ def tile_bytes(value, _semantic=None):
 @core.extern
 def kind_of_event(name, _semantic=None):
     """Return the number of a kind of events that a kernel may record (constexpr int)."""
-    return core.constexpr(recorded_kind(core._unwrap_if_constexpr(name)))
+    return core.constexpr(KINDS[core._unwrap_if_constexpr(name)])
 
 
 @core.extern

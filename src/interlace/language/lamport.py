@@ -14,12 +14,13 @@ in each call, all that it is sent.
 import triton
 import triton.language as tl
 
-from interlace.language._instructions import num_threads, pause
+from interlace.language._instructions import num_threads, pause, records
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import (
     LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
 )
 from interlace.language.primitives import put
+from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
 
 
 @triton.jit
@@ -69,6 +70,8 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
     sign = _sign(ptr.shape, words.dtype.element_ty)
     # A tile, because the interpreter turns a scalar condition into integers when it meets a mask.
     me = rank(group) + tl.zeros(ptr.shape, tl.int32)
+    if records(group):
+        append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0
     absent_count = 1
     expired = 0
@@ -110,7 +113,10 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
     # Every variable that the loop carries is used here, because Triton 3.6 fails to compile a loop
     # that carries a tile while another of its results is dropped.
     complete = (expired == 0) & (absent_count == 0) & (looks > 0) & (start >= 0)
-    return tl.where(complete, total, float("nan"))
+    total = tl.where(complete, total, float("nan"))
+    if records(group):
+        append(tl.zeros([], tl.int32), UNPACKED, SEVERAL, slice, group)
+    return total
 
 
 @triton.jit

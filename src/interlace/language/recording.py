@@ -42,6 +42,10 @@ def record(KIND: tl.constexpr, number, group):
         number: int32 scalar.
         group: the value of :func:`join`.
     """
+    tl.static_assert(
+        KIND == "tile" or KIND == "computed" or KIND == "mark",
+        "record: the kind of an event must be tile, computed or mark",
+    )
     if records(group):
         append(tl.zeros([], tl.int32), kind_of_event(KIND), NOBODY, number, group)
 

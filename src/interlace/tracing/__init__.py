@@ -18,7 +18,7 @@ from interlace.comm import recording as recordings
 from interlace.errors import ArgumentError
 from interlace.tracing import clocks, libraries
 from interlace.tracing.clocks import Clock
-from interlace.tracing.events import Event, Launch, Packed, first_times, pack, unpack
+from interlace.tracing.events import Event, Launch, Packed, first_times, pack, timer_step_ns, unpack
 from interlace.tracing.libraries import Activity
 from interlace.tracing.perfetto import Json, to_perfetto
 from interlace.tracing.summary import summary
@@ -49,6 +49,7 @@ class Trace:
     Attributes:
         clocks: The clock of each rank, as all times are those of rank 0's.
         is_timed: Whether times mean something. On the CPU backend only the order of events does.
+        timer_step_ns: Resolution of the timer of this rank's device.
         unrecorded: Launches of this rank for which there was no memory for events.
         others: What ran on each rank's GPU beside the kernels that record events: products of
             cuBLAS, collectives of NCCL, copies.
@@ -57,6 +58,7 @@ class Trace:
     def __init__(self) -> None:
         self.clocks: list[Clock] = []
         self.is_timed = False
+        self.timer_step_ns = 0
         self.unrecorded = 0
         self.others: list[list[Activity]] = []
         self._launches: list[list[Launch]] | None = None
@@ -87,13 +89,17 @@ class Trace:
         for each link, its bytes and their mean rate; what the critical path consists of; and which
         rank the others waited for.
         """
-        return summary(self.launches, self.work, is_timed=self.is_timed)
+        text = summary(self.launches, self.work, is_timed=self.is_timed)
+        if self.unrecorded:
+            text += f"\n{self.unrecorded} launches of this rank had no memory left to record."
+        return text
 
     def to_perfetto(self) -> Json:
         """Return the trace in the format of Perfetto and ``chrome://tracing``."""
         facts = {
             "clock": "device" if self.is_timed else "order of events only",
             "clock_offsets_ns": [clock.offset_ns for clock in self.clocks],
+            "timer_step_ns": self.timer_step_ns,
             "clock_errors_ns": [clock.error_ns for clock in self.clocks],
         }
         return to_perfetto(self.launches, self.work, self.others, facts)
@@ -120,6 +126,7 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
 
     Raises:
         ArgumentError: This process is in a trace already.
+        GroupError: The group's ranks are on several nodes.
 
     Example:
         >>> with interlace.trace() as trace:
@@ -131,16 +138,24 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
     if recordings.active() is not None:
         raise ArgumentError("a trace must not begin within another one. Leave the first one first.")
     owner = group_of(group)
+    # Clocks are compared through memory that all ranks reach.
+    owner.require_one_node("trace")
     made = Trace()
-    with libraries.observed(owner) as activities, recordings.recording(owner.health) as recording:
+    with (
+        libraries.observed(owner) as activities,
+        recordings.recording(owner.health, owner.device) as recording,
+    ):
+        owner.synchronize()  # what the recording has zeroed is zero on all streams
         yield made
         owner.synchronize()
     made.unrecorded = recording.unrecorded
     made.clocks = clocks.compare(owner)
     made.is_timed = owner.backend == "cuda"
+    packed = pack(recording.launches)
+    made.timer_step_ns = timer_step_ns(packed)
     others = libraries.beside(activities, first_times(recording.launches)) if activities else []
     own = Packed(
-        pack(recording.launches),
+        packed,
         owner.memory.heap.base,
         made.clocks[owner.rank].offset_ns,
         [list(activity) for activity in others],

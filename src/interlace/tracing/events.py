@@ -105,6 +105,16 @@ def _packed(name: str, rings: np.ndarray[Any, Any]) -> dict[str, Any]:
     return {"name": name, "lost": lost, "events": text}
 
 
+def timer_step_ns(packed: Sequence[dict[str, Any]]) -> int:
+    """Return the greatest step of which all times of one rank are multiples, apart from an offset.
+
+    It is the resolution of the device's timer, if there are enough events; 0 if there are none.
+    """
+    times = [table[:, 2] for table in (_table(launch["events"]) for launch in packed)]
+    together = np.concatenate(times) if times else np.empty(0, np.int64)
+    return int(np.gcd.reduce(together - together.min())) if len(together) else 0
+
+
 def unpack(of_ranks: Sequence[Packed]) -> tuple[list[list[Launch]], list[list[Activity]]]:
     """Return the launches and the other activities of each rank.
 

@@ -11,6 +11,9 @@ from interlace.tracing.path import Step, critical_path
 from interlace.tracing.work import ACTIVITIES, Work
 from interlace.units import format_bytes, format_ns
 
+_MUCH = 1.5
+"""How many times as long ranks must have waited for one than for any other, to call it slow."""
+
 
 def summary(launches: Sequence[Sequence[Launch]], work: Work, *, is_timed: bool) -> str:
     """Return the summary of a trace.
@@ -102,11 +105,13 @@ def _slowest(work: Work) -> Iterator[str]:
             waited[cause[1]] += cause[0] - wait.start_ns
     if not waited:
         return
-    slowest = max(waited, key=lambda rank: waited[rank])
-    yield (
-        f"slowest: rank {slowest}; programs of the others have waited "
-        f"{format_ns(waited[slowest])} in sum for what it had not sent yet"
-    )
+    ranks = sorted(waited, key=lambda rank: -waited[rank])
+    times = ", ".join(f"rank {rank} {format_ns(waited[rank])}" for rank in ranks)
+    yield f"programs have waited, in sum, for what another rank had not sent yet: {times}"
+    slowest, *rest = ranks
+    if rest and waited[slowest] < _MUCH * waited[rest[0]]:
+        return
+    yield f"slowest: rank {slowest}"
     firsts: dict[int, float] = {}
     tiles: dict[int, list[float]] = defaultdict(list)
     for span in work.spans:

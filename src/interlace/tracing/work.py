@@ -227,19 +227,22 @@ def _flows_of_signals(
 def _flows_of_words(
     waits: Sequence[Wait], puts: Sequence[Sent], tolerance_ns: float
 ) -> Iterator[Flow]:
-    """Yield, for each tile of packed words that was awaited, each peer's last put of it before.
+    """Yield, for each wait for words that need no signal, each peer's last put of them before.
 
-    Packed words need no signal. The slice that is awaited is the tile that was put.
+    The slice that is awaited is the tile that was put. A program that reads what other programs
+    have put, in other tiles, waits for the last of them.
     """
-    departures: dict[tuple[int, int, int], list[Sent]] = defaultdict(list)
+    departures: dict[tuple[int, int, int | None], list[Sent]] = defaultdict(list)
     for put in sorted(puts, key=lambda put: put.time_ns):
-        departures[put.place.launch, put.peer, put.tile].append(put)
+        for tile in (put.tile, None):
+            departures[put.place.launch, put.peer, tile].append(put)
     for wait in waits:
         if wait.signals:
             continue
         last: dict[int, Sent] = {}
-        key = (wait.place.launch, wait.place.rank, wait.slice)
-        for put in departures.get(key, []):
+        launch, rank = wait.place.launch, wait.place.rank
+        of_tile = departures.get((launch, rank, wait.slice))
+        for put in of_tile or departures.get((launch, rank, None), []):
             if put.time_ns > wait.end_ns + tolerance_ns:
                 break
             last[put.place.rank] = put

@@ -8,6 +8,7 @@ import torch
 
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.invariance import BATCH_INVARIANT
 from interlace.gemm.operands import FLOATS
 from interlace.registry import Implementation, operator_matching
 
@@ -24,7 +25,8 @@ def run(call: GemmCall) -> Any:
     # Its kernel reads the weight along K.
     w = operands.w if operands.w.stride(1) == 1 else operands.w.contiguous()
     function = getattr(torch.ops.interlace, gemv.name)
-    return function(operands.x, w, operands.bias, call.group_name, "fused", "")
+    impl = BATCH_INVARIANT if call.is_batch_invariant else "fused"
+    return function(operands.x, w, operands.bias, call.group_name, impl, "")
 
 
 GEMV = Implementation(

@@ -20,6 +20,8 @@ class Tiling(NamedTuple):
         even_k: Whether the blocks cover the columns without a remainder.
         word_values: Values in a packed word, 1 or 2.
         precision: The input precision of ``tl.dot``, or ``"upcast"`` for the interpreter.
+        round_parts: Whether a part is rounded to the operands' dtype before it travels, as those of
+            the operators around a GEMM are.
     """
 
     block_n: Any
@@ -29,6 +31,7 @@ class Tiling(NamedTuple):
     even_k: Any
     word_values: Any
     precision: Any
+    round_parts: Any = False
 
 
 class Matrices(NamedTuple):
@@ -100,9 +103,12 @@ def multiply_tile(operands, K, TILING: tl.constexpr):
     """
     x, w, last = operands
     if TILING.block_b == 1:
-        return _one_token(x, w, last, K, TILING)
+        part = _one_token(x, w, last, K, TILING)
     else:
-        return _several_tokens(x, w, K, TILING)
+        part = _several_tokens(x, w, K, TILING)
+    if TILING.round_parts:
+        part = part.to(x.dtype.element_ty).to(tl.float32)
+    return part
 
 
 @triton.jit

@@ -181,6 +181,8 @@ def send_and_sum(
                         il.accept_tiles()
                     total = add_parts(total, slots, row, column, rows, N, group, SENDING, TILING)
                     total = il.nan_unless(arrived, total)
+                elif SENDING.in_rank_order:
+                    total = total.to(OUT).to(tl.float32)
                 if bias is not None:
                     total = add_bias(total, bias, column, N)
                 value = total.to(OUT)

@@ -243,6 +243,10 @@ def invariant_config(
     parts alike, and add them in rank order.
     """
     config = choose(**call | {"tokens": FEWEST_TOKENS_BY_MATRIX_UNIT}).config
+    if call["device"].type == "cuda":
+        # The smallest tile for which Hopper has the instructions that larger tiles are made of.
+        rows, warps = max(config.block_n, 64), max(config.num_warps, 4)
+        config = dataclasses.replace(config, block_n=rows, num_warps=warps)
     return dataclasses.replace(config, protocol=choice.config.protocol)
 
 
@@ -287,6 +291,7 @@ def prepare(
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
         precision="upcast" if group.backend == "cpu" else "ieee",
+        round_parts=is_batch_invariant,
     )
     constants = {
         "WORLD_SIZE": ranks,

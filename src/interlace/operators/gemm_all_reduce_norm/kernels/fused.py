@@ -71,6 +71,7 @@ def _multiply_and_send(
     # at once for values that all threads share.
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     if ONE_TILE:
+        il.record("tile", program, group)
         part = multiply_tile(operands, matrices.K, TILING)
     stamp = il.mark(epoch, call)
     calls, slots = memory_of(words, half, epoch, tl.float32)
@@ -81,6 +82,7 @@ def _multiply_and_send(
         _send(program, part, target, line, stamp, group, matrices, WORLD_SIZE, TILING)
     else:
         for tile in range(program, tiles, producers):
+            il.record("tile", tile, group)
             operands = point_to_operands(tile, matrices, TILING)
             part = multiply_tile(operands, matrices.K, TILING)
             _send(tile, part, target, line, stamp, group, matrices, WORLD_SIZE, TILING)

@@ -42,6 +42,7 @@ def sum_and_norm_rows(
         line = tl.zeros([], tl.int64) + N
         size = (line * B + 15) // 16 * 16
         for row in range(program, B, programs):
+            il.record("tile", row, group)
             place = place_of(0, 0, row, N, B, COLUMNS, 1)
             offsets = row * line + place.columns
             value = tl.load(part + offsets, mask=place.inside, other=0.0)

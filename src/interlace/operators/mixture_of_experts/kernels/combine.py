@@ -74,16 +74,18 @@ def grouped_gemm_combine(
             counts = counts + (tl.load(table + source * E),)
             starts = starts + (tl.load(table + (ARRIVALS * WORLD_SIZE + source) * E),)
             backs = backs + (tl.load(table + (RETURNS * WORLD_SIZE + source) * E),)
+        il.record("tile", item, group)
         total = multiply(
             left, weight, row, end, expert, n * BLOCK_N, columns, inner, TILING
         )
+        il.record("computed", item, group)
         if DESCRIPTORS:
             value = tl.reshape(total.to(DTYPE), [1, BLOCK_M, BLOCK_N])
             for source in tl.static_range(WORLD_SIZE):
                 start = starts[source]
                 if (counts[source] > 0) & (start < row + BLOCK_M) & (start + counts[source] > row):
                     corner = [source, backs[source] + row - start, n * BLOCK_N]
-                    il.put_tile(results, corner, value)
+                    il.put_tile(results, corner, value, group)
         else:
             tile_rows = row + tl.arange(0, BLOCK_M)
             peer = tl.zeros([BLOCK_M], tl.int32)

@@ -261,7 +261,9 @@ def decode_first_gemm(
         lines = tokens + (entry // SHARES.top_k).to(tl.int64) * hidden
         own = matrices + expert.to(tl.int64) * 2 * ffn * hidden
         weight = Matrix(own, 2 * ffn, hidden, ffn if HALVES else None)
+        il.record("tile", item, group)
         total = _multiply(lines, exists, weight, n * BLOCK_N, TILING, EVEN)
+        il.record("computed", item, group)
         gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
         value = gate / (1 + tl.exp(-gate)) * up
         column = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
@@ -320,9 +322,11 @@ def decode_second_gemm(
             )
             lines = rows + (begin + row).to(tl.int64) * ffn
             own = matrices + expert.to(tl.int64) * hidden * ffn
+            il.record("tile", item, group)
             total = _multiply(
                 lines, exists, Matrix(own, hidden, ffn, None), n * BLOCK_N, TILING, EVEN
             )
+            il.record("computed", item, group)
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             pointers = returned + (entry % slots).to(tl.int64)[:, None] * hidden + column
             mask = exists[:, None] & (column < hidden)

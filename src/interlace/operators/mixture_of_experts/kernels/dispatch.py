@@ -221,6 +221,7 @@ def dispatch_grouped_gemm(
                     ready = expert
                 first = pick(begin, lanes, expert)
                 row, end = first + m * BLOCK_M, first + pick(rows, lanes, expert)
+                il.record("tile", item, group)
                 if FORWARD and HALVES:
                     gate, up = multiply_halves(
                         a, weight, row, end, expert, n * (BLOCK_N // 2), columns // 2, hidden,
@@ -231,6 +232,7 @@ def dispatch_grouped_gemm(
                     total = poison + multiply(
                         a, weight, row, end, expert, n * BLOCK_N, columns, hidden, TILING
                     )
+                il.record("computed", item, group)
                 if FORWARD:
                     if not HALVES:
                         gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))

@@ -225,6 +225,15 @@ def test_explain_says_what_runs_between_nodes(ranks):
     assert ranks(2).run(_explained) == [[said.format("unfused"), said.format("gemm")]] * 2
 
 
+def test_explain_knows_how_many_ranks_slices_take():
+    declaration = operators()["embedding_all_to_all"]
+    call = [torch.randn(8, 4)], torch.zeros(16, dtype=torch.int64), torch.arange(17)
+    _, eight, _ = declaration.explain(*call, world_size=8, nodes=2)
+    _, sixteen, reason = declaration.explain(*call, world_size=16, nodes=2)
+    assert eight.startswith("fused (")
+    assert (sixteen, reason) == ("unfused", "slices between nodes take at most 8 ranks")
+
+
 # Deadlines
 
 

@@ -204,17 +204,19 @@ class Health:
         flight_recorder.add(error)
         raise error
 
-    def declare_broken(self, operator: str, peer: int) -> None:
+    def declare_broken(self, operator: str, peer: int, slice: int = 0) -> None:
         """Record that a peer did not come to an exchange on the host, or did not send its slices.
 
         Args:
             operator: Name of the exchange or of the operator.
             peer: Rank that did not come; -1 if that is not known.
+            slice: Number of the slice that did not come, from 1; 0 for an exchange on the host.
         """
         if operator not in self._operators:
             self._operators.append(operator)
         self._record_view[ctx.RECORD_OPERATOR] = self._operators.index(operator)
         self._record_view[ctx.RECORD_PEER] = peer
+        self._record_view[ctx.RECORD_SLICE] = slice
         self._record_view[ctx.RECORD_CODE] = ctx.LATE
 
     def declare_interrupted(self, step: str, error: BaseException) -> None:

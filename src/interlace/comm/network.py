@@ -141,9 +141,9 @@ class Watch:
     def _give_up(self) -> None:
         """Break the group and let go of every stream that waits."""
         if not self._health.broken:
-            self._health.declare_broken(
-                self._operator, self._channel.first_not_waiting(self._operator, _ANSWER_S)
-            )
+            late = self._channel.first_not_waiting(self._operator, _ANSWER_S)
+            # Which slice did not come is not known here: the streams have not got that far.
+            self._health.declare_broken(self._operator, late, 1)
         with contextlib.suppress(ReferenceError):
             self._write(self._health.broken_address)
             # The carrier is aborted before the streams that wait for counters go on, so that no

@@ -168,13 +168,13 @@ class SliceQueue:
         """
         self._group.check()
         peer = self._group.channel.blame(peer, _ANSWER_S)
-        self._group.health.declare_broken(self._operator, peer)
-        late = PeerTimeoutError(
-            operator=self._operator, rank=self._group.rank, peer=peer, slice=step + 1,
-            deadline_s=self._group.deadline_s, node=self._group.members.node_of(peer),
-        )  # fmt: skip
-        late.__cause__ = error
-        return late
+        self._group.health.declare_broken(self._operator, peer, step + 1)
+        try:
+            self._group.check()
+        except PeerTimeoutError as late:
+            late.__cause__ = error
+            return late
+        raise AssertionError("a broken group raises")
 
 
 class _SliceThread(threading.Thread):

@@ -1,0 +1,92 @@
+"""The watch that gives slices on a GPU a deadline, without a GPU: clock and driver are made up."""
+
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from interlace.comm import network as module
+from interlace.comm.network import Watch
+
+
+class _Machine:
+    """A watch whose streams, driver, clock and group say in ``log`` what is done to them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.log = 100.0, []
+        self.watch = watch = Watch.__new__(Watch)
+        watch._view = np.array([-1, 0], dtype=np.int32)
+        watch._operator, watch._seen, watch._since = "operator", -2, 0.0
+        watch._stopped = threading.Event()
+        watch._health = SimpleNamespace(
+            deadline_s=10.0, broken=False, broken_address=0x10, declare_broken=self._declare
+        )
+        watch._channel = SimpleNamespace(first_not_waiting=lambda operator, seconds: 3)
+        watch._stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
+        watch._network = SimpleNamespace(
+            counter_addresses=lambda: [0x20, 0x24], carrier=SimpleNamespace(abort=self._abort)
+        )
+        write = SimpleNamespace(cuStreamWriteValue32=self._write)
+        monkeypatch.setattr(module, "driver", lambda: write)
+        monkeypatch.setattr(
+            module,
+            "time",
+            SimpleNamespace(monotonic=lambda: self.now, sleep=lambda s: aborted.wait(5)),
+        )
+        aborted = self.aborted = threading.Event()
+
+    def _declare(self, operator, peer, slice):
+        self.log.append(("broken", operator, peer))
+
+    def _abort(self):
+        self.log.append("abort")
+        self.aborted.set()
+
+    def _write(self, stream, address, value, flags):
+        self.log.append(("write", address, value))
+
+    def look(self, begun, ended, after_s):
+        """Let time pass, and look at the two numbers."""
+        self.now += after_s
+        self.watch._view[:] = begun, ended
+        return self.watch._look()
+
+
+def test_calls_that_follow_one_another_are_not_late(monkeypatch):
+    machine = _Machine(monkeypatch)
+    for number in range(20):
+        machine.look(number, number, 6.0)  # under way
+        machine.look(number, number, 3.0)
+        machine.look(number, number + 1, 60.0)  # idle for long
+    assert machine.log == []
+    assert not machine.watch._stopped.is_set()
+
+
+def test_a_late_call_breaks_the_group_and_lets_every_stream_go(monkeypatch):
+    """First the flag at which waits end, then the abort, and the counters last: nothing incomplete
+    is sent.
+    """
+    machine = _Machine(monkeypatch)
+    assert machine.look(5, 5, 1.0) == 0.25
+    machine.look(5, 5, 9.0)
+    assert machine.log == []
+    machine.look(5, 5, 2.0)
+    released = 2**31 - 1
+    assert machine.log == [
+        ("broken", "operator", 3),
+        ("write", 0x10, released),
+        "abort",
+        ("write", 0x20, released),
+        ("write", 0x24, released),
+    ]
+    assert machine.watch._stopped.is_set()
+
+
+def test_a_failure_that_a_kernel_has_found_is_not_replaced(monkeypatch):
+    machine = _Machine(monkeypatch)
+    machine.watch._health.broken = True
+    machine.look(5, 5, 1.0)
+    machine.look(5, 5, 11.0)
+    assert ("broken", "operator", 3) not in machine.log
+    assert "abort" in machine.log

@@ -1,5 +1,5 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples package test-gpu test-integrations smoke-gpu clean
+.PHONY: setup demo test quick check pytest examples docs package test-gpu test-integrations smoke-gpu clean
 
 PYTHON = python3
 BIN = .venv/bin
@@ -52,10 +52,26 @@ quick: setup
 examples: setup
 	$(PYTEST) tests/test_examples.py
 
-# The wheel in dist, and a check of what is in it.
+# The site in build/site: notebooks and slow programs of the pages run first, as the site shows what they print;
+# then every warning and every link that leads nowhere is an error.
+DOCS_STAMP = .venv/.documents-installed
+
+$(DOCS_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet --editable '.[docs]'
+	@touch $(DOCS_STAMP)
+
+# The variable silences the theme's advertisement of its successor.
+docs: setup $(DOCS_STAMP)
+	$(PYTEST) -m documents tests/test_notebooks.py tests/test_code_blocks.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	$(BIN)/python -m tests.site build/site
+
+# The sources and the wheel of them in dist, a check of what is in the wheel, and its commands in an environment of
+# its own.
 package: setup
 	rm -rf dist
-	$(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir dist .
+	$(BIN)/python -m pip install --quiet 'build>=1.2'
+	$(BIN)/python -m build --outdir dist . >/dev/null
 	$(BIN)/python -m tests.package dist/*.whl
 
 # First what compiles many kernels, in several processes at the same time; then what needs the GPUs for itself.

@@ -1,20 +1,30 @@
 """Check a wheel before it is given away: ``python -m tests.package dist/interlace-*.whl``.
 
 It must hold every file of the package, Python or not, work from its own files, and name no place of
-the machine that has built it.
+the machine that has built it. Installed into a new environment, its commands run: ``interlace
+demo`` with two ranks on the CPU backend among them.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import venv
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # Imports neither torch nor Triton, and reads data files as an installed package does.
+_COMMANDS = [
+    ["doctor"],
+    ["explain", "gemm_reduce_scatter", "8192x8192x2048", "-n", "4"],
+    ["sim", "dlrm", "--nodes", "16"],
+    ["demo", "--world-size", "2", "--backend", "cpu"],
+]
 _PROGRAM = """
 import sys
 sys.path.insert(0, sys.argv[1])
@@ -65,6 +75,37 @@ def faults_of(wheel: Path, expected: Iterable[str], places: Iterable[str]) -> li
     return faults
 
 
+def run_installed(wheel: Path) -> None:
+    """Install a wheel into a new environment, and run its commands there.
+
+    What it depends on is that of this environment, by its path alone: so no package that is
+    installed here as an editable one, and nothing of this folder, is found.
+
+    Raises:
+        subprocess.CalledProcessError: the installation or a command failed.
+    """
+    with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
+        venv.create(folder, with_pip=True)
+        bin_folder = Path(folder) / "bin"
+        python = str(bin_folder / "python")
+        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+        def run(*command: str) -> str:
+            done = subprocess.run(
+                command, check=True, cwd=folder, env=clean, stdout=subprocess.PIPE, text=True
+            )
+            return done.stdout.strip()
+
+        packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        run(python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel.resolve()))
+        (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
+        found = run(python, "-c", "import interlace; print(interlace.__file__)")
+        assert Path(found).is_relative_to(packages), found
+        for command in _COMMANDS:
+            run(str(bin_folder / "interlace"), *command)
+            print(f"interlace {' '.join(command)}: runs")
+
+
 def main() -> None:
     """Check the wheels of the command line, and end with 1 if one has a fault."""
     for wheel in map(Path, sys.argv[1:]):
@@ -74,7 +115,8 @@ def main() -> None:
         # Isolated, in another folder: nothing but the wheel has a package of this name.
         command = [sys.executable, "-I", "-c", _PROGRAM, str(wheel.resolve())]
         subprocess.run(command, check=True, cwd=tempfile.gettempdir())
-        print(f"{wheel.name}: {len(files_of_package())} files, as they should be")
+        run_installed(wheel)
+        print(f"{wheel.name}: {len(files_of_package())} files, as they should be; commands run")
 
 
 if __name__ == "__main__":

@@ -18,19 +18,51 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 
 def cases_of(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at
-    least once.
+    least once, and the first and the last of them as a trace needs them, too.
     """
+    cases = list(_cases_of(kernel))
+    traced = {
+        id(types): (types | {"ctx": "*u64"}, constants)
+        for types, constants in (cases[0], cases[-1])
+        if "ctx" in types
+    }
+    return [*cases, *traced.values()]
+
+
+def _cases_of(kernel):
     return {
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
         "collect": _collect,
+        "compare_clocks": lambda: [
+            (
+                _FETCHING
+                | {"times": "*i64"}
+                | dict.fromkeys(("rounds", "client", "server"), "i32"),
+                {"num_warps": 1},
+            )
+        ],
         "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "decode_first_gemm": lambda: _mixture_of_experts_decoding(),
         "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
+        "embedding_all_to_all_between_nodes": _embedding_all_to_all_between_nodes,
+        "check_messages": lambda: [
+            (
+                _MEETING
+                | {"sources": "*i64", "is_valid": "*i32", "count": "i32"}
+                | dict.fromkeys(("stamps", "landing"), "i64"),
+                {"OUT": _dtype("bfloat16")},
+            )
+        ],
+        "stamp_messages": lambda: [
+            (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
+        ],
+        "embedding_all_to_all_close": _embedding_all_to_all_close,
+        "embedding_all_to_all_collect": _embedding_all_to_all_collect,
         "embedding_all_to_all_forward": _embedding_all_to_all_forward,
         "gather_tokens": lambda: _mixture_of_experts_decoding(),
         "gemm_all_reduce": _products,
@@ -208,6 +240,53 @@ def _embedding_all_to_all_forward():
     types, constants = case("tiles", "i64", Pooling(4, 4, False), wide, weights=None)
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 256]>"}, constants
+
+
+def _dtype(name):
+    import triton.language as tl
+
+    return getattr(tl, name)
+
+
+def _embedding_all_to_all_between_nodes():
+    """Ranks of one node and of two; full and partly filled vectors, factors, kinds of index."""
+    import triton.language as tl
+
+    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
+
+    sizes = ("slice_blocks", "slice_bytes", "first_local", "first_task", "last_task")
+    types = _EMBEDDING_TYPES | {"ranks": "*i64", "counters": "i64"}
+    types |= dict.fromkeys((*sizes, "program_tasks"), "i32")
+    wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
+    narrow = Vectors(tl.float32, tl.bfloat16, width=64, full=False, align=1)
+    for index, ranks, remote, vectors, more in (
+        ("i64", 2, 1, wide, {"weights": None, "num_warps": 1}),
+        ("i32", 8, 4, narrow, {}),
+    ):
+        lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
+        constants = {"WORLD_SIZE": ranks, "REMOTE": remote, "VECTORS": vectors}
+        yield types | lists, constants | {"POOLING": Pooling(4, 4, False)} | more
+
+
+def _embedding_all_to_all_close():
+    """A node of one rank, and of four."""
+    import triton.language as tl
+
+    types = _MEETING | {"ranks": "*i64", "own_buffer": "i64", "elements": "i32"}
+    for ranks, remote in ((2, 1), (8, 4)):
+        constants = {"WORLD_SIZE": ranks, "REMOTE": remote, "OUT": tl.float16}
+        yield types | {"first_local": "i32"}, constants
+
+
+def _embedding_all_to_all_collect():
+    """Both sizes of elements."""
+    import triton.language as tl
+
+    types = _MEETING | {"sources": "*i64", "output": "i64", "landing": "i64"}
+    types |= dict.fromkeys(("samples", "slice_rows", "columns"), "i32")
+    for dtype in (tl.bfloat16, tl.float32):
+        yield types, {"REMOTE": 4, "ROWS": 16, "COLUMNS": 256, "OUT": dtype}
 
 
 def _embedding_all_to_all_backward():
@@ -498,8 +577,7 @@ def _mixture_of_experts_decoding():
 
     addresses = dict.fromkeys(("landing", "results", "active", "weights"), "i64")
     sizes = ("half", "rows_at", "tokens", "length", "hidden_groups", "ffn_groups")
-    types = {
-        "ctx": "*i64",
+    types = _MOE_TYPES | {
         "signals": "i64",
         **dict.fromkeys(("entries", "counts"), "*i32"),
         **addresses,
@@ -540,7 +618,13 @@ def kernels():
         for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.operators.")
         if ".kernel" in module.name and not module.ispkg
     ]
-    shared = ("mapped.kernel", "gemm.kernels.counted", "gemm.kernels.staged")
+    shared = (
+        "mapped.kernel",
+        "tracing.clock_kernel",
+        "mapped.stamped_kernel",
+        "gemm.kernels.counted",
+        "gemm.kernels.staged",
+    )
     for name in [*modules, *(f"interlace.{module}" for module in shared)]:
         module = importlib.import_module(name)
         for name, value in vars(module).items():

@@ -13,8 +13,9 @@ from interlace.bench import profile_fit
 from interlace.costs.expert_time import ExpertsCall
 from interlace.costs.known_profiles import profile_of
 from interlace.operators.mixture_of_experts import choice
-from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig, decode_config
 from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.tuning.choice import Choice
 
 H200 = profile_of("NVIDIA H200")
 OPERATOR = "mixture_of_experts"
@@ -72,6 +73,15 @@ def test_many_tokens_are_limited_by_their_product() -> None:
     assert parts["product"] == pytest.approx(flops / H200.product.flops_per_s * 1e6, rel=0.1)
 
 
+def test_float32_has_no_tensor_cores() -> None:
+    half, single = (
+        dataclasses.replace(MIXTRAL, tokens=512, itemsize=itemsize) for itemsize in (2, 4)
+    )
+    parts = [each.parts_us(H200, OPERATOR, "by_token", (16, 64)) for each in (half, single)]
+    assert parts[1]["memory"] == 2 * parts[0]["memory"]
+    assert parts[1]["product"] > 100 * parts[0]["product"]
+
+
 def _result(tokens: int, **changes: Any) -> dict[str, Any]:
     """A benchmark's result with the times that ``MADE`` composes."""
     profile = dataclasses.replace(H200, compositions={OPERATOR: MADE}, corrections={})
@@ -116,8 +126,14 @@ def test_auto_takes_what_is_predicted_to_be_fastest() -> None:
     few, many = _times(16), _times(16384)
     assert min(few, key=few.__getitem__) == "decode"
     assert min(many, key=many.__getitem__) == "fused"
-    chosen = choice.fastest(H200, MixtureOfExpertsConfig(), few)
+    terms = choice.Terms(Sizes(16, 2, 8, 4096, 14336, 2, 16), torch.bfloat16, "cuda", False)
+    trained = Choice("fused", MixtureOfExpertsConfig(block_m=64), "measured")
+    chosen = choice.fastest(H200, terms, trained, few)
     assert (chosen.impl, chosen.is_known) == ("decode", True)
+    assert chosen.config == decode_config(rows=8, itemsize=2), "the table's is of the fused one"
+    tuned = Choice("decode", MixtureOfExpertsConfig(block_m=32), "measured")
+    assert choice.fastest(H200, terms, tuned, few).config == tuned.config
+    assert choice.fastest(H200, terms, trained, many).config == trained.config
     assert chosen.candidates[-1] == "unfused"
     assert chosen.reason.startswith("predicted for NVIDIA H200: decode ")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import textwrap
 from pathlib import Path
 
@@ -71,14 +72,35 @@ def test_signatures_of_the_language() -> None:
         assert ast.unparse(ast.parse(f"def f({arguments}): pass").body[0].args) == expected
 
 
-@pytest.mark.parametrize("folder", ["", "integrations"])
+@pytest.mark.parametrize("folder", ["", "integrations", "notebooks"])
 def test_every_example_has_its_line(folder: str) -> None:
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"\]\(([\w/]+\.py)\)", text))
-    here = (ROOT / "examples" / folder).glob("*.py")
+    listed = set(re.findall(r"\]\(([\w/]+\.(?:py|ipynb))\)", text))
+    here = [
+        file
+        for file in (ROOT / "examples" / folder).glob("*.*")
+        if file.suffix in (".py", ".ipynb")
+    ]
     assert {link for link in listed if str(Path(link).parent) == (folder or ".")} == {
         str(Path(folder) / file.name) for file in here
     }
+
+
+def test_tables_of_results_are_those_of_the_measurements() -> None:
+    """If this fails, ``python docs/tables.py`` writes them anew."""
+    script = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    text = script["PAGE"].read_text(encoding="utf-8")
+    tables = re.findall(r"^\|---", text, flags=re.MULTILINE)
+    assert text.count("<!-- interlace bench table") == len(tables)
+    assert script["with_tables"](text) == text
+
+
+def test_every_page_has_its_place_in_the_site() -> None:
+    """``make docs`` refuses a page without one; decisions and operators follow from folders."""
+    order = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    pages = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    names = [page.relative_to(ROOT).as_posix() for page in pages]
+    assert [name for name in names if f": {name}\n" not in order] == []
 
 
 def test_the_citation_has_the_version() -> None:

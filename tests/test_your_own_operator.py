@@ -153,7 +153,7 @@ def test_explain_and_the_registry_know_it():
         "gemm_broadcast of x [37, 21] and w [29, 21], float32, on 1 rank: fused ("
     )
     with pytest.raises(
-        interlace.ArgumentError, match="impl must be one of auto, measured, fused, unfused"
+        interlace.ArgumentError, match="impl must be one of auto, measured, batch_invariant, fused,"
     ):
         package.gemm_broadcast(x, w, impl="chunked")
 

@@ -49,8 +49,9 @@ if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.api import mixture_of_experts
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
     from interlace.registry import operator
+    from interlace.tracing import trace
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # Public name -> module. Nothing here imports torch or Triton until it is used.
 _PUBLIC = {
@@ -98,6 +99,7 @@ _PUBLIC = {
     "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
     "mixture_of_experts": "interlace.operators.mixture_of_experts.api",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
+    "trace": "interlace.tracing",
 }
 
 _MODULES = ("compile", "data", "mapped", "models", "nn", "optim")
@@ -155,6 +157,7 @@ __all__ = [
     "recover",
     "set_deadline",
     "synchronize",
+    "trace",
 ]
 
 

@@ -31,7 +31,7 @@ def is_own(path: Path) -> bool:
     return status.st_uid == os.getuid() and not status.st_mode & 0o022
 
 
-def write_whole(file: Path, text: str) -> None:
+def write_whole(file: Path, contents: str | bytes) -> None:
     """Write a file at once, so that no reader sees half of it; its folder is made private.
 
     Raises:
@@ -40,8 +40,8 @@ def write_whole(file: Path, text: str) -> None:
     file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=file.parent, suffix=".part")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as part:
-            part.write(text)
+        with os.fdopen(descriptor, "wb") as part:
+            part.write(contents.encode() if isinstance(contents, str) else contents)
         os.replace(name, file)
     except BaseException:
         Path(name).unlink(missing_ok=True)

@@ -66,7 +66,7 @@ class RankMismatchError(InterlaceError):
 class GroupError(InterlaceError):
     """The process group cannot be used.
 
-    It is too large, not on one machine, or not joined by this rank.
+    It is too large, not joined by this rank, or on several nodes where memory must be shared.
     """
 
 
@@ -106,11 +106,13 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         operator: name of the operator that waited.
         rank: the rank that waited.
         peer: the rank that it waited for; -1 if several may be late.
-        slice: the slice that it waited for (see the operator's README).
+        slice: the slice that it waited for (see the operator's README); of slices over the network
+            the first is 1.
         wanted: the epoch that it waited for (24 bits); 0 for a wait on the host.
         seen: the epoch that it saw instead; 0 for a wait on the host.
         different_call: True if the peer did come, but with other arguments.
         deadline_s: time that it waited, in s.
+        node: number of the peer's node; None in a group of one node.
     """
 
     def __init__(
@@ -124,13 +126,15 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         seen: int = 0,
         different_call: bool = False,
         deadline_s: float,
+        node: int | None = None,
     ) -> None:
         late = f"rank {peer}" if peer >= 0 else "a peer"
-        awaited = (
-            f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
-            if wanted
-            else "in the exchange on the host"
-        )
+        late += "" if node is None else f" of node {node}"
+        awaited = "in the exchange on the host"
+        if wanted:
+            awaited = f"slice {slice}, epoch {wanted}, and saw epoch {seen}"
+        elif slice:
+            awaited = f"slice {slice}, over the network"
         reason = (
             "made a different call" if different_call else "is late, dead, or made a different call"
         )
@@ -148,6 +152,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         self.seen = seen
         self.different_call = different_call
         self.deadline_s = deadline_s
+        self.node = node
 
 
 class MiscountError(InterlaceError):

@@ -47,6 +47,8 @@ class Implementation:
             rank's rows; ``"tiled"``, the tiles of its own kernel; and of layers of experts, which
             rows travel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
+        spans_nodes: Whether it runs on groups of several nodes, whose ranks do not all share
+            memory.
         former_names: Words that meant this implementation in earlier versions.
         is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
             asks for that; see :mod:`interlace.gemm.invariance`.
@@ -60,6 +62,7 @@ class Implementation:
         "whole", "batch", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"
     ] = "whole"
     is_stock: bool = False
+    spans_nodes: bool = False
     former_names: tuple[str, ...] = ()
     is_batch_invariant: bool = False
 
@@ -174,6 +177,33 @@ class Operator(abc.ABC):
     def refusal(self, name: str, terms: Any) -> str | None:
         """Return what a call must have for an implementation and has not, or None."""
         return None if name == "unfused" else self.implementation(name).refusal(terms)
+
+    def spans_nodes(self, name: str) -> bool:
+        """Return whether an implementation runs on groups of several nodes."""
+        return name == "unfused" or self.implementation(name).spans_nodes
+
+    @property
+    def first_between_nodes(self) -> str:
+        """Return the first implementation that runs on groups of several nodes."""
+        able = (each.name for each in self.implementations if each.spans_nodes)
+        return next(able, "unfused")
+
+    def require_nodes(self, name: str, nodes: int) -> None:
+        """Refuse an implementation that needs shared memory on a group of several nodes.
+
+        Args:
+            name: The implementation, or a value of ``impl`` that chooses one.
+            nodes: Number of nodes that the ranks of the group are on.
+
+        Raises:
+            ArgumentError: It cannot run there.
+        """
+        if nodes > 1 and name not in self.choosers and not self.spans_nodes(name):
+            able = [word for word in self.words if word in self.choosers or self.spans_nodes(word)]
+            raise ArgumentError(
+                f"{self.name}: impl={name!r} must have ranks that share memory; they are on "
+                f"{nodes} nodes. Take impl={' or '.join(map(repr, able))}."
+            )
 
     def validate_impl(self, name: str) -> None:
         """Refuse a value of ``impl`` that does not exist.

@@ -208,6 +208,26 @@ def test_results_without_roles_are_read_by_their_names() -> None:
     assert {name: role_of(name, {}) for name in expected} == expected
 
 
+def test_markdown_of_a_sweep(tmp_path: Path) -> None:
+    file = tmp_path / "sweep.json"
+    call = {
+        "model": "Some-7B",
+        "operator": "gemm_all_reduce",
+        "auto": "fused",
+        "times": {
+            "fused": {"role": "ours", "median_us": 8.0},
+            "chunked": {"role": "ours", "median_us": 4.0},
+            "unfused": {"role": "pair", "median_us": 10.0},
+        },
+    }
+    other = {**call, "auto": "unfused"}
+    document = {"machine": MACHINE, "date": "2026-11-22", "results": [call, other]}
+    file.write_text(json.dumps(document), encoding="utf-8")
+    done = CliRunner().invoke(app, ["bench", "table", str(file)])
+    assert done.exit_code == 0, done.output
+    assert done.output.splitlines()[2] == "| `gemm_all_reduce` | 2 | 0.894 | 1.00 | 2.236 | 2.50 |"
+
+
 def test_not_a_result_file(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]", encoding="utf-8")
     done = CliRunner().invoke(app, ["bench", "table", str(tmp_path / "x.json")])

@@ -71,6 +71,12 @@ def with_wide_residual(
     return wide.to(y.dtype) * weight, total.to(y.dtype)
 
 
+def float8(y: torch.Tensor, scale: torch.Tensor, *, multiplies: bool = False) -> torch.Tensor:
+    """A cast by a scale per tensor; what is too large becomes the largest number."""
+    y = y * scale if multiplies else y.float() / scale
+    return y.view(-1, N).clamp(-448.0, 448.0).to(torch.float8_e4m3fn)
+
+
 Program = Callable[..., Any]
 XW, R, V = [(FEW, K), (N, K)], (FEW, N), (N,)
 
@@ -194,6 +200,68 @@ def test_norms_become_part_of_the_operator(ranks: Any, dtype: torch.dtype) -> No
         }
         allowed = ROUNDINGS[dtype]
         assert {name: error for name, (_, error) in outcomes.items() if not error < allowed} == {}
+
+
+# name: the program, whether the cast is part of the operator
+CASTS: dict[str, tuple[Program, bool]] = {
+    "divided": (lambda y, s: float8(y, s.abs() / 100).float(), True),
+    "multiplied": (lambda y, s: float8(y, s.abs() * 100, multiplies=True).float(), True),
+    "used as it is, too": (lambda y, s: float8(y, s.abs() / 100).float() + y, False),
+    "without saturation": (lambda y, s: (y / s.abs()).to(torch.float8_e4m3fn).float(), False),
+    "without a scale": (lambda y, _: y.clamp(-448, 448).to(torch.float8_e4m3fn).float(), False),
+    "by a scale per row": (
+        lambda y, _: (y / (y.abs().amax(-1, True) / 448)).clamp(-448, 448).float(),
+        False,
+    ),
+}
+
+
+def _cast() -> dict[str, tuple[bool, list[str], float]]:
+    """Whether the operator casts; the operators; the errors."""
+    outcomes = {}
+    for name, (program, _) in CASTS.items():
+        arguments = tensors(*XW, R, V, (1,))
+        module = traced(_after_norm(program), arguments)
+        names, _, error = fused(module, arguments)
+        (call,) = module.graph.find_nodes(
+            op="call_function", target=torch.ops.interlace.gemm_all_reduce_norm.default
+        )
+        outcomes[name] = torch.float8_e4m3fn in call.args, names, error
+    return outcomes
+
+
+def _after_norm(program: Program) -> Program:
+    return lambda x, w, r, v, s: program(rms(r + all_reduce(x @ w.t()), v), s)
+
+
+def test_casts_to_float8(ranks: Any) -> None:
+    """A cast with one scale that saturates is part of the operator."""
+    for outcomes in ranks(2).run(_cast):
+        assert {name: cast for name, (cast, *_) in outcomes.items()} == {
+            name: wanted for name, (_, wanted) in CASTS.items()
+        }
+        assert {tuple(names) for _, names, _ in outcomes.values()} == {(NORMED,)}
+        # The interpreter truncates some values that it converts to float8.
+        assert max(error for *_, error in outcomes.values()) < 0.1, outcomes
+
+
+def _invariant() -> list[tuple[list[str], float]]:
+    """Few rows and many, where calls must be batch-invariant."""
+    outcomes = []
+    program, *_ = FUSED["transformers' norm"]
+    with interlace.batch_invariant():
+        for rows in (FEW, 260):
+            arguments = tensors((rows, K), (N, K), (rows, N), V, dtype=torch.bfloat16)
+            names, _, error = fused(traced(program, arguments), arguments)
+            outcomes.append((names, error))
+    return outcomes
+
+
+def test_batch_invariant_norms(ranks: Any) -> None:
+    """A row's roundings do not depend on the number of rows."""
+    for outcomes in ranks(2).run(_invariant):
+        assert [names for names, _ in outcomes] == [[NORMED], [NORMED]]
+        assert max(error for _, error in outcomes) < ROUNDINGS[torch.bfloat16]
 
 
 # name: the program, shapes of its arguments, why the norm is not part of the operator

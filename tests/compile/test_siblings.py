@@ -112,6 +112,8 @@ def _unasked() -> tuple[list[str], list[str], list[str]]:
     fuse(module.graph)
     wide = traced(program, tensors(*shapes))
     fuse(wide.graph, merge_products=True)
+    with interlace.batch_invariant():
+        assert fuse(module.graph, merge_products=True) == []
     with recording() as findings:
         fuse(module.graph, merge_products=True)
     return operators(traced(program, tensors(*shapes))), operators(wide), list(map(str, findings))

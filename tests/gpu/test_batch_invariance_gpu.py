@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+import interlace.operators  # registers torch.ops.interlace
 from interlace.gemm.invariance import BATCH_INVARIANT, ONE_ARITHMETIC
 
 pytestmark = pytest.mark.gpu

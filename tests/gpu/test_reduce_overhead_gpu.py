@@ -18,6 +18,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import interlace
+import interlace.operators  # registers torch.ops.interlace
 from tests.gpu.graphs import graphs_of_inductor
 
 pytestmark = pytest.mark.gpu

@@ -118,6 +118,7 @@ class Case(Benchmark[GemmConfig]):
         implementations = [
             Way(name, "ours", functools.partial(self.call, impl=name), name)
             for name in (implementation.name for implementation in self.operator.implementations)
+            if name != "unfused"
         ]
         return [Way("cuBLAS + NCCL", "pair", self.pair, "unfused"), *implementations]
 

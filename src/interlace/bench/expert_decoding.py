@@ -16,7 +16,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from interlace.bench.benchmark import Benchmark, Step, Way, Work, relative_error
+from interlace.bench.benchmark import (
+    Benchmark,
+    Step,
+    Way,
+    Work,
+    changes_along,
+    constant,
+    relative_error,
+)
 from interlace.bench.expert_calls import Calls, Shape
 from interlace.bench.kernel_times import kernels_of
 from interlace.costs import mixture_of_experts as costs
@@ -134,24 +142,26 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
 
     # Ways
 
-    def ours(self, which: Candidates) -> list[Way]:
-        """Return those implementations and configurations that run and are right."""
+    def ours(self, which: Candidates) -> tuple[list[Way], float]:
+        """Return those implementations and configurations that run and are right, and their largest
+        relative error.
+        """
         from triton.runtime.errors import OutOfResources
 
-        ways = []
+        ways, errors = [], [0.0]
         for name, (impl, config) in which.items():
             self.impl = impl
             compilation = functools.partial(self.compile, config)
             if not self.all_compile([compilation], [config])[0]:
                 continue
             try:
-                self.check(config)
+                errors.append(self.check(config))
             # Every rank refuses alike; a lack of resources is found before anything is launched.
             except (InterlaceError, OutOfResources) as error:
                 self.leave_out(config, error)
                 continue
             ways.append(Way(name, "ours", self.tuned_call(config), impl if name == impl else ""))
-        return ways
+        return ways, max(errors)
 
     def pairs(self) -> list[Way]:
         """Return the stock forms, each checked.
@@ -236,9 +246,8 @@ def bench(
     known = candidates(case.layers[0])
     if config is not None:
         known = {impl: (impl, config) for impl in ("fused", "decode")}
-    case.impl, chosen = known["decode"]
-    error = case.check(chosen)
-    ways = [*case.ours(known), *case.pairs(), *case.alone()]
+    ours, error = case.ours(known)
+    ways = [*ours, *case.pairs(), *case.alone()]
     times = case.time(ways)
     # All are timed before any is profiled: a profiler, once it has run, may slow down later calls.
     for way in ways:
@@ -250,7 +259,7 @@ def bench(
     return {
         "part": "decoding",
         "shape": f"{shape}, decoding",
-        **case.header(chosen, case.layers[0].auto, error),
+        **case.header(known["decode"][1], case.layers[0].auto, error),
         **work.entries(),
         "weight_bytes": weight_bytes,
         # Decoding cannot hide the exchange: no expert has anything to do before tokens arrive.
@@ -259,6 +268,29 @@ def bench(
         "layers": case.operand_sets,
         "times": times,
     }
+
+
+AXES: dict[str, tuple[int, ...]] = {
+    "block_m": (16, 32, 64, 128),
+    "block_n": (64, 128, 256),
+    "block_k": (64, 128),
+    "num_stages": (2, 3, 4, 5),
+    "num_warps": (4, 8),
+    "push_programs": (16, 64),
+}
+
+
+def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> MixtureOfExpertsConfig:
+    """Return the best configuration of ``impl="decode"`` that was found.
+
+    One setting is tuned at a time, once round. Collective; the same on every rank.
+
+    Raises:
+        BackendError: No configuration runs and is right.
+    """
+    case = Case(shape, group)
+    start = case.layers[0].default_config("decode")
+    return case.fastest(case.tune([constant(start), *changes_along(AXES)]))
 
 
 def _graph_of(case: Case, call: Step) -> tuple[Step, int, int]:

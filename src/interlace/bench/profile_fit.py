@@ -123,7 +123,8 @@ def tile_of(config: str) -> tuple[int, int]:
     numbers.
     """
     named = dict(re.findall(r"(block_[mn])=(\d+)", config))
-    numbers = [named["block_m"], named["block_n"]] if named else re.findall(r"\d+", config)[:2]
+    is_named = len(named) == 2
+    numbers = [named["block_m"], named["block_n"]] if is_named else re.findall(r"\d+", config)[:2]
     block_m, block_n = map(int, numbers or ("128", "256"))
     return block_m, block_n
 

@@ -139,6 +139,29 @@ def explain(
 
 
 @app.command()
+def trace(
+    operator: Annotated[str, typer.Argument(help="Such as gemm_reduce_scatter.")],
+    shape: Annotated[
+        str, typer.Argument(metavar="[SHAPE]", help="The case's sizes: 8192x8192x2048.")
+    ] = "",
+    impl: Annotated[str, typer.Option(help="The implementation. \\[default: the first one]")] = "",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "",
+    world_size: Ranks = None,
+    backend: Annotated[
+        str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")
+    ] = "auto",
+    calls: Annotated[int, typer.Option(min=1, help="Calls in the trace.")] = 1,
+    trace_file: Annotated[
+        Path, typer.Option("--trace", metavar="FILE", help="The file for Perfetto.")
+    ] = Path("trace.json"),
+) -> None:
+    """Record when each program of a call computes, puts and waits, for Perfetto and in words."""
+    from interlace.cli.trace import run_trace
+
+    run_trace(operator, shape, impl, dtype, world_size, backend, calls, trace_file)
+
+
+@app.command()
 def demo(
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=1, max=8, help="Ranks.")] = 4,
     backend: Annotated[
@@ -272,7 +295,12 @@ def bench_table(
     files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")],
 ) -> None:
     """Render measurements as a Markdown table."""
-    from interlace.bench.report import markdown
+    from interlace.bench import report
+    from interlace.cli import bench_sweep
     from interlace.cli.bench import read_document
 
-    typer.echo(markdown([read_document(file) for file in files]), nl=False)
+    documents = [read_document(file) for file in files]
+    results = [result for document in documents for result in document["results"]]
+    are_sweeps = bool(results) and all("model" in result for result in results)
+    render = bench_sweep.markdown if are_sweeps else report.markdown
+    typer.echo(render(documents), nl=False)

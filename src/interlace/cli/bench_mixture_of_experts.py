@@ -75,13 +75,23 @@ def bench_operator(
 
 
 @takes_run(makes_table=True)
-def tune_operator(run: Run, shape: list[str] | None = _SHAPES, tokens: Tokens = None) -> None:
-    """Mixture of experts: find a good configuration of each layer, both directions, and write it to
-    the tuned table.
+def tune_operator(
+    run: Run,
+    shape: list[str] | None = _SHAPES,
+    tokens: Tokens = None,
+    decoding: Annotated[
+        bool, typer.Option("--decoding", help="The kernels for few tokens, forward only.")
+    ] = False,
+) -> None:
+    """Mixture of experts: find a good configuration of each layer, both directions, or of its
+    decoding, and write it to the tuned table.
     """
+    if decoding:
+        shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
     # The balanced routing stands for all: the table's sizes do not tell routings apart.
     work = parse_work(shape, tokens or [_TOKENS], "balanced", run.dtype)
-    measure = functools.partial(measure_experts, part="tune", config="")
+    part = "tune decoding" if decoding else "tune"
+    measure = functools.partial(measure_experts, part=part, config="")
     bench.run_tune(OPERATOR, work, measure, run)
 
 

@@ -100,8 +100,8 @@ def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> lis
     Args:
         sizes: Sizes by name.
         dtype: Dtype of the layer.
-        part: A part of the layer; ``"all"``; ``"decoding"``; or ``"tune"``: then the forward pass
-            with the best configuration.
+        part: A part of the layer; ``"all"``; ``"decoding"``; or ``"tune"`` and ``"tune
+            decoding"``: then the forward pass with the best configuration.
         config: The configuration; empty for the default one, and in decoding for several.
     """
     from interlace.bench import expert_decoding
@@ -112,7 +112,9 @@ def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> lis
     if part == "tune":
         return operator.bench(shape, operator.tune(shape), parts=("forward",))
     chosen = MixtureOfExpertsConfig.parse(config) if config else None
-    if part == "decoding":
+    if part == "tune decoding":
+        chosen = expert_decoding.tune(shape)
+    if part in ("decoding", "tune decoding"):
         return [expert_decoding.bench(shape, chosen)]
     return operator.bench(shape, chosen, parts=operator.PARTS if part == "all" else (part,))
 

@@ -122,6 +122,40 @@ def summary_table(ratios: Ratios, title: str = "") -> Table:
     return table
 
 
+def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
+    """Return all calls of several sweeps as one Markdown table, with a line on each machine.
+
+    The choices are those that ``impl="auto"`` made when the calls were measured.
+    """
+    documents = list(documents)
+    results = [result for document in documents for result in document["results"]]
+    choices = {"predicted": "auto"}
+    if all("measured" in result for result in results):
+        choices["measured"] = "measured"
+    columns = [
+        f"{name} / {other} | worst"
+        for name in choices
+        for other in ("best stock pair", "best of all")
+    ]
+    lines = [
+        f"| operator | calls | {' | '.join(columns)} |",
+        "|---|---:|" + "---:|" * 2 * len(columns),
+    ]
+    ratios = [ratios_of(results, choice) for choice in choices.values()]
+    for operator, rows in ratios[0].items():
+        cells = [
+            f"{figure(values):.{digits}f}"
+            for ratio in ratios
+            for values in zip(*ratio[operator], strict=True)
+            for figure, digits in ((geometric_mean, 3), (max, 2))
+        ]
+        lines.append(f"| `{operator}` | {len(rows)} | {' | '.join(cells)} |")
+    machines = [
+        report.machine_line(document["machine"], document["date"]) for document in documents
+    ]
+    return "\n".join([*lines, "", *dict.fromkeys(machines)]) + "\n"
+
+
 def draw_curves(ratios: Ratios, file: Path) -> None:
     """Draw the fraction of calls up to each ratio, a curve for each operator."""
     from interlace.sim.figure import open_figure

@@ -15,6 +15,7 @@ from interlace.costs.known_profiles import profile_of, profiled_gpus
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu, choose_on
+from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named
 
@@ -64,11 +65,12 @@ def _gpu_named(text: str) -> str:
 
 
 def _table(declaration: GemmOperator, gpu: str, call: Call, dtype: str) -> Table:
-    profile = profile_of(gpu)
+    profile, tiled = profile_of(gpu), declaration.config_type
     choice = choose_on(
         Gpu(gpu, profile.processors, _SHARED_BYTES),
         declaration.name,
-        cast(Any, declaration.config_type),
+        # The tiles of a kernel whose configuration has none are not asked for.
+        cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig),
         rows=call.rows,
         columns=call.columns,
         inner=call.inner,

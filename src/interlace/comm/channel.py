@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 from typing import Any
 
 import torch.distributed as dist
 
+from interlace.comm import flight_recorder
 from interlace.comm.health import Health
 from interlace.comm.members import Members, by_rank
 from interlace.comm.rendezvous import meet
@@ -33,7 +35,7 @@ class HostChannel:
             PeerTimeoutError: A rank did not come before the deadline.
         """
         self._members, self._health = members, health
-        self._sequence = 0
+        self._sequence = self._stores = 0
         if store is not None:
             prefix = f"interlace/{members.name}/{members.world_size}/{members.backend}"
             self._meeting_store = dist.PrefixStore(prefix, store)
@@ -48,6 +50,11 @@ class HostChannel:
     def world_size(self) -> int:
         """Return the number of ranks."""
         return self._members.world_size
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Return the ranks that share memory with this process, itself among them."""
+        return self._members.local_ranks
 
     @property
     def deadline_s(self) -> float:
@@ -67,6 +74,47 @@ class HostChannel:
         name = meet(self._meeting_store, label, self.rank, self.world_size, timeout_s)
         self._store: Any = dist.PrefixStore(name, self._meeting_store)
         self._sequence = 0
+
+    def new_store(self, purpose: str) -> dist.Store:
+        """Return the group's store under keys that are unused. Every rank calls as often."""
+        self._stores += 1
+        return dist.PrefixStore(f"{purpose}/{self._stores}", self._store)
+
+    def blame(self, peer: int, answer_s: float) -> int:
+        """Return the rank that was late first, after ``peer`` has failed this rank.
+
+        A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
+        here on whom it gave up, and this rank follows what they say.
+
+        Args:
+            peer: Rank whose transfer failed.
+            answer_s: Seconds to wait for that rank's own answer.
+        """
+        self._store.set(f"late/{self.rank}", str(peer))
+        chain = [self.rank]
+        while peer >= 0 and peer not in chain:
+            chain.append(peer)
+            try:
+                self._store.wait([f"late/{peer}"], datetime.timedelta(seconds=answer_s))
+            except (RuntimeError, TimeoutError):  # torch's DistStoreError is a RuntimeError
+                return peer
+            accused = int(self._store.get(f"late/{peer}"))
+            if accused < 0:
+                return peer
+            peer = accused
+        # Ranks that accuse each other made different calls: the first of them that failed this one.
+        return chain[1] if peer == self.rank else peer
+
+    def first_not_waiting(self, label: str, answer_s: float) -> int:
+        """Return the first rank that does not come here within seconds; -1 if all do.
+
+        For ranks that have given up waiting, without knowing for whom: the late rank is not there.
+        """
+        keys = [f"waiting/{label}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], "")
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            self._store.wait(keys, datetime.timedelta(seconds=answer_s))
+        return next((rank for rank, key in enumerate(keys) if not self._store.check([key])), -1)
 
     def exchange(self, label: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
         """Return the ``value`` (JSON) of every rank, in rank order. Collective, on the host.
@@ -109,9 +157,12 @@ class HostChannel:
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             peer = late[0] if late else -1
             self._health.declare_broken(label, peer)
-            raise PeerTimeoutError(
-                operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s
-            ) from error
+            late_peer = PeerTimeoutError(
+                operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s,
+                node=self._members.node_of(peer),
+            )  # fmt: skip
+            flight_recorder.add(late_peer)
+            raise late_peer from error
         answers = [json.loads(self._store.get(key)) for key in keys]
         # All ranks have come to this exchange, so all of them have read the previous one, whose
         # key can go.

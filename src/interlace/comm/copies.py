@@ -219,20 +219,6 @@ class TransferQueue:
         self._start: torch.cuda.Event | None = None
         self._thread: _CopyThread | None = None
 
-    def require_queues(self) -> None:
-        """Refuse a capture that would hang when its graph is replayed.
-
-        Raises:
-            BackendError: A CUDA graph is being captured, and a single queue leads to the device.
-        """
-        single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-        if single_queue and self._group.capture_id() is not None:
-            raise BackendError(
-                "CUDA graphs with triggered transfers must have CUDA_DEVICE_MAX_CONNECTIONS above "
-                "1; got 1, with which a graph may "
-                "put a wait before the kernel that it is for. Unset it, or call outside a graph."
-            )
-
     def arm(self, owner: object) -> None:
         """Prepare for the kernel that counts, which the current stream gets next.
 
@@ -271,7 +257,7 @@ class TransferQueue:
             side.wait_event(self._start)
             for triggered in self._queue:
                 transfer = triggered.transfer
-                _wait_value(triggered.counter, triggered.value, side)
+                stream_waits_for(triggered.counter, triggered.value, side)
                 _copy(transfer.target, transfer.source, transfer.nbytes, side)
         self._start = None
 
@@ -281,6 +267,25 @@ class TransferQueue:
             self._thread.cancelled = True
             self._thread.join()
         self._start = self._thread = None
+
+
+def require_queues(group: Group, subject: str) -> None:
+    """Refuse a capture that would hang when its graph is replayed.
+
+    Args:
+        group: The group that calls.
+        subject: What waits for counters, for the error.
+
+    Raises:
+        BackendError: A CUDA graph is being captured, and a single queue leads to the device.
+    """
+    single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+    if single_queue and group.capture_id() is not None:
+        raise BackendError(
+            f"CUDA graphs with {subject} must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, "
+            "with which a graph may "
+            "put a wait before the kernel that it is for. Unset it, or call outside a graph."
+        )
 
 
 def supports_triggers(device: torch.device) -> bool:
@@ -293,7 +298,7 @@ def supports_triggers(device: torch.device) -> bool:
     return int(error) == 0 and bool(able)
 
 
-def _wait_value(counter: int, value: int, stream: torch.cuda.Stream) -> None:
+def stream_waits_for(counter: int, value: int, stream: torch.cuda.Stream) -> None:
     """Make ``stream`` wait until the int32 at ``counter`` is at least ``value``."""
     cu = driver()
     at_least = cu.CUstreamWaitValue_flags.CU_STREAM_WAIT_VALUE_GEQ

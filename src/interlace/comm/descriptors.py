@@ -18,7 +18,7 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from interlace.comm.channel import HostChannel
@@ -37,11 +37,12 @@ _MAX_SILENT = 64
 def exchanged_descriptors(
     channel: HostChannel, label: str, fds: list[int], failure: Exception | None = None
 ) -> Iterator[list[list[int]]]:  # fmt: skip
-    """Duplicate every rank's descriptors into this process. Collective.
+    """Duplicate the descriptors of this node's ranks into this process. Collective.
 
-    The context's value is every rank's descriptors in rank order; this rank's are ``fds``. Every
-    rank has equally many. All of them, ``fds`` too, are closed at the end of the ``with`` block, or
-    if the exchange fails. Within the block every rank holds all of them, so each may close its own.
+    The context's value is the descriptors by rank; this rank's are ``fds``, and those of ranks of
+    other nodes are empty. Every rank has equally many. All of them, ``fds`` too, are closed at the
+    end of the ``with`` block, or if the exchange fails. Within the block every rank of the node
+    holds all of them, so each may close its own.
 
     Args:
         channel: The group's exchange on the host.
@@ -105,9 +106,9 @@ def _exchange(
                 )
         assert address is not None
         assert listener is not None
-        # Step 2: descriptors pass between all pairs of ranks.
+        # Step 2: descriptors pass between all pairs of ranks of a node.
         addresses = [Address(*fields) for fields, _ in answers]
-        passing = Passing(channel.rank, addresses, listener, descriptors)
+        passing = Passing(channel.rank, addresses, listener, descriptors, channel.local_ranks)
         late_peer = passing.run(time.monotonic() + channel.deadline_s)
         if late_peer is not None:
             raise PeerTimeoutError(
@@ -138,15 +139,19 @@ class Passing:
 
     def __init__(
         self, rank: int, addresses: list[Address], listener: socket.socket,
-        descriptors: list[list[int]]
+        descriptors: list[list[int]], ranks: Sequence[int] | None = None
     ) -> None:  # fmt: skip
+        """Exchange ``descriptors`` between ``ranks``; default: all ranks that have an address."""
         self._rank, self._addresses, self._listener, self._descriptors = (
             rank,
             addresses,
             listener,
             descriptors,
         )
-        self._unsent = {peer for peer in range(len(addresses)) if peer != rank}
+        self._peers = [
+            peer for peer in (range(len(addresses)) if ranks is None else ranks) if peer != rank
+        ]
+        self._unsent = set(self._peers)
         self._unacknowledged: dict[socket.socket, int] = {}
         self._silent: dict[socket.socket, None] = {}  # in the order of their arrival
         self._selector = selectors.DefaultSelector()
@@ -162,11 +167,11 @@ class Passing:
         """
         try:
             self._selector.register(self._listener, selectors.EVENT_READ)
-            while self._unsent or self._unacknowledged or [] in self._descriptors:
+            while self._unsent or self._unacknowledged or self._missing():
                 left = end - time.monotonic()
                 if left <= 0:
                     waiting = self._unsent.union(self._unacknowledged.values())
-                    return self._descriptors.index([]) if [] in self._descriptors else min(waiting)
+                    return min(self._missing() or waiting)
                 for peer in sorted(self._unsent):
                     self._send(peer)
                 for key, _ in self._selector.select(min(left, _RETRY_S) if self._unsent else left):
@@ -176,6 +181,10 @@ class Passing:
             for connection in [*self._unacknowledged, *self._silent]:
                 connection.close()
             self._selector.close()
+
+    def _missing(self) -> list[int]:
+        """Return the peers whose descriptors have not come."""
+        return [peer for peer in self._peers if not self._descriptors[peer]]
 
     def _serve(self, ready: Any) -> None:
         """Handle a socket that can be read."""
@@ -252,7 +261,7 @@ class Passing:
         rank, token = _HEADER.unpack(message)
         if not secrets.compare_digest(token, bytes.fromhex(self._addresses[self._rank].token)):
             return None
-        return int(rank) if rank < len(self._descriptors) and rank != self._rank else None
+        return int(rank) if rank in self._peers else None
 
     def _close(self, connection: socket.socket) -> None:
         """Close a connection and no longer listen to it."""

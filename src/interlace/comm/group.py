@@ -12,14 +12,16 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from interlace.comm import recording as recordings
 from interlace.comm.agreement import Agreement
 from interlace.comm.cache import Answers, CallCache
 from interlace.comm.channel import HostChannel
 from interlace.comm.cpu_faults import Traffic
 from interlace.comm.health import Health, Running, default_deadline
 from interlace.comm.identity import identity, settings
-from interlace.comm.members import check_members, members_of, require_dedicated_gpus
+from interlace.comm.members import meet_members, members_of, require_dedicated_gpus
 from interlace.comm.memory import Block
+from interlace.comm.network import Network
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.process_groups import (
     default_group,
@@ -48,6 +50,9 @@ class Group:
         device: Device that runs this rank's kernels.
         backend: ``"cuda"`` or ``"cpu"``.
         members: The identity above with rank and size, as all parts know it.
+        nodes: Number of nodes that the ranks are on.
+        spans_nodes: Whether there are several. Ranks of one node reach each other's memory; a store
+            to the memory of a rank of another node faults.
         traffic: Count of what this rank's kernels sent; kept on the CPU backend only.
         streams: Order of calls on the GPU, side streams, and captures.
         cache: Everything that earlier calls have left, with the life of each entry.
@@ -69,7 +74,7 @@ class Group:
             device: Device of this rank's kernels; a GPU has an index.
 
         Raises:
-            GroupError: Ranks are on several machines, or their GPUs do not reach each other.
+            GroupError: GPUs of one node do not reach each other.
             PeerTimeoutError: A rank did not come.
             RankMismatchError: Ranks have different versions, tuned tables or GPU models.
         """
@@ -87,7 +92,8 @@ class Group:
         self.channel = HostChannel(members, self.health, store)
         # The method, not the channel's: interlace.testing overrides it with its own exchange.
         self.agreement = Agreement(self.cache, self.health, self.exchange)
-        members.ranks_per_gpu = check_members(members, self.exchange)
+        meet_members(members, self.exchange)
+        self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
         # Each rank chooses implementations by itself, so all ranks must choose by the same code,
         # tables and settings.
@@ -96,6 +102,7 @@ class Group:
             self.channel, self.agreement, self.health, self.streams, self.cache.replays
         )
         self.outputs = self.memory.outputs
+        self._network: Network | None = None
 
     # Identity
 
@@ -114,14 +121,32 @@ class Group:
         require_dedicated_gpus(self.members, activity)
 
     def require_size(self, operator: str, most: int) -> None:
-        """Refuse a group with more ranks than an operator's kernels take.
+        """Refuse a group of one node with more ranks than an operator's kernels take.
+
+        A group of several nodes may have any number: its operators need not run those kernels.
 
         Raises:
             GroupError: The group has more than ``most`` ranks.
         """
-        if self.world_size > most:
+        if self.world_size > most and not self.spans_nodes:
             raise GroupError(
                 f"{operator}: a group must have at most {most} ranks; got {self.world_size}."
+            )
+
+    def require_one_node(self, subject: str) -> None:
+        """Refuse a group whose ranks do not all share memory.
+
+        Args:
+            subject: What needs shared memory, for the error.
+
+        Raises:
+            GroupError: The ranks are on several nodes.
+        """
+        if self.spans_nodes:
+            raise GroupError(
+                f"{subject}: ranks of the group must share memory; they are on {self.nodes} nodes "
+                f"({', '.join(map(str, self.members.node_of_rank))} by rank). Form a group per "
+                "node, by torch.distributed.new_group, and give that one."
             )
 
     # Agreement
@@ -168,6 +193,25 @@ class Group:
         """Return the symmetric bytes that each operator's workspace holds on this rank."""
         return self.memory.workspace_bytes()
 
+    # Between nodes
+
+    def network(self) -> Network:
+        """Return what slices to other nodes need, made by the first call. Collective.
+
+        Raises:
+            WorkspaceError: It must be made, and a CUDA graph is being captured.
+            BackendError: A rank cannot connect; raised on every rank.
+        """
+        if self._network is None:
+            if self.streams.capturing():
+                raise WorkspaceError(
+                    "nodes must be connected before a CUDA graph is captured. Call the operator "
+                    "once with these shapes first, then capture."
+                )
+            with self.on_device(), self.agreement.together("connecting nodes"):
+                self._network = Network(self.members, self.health, self.channel, self.streams)
+        return self._network
+
     # Health
 
     @property
@@ -190,7 +234,9 @@ class Group:
 
     def context(self, operator: str) -> torch.Tensor:
         """Return the ``ctx`` argument of ``operator``'s kernels; see :meth:`Health.context`."""
-        return self.health.context(operator, self.stride)
+        context = self.health.context(operator, self.stride)
+        recording = recordings.active()
+        return context if recording is None else recording.context(context, operator)
 
     def indivisible(self, step: str) -> contextlib.AbstractContextManager[None]:
         """Return a context whose interruption breaks the group; see :meth:`Health.indivisible`."""
@@ -259,6 +305,9 @@ class Group:
         """Let go of everything that calls have left, on every rank at once."""
         self.cache.clear()
         self.memory.clear()
+        if self._network is not None:
+            self._network.close()
+            self._network = None
 
 
 _groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Group]] = (
@@ -298,6 +347,20 @@ def group_of(
         if device not in groups:
             groups[device] = Group(process_group, device)
         return groups[device]
+
+
+def known_nodes(process_group: dist.ProcessGroup | None, device: torch.device | None) -> int:
+    """Return the number of nodes that the ranks of a group are on; 1 before the group's first call.
+
+    Nothing is exchanged, so a rank may ask alone.
+    """
+    substitute: Group | None = default_group.get()
+    if process_group is None and substitute is not None:
+        return substitute.nodes
+    process_group = process_group or dist.group.WORLD
+    with _lock:
+        groups = _groups.get(process_group, {}) if process_group is not None else {}
+        return max((group.nodes for group in groups.values()), default=1)
 
 
 def stand_in(group: Group) -> contextvars.Token[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from interlace.comm import context as ctx
-from interlace.comm import cpu_faults
+from interlace.comm import cpu_faults, flight_recorder
 from interlace.comm.interpreter import require
 from interlace.comm.launches import launches
 from interlace.comm.members import Members
@@ -148,6 +148,10 @@ class Health:
         self._operators.append(operator)
         return torch.tensor(fields, dtype=torch.int64, device=self._members.device)
 
+    def has_made(self, context: torch.Tensor) -> bool:
+        """Return whether a tensor is one of this group's contexts."""
+        return any(context is made for made in self._contexts.values())
+
     # Failures
 
     @property
@@ -185,23 +189,27 @@ class Health:
         )
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
-        raise PeerTimeoutError(
+        peer = int(record[ctx.RECORD_PEER])
+        error = PeerTimeoutError(
             operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
             rank=self._members.rank,
-            peer=int(record[ctx.RECORD_PEER]),
+            peer=peer,
+            node=self._members.node_of(peer),
             slice=piece,
             wanted=expected & ctx.EPOCH_MASK,
             seen=seen & ctx.EPOCH_MASK,
             different_call=bool(record[ctx.RECORD_OTHER_CALL]),
             deadline_s=self._deadline_s,
         )
+        flight_recorder.add(error)
+        raise error
 
     def declare_broken(self, operator: str, peer: int) -> None:
-        """Record that a peer did not come to an exchange on the host.
+        """Record that a peer did not come to an exchange on the host, or did not send its slices.
 
         Args:
-            operator: Name of the exchange.
-            peer: Rank that did not come.
+            operator: Name of the exchange or of the operator.
+            peer: Rank that did not come; -1 if that is not known.
         """
         if operator not in self._operators:
             self._operators.append(operator)
@@ -234,6 +242,11 @@ class Health:
         except BaseException as error:
             self.declare_interrupted(step, error)
             raise
+
+    @property
+    def broken_address(self) -> int:
+        """Return the address of the flag, int32, at which every wait on this device ends."""
+        return self._state.data_ptr()
 
     def reset(self) -> None:
         """Forget the first failure, while no kernel of any rank is running."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from interlace.comm import recording as recordings
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Group
 from interlace.comm.interpreter import interpreting
@@ -57,7 +58,13 @@ class Launch:
         Raises:
             TypeError: The names of the arguments are not the names of the kernel's parameters.
         """
-        values = _in_order(self.kernel, self.arguments, self.constants)
+        recording = recordings.active()
+        arguments = (
+            self.arguments
+            if recording is None
+            else recording.arguments(self.kernel, self.grid[0], self.arguments)
+        )
+        values = _in_order(self.kernel, arguments, self.constants)
         # Triton looks at every argument to find the kernel that it has compiled, which takes the
         # host longer than the launch itself. So compiled kernels are remembered here.
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1

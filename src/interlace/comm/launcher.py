@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from interlace.comm.nodes import NODES_VARIABLE
 from interlace.errors import ArgumentError, BackendError, LaunchError
 
 _UNGUARDED = (
@@ -31,6 +32,7 @@ def launch(
     world_size: int,
     *args: Any,
     backend: str = "auto",
+    nodes: int | None = None,
     timeout_s: float | None = None,
 ) -> list[Any]:
     """Run ``worker(*args)`` on ``world_size`` ranks and return each rank's result, in rank order.
@@ -52,20 +54,29 @@ def launch(
             ``"auto"``: cuda if every rank has a GPU of its own, else cpu. With ``"cuda"`` and fewer
             GPUs than ranks, the GPUs are dealt out round robin, and ranks that share one run by
             time slices: results are right, times mean nothing.
+        nodes: Number of nodes that the ranks count as, in equal and consecutive parts, to try on
+            one machine what runs on several: ranks of different nodes share no memory, and NCCL
+            sends through sockets between them. Default: what the ranks are on.
         timeout_s: Seconds after which all processes are ended. Default: no limit.
 
     Raises:
         LaunchError: A rank failed (the message begins with the rank's error, its traceback
             follows, and the other ranks are ended), or no process can be started for the worker.
         BackendError: The backend is cuda and there is no GPU.
-        ArgumentError: The world size or the backend is invalid.
+        ArgumentError: The world size, the backend or the number of nodes is invalid.
     """
     if world_size < 1:
         raise ArgumentError(f"launch: world_size must be at least 1; got {world_size}.")
     if backend not in ("auto", "cuda", "cpu"):
         raise ArgumentError(f"launch: backend must be auto, cuda or cpu; got {backend!r}.")
+    if nodes is not None and (nodes < 1 or world_size % nodes):
+        raise ArgumentError(
+            f"launch: nodes must be a number that divides the {world_size} ranks; got {nodes}."
+        )
+    declared = {} if nodes is None else {NODES_VARIABLE: str(nodes)}
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        return _run_as_rank(worker, world_size, args, backend)
+        with _environment(declared):
+            return _run_as_rank(worker, world_size, args, backend)
     _require_importable(worker)
     gpus = torch.cuda.device_count()
     if backend == "auto":
@@ -73,7 +84,7 @@ def launch(
     if backend == "cuda" and gpus == 0:
         raise BackendError("launch: backend cuda must have a GPU; got none. Use backend='cpu'.")
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:  # readable by this user only
-        with _environment(_child_environment(backend)):
+        with _environment(_child_environment(backend) | declared):
             processes = mp.start_processes(
                 _child,
                 args=(worker, world_size, args, backend, folder),
@@ -268,6 +279,10 @@ def init_process_group(
             # NCCL refuses two ranks on one GPU of one host. Ranks with different host ids send
             # through sockets.
             os.environ["NCCL_HOSTID"] = f"interlace-{rank}"
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+        elif nodes := int(os.environ.get(NODES_VARIABLE, 0)):
+            # Ranks that count as several nodes are so for NCCL, too.
+            os.environ["NCCL_HOSTID"] = f"interlace-node-{rank * nodes // world_size}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that
         # call only operators of their own do not depend on it.

@@ -1,15 +1,15 @@
-"""Identify the members of a group and their devices, and check that they can share memory."""
+"""Identify the members of a group, their nodes and their devices."""
 
 from __future__ import annotations
 
 import dataclasses
-import socket
 import warnings
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from interlace.comm.nodes import numbered, own_node
 from interlace.errors import BackendError, GroupError
 
 
@@ -36,6 +36,7 @@ class Members:
         world_size: Number of ranks in the group.
         device: Device that runs this rank's kernels; a GPU has an index.
         ranks_per_gpu: Largest number of ranks that share one GPU; 1 on the CPU backend.
+        node_of_rank: Number of each rank's node, from 0; empty if all ranks are on one node.
         backend: ``"cuda"`` or ``"cpu"``.
     """
 
@@ -44,10 +45,42 @@ class Members:
     world_size: int
     device: torch.device
     ranks_per_gpu: int = 1
+    node_of_rank: tuple[int, ...] = ()
     backend: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
         self.backend = "cuda" if self.device.type == "cuda" else "cpu"
+
+    @property
+    def spans_nodes(self) -> bool:
+        """Return whether some ranks do not share memory."""
+        return bool(self.node_of_rank)
+
+    @property
+    def nodes(self) -> int:
+        """Return the number of nodes."""
+        return 1 + max(self.node_of_rank, default=0)
+
+    @property
+    def node(self) -> int:
+        """Return the number of this rank's node."""
+        return self.node_of_rank[self.rank] if self.node_of_rank else 0
+
+    @property
+    def local_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of this rank's node, which share memory; this rank is among them."""
+        if not self.node_of_rank:
+            return tuple(range(self.world_size))
+        return tuple(rank for rank, node in enumerate(self.node_of_rank) if node == self.node)
+
+    @property
+    def remote_ranks(self) -> tuple[int, ...]:
+        """Return the ranks of other nodes, whose memory this rank cannot reach."""
+        return tuple(rank for rank, node in enumerate(self.node_of_rank) if node != self.node)
+
+    def node_of(self, rank: int) -> int | None:
+        """Return the node of a rank for error messages; None where there is only one node."""
+        return self.node_of_rank[rank] if 0 <= rank < len(self.node_of_rank) else None
 
 
 def members_of(process_group: dist.ProcessGroup | None, device: torch.device) -> Members:
@@ -58,29 +91,25 @@ def members_of(process_group: dist.ProcessGroup | None, device: torch.device) ->
     return Members(process_group.group_name, rank, world_size, device)
 
 
-def check_members(members: Members, exchange: Exchange) -> int:
-    """Check that all ranks are on one machine and that their GPUs reach each other. Collective.
+def meet_members(members: Members, exchange: Exchange) -> None:
+    """Learn the nodes and the GPUs of all ranks, and check that a node's GPUs reach each other.
 
-    Returns:
-        The largest number of ranks that share one GPU; 1 on the CPU backend.
+    Collective. It sets ``node_of_rank`` and ``ranks_per_gpu`` of ``members``.
 
     Raises:
-        GroupError: Ranks are on several machines, or a GPU cannot reach a peer's memory.
+        GroupError: This rank's GPU cannot reach the memory of a peer of its node.
+        ArgumentError: ``INTERLACE_NODES`` does not divide the ranks of the program.
     """
     gpu = gpu_id(members.device) if members.backend == "cuda" else ""
-    answers = exchange("joining a group", [socket.gethostname(), _boot_id(), gpu])
-    # Machines that were cloned from one image may have equal host names; their boot ids differ.
-    if len({(host, boot) for host, boot, _ in answers}) > 1:
-        raise GroupError(
-            "all ranks of a group must be on one machine; got "
-            f"{by_rank([host for host, _, _ in answers])}. "
-            f"Use torch.distributed.new_group to form a group per machine."
-        )
-    return check_gpus(members, [gpu for _, _, gpu in answers]) if members.backend == "cuda" else 1
+    node = own_node() if members.name else []
+    answers = exchange("joining a group", [node, gpu])
+    members.node_of_rank = numbered([node for node, _ in answers])
+    if members.backend == "cuda":
+        members.ranks_per_gpu = check_gpus(members, [gpu for _, gpu in answers])
 
 
 def check_gpus(members: Members, gpus: list[str]) -> int:
-    """Check that this rank's GPU reaches the GPUs of all ranks, and warn if ranks share one.
+    """Check that this rank's GPU reaches the GPUs of its node's ranks; warn if ranks share one.
 
     Args:
         members: The group.
@@ -94,7 +123,10 @@ def check_gpus(members: Members, gpus: list[str]) -> int:
     """
     device = members.device
     indices = {gpu_id(torch.device("cuda", i)): i for i in range(torch.cuda.device_count())}
+    remote = set(members.remote_ranks)
     for rank, gpu in enumerate(gpus):
+        if rank in remote:
+            continue
         # A peer's GPU may be invisible to this process (CUDA_VISIBLE_DEVICES). The driver reports
         # whether it can be reached when its memory is mapped.
         index = indices.get(gpu, device.index)
@@ -143,12 +175,3 @@ def gpu_id(device: torch.device) -> str:
 def by_rank(values: list[Any]) -> str:
     """Return the values with their ranks as text, for error messages."""
     return ", ".join(f"{value!r} on rank {rank}" for rank, value in enumerate(values))
-
-
-def _boot_id() -> str:
-    """Return the kernel's identifier of the current boot, or ``""`` if it has none."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            return file.read().strip()
-    except OSError:
-        return ""

@@ -131,11 +131,13 @@ class Heap(ABC):
 
     Attributes:
         device: Device of the memory.
+        base: Address of rank 0's part in this process; 0 where nothing is reserved.
         stride: Bytes between two ranks' copies of a symmetric address.
         granularity: Bytes of which a piece that can be mapped again must be a multiple.
     """
 
     device: torch.device
+    base: int = 0
     stride: int
     granularity: int
 

@@ -32,12 +32,13 @@ class CpuHeap(Heap):
         self.stride = 64 * GIB
         self._channel = channel
         size = self.stride * channel.world_size
-        base = reserve(size)
+        self.base = base = reserve(size)
         self._range = Range(base, self.stride, self.device, functools.partial(unmap, base, size))
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed shared memory on every rank; see :meth:`Heap.allocate`."""
-        ranks, size = self._channel.world_size, pieces * round_up(max(nbytes, 1), self.granularity)
+        # Addresses of ranks of other nodes stay reserved and without memory: an access faults.
+        ranks, size = self._channel.local_ranks, pieces * round_up(max(nbytes, 1), self.granularity)
         with contextlib.ExitStack() as undo:
             offset, fds, failure = 0, [], None
             try:
@@ -50,7 +51,8 @@ class CpuHeap(Heap):
             with exchanged_descriptors(
                 self._channel, "empty_symmetric", fds, failure
             ) as descriptors:
-                for rank, (descriptor,) in enumerate(descriptors):
+                for rank in ranks:
+                    (descriptor,) = descriptors[rank]
                     address = self._range.base + rank * self.stride + offset
                     map_file(size, descriptor, address)
             # Nothing can fail any more, and the block owns the mappings from here on.
@@ -91,8 +93,8 @@ def _shared_file(nbytes: int) -> int:
     return fd
 
 
-def _unmap(reserved: Range, ranks: int, offset: int, size: int) -> None:
+def _unmap(reserved: Range, ranks: Sequence[int], offset: int, size: int) -> None:
     """Unmap ``size`` bytes per rank and free their offset; the addresses stay reserved."""
-    for rank in range(ranks):
+    for rank in ranks:
         reserve(size, reserved.base + rank * reserved.stride + offset)
     reserved.offsets.give(offset, size)

@@ -82,14 +82,15 @@ class CudaHeap(Heap):
     def _reserve(self) -> None:
         """Reserve the address range."""
         cu, size = self._cu, self.stride * self._channel.world_size
-        base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
+        self.base = base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = Range(
             base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
         )
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed memory on every GPU, piece by piece; see :meth:`Heap.allocate`."""
-        cu, ranks, rank = self._cu, self._channel.world_size, self._channel.rank
+        # Addresses of ranks of other nodes stay reserved and without memory: an access faults.
+        cu, ranks, rank = self._cu, self._channel.local_ranks, self._channel.rank
         piece = round_up(max(nbytes, 1), self.granularity)
         size = pieces * piece
         with contextlib.ExitStack() as handles, contextlib.ExitStack() as undo:
@@ -110,13 +111,13 @@ class CudaHeap(Heap):
             except InterlaceError as error:
                 # The peers must learn of the failure in the exchange before it is raised.
                 failure = error
-            # Step 2: get the peers' descriptors. Step 3: map the memory of every rank.
+            # Step 2: get the peers' descriptors. Step 3: map the memory of the node's ranks.
             with exchanged_descriptors(
                 self._channel, "empty_symmetric", fds, failure
             ) as descriptors:
-                for peer, peer_descriptors in enumerate(descriptors):
+                for peer in ranks:
                     base = self._range.base + peer * self.stride + offset
-                    for i, descriptor in enumerate(peer_descriptors):
+                    for i, descriptor in enumerate(descriptors[peer]):
                         address = base + i * piece
                         with contextlib.ExitStack() as imported:
                             physical = local_handles[i]
@@ -189,9 +190,11 @@ class CudaHeap(Heap):
         values_of(self._cu.cuMemSetAccess(address, size, [access], 1))
 
 
-def _unmap(cu: Any, reserved: Range, ranks: int, offset: int, pieces: int, piece: int) -> None:
+def _unmap(
+    cu: Any, reserved: Range, ranks: Sequence[int], offset: int, pieces: int, piece: int
+) -> None:
     """Unmap a block and free its offset. Peers keep their mappings of this rank's memory."""
-    for rank in range(ranks):
+    for rank in ranks:
         for i in range(pieces):
             values_of(
                 cu.cuMemUnmap(reserved.base + rank * reserved.stride + offset + i * piece, piece)

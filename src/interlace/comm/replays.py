@@ -34,6 +34,7 @@ from typing import Any
 import torch
 
 from interlace.comm import inductor_graphs
+from interlace.comm import recording as recordings
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
 
@@ -128,8 +129,10 @@ class Replays:
         Returns:
             Whether ``enqueue`` was called.
         """
+        # A launch that records its events has memory of its own for them, each time.
         if (
             not self._enabled
+            or recordings.active() is not None
             or torch.cuda.is_current_stream_capturing()
             or inductor_graphs.is_running()
         ):

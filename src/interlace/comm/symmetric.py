@@ -107,6 +107,7 @@ def empty_symmetric(
 
     Raises:
         ArgumentError: A size is negative or no integer, or ``dtype`` is not torch's.
+        GroupError: The ranks are on several nodes, between which no memory can be mapped.
         RankMismatchError: Shapes or dtypes differ between ranks.
         WorkspaceError: The memory does not fit, or a CUDA graph is being captured.
 
@@ -118,6 +119,7 @@ def empty_symmetric(
     sizes = sizes_of("empty_symmetric", (shape,) if isinstance(shape, int) else shape)
     require_dtype("empty_symmetric", dtype)
     owner = group_of(group, device)
+    owner.require_one_node("empty_symmetric")
     owner.agreement.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize
     block = owner.allocate(nbytes)

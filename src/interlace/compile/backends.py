@@ -44,7 +44,7 @@ class InductorPass(CustomGraphPass):
         first: Callable[[Graph], None] | None = None,
         *,
         autotune: bool = True,
-        merge_products: bool = False,
+        merge_products: bool = True,
     ) -> None:
         self.first, self.autotune, self.merge_products = first, autotune, merge_products
         self._is_on = True
@@ -86,8 +86,8 @@ def backend(
 
     ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Two options are
     ours: ``options={"interlace.autotune": False}`` keeps operators from measuring their
-    implementations at the first calls, and ``{"interlace.merge_products": True}`` makes one kernel
-    of products of up to 16 rows with the same input. Results are those of the uncompiled model
+    implementations at the first calls, and ``{"interlace.merge_products": False}`` leaves products
+    of up to 16 rows with the same input to a kernel each. Results are those of the uncompiled model
     within the operators' rounding; every rank of a group must compile the same program. Nothing is
     sent when compiling.
     """
@@ -96,7 +96,7 @@ def backend(
 
     patches = {**(torch._inductor.list_mode_options(mode) if mode else {}), **(options or {})}
     autotune = bool(patches.pop("interlace.autotune", True))
-    merge_products = bool(patches.pop("interlace.merge_products", False))
+    merge_products = bool(patches.pop("interlace.merge_products", True))
     # A pass in ``options`` replaces the one that is installed globally, as it does in Inductor.
     first = _single_pass(patches[_SLOT]) if _SLOT in patches else _installed_pass()
     patches[_SLOT] = InductorPass(first, autotune=autotune, merge_products=merge_products)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import process_group_named
 from interlace.comm.interpreter import interpreting
+from interlace.comm.nodes import NODES_VARIABLE
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.gemm import invariance
@@ -61,8 +62,12 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
 def ranks_of_a_machine(device: torch.device) -> int | None:
     """Return the number of consecutive ranks on one machine, or None if it is unknown.
 
-    ``LOCAL_WORLD_SIZE``, which torchrun sets, decides; without it, the number of visible GPUs.
+    ``INTERLACE_NODES`` decides, then ``LOCAL_WORLD_SIZE``, which torchrun sets; without them, the
+    number of visible GPUs.
     """
+    nodes = os.environ.get(NODES_VARIABLE, "")
+    if nodes.isdecimal() and int(nodes):
+        return dist.get_world_size() // int(nodes)
     local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
     if local_world_size.isdecimal() and int(local_world_size):
         return int(local_world_size)

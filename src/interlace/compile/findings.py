@@ -8,6 +8,7 @@ import logging
 import re
 from collections.abc import Iterator
 
+from torch._logging import trace_structured
 from torch.fx import Node
 
 log = logging.getLogger("interlace.compile")
@@ -87,8 +88,18 @@ def recording() -> Iterator[list[Finding]]:
 
 
 def record(findings: list[Finding]) -> None:
-    """Append findings to all open recordings, and log them."""
+    """Append findings to all open recordings, log them, and hand them to tlparse.
+
+    ``TORCH_LOGS="+interlace"`` shows the log; a ``TORCH_TRACE`` has the findings as the artifact
+    ``interlace_findings`` of the graph that is being compiled.
+    """
     for open_record in _records:
         open_record.extend(findings)
     for finding in findings:
         log.info("%s", finding)
+    if findings:
+        trace_structured(
+            "artifact",
+            metadata_fn=lambda: {"name": "interlace_findings", "encoding": "json"},
+            payload_fn=lambda: [dataclasses.asdict(finding) for finding in findings],
+        )

@@ -32,6 +32,7 @@ from interlace.compile.norms import Norm, norm_of
 from interlace.compile.producers import Product
 from interlace.compile.requirements import require_unchanged, rows_of
 from interlace.gemm import invariance
+from interlace.gemm.operands import FLOAT8
 from interlace.operators.gemm_all_reduce_norm.config import MOST_ROWS
 from interlace.operators.gemm_all_reduce_norm.launch import MOST_COLUMNS
 from interlace.registry import operator_matching
@@ -177,11 +178,8 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     """
     fused = operator_matching("gemm", "all_reduce", "norm")
     tokens, norm, anchor = rows_of(product), tail.norm, tail.anchor
-    if invariance.is_enabled():
-        raise LeftAlone(
-            f"calls must be batch-invariant; with more than {MOST_ROWS} rows the norm is PyTorch's"
-        )
-    if tokens > MOST_ROWS:
+    # A row's roundings must not depend on the number of rows where calls are batch-invariant.
+    if tokens > MOST_ROWS and not invariance.is_enabled():
         raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_ROWS} or fewer")
     if product.columns > MOST_COLUMNS:
         raise LeftAlone(f"its rows are longer than {MOST_COLUMNS}")
@@ -196,11 +194,10 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
             raise LeftAlone("several sizes change from call to call (dynamic shapes)")
     require_unchanged(product.node, norm.result)
     vectors = [_narrow(vector, product.dtype) for vector in (norm.weight, norm.bias)]
-    moves_of_vectors = [
-        move_before(anchor, vector, collective.waits) for vector in vectors if vector is not None
-    ]
+    earlier = [each for each in (*vectors, norm.scale) if each is not None]
+    moves_before = [move_before(anchor, each, collective.waits) for each in earlier]
     reason = choose(fused, product, tokens, ranks)
-    for move in moves_of_vectors:
+    for move in moves_before:
         move()
     in_between = [node for node in between(product.node.prev, norm.result.next) if node.users]
     writer = Writer(anchor, collective.node)
@@ -211,7 +208,7 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         tail.bias,
         None if tail.residual is None else writer.as_rows(tail.residual),
         *(each and writer.reshape(each, [product.columns]) for each in vectors),
-        *[norm.kind, norm.eps, None, None, collective.group_name, "auto", ""],
+        *[norm.kind, norm.eps, *_scale(norm, writer), collective.group_name, "auto", ""],
     )
     y, total = (writer.call(operator.getitem, triple, index) for index in (0, 1))
     for node, rows_of_node in [(norm.result, y), *((each, total) for each in tail.totals)]:
@@ -219,6 +216,14 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     wide = [each for each in (norm.weight, norm.bias) if each and each.op == "call_function"]
     erase_unused([*in_between, *wide, y, total])
     return fused.name, f"with the {tail}: {reason}"
+
+
+def _scale(norm: Norm, writer: Writer) -> tuple[Node | None, torch.dtype | None]:
+    """Return the operator's scale, by which it divides, and the dtype of its norm."""
+    if norm.scale is None:
+        return None, None
+    divisor = writer.call(aten.reciprocal.default, norm.scale) if norm.multiplies else norm.scale
+    return divisor, FLOAT8
 
 
 def _narrow(vector: Node | None, dtype: torch.dtype) -> Node | None:

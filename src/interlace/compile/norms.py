@@ -14,8 +14,13 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
+from interlace.compile import rows
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import argument, aten, cast_source, value
+from interlace.gemm.operands import FLOAT8
+
+_LARGEST = torch.finfo(FLOAT8).max
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Norm:
         nodes: All calls of the norm, in the graph's order; the last one has its result.
         weight: The vector of N elements that the normalised rows are multiplied by, or None.
         bias: The vector of N elements that is added at the end, or None.
+        scale: The float32 element that the norm is divided by before it is cast to float8, or None
+            if it is not.
+        multiplies: Whether the norm is multiplied by ``scale`` instead.
     """
 
     kind: str
@@ -35,10 +43,12 @@ class Norm:
     nodes: list[Node]
     weight: Node | None = None
     bias: Node | None = None
+    scale: Node | None = None
+    multiplies: bool = False
 
     @property
     def result(self) -> Node:
-        """The call that returns the norm, which has the shape of the norm's input."""
+        """The call that returns the norm; a view of its rows if they are cast to float8."""
         return self.nodes[-1]
 
 
@@ -47,7 +57,7 @@ def norm_of(node: Node, dtype: torch.dtype) -> Norm | None:
 
     Args:
         node: The norm's input ``[..., N]``, of ``dtype`` or float32.
-        dtype: The dtype that the norm's result must have.
+        dtype: The dtype that the norm's result must have, before a cast to float8.
 
     Raises:
         LeftAlone: The graph uses a value from within the norm, such as the reciprocal root, which a
@@ -60,7 +70,7 @@ def norm_of(node: Node, dtype: torch.dtype) -> Norm | None:
             for user in part.users:
                 if user not in norm.nodes:
                     raise LeftAlone(f"{user.name} uses {part.name}, a part of the norm")
-        return norm
+        return _quantised(norm)
     return None
 
 
@@ -166,6 +176,35 @@ def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
         if value(user).shape == value(longest.result).shape and value(user).dtype == dtype:
             longest = norm
     return longest
+
+
+def _quantised(norm: Norm) -> Norm:
+    """Return the norm with the scale and the saturating cast to float8 that follow it, if any."""
+    quantised, bounds = norm, set[float]()
+    while len(quantised.result.users) == 1:
+        node = quantised.result
+        (user,) = node.users
+        quantised = dataclasses.replace(quantised, nodes=[*quantised.nodes, user])
+        other = _other(user, node)
+        if cast_source(user) is node and value(user).dtype == FLOAT8:
+            is_saturated = {-_LARGEST, _LARGEST} <= bounds
+            return quantised if quantised.scale is not None and is_saturated else norm
+        if cast_source(user) is node or rows.keeps_order(user):
+            continue
+        if quantised.scale is None and other is not None and _is_scale(other):
+            is_quotient = _is(user, aten.div.Tensor) and user.args[0] is node
+            if not (is_quotient or _is(user, aten.mul.Tensor)):
+                break
+            quantised = dataclasses.replace(quantised, scale=other, multiplies=not is_quotient)
+        elif quantised.scale is not None and _is(user, *_CLAMPS):
+            bounds |= {each for each in user.args[1:] if isinstance(each, (int, float))}
+        else:
+            break
+    return norm
+
+
+def _is_scale(node: Node) -> bool:
+    return value(node).numel() == 1 and value(node).dtype == torch.float32
 
 
 def _is(node: Node, *targets: object) -> bool:

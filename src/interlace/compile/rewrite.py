@@ -27,7 +27,7 @@ from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operators
 
 
-def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = False) -> list[Finding]:
+def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = True) -> list[Finding]:
     """Replace each pair of product and collective by a fused operator if it is known to be faster.
 
     Nothing is computed or sent.

@@ -32,7 +32,8 @@ def merge(graph: Graph, direction: str) -> list[Finding]:
         direction: ``"forward"`` or ``"backward"``, for the findings.
 
     Returns:
-        A finding for each group of products that was merged.
+        A finding for each group of products that was merged. None is where calls must be
+        batch-invariant: with more rows, products would not be merged.
     """
     # With more rows the products stay PyTorch's, whose bits are others.
     if invariance.is_enabled():

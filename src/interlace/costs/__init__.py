@@ -12,6 +12,7 @@ from interlace.costs import (  # noqa: F401
     all_to_all_bmm,
     embedding_all_to_all,
     gemm_all_reduce,
+    gemm_all_reduce_norm,
     gemm_all_to_all,
     gemm_reduce_scatter,
     gemv_all_reduce,

@@ -15,6 +15,8 @@ class Cost:
         link_bytes: bytes of the puts that leave this rank.
         messages: number of puts; a put that a program sends to several peers counts once per peer.
         signals: number of signals that leave this rank.
+        network_bytes: bytes among ``link_bytes`` that go to ranks of other nodes.
+        network_messages: messages among ``messages`` that go there.
     """
 
     flops: int
@@ -22,3 +24,5 @@ class Cost:
     link_bytes: int
     messages: int
     signals: int
+    network_bytes: int = 0
+    network_messages: int = 0

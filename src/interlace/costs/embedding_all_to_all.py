@@ -11,9 +11,14 @@ from collections.abc import Sequence
 
 from interlace.costs.cost import Cost
 from interlace.costs.registry import cost_of, gradient_cost_of
-from interlace.units import ceil_div
+from interlace.units import ceil_div, round_up
 
 Widths = Sequence[Sequence[int]]
+
+STAMP_BYTES = 16
+"""Bytes behind a slice between nodes, by which its receiver knows the call; slices are padded to as
+many.
+"""
 
 GRANT_BYTES = 4
 """Bytes of the buffer number that a rank grants to each rank that sends to it."""
@@ -71,18 +76,22 @@ def forward(
     block_bags: int,
     slice_blocks: int,
     weighted: bool = False,
+    node_of_rank: Sequence[int] = (),
 ) -> Cost:
     """Compute the cost of the fused forward kernel on ``rank``.
 
     Args:
-        protocol: ``"direct"``, ``"tiles"`` or ``"sliced"``.
+        protocol: ``"direct"``, ``"tiles"``, ``"sliced"``, or ``"between_nodes"`` in a group that
+            spans nodes.
         lookups: number of lookups in each of ``rank``'s tables.
         itemsize: bytes of an element of the tables.
         output_itemsize: bytes of an element of the output.
         index_itemsize: bytes of an index and of an offset.
         block_bags: bags per block; a block is one put.
-        slice_blocks: blocks per slice; under ``"sliced"`` a slice is one signal.
+        slice_blocks: blocks per slice; under ``"sliced"`` a slice is one signal. Between nodes it
+            is one message with the blocks of all tables.
         weighted: whether lookups have weights, which cost one more operation per element.
+        node_of_rank: number of each rank's node, between nodes.
     """
     sizes = samples(batch, len(widths))
     pooled = sum(count * width for count, width in zip(lookups, widths[rank], strict=True))
@@ -96,6 +105,30 @@ def forward(
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
     tables = len(widths[rank])
+    if protocol == "between_nodes":
+        node = node_of_rank[rank]
+        near = [r for r in range(len(widths)) if node_of_rank[r] == node and r != rank]
+        far = [r for r in range(len(widths)) if node_of_rank[r] != node]
+        puts = sum(tables * ceil_div(sizes[r], block_bags) for r in near)
+        node_bytes = sum(sizes[r] for r in near) * sum(widths[rank]) * output_itemsize
+        slices = [
+            nbytes
+            for r in far
+            for nbytes in slices_of(
+                sizes[r], sum(widths[rank]) * output_itemsize, block_bags * slice_blocks
+            )
+        ]
+        # What travels is staged, written and read, and what has come is copied to its place.
+        received = sizes[rank] * sum(sum(widths[r]) for r in far) * output_itemsize
+        return Cost(
+            flops,
+            memory_bytes + 2 * sum(slices) + 2 * received,
+            node_bytes + len(near) * GRANT_BYTES + sum(slices),
+            len(near) + puts + len(slices),
+            2 * len(near),
+            sum(slices),
+            len(slices),
+        )
     remote = [size for peer, size in enumerate(sizes) if peer != rank]
     # A put is a block of one table's bags for one peer.
     puts = sum(tables * ceil_div(size, block_bags) for size in remote)
@@ -110,6 +143,18 @@ def forward(
     else:
         signals = peers
     return Cost(flops, memory_bytes, link_bytes, peers + puts, peers + signals)
+
+
+def slices_of(count: int, row_bytes: int, slice_samples: int) -> list[int]:
+    """Return the bytes of each slice that one rank sends to another one of another node.
+
+    Args:
+        count: samples of the destination.
+        row_bytes: bytes of a sample's vectors of all tables of the source.
+        slice_samples: samples of a full slice.
+    """
+    full = [min(slice_samples, count - first) for first in range(0, count, slice_samples)]
+    return [round_up(rows * row_bytes, STAMP_BYTES) + STAMP_BYTES for rows in full if row_bytes]
 
 
 def backward_floor_link_bytes(*, widths: Widths, batch: int, rank: int, itemsize: int) -> int:
@@ -159,6 +204,7 @@ def backward(
     push_rows: int,
     row_accesses: int = 1,
     state_bytes: int = 0,
+    node_of_rank: Sequence[int] = (),
 ) -> Cost:
     """Compute the cost of the fused backward kernel on ``rank``.
 
@@ -172,6 +218,8 @@ def backward(
         push_rows: samples of one table that one put sends.
         row_accesses: accesses per row: 1 for a gradient that is written, 2 for an update in place.
         state_bytes: bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
+        node_of_rank: number of each rank's node in a group that spans nodes, where each peer gets
+            one message and its stamp; else empty.
     """
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
@@ -182,8 +230,22 @@ def backward(
         itemsize=itemsize, gradient_itemsize=gradient_itemsize, row_accesses=row_accesses,
         state_bytes=state_bytes,
     )  # fmt: skip
+    flops = sum(count * width for count, width in zip(lookups, widths[rank], strict=True))
+    if node_of_rank:
+        owned = samples(batch, len(widths))[rank] * gradient_itemsize
+        sent = {peer: owned * sum(theirs) for peer, theirs in enumerate(widths) if peer != rank}
+        far = [nbytes for peer, nbytes in sent.items() if node_of_rank[peer] != node_of_rank[rank]]
+        return Cost(
+            flops,
+            memory_bytes + 2 * sum(sent.values()),
+            sum(sent.values()) + peers * STAMP_BYTES,
+            peers + sum(map(bool, sent.values())),
+            0,
+            sum(far) + len(far) * STAMP_BYTES,
+            len(far) + sum(map(bool, far)),
+        )
     return Cost(
-        flops=sum(count * width for count, width in zip(lookups, widths[rank], strict=True)),
+        flops=flops,
         memory_bytes=memory_bytes,
         link_bytes=backward_floor_link_bytes(
             widths=widths, batch=batch, rank=rank, itemsize=gradient_itemsize

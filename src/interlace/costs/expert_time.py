@@ -82,7 +82,10 @@ class ExpertsCall:
         block_m, block_n = tile
         first = self.tiles_of_rows(block_m) * ceil_div(2 * self.ffn, block_n)
         second = self.tiles_of_rows(block_m) * ceil_div(self.hidden, block_n)
-        flops = profile.product.flops_per_s * 2 / self.itemsize
+        flops = profile.product.flops_per_s
+        if self.itemsize == 4:
+            # Float32 without tensor cores; only our own kernels multiply it here.
+            flops = profile.product.own_float32_flops_per_s
         compute = sum(
             math.ceil(tiles / profile.processors) * profile.tile_us(block_m, block_n, inner, flops)
             for tiles, inner in ((first, self.hidden), (second, self.ffn))

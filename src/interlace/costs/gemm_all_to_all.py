@@ -7,6 +7,33 @@ from collections.abc import Sequence
 from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
 from interlace.costs.registry import cost_of
 
+STAMP_BYTES = 16
+"""Bytes of the message by which a peer of another node knows the call."""
+
+
+def network_traffic(
+    *, rank: int, sent: Sequence[Sequence[int]], row_bytes: int, slices: int,
+    node_of_rank: Sequence[int],
+) -> tuple[int, int]:  # fmt: skip
+    """Count the bytes and the messages that ``rank`` sends to ranks of other nodes.
+
+    Each peer gets a stamp, and its rows in as many messages as there are slices with rows.
+
+    Args:
+        rank: the rank that sends.
+        sent: rows from rank s to rank d, as ``sent[s][d]``.
+        row_bytes: bytes of a row of the product.
+        slices: number of slices of each pair of ranks.
+        node_of_rank: number of each rank's node.
+    """
+    far = [rows for peer, rows in enumerate(sent[rank]) if node_of_rank[peer] != node_of_rank[rank]]
+    messages = sum(
+        rows * (number + 1) // slices > rows * number // slices
+        for rows in far
+        for number in range(slices)
+    )
+    return sum(far) * row_bytes + len(far) * STAMP_BYTES, len(far) + messages
+
 
 @cost_of("gemm_all_to_all", computation="GEMM", collective="all_to_all")
 @takes_sizes

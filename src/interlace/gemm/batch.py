@@ -8,7 +8,8 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from interlace.comm import Group
+from interlace.comm import Group, ranges
+from interlace.costs.gemm import leaving
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
@@ -102,6 +103,7 @@ class BatchOperator(Operator):
             is_invariant = impl == BATCH_INVARIANT
             if is_invariant:
                 require_invariant(self)
+            self.require_nodes(impl, group.nodes)
             choice = self.choose(
                 rows=REFERENCE_ROWS * group.world_size if is_invariant else rows,
                 columns=columns,
@@ -109,10 +111,11 @@ class BatchOperator(Operator):
                 dtype=x.dtype,
                 world_size=group.world_size,
                 device=x.device,
-            )
+            ).between(self, group.nodes)
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
                 name = invariant_implementations(self)[0].name
+                self.require_nodes(name, group.nodes)
             # A stock pair that the tuned table prefers is no implementation here: the pass would
             # not have made the call then. The first implementation stands for it.
             if name not in self.words:
@@ -123,6 +126,20 @@ class BatchOperator(Operator):
         mark, implementation, config = group.once(key, decide)
         is_explicit = impl not in self.choosers
         return implementation, BatchCall(x, w, group, group_name, config, mark, is_explicit)
+
+    def run(self, implementation: Implementation, call: BatchCall) -> Any:
+        """Run an agreed call within a range for profilers; return what the implementation does."""
+        with ranges.around(
+            self.name, implementation.name, (call.x, call.w), lambda: self._link_bytes(call)
+        ):
+            return implementation.run(call)
+
+    def _link_bytes(self, call: BatchCall) -> int:
+        """Return the bytes of the rows that leave this rank, without padding."""
+        _, inner, columns = call.w.shape
+        rows = call.x.numel() // inner
+        width = inner if self.collective_first else columns
+        return leaving(rows * width * call.x.itemsize, call.group.world_size)
 
 
 def require_same_dtype(operator: str, matrices: Sequence[torch.Tensor]) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Hashable, Mapping
 from typing import Any
 
 import torch
 
-from interlace.comm import Group, group_named
+from interlace.comm import Group, group_named, ranges
+from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.call import GemmCall, RowPlan
@@ -21,6 +23,8 @@ from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
 from interlace.tuning.choice import Choice
+
+log = logging.getLogger("interlace.gemm")
 
 Result = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
@@ -112,8 +116,32 @@ def run(
         _measure(call, decision)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
-    results = (implementation.run(call) for implementation in decision.implementations)
+    results = (_run(implementation, call) for implementation in decision.implementations)
     return next(result for result in results if result is not None)
+
+
+def _run(implementation: Implementation, call: GemmCall) -> Any:
+    """Run one implementation, within a range for profilers."""
+    operands = call.operands
+    with ranges.around(
+        call.operator.name, implementation.name, (operands.x, operands.w), lambda: _link_bytes(call)
+    ):
+        return implementation.run(call)
+
+
+def _link_bytes(call: GemmCall) -> int | None:
+    """Return the bytes that leave a rank if rows are shared out evenly; None without a formula."""
+    operands = call.operands
+    if call.operator.name not in OPERATOR_COSTS:
+        return None
+    return call.operator.cost(
+        rows=call.rows.product,
+        columns=operands.columns,
+        inner=operands.inner,
+        itemsize=operands.x.itemsize,
+        output_itemsize=operands.out_dtype.itemsize,
+        world_size=call.group.world_size,
+    ).link_bytes
 
 
 def _measure(call: GemmCall, decision: Decision) -> None:
@@ -170,17 +198,25 @@ def _decide(
     mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
+    operator.require_nodes(impl, group.nodes)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
+    choice = choice.between(operator, group.nodes)
     is_invariant = impl == BATCH_INVARIANT
-    chosen = (
-        operator.invariant_config(operands, group.world_size) if is_invariant else choice.config
-    )
     if is_invariant:
-        implementations: tuple[Implementation, ...] = (operator.invariant_implementation(operands),)
+        implementation = operator.invariant_implementation(operands)
+        operator.require_nodes(implementation.name, group.nodes)
+        implementations: tuple[Implementation, ...] = (implementation,)
+        chosen = operator.invariant_config(operands, group.world_size)
     else:
         implementations = resolve(operator, impl, choice, operands.terms(rows.is_even))
+        chosen = choice.config
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and not is_invariant and not config
+    log.debug(
+        "%s of x %s and w %s with impl=%r: %s (%s)",
+        operator.name, list(operands.x.shape), list(operands.w.shape), impl, choice.impl,
+        choice.reason,
+    )  # fmt: skip
     return Decision(
         mark,
         rows,

@@ -183,6 +183,7 @@ class GemmOperator(Operator):
         w: torch.Tensor,
         *,
         world_size: int,
+        nodes: int = 1,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         **splits: Sequence[int],
@@ -201,12 +202,12 @@ class GemmOperator(Operator):
             config = self.invariant_config(operands, world_size)
             return described, f"{name} ({config})", "calls must be batch-invariant"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
-        choice = self.choose(**operands.sizes(rows), world_size=world_size)
+        choice = self.choose(**operands.sizes(rows), world_size=world_size).between(self, nodes)
         name, unmet = choice.accepted(self, operands.terms(is_even))
         reason = choice.reason
         for refusing, lacks in unmet.items():
             reason = f"{refusing} must have {lacks}; {reason}"
-        measured_us = self._measured_us(operands, world_size, lists)
+        measured_us = self._measured_us(operands, world_size, lists) if nodes == 1 else None
         if measured_us is not None:
             times = ", ".join(f"{each} {us:.0f} us" for each, us in measured_us.items())
             reason = (

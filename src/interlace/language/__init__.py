@@ -13,7 +13,14 @@ from interlace.language.addresses import (
     world_size,
 )
 from interlace.language.counting import arrive_last, count
-from interlace.language.deadlines import clock_ns, fill_nan, nan_unless, report_miscount
+from interlace.language.deadlines import (
+    clock_ns,
+    fill_nan,
+    is_broken,
+    nan_unless,
+    report_late,
+    report_miscount,
+)
 from interlace.language.epochs import (
     advance_epoch,
     clear_old,
@@ -28,6 +35,7 @@ from interlace.language.epochs import (
 from interlace.language.lamport import put_lamport, sum_lamport
 from interlace.language.packed import get_packed, put_packed, sum_packed
 from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
+from interlace.language.recording import record
 from interlace.language.tiles import accept_tiles, complete_tiles, put_tile
 
 __all__ = [
@@ -46,6 +54,7 @@ __all__ = [
     "get",
     "get_packed",
     "in_turn",
+    "is_broken",
     "join",
     "mark",
     "nan_unless",
@@ -60,6 +69,8 @@ __all__ = [
     "put_signal",
     "put_tile",
     "rank",
+    "record",
+    "report_late",
     "report_miscount",
     "signal",
     "sum_lamport",

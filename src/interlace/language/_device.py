@@ -6,6 +6,9 @@ import triton
 import triton.language as tl
 from triton.language import core
 
+from interlace.comm.context import recorded_kind
+
+_LENGTH_WITHOUT_RINGS = 3  # of the value of join
 # Without a pause, polling slows the programs that still compute; 20 to 100 ns are alike
 # (docs/decisions/0005).
 _PAUSE_NS = 20
@@ -45,8 +48,64 @@ def _ns_per_tick(_semantic=None):
 
 @triton.jit
 def clock_ns(lanes):
-    """Read each thread's clock in ns, as an int64 tile of the shape of the int32 tile ``lanes``."""
+    """Read each thread's clock in ns, as int64 of the shape of the int32 tile or scalar ``lanes``."""
     return _ticks(lanes) * _ns_per_tick()
+
+
+@core.extern
+def processor(lane, _semantic=None):
+    """Return the number of the SM, as int64 of the shape of the int32 scalar or tile ``lane``.
+
+    On gfx942 the number is made of the accelerator die (bits 8 to 11), and the shader engine and
+    compute unit in it.
+    """
+    if _semantic.builder.options.backend_name == "cuda":
+        asm, constraints = "{ .reg .u32 s; mov.u32 s, %smid; cvt.u64.u32 $0, s; }", "=l,r"
+    else:
+        asm = (
+            "s_getreg_b32 $0, hwreg(HW_REG_HW_ID, 8, 8)\n"
+            "s_getreg_b32 vcc_lo, hwreg(HW_REG_XCC_ID, 0, 4)\n"
+            "s_lshl_b32 vcc_lo, vcc_lo, 8\ns_or_b32 $0, $0, vcc_lo"
+        )
+        number = core.inline_asm_elementwise(
+            asm, "=s,v,~{vcc},~{scc}", [lane], dtype=core.int32, is_pure=False, pack=1,
+            _semantic=_semantic,
+        )
+        return number.to(core.int64, _semantic=_semantic)
+    return core.inline_asm_elementwise(
+        asm, constraints, [lane], dtype=core.int64, is_pure=False, pack=1, _semantic=_semantic
+    )
+
+
+@core.extern
+def records(group, _semantic=None):
+    """Tell if a program of this group's value records events (constexpr bool)."""
+    return core.constexpr(len(group) > _LENGTH_WITHOUT_RINGS)
+
+
+@core.extern
+def asks_for_records(ctx, _semantic=None):
+    """Tell if a context asks the kernel to record events (constexpr bool)."""
+    return core.constexpr(ctx.dtype.element_ty == core.uint64)
+
+
+@core.extern
+def is_tile(value, _semantic=None):
+    """Tell if a value is a tile, not a scalar (constexpr bool)."""
+    return core.constexpr(isinstance(value, core.tensor) and value.type.is_block())
+
+
+@core.extern
+def tile_bytes(value, _semantic=None):
+    """Return the bytes of a tile or a scalar (constexpr int)."""
+    elements = value.type.numel if value.type.is_block() else 1
+    return core.constexpr(elements * value.dtype.primitive_bitwidth // 8)
+
+
+@core.extern
+def kind_of_event(name, _semantic=None):
+    """Return the number of a kind of events that a kernel may record (constexpr int)."""
+    return core.constexpr(recorded_kind(core._unwrap_if_constexpr(name)))
 
 
 @core.extern

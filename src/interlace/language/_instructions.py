@@ -5,16 +5,19 @@ from interlace.comm.interpreter import interpreting
 # Triton compiles or interprets a function when it is decorated, so the choice is made once for all.
 if interpreting():
     from interlace.language._interpreted import (
-        clock_ns, fence_system, is_cuda, load_acquire, num_threads, pause, require_peers,
-        signal_peer, store_to_peer,
+        asks_for_records, clock_ns, fence_system, is_cuda, is_tile, kind_of_event,
+        load_acquire, num_threads, pause, processor, records, require_peers, signal_peer,
+        store_to_peer, tile_bytes,
     )
 else:
     from interlace.language._device import (
-        clock_ns, fence_system, is_cuda, load_acquire, num_threads, pause, require_peers,
-        signal_peer, store_to_peer,
+        asks_for_records, clock_ns, fence_system, is_cuda, is_tile, kind_of_event,
+        load_acquire, num_threads, pause, processor, records, require_peers, signal_peer,
+        store_to_peer, tile_bytes,
     )
 
 __all__ = [
-    "clock_ns", "fence_system", "is_cuda", "load_acquire", "num_threads", "pause", "require_peers",
-    "signal_peer", "store_to_peer",
+    "asks_for_records", "clock_ns", "fence_system", "is_cuda", "is_tile",
+    "kind_of_event", "load_acquire", "num_threads", "pause", "processor", "records",
+    "require_peers", "signal_peer", "store_to_peer", "tile_bytes",
 ]

@@ -37,6 +37,36 @@ def clock_ns(lanes):
     return tl.full(lanes.shape, time.monotonic_ns(), tl.int64)
 
 
+def processor(lane):
+    """Return 0, as int64 of the shape of ``lane``: programs run one after another."""
+    return tl.full(lane.shape, 0, tl.int64)
+
+
+def records(group):
+    """Tell if a program of this group's value records events."""
+    return len(group) > 3
+
+
+def asks_for_records(ctx):
+    """Tell if a context asks the kernel to record events."""
+    return ctx.dtype.element_ty == tl.uint64
+
+
+def is_tile(value):
+    """Tell if a value is a tile, not a scalar."""
+    return isinstance(value, tl.tensor) and value.type.is_block()
+
+
+def tile_bytes(value):
+    """Return the bytes of a tile or a scalar."""
+    return value.handle.data.size * value.dtype.primitive_bitwidth // 8
+
+
+def kind_of_event(name):
+    """Return the number of a kind of events that a kernel may record."""
+    return context.recorded_kind(_plain(name))
+
+
 def fence_system(scratch):
     """Deliver every store that is held back; ``scratch`` is for GPUs."""
     cpu_faults.flush()

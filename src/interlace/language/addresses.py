@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 
 from interlace.comm import context
+from interlace.language._instructions import asks_for_records
+from interlace.language.recording import BEGIN, NOBODY, append, rings_of_program
 
 _RANK = tl.constexpr(context.RANK)
 _WORLD_SIZE = tl.constexpr(context.WORLD_SIZE)
@@ -20,12 +22,19 @@ def join(ctx):
 
     Returns:
         ``group``, the argument of the primitives: the context, this rank (int32) and the number of
-        bytes between two ranks' copies (int64).
+        bytes between two ranks' copies (int64); and, in a trace, the address of this program's
+        rings of events.
     """
     # Volatile, so that the compiler does not move the loads to the first primitive: there the
     # program would wait for a trip to memory, and here its first loads of data hide that trip.
     this_rank = tl.load(ctx + _RANK, volatile=True).to(tl.int32)
-    return ctx, this_rank, tl.load(ctx + _STRIDE_BYTES, volatile=True)
+    stride = tl.load(ctx + _STRIDE_BYTES, volatile=True).to(tl.int64)
+    if asks_for_records(ctx):
+        group = (ctx, this_rank, stride, rings_of_program(ctx))
+        append(tl.zeros([], tl.int32), BEGIN, NOBODY, 0, group)
+        return group
+    else:
+        return ctx, this_rank, stride
 
 
 @triton.jit

@@ -61,7 +61,7 @@ def has_expired(start, group):
     lanes = _thread_lanes()
     flag = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
     broken = tl.load(flag + lanes * 0, volatile=True)
-    deadline = tl.load(group[0] + _DEADLINE_NS + lanes * 0, volatile=True)
+    deadline = tl.load(group[0] + _DEADLINE_NS + lanes * 0, volatile=True).to(tl.int64)
     return tl.max(((broken != 0) | (clock_ns(lanes) - start > deadline)).to(tl.int32), 0)
 
 
@@ -94,6 +94,30 @@ def report(group, peer, slice, awaited, seen, CODE: tl.constexpr):
         # barrier makes the stores of the other threads part of what that thread releases.
         tl.debug_barrier()
         tl.atomic_xchg(record + _RECORD_CODE, CODE, sem="release", scope="sys")
+
+
+@triton.jit
+def is_broken(group):
+    """Return 1 if a wait of this rank has expired, or the host has broken the group; else 0.
+
+    All threads of the program have the same answer (int32 scalar).
+    """
+    flag = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
+    return tl.max((tl.load(flag + _thread_lanes() * 0, volatile=True) != 0).to(tl.int32), 0)
+
+
+@triton.jit
+def report_late(group, peer, slice, awaited, seen):
+    """Record for the host that a peer's data are of another call; breaks the group.
+
+    Args:
+        group: the value of :func:`join`.
+        peer: int32 scalar: the rank that sent them.
+        slice: int32 scalar: the slice that was awaited.
+        awaited: int32 scalar: the stamp that the data should carry.
+        seen: int32 scalar: the stamp that they carry.
+    """
+    report(group, peer, slice, awaited, seen, LATE)
 
 
 @triton.jit

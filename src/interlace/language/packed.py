@@ -10,13 +10,14 @@ its values have arrived, and words need no order among themselves or with anythi
 import triton
 import triton.language as tl
 
-from interlace.language._instructions import num_threads, pause
+from interlace.language._instructions import num_threads, pause, records
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import (
     HIGHEST_INT32, LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
 )
 from interlace.language.epochs import EPOCH_MASK
 from interlace.language.primitives import put
+from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
 
 _STAMP_MASK = tl.constexpr(0xFFFFFFFF)
 
@@ -165,6 +166,8 @@ def sum_words(
     if kept is not None and VALUES == 2:
         # The peers get this part rounded. Adding it rounded here, too, makes all sums equal.
         kept = _round_to_20_bits(kept).to(tl.float32, bitcast=True)
+    if records(group):
+        append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0
     absent_count = 1
     expired = 0
@@ -202,6 +205,8 @@ def sum_words(
     # that carries a tile while another of its results is dropped.
     complete = (expired == 0) & (absent_count == 0) & (looks > 0) & (start >= 0)
     total = tl.where(complete, total, float("nan"))
+    if records(group):
+        append(tl.zeros([], tl.int32), UNPACKED, SEVERAL, slice, group)
     first_copy = copy == 0 if VALUES == 1 else (copy == 0)[:, :, :, None]
     return tl.sum(tl.where(first_copy, total, 0.0), 2)
 

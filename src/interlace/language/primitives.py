@@ -10,13 +10,17 @@ import triton.language as tl
 
 from interlace.comm import context
 from interlace.language._instructions import (
-    fence_system, load_acquire, num_threads, pause, require_peers, signal_peer, store_to_peer,
+    fence_system, load_acquire, num_threads, pause, records, require_peers, signal_peer,
+    store_to_peer,
 )
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import (
     HIGHEST_INT32, LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
 )
 from interlace.language.epochs import EPOCH_MASK, in_turn, unmarked
+from interlace.language.recording import (
+    ARRIVED, STORES_AT_ONCE, WAIT, append_put, append_signal, append_wait,
+)
 
 _SCRATCH_ADDRESS = tl.constexpr(context.SCRATCH_ADDRESS)
 # A signal may be a call or two ahead of the rank that waits for it. Where epochs wrap, the next one
@@ -43,7 +47,11 @@ def put(ptr, value, peer, group, mask=None):
         mask: elements outside it are not stored.
     """
     require_peers("put", peer, mask, group)
+    if records(group) and STORES_AT_ONCE:
+        append_put(value, peer, group)
     store_to_peer(peer_pointer(ptr, peer, group), value, peer, rank(group), mask)
+    if records(group) and not STORES_AT_ONCE:
+        append_put(value, peer, group)
 
 
 @triton.jit
@@ -97,6 +105,9 @@ def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
             earlier put of this program, by any of its threads. ``"relaxed"``: no order.
     """
     require_peers("signal", peer, mask, group)
+    # Recorded first: a peer could see the signal before the record of it had a time.
+    if records(group):
+        append_signal(ptr, peer, mask, group)
     signal_peer(peer_pointer(ptr, peer, group), epoch, peer, rank(group), mask, ORDER)
 
 
@@ -146,6 +157,8 @@ def wait(ptr, epoch, peer, slice, group, mask):
     copy = tl.zeros([ptr.shape[0], COPIES], tl.int32) + tl.arange(0, COPIES)[None, :]
     signals = peer_pointer(ptr, rank(group), group)[:, None] + copy * 0
     awaited = mask[:, None] & (copy >= 0)
+    if records(group):
+        append_wait(WAIT, peer, slice, mask, group)
     late = awaited & is_behind(load_acquire(signals, awaited), epoch)
     behind = tl.sum(tl.ravel(late.to(tl.int32)))
     arrived = 1
@@ -173,6 +186,8 @@ def wait(ptr, epoch, peer, slice, group, mask):
     # Each thread has acquired for itself. After the barrier, any thread may load what any other
     # thread's signal has announced.
     tl.debug_barrier()
+    if records(group):
+        append_wait(ARRIVED, peer, (ptr.to(tl.int64) >> 2).to(tl.int32), mask, group)
     return arrived > 0
 
 

@@ -6,7 +6,8 @@ They exist in kernels that are compiled for NVIDIA GPUs only.
 import triton
 from triton.language import core
 
-from interlace.language._instructions import is_cuda
+from interlace.language._instructions import is_cuda, records
+from interlace.language.recording import append_put
 
 
 @core.extern
@@ -24,7 +25,7 @@ def _complete(_semantic=None):
 
 
 @triton.jit
-def put_tile(descriptor, place, value):
+def put_tile(descriptor, place, value, group=None):
     """Store a tile at ``place`` of a descriptor over the group's memory.
 
     The copy runs by itself, out of shared memory, while the program goes on. :func:`complete_tiles`
@@ -35,8 +36,13 @@ def put_tile(descriptor, place, value):
         place: list of int32 scalars: the tile's first element in each dimension.
         value: tile of the descriptor's block shape; elements outside the descriptor's shape are
             left out.
+        group: the value of :func:`join`, so that a trace has this put; None for a store that does
+            not leave this rank.
     """
     descriptor.store(place, value)
+    if group is not None:
+        if records(group):
+            append_put(value, place[0], group)
 
 
 @triton.jit

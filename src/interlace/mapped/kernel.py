@@ -1,4 +1,6 @@
-"""Kernels of mapped outputs: they run after a kernel that is not this library's."""
+"""Kernels of mapped outputs, which run after a kernel that is not this library's, and of stamped
+exchanges between nodes.
+"""
 
 import triton
 import triton.language as tl
@@ -10,6 +12,8 @@ from interlace.mapped.layout import BARRIERS
 _BARRIERS = tl.constexpr(BARRIERS)
 # Each program has barriers of its own; this is the most programs that a kernel has.
 _PROGRAMS = tl.constexpr(MOST_MOVERS)
+# Bytes from one stamp to the next.
+_STAMP_BYTES = tl.constexpr(16)
 
 
 @triton.jit(do_not_specialize=["signals", "call"])
@@ -168,3 +172,45 @@ def _stamp_if_valid(stamp, is_valid):
     if is_valid is not None:
         stamp = tl.where(tl.load(is_valid) > 0, stamp, il.unmarked(stamp))
     return stamp
+
+
+@triton.jit(do_not_specialize=["stamps", "call", "count"])
+def stamp_messages(stamps, epochs, ctx, call, count):
+    """Write the stamp of this call ``count`` times, 16 bytes apart: one for each peer. One program.
+
+    **Protocol.** Each stamp is a message to a peer, ahead of the data for it.
+
+    **Example.** Three ranks: two stamps, which the peers compare with their own.
+    """
+    stamp = il.mark(il.next_epoch(epochs), call)
+    for peer in range(count):
+        tl.store(il.pointer(stamps + peer * _STAMP_BYTES, tl.int32), stamp)
+
+
+@triton.jit(do_not_specialize=["stamps", "landing", "call", "count"])
+def check_messages(sources, stamps, landing, is_valid, epochs, ctx, call, count, OUT: tl.constexpr):
+    """Compare the stamps of ``count`` peers with this call's; count the call. One program.
+
+    ``sources`` has a row ``[rank, offset in the landing in bytes, elements]`` per peer, in the
+    order of the stamps that have arrived.
+
+    **Protocol.** All data have arrived, or the group is broken. Data of another call are reported,
+    and NaN takes their place; then, and if the group is broken, ``is_valid`` becomes 0, so that
+    nobody goes on with them.
+
+    **Example.** Two ranks: rank 0 finds the stamp of its own call, and ``is_valid`` becomes 1.
+    """
+    epoch, stamp, group, _ = il.enter(epochs, ctx, call)
+    is_right = il.is_broken(group) == 0
+    for source in range(count):
+        entry = sources + 3 * source
+        seen = tl.load(il.pointer(stamps + source * _STAMP_BYTES, tl.int32), volatile=True)
+        if is_right & (seen != stamp):
+            il.report_late(group, tl.load(entry).to(tl.int32), source + 1, stamp, seen)
+            is_right = il.is_broken(group) == 0
+        if not is_right:
+            # Rows of any width: aligned like an element, not more.
+            place = (landing + tl.load(entry + 1)).to(tl.pointer_type(OUT))
+            il.fill_nan(place, tl.load(entry + 2))
+    tl.store(is_valid, is_right.to(tl.int32))
+    il.advance_epoch(epochs, epoch)

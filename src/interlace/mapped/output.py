@@ -66,7 +66,8 @@ class MappedOutput:
                 first; see :func:`interlace.mapped.empty_rotating` for the input.
             root: every rank writes a single part, for this rank (a gather); default: a part for
                 each rank (an all-to-all).
-            group: 1 to 8 ranks of one machine; default: the default process group.
+            group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+                group.
             device: default: the current CUDA device, or the CPU if there is none.
 
         Raises:
@@ -80,6 +81,7 @@ class MappedOutput:
         sizes = sizes_of(class_name, shape)
         require_dtype(class_name, dtype)
         self.group: Group = group_of(group, device)
+        self.group.require_one_node(class_name)
         self.dtype = dtype
         ranks, rank = self.group.world_size, self.group.rank
         _validate(class_name, sizes, order, root, ranks)

@@ -49,6 +49,7 @@ def empty_rotating(
         ArgumentError: The ranks do not divide M, or padding would take more than half.
     """
     owner = group_of(group, device)
+    owner.require_one_node("empty_rotating")
     if len(shape) != 2 or shape[0] % owner.world_size:
         raise ArgumentError(
             f"empty_rotating: shape must be (M, K), and the {owner.world_size} ranks divide M; "

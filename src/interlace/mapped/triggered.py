@@ -7,7 +7,14 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from interlace.comm.copies import Transfer, TransferQueue, Triggered, join, push
+from interlace.comm.copies import (
+    Transfer,
+    TransferQueue,
+    Triggered,
+    join,
+    push,
+    require_queues,
+)
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.ordinary import makes_ordinary_tensors
@@ -162,7 +169,7 @@ class TriggeredTransfers(MappedOutput):
                 ``CUDA_DEVICE_MAX_CONNECTIONS`` is 1; or any error of :meth:`MappedOutput.begin`.
         """
         if self._queues:
-            self._queues[self.half].require_queues()
+            require_queues(self.group, "triggered transfers")
         target = super().begin()
         # The last epoch's copies, which another stream may wait for, read the same memory.
         with self.group.running():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.group import known_nodes
 from interlace.errors import ArgumentError
 from interlace.registry import operators
 
@@ -84,8 +85,21 @@ def explain(
             )
     is_distributed = dist.is_available() and dist.is_initialized()
     world_size = dist.get_world_size(group) if is_distributed else 1
+    nodes = _nodes(arguments[0], group) if world_size > 1 else 1
     call, chosen, reason = known[operator].explain(
-        *arguments, world_size=world_size, **call_options
+        *arguments, world_size=world_size, nodes=nodes, **call_options
     )
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    ranks += f" of {nodes} nodes" if nodes > 1 else ""
     return f"{call}, on {ranks}: {chosen}, because {reason}."
+
+
+def _nodes(argument: Any, group: dist.ProcessGroup | None) -> int:
+    """Return the number of nodes that ranks of a group are on, as far as this rank knows.
+
+    Args:
+        argument: The operator's first argument, a tensor or a list of them, for the device.
+        group: The process group.
+    """
+    tensor = argument if isinstance(argument, torch.Tensor) else next(iter(argument), None)
+    return known_nodes(group, None if tensor is None else tensor.device)

@@ -47,6 +47,28 @@ class Choice(Generic[Config]):
         """
         return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
 
+    def between(self, operator: Operator, nodes: int) -> Choice[Config]:
+        """Return this choice, or the first implementation that can run between ``nodes`` nodes.
+
+        Times that were measured or predicted within a node say nothing about several.
+        """
+        if nodes == 1:
+            return self
+        spans = operator.spans_nodes(self.impl)
+        if spans:
+            reason = f"it runs between nodes, of which there are {nodes}; no time is known there"
+        else:
+            reason = f"{self.impl} needs shared memory, and there are {nodes} nodes"
+        return dataclasses.replace(
+            self,
+            impl=self.impl if spans else operator.first_between_nodes,
+            reason=reason,
+            times_us={},
+            is_known=False,
+            faster=(),
+            is_exact=False,
+        )
+
     def accepted(self, operator: Operator, terms: Any) -> tuple[str, dict[str, str]]:
         """Return the first candidate that does not refuse a call, and what the ones before it must
         have and have not, by name.

@@ -144,8 +144,8 @@ def test_a_peer_that_never_calls(ranks, protocol):
         )
         assert fields["seen"] < 2
         assert {name: field for name, field in fields.items() if name != "seen"} == {
-            "operator": f"gemv_all_reduce.{protocol}", "rank": rank, "peer": 2, "slice": 0,
-            "wanted": 2, "different_call": False, "deadline_s": 3.0,
+            "operator": f"gemv_all_reduce.{protocol}", "rank": rank, "peer": 2, "node": None,
+            "slice": 0, "wanted": 2, "different_call": False, "deadline_s": 3.0,
         }  # fmt: skip
         assert broken
         assert later == on_synchronize == first

@@ -79,7 +79,8 @@ def _t(*shape, dtype=f32, device="cpu"):
             _t(4),
             _t(5, 4),
             {"impl": "fast"},
-            "impl must be one of auto, measured, fused, gemm, unfused; got 'fast'.",
+            "impl must be one of auto, measured, batch_invariant, fused, gemm, unfused; got "
+            "'fast'.",
         ),
         (
             _t(4),

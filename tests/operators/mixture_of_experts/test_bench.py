@@ -72,6 +72,24 @@ def test_shapes_that_are_none(change, what):
         Shape(**change)
 
 
+def _tune_decoding():
+    from interlace.bench import expert_decoding
+
+    with untimed() as patch:
+        patch.setattr(expert_decoding.Case, "compile", lambda case, config: None)
+        patch.setattr(expert_decoding, "AXES", {"block_m": (16, 64)})
+        shape = expert_decoding.Shape(
+            tokens=2, hidden=8, ffn=8, experts=2, top_k=1, dtype=torch.float32
+        )
+        return expert_decoding.tune(shape, dist.new_group())
+
+
+def test_the_tuner_of_decoding(ranks):
+    first, second = ranks(2).run(_tune_decoding)
+    assert first == second
+    assert str(first).startswith("operands=tiles, block_m=32, block_n=64, ")
+
+
 def _decoding():
     from interlace.bench import expert_decoding
 

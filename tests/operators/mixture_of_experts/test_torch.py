@@ -67,6 +67,23 @@ def test_compiles_into_one_graph(ranks):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 
+def _transposed_weights(call):
+    x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
+    transposed = weights.T.contiguous().T
+    assert not transposed.is_contiguous()
+    return [
+        interlace.mixture_of_experts(x, experts, each, w_in, w_out, impl=impl, config=SMALL)
+        for impl in ("fused", "decode")
+        for each in (weights, transposed)
+    ]
+
+
+def test_weights_need_not_be_contiguous(ranks):
+    for fused, fused_again, decoded, decoded_again in ranks(2).run(_transposed_weights, Call(2)):
+        torch.testing.assert_close(fused_again, fused, rtol=0, atol=0)
+        torch.testing.assert_close(decoded_again, decoded, rtol=0, atol=0)
+
+
 def _t(*shape, dtype=torch.float32, device="cpu"):
     return torch.zeros(shape, dtype=dtype, device=device)
 
@@ -137,6 +154,14 @@ def test_rejected_arguments(changes, message):
     ("changes", "rule"),
     [
         ({"capacity": 4}, "no capacity that could drop tokens"),
+        (
+            {
+                "x": _t(4097, 8),
+                "experts": _t(4097, 1, dtype=torch.int32),
+                "weights": _t(4097, 1),
+            },
+            "at most 4096 tokens per rank",
+        ),
         ({"x": _t(5, 8).requires_grad_()}, "no tensor that requires a gradient"),
     ],
 )

@@ -63,6 +63,7 @@ NCCL = Implementation(
     unfused.run,
     needs(gpu=True),
     is_stock=True,
+    spans_nodes=True,
 )
 
 

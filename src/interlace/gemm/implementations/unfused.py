@@ -14,4 +14,6 @@ def run(call: GemmCall) -> Any:
     return call.operator.run_unfused(call)
 
 
-UNFUSED = Implementation("unfused", "F.linear, then torch.distributed's collective", run)
+UNFUSED = Implementation(
+    "unfused", "F.linear, then torch.distributed's collective", run, spans_nodes=True
+)

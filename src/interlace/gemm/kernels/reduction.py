@@ -152,9 +152,11 @@ def send_and_sum(
         tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
+            il.record("tile", tile, group)
             total = multiply_tile(matrices, first + row, column, first + rows, TILING)
             if scales.x_scale is not None:
                 total = scale_tile(total, scales, first + row, column, first + rows, N)
+            il.record("computed", tile, group)
             # Tiles of an earlier round have left shared memory while this one was computed.
             if (unannounced >= 0) & (unannounced < this_round):
                 _announce(unannounced, slots, stamp, group, WORLD_SIZE, TILES)
@@ -164,7 +166,7 @@ def send_and_sum(
                 if TILES:
                     corner = [dest, slots.half, me, row, column]
                     part = tl.reshape(total.to(OUT), [1, 1, 1, BLOCK_M, BLOCK_N])
-                    il.put_tile(slots.tiles, corner, part)
+                    il.put_tile(slots.tiles, corner, part, group)
                 else:
                     cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
                     il.put(parts + me * slot_stride + cells, total.to(OUT), dest, group, inside)
@@ -194,7 +196,7 @@ def send_and_sum(
                         line = first + row if BROADCAST else row
                         corner = [peer if BROADCAST else 0, buffer, 0, line, column]
                         block = tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N])
-                        il.put_tile(results.tiles, corner, block)
+                        il.put_tile(results.tiles, corner, block, group if BROADCAST else None)
                     elif BROADCAST:
                         offset = buffer.to(tl.int64) * results.buffer_bytes
                         output = il.pointer(results.address + offset, OUT)

@@ -275,7 +275,8 @@ def all_gather_gemm(
             float8.
         return_gathered: whether to return the gathered x too; ranks may differ in it. It is a
             constant to autograd: gradients reach x through the product.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: ``"fused"``, ``"chunked"`` (``torch.mm`` for each rank's rows once copy engines have
             brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then
             ``torch.mm``: for few rows; these two not for float8, nor for another ``out_dtype``),
@@ -302,7 +303,7 @@ def all_gather_gemm(
             require gradients.
         RankMismatchError: ranks differ in rows, shapes, dtypes, bias, splits, impl or config;
             raised on every rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         BackendError: float8 on a GPU without it (compute capability below 8.9).
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or

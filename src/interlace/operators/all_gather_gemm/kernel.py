@@ -81,8 +81,10 @@ def _multiply(
         if row < rows:
             x_row = row if OWN else first + row
             x_rows = rows if OWN else first + rows
+            il.record("tile", task, group)
             total = multiply_tile(matrices, x_row, column, x_rows, TILING)
             total = finish_tile(total, scales, bias, x_row, column, x_rows, N)
+            il.record("computed", task, group)
             if not OWN:
                 total = il.nan_unless(all_arrived, total)
             value = total.to(OUT)

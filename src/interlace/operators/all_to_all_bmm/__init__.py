@@ -48,6 +48,9 @@ class AllToAllBmm(BatchOperator):
             launch.run_pushed,
             former_names=("mapped",),
         ),
+        Implementation(
+            "unfused", "all_to_all_single, then torch.bmm", launch.run_unfused, spans_nodes=True
+        ),
     )
 
 
@@ -62,7 +65,8 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
             such implementation.
         RankMismatchError: Ranks differ in shapes, dtypes or impl.
     """
-    implementation, call = AllToAllBmm().agreed_call(
+    declaration = AllToAllBmm()
+    implementation, call = declaration.agreed_call(
         x, w, len(x), group_name, impl, lambda group: _validate(x, w, group)
     )
     if call.group.world_size == 1:
@@ -70,7 +74,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
         # PyTorch forbids an operator to return a view of its argument.
         received = x.view(count, -1, inner).clone(memory_format=torch.contiguous_format)
         return torch.bmm(received, w), received
-    y: Pair = implementation.run(call)
+    y: Pair = declaration.run(implementation, call)
     return y
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from interlace.comm import Group, copies
+from interlace.comm import Group, copies, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.replays import places
 from interlace.gemm import fetch
@@ -14,6 +14,7 @@ from interlace.gemm.batch import BatchCall
 from interlace.gemm.fetch import OwnRows, Piece, Staging
 from interlace.gemm.implementations.pushed import push_rows
 from interlace.gemm.launch import padded_columns
+from interlace.gemm.reference import exchange_rows
 
 NAME = "all_to_all_bmm"
 
@@ -52,6 +53,16 @@ def run_chunked(call: BatchCall) -> Pair:
         lambda: _fetch(x, call.w, y, received, staging, call.group, call.mark),
         is_copied=True,
     )
+
+
+def run_unfused(call: BatchCall) -> Pair:
+    """Exchange all rows by torch, then multiply."""
+    call.group.check()
+    (count, inner, _), ranks = call.w.shape, call.group.world_size
+    even = [len(call.x) // ranks] * ranks
+    rows = exchange_rows(call.x, even, even, process_group_named(call.group_name))
+    received = rows.view(ranks, count, -1, inner).transpose(0, 1).reshape(count, -1, inner)
+    return torch.bmm(received, call.w), received
 
 
 def _operands(call: BatchCall) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

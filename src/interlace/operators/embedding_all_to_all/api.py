@@ -72,7 +72,8 @@ def embedding_all_to_all(
             Give a name. Where no rank's tables require gradients, calls outside ``torch.no_grad()``
             ask in any case, as a rank may unfreeze its tables at any time; a compiled graph settles
             it when it is made.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: ``"fused"``, ``"unfused"`` (``F.embedding_bag``, ``all_to_all_single``, unpack), or
             ``"auto"``: the fused kernels, which were faster wherever both were measured. An
             explicit choice is never replaced.
@@ -100,7 +101,7 @@ def embedding_all_to_all(
             had this name before.
         RankMismatchError: ranks differ in batch, dtypes, mode, impl, config or check_indices;
             raised on every rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or
             :func:`interlace.synchronize`, raises.

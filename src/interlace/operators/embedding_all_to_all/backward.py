@@ -22,7 +22,7 @@ from interlace.operators.embedding_all_to_all.tables import alignment, entry, ow
 from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense, without_peers
 from interlace.units import ceil_div, next_power_of_2
 
-_NAME = f"{OPERATOR}.backward"
+BACKWARD = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
 
 
@@ -75,8 +75,8 @@ def gradient(
     widths, device = call.layout.widths[call.rank], call.indices.device
     empty = torch.empty(0, dtype=torch.int64, device=device)
     config = call.chosen()
+    sorted_lookups = None
     if sparse:
-        sorted_lookups = sort_lookups(call, rows, config.run_lookups)
         values = torch.zeros(
             call.indices.shape[0], max(widths, default=1), dtype=table_dtype, device=device
         )
@@ -86,9 +86,11 @@ def gradient(
         # One tensor for all tables, so that one operator returns it, whatever their number.
         elements = dense_bounds(rows, widths)
         values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
-        sorted_lookups = None
         strides, starts = list(widths), [start * table_dtype.itemsize for start in elements[:-1]]
-    if call.impl == "unfused":
+    if call.group.spans_nodes and not call.runs_unfused(call.group):
+        grad, sorted_lookups, _ = _receive(call, grad, rows, config)
+        call = without_peers(call)
+    elif call.impl == "unfused" or call.group.spans_nodes:
         table_grads = exchange(call, grad)
         if not sparse:
             store_dense(call, table_grads, values, rows, trainable)
@@ -104,8 +106,10 @@ def gradient(
         rows=rows,
         dtype=table_dtype,
     )
+    if sparse and sorted_lookups is None:
+        sorted_lookups = sort_lookups(call, rows, config.run_lookups)
     _launch(call, grad, target, config, sorted_lookups)
-    if sorted_lookups is None:
+    if not sparse or sorted_lookups is None:
         return values, empty, torch.empty_like(empty)
     return values, *_distinct_rows(call, sorted_lookups, rows)
 
@@ -120,7 +124,15 @@ def update(
     epsilon: float,
 ) -> None:
     """Update this rank's tables, and Adagrad's states, in place. Collective."""
-    if call.impl == "unfused":
+    rows = [weight.shape[0] for weight in call.weights]
+    config, lookups = call.chosen(), None
+    if call.group.spans_nodes and not call.runs_unfused(call.group):
+        grad, lookups, is_valid = _receive(call, grad, rows, config)
+        if is_valid is not None:
+            # Without runs of lookups the kernel updates no row.
+            lookups = dataclasses.replace(lookups, run_count=lookups.run_count * is_valid)
+        call = without_peers(call)
+    elif call.impl == "unfused" or call.group.spans_nodes:
         call, grad = without_peers(call), exchange(call, grad)
     target = Target(
         update="sgd" if kind == "SGD" else "adagrad",
@@ -133,12 +145,24 @@ def update(
         ],
         strides=[weight.stride(0) for weight in call.weights],
         states=[state.data_ptr() for state in states] or [0] * len(call.weights),
-        rows=[weight.shape[0] for weight in call.weights],
+        rows=rows,
         dtype=call.table_dtype,
         learning_rate=learning_rate,
         epsilon=epsilon,
     )
-    _launch(call, grad, target, call.chosen(), None)
+    _launch(call, grad, target, config, lookups)
+
+
+def _receive(
+    call: Call, grad: torch.Tensor, rows: Sequence[int], config: EmbeddingAllToAllConfig
+) -> tuple[torch.Tensor, Sorted, torch.Tensor | None]:
+    """Exchange gradients in a group that spans nodes; see ``gradients_between_nodes.exchange``."""
+    from interlace.operators.embedding_all_to_all import gradients_between_nodes
+
+    call.group.check()
+    return gradients_between_nodes.exchange(
+        call, grad.contiguous(), rows, config.run_lookups, agree(call)
+    )
 
 
 def _distinct_rows(
@@ -185,7 +209,7 @@ def _launch(
 def agree(call: Call) -> int:
     """Agree on this call's backward pass; return its mark (``Group.agree``)."""
     return call.group.agree(
-        _NAME,
+        BACKWARD,
         the_global_batch=call.layout.batch,
         widths=call.layout.widths,
         dtype=str(call.dtype),
@@ -230,7 +254,7 @@ def prepare(
         tiles = describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     # A table's signals lie at the same place on every rank, however many tables a rank has.
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
-    workspace = group.workspace(_NAME, 4096, signals)
+    workspace = group.workspace(BACKWARD, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
     lookups = call.indices.shape[0]
     width, full = lanes_of(layout.widths[call.rank])
@@ -261,7 +285,7 @@ def prepare(
         "target": target.address,
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
-        "ctx": group.context(_NAME),
+        "ctx": group.context(BACKWARD),
         "call": mark,
         "B": layout.batch,
         "chunk": layout.chunk,

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 
 import torch
 
-from interlace.comm import Group, group_named, process_group_named
+from interlace.comm import Group, group_named, process_group_named, ranges
 from interlace.comm.constants import on_device
 from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
 from interlace.comm.outputs import BUFFERS, Destination
+from interlace.costs.embedding_all_to_all import floor_link_bytes
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import record, reference
 from interlace.operators.embedding_all_to_all.config import (
@@ -121,6 +123,37 @@ class Call:
             check_indices=check,
         )
 
+    def runs_unfused(self, group: Group) -> bool:
+        """Return whether the pair runs: asked for, or as too many ranks are on several nodes.
+
+        Raises:
+            ArgumentError: The kernels were asked for, and take fewer ranks.
+        """
+        if self.impl == "unfused" or not group.spans_nodes:
+            return self.impl == "unfused"
+        if self.layout.world_size <= record.MAX_RANKS:
+            return False
+        if self.impl != "auto":
+            raise ArgumentError(
+                f"{OPERATOR}: impl={self.impl!r} must have at most {record.MAX_RANKS} ranks; got "
+                f"{self.layout.world_size}. Take impl='auto' or 'unfused'."
+            )
+        return True
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return the range of this call for profilers, by the name of the operator or its half."""
+        return ranges.around(
+            name,
+            "unfused" if self.impl == "unfused" else "fused",
+            (*self.weights, self.indices),
+            lambda: floor_link_bytes(
+                widths=self.layout.widths,
+                batch=self.layout.batch,
+                rank=self.rank,
+                itemsize=self.dtype.itemsize,
+            ),
+        )
+
     def chosen(self) -> EmbeddingAllToAllConfig:
         """Return the caller's configuration, or the tuned one."""
         if self.config:
@@ -148,7 +181,7 @@ def run(call: Call, check: bool) -> torch.Tensor:
     shape = [layout.samples(call.rank), layout.columns]
     if layout.batch == 0 or layout.columns == 0:
         return call.indices.new_empty(shape, dtype=call.dtype)
-    if call.impl == "unfused":
+    if call.runs_unfused(group):
         samples = [layout.samples(rank) for rank in range(layout.world_size)]
         pooled = reference.pool(
             call.weights,
@@ -164,6 +197,10 @@ def run(call: Call, check: bool) -> torch.Tensor:
             pooled, samples, list(layout.rank_columns), call.rank, process_group
         )
     config = call.chosen()
+    if group.spans_nodes:
+        from interlace.operators.embedding_all_to_all import between_nodes
+
+        return between_nodes.run(group, call, config, mark)
     if layout.world_size == 1:
         y = call.indices.new_empty(shape, dtype=call.dtype)
         launch = prepare(group, call, config, mark, Destination(y.data_ptr(), 0, 0))

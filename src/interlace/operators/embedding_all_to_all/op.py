@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
-from interlace.operators.embedding_all_to_all.backward import gradient, update
+from interlace.operators.embedding_all_to_all.backward import BACKWARD, gradient, update
+from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.launch import Call, run
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
@@ -107,7 +108,9 @@ def _run(
 ) -> torch.Tensor:
     exchange = _Exchange(*others[:_SHARED])
     _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
-    return run(_call(weights, (indices, offsets, scale), exchange, options), check)
+    call = _call(weights, (indices, offsets, scale), exchange, options)
+    with call.range(OPERATOR):
+        return run(call, check)
 
 
 def _fake(weights: list[torch.Tensor], indices: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -127,7 +130,9 @@ def _run_gradient(
     exchange = _Exchange(*others[:_SHARED])
     rows, trainable, table_dtype, sparse, *options = others[_SHARED:]
     call = _call([], (indices, offsets, scale), exchange, options)
-    return *gradient(call, grad, rows, trainable, table_dtype, sparse), _for_anchor(grad, trainable)
+    with call.range(BACKWARD):
+        results = gradient(call, grad, rows, trainable, table_dtype, sparse)
+    return *results, _for_anchor(grad, trainable)
 
 
 def _fake_gradient(
@@ -172,7 +177,8 @@ def _run_update(
     exchange = _Exchange(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
     call = _call(weights, (indices, offsets, scale), exchange, options)
-    update(call, grad, states, trainable, kind, learning_rate, epsilon)
+    with call.range(BACKWARD):
+        update(call, grad, states, trainable, kind, learning_rate, epsilon)
     return _for_anchor(grad, trainable)
 
 

@@ -24,8 +24,8 @@ class EmbeddingAllToAll(Operator):
     config_type = EmbeddingAllToAllConfig
     command_module = "interlace.cli.bench_embedding_all_to_all"
     implementations = (
-        Implementation("fused", "one kernel that sends rows as it pools them"),
-        Implementation("unfused", "F.embedding_bag, then all_to_all_single"),
+        Implementation("fused", "one kernel that sends rows as it pools them", spans_nodes=True),
+        Implementation("unfused", "F.embedding_bag, then all_to_all_single", spans_nodes=True),
     )
 
     def choose(self, **call: Any) -> Any:
@@ -43,6 +43,7 @@ class EmbeddingAllToAll(Operator):
         offsets: torch.Tensor,
         *,
         world_size: int,
+        nodes: int = 1,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(weights, indices, offsets, None, "sum", None, "dense")
@@ -61,7 +62,7 @@ class EmbeddingAllToAll(Operator):
             dtype=dtype,
             world_size=world_size,
             device=indices.device,
-        )
+        ).between(self, nodes)
         tables = "1 table" if len(weights) == 1 else f"{len(weights)} tables"
         name = str(dtype).removeprefix("torch.")
         call = (

@@ -187,7 +187,8 @@ def gemm_all_reduce(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8. With a norm, the dtype of its result, and
             float8_e4m3fn is one more.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
             :func:`interlace.gemv_all_reduce` (16 rows at most). ``"remote_stores"`` is ``torch.mm``
             with the peers' memory as its output (rows split evenly, no bias). ``"chunked"`` is
@@ -219,7 +220,7 @@ def gemm_all_reduce(
             gradients.
         RankMismatchError: ranks differ in shapes, dtypes, bias, impl or config; raised on every
             rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         BackendError: float8 on a GPU without it (compute capability below 8.9).
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or

@@ -13,6 +13,8 @@ from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm.choice import choose_product
+from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue, Normed, validate_epilogue
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.unfused import UNFUSED
@@ -49,7 +51,6 @@ class GemmAllReduceNorm(GemmOperator):
             "one kernel from the product to the norm",
             launch.run_fused,
             needs(most_rows=MOST_FUSED_ROWS, dtypes=FLOATS),
-            schedule="tiled",
         ),
         Implementation("pushed", "cuBLAS, then one kernel", launch.run_pushed),
         Implementation(
@@ -118,11 +119,12 @@ def _choose(**call: Any) -> Choice[Any]:
         config = dataclasses.replace(
             config, block_n=2 * config.block_n, block_k=max(config.block_k // 2, 16)
         )
-    is_fused = call["rows"] <= MOST_FUSED_ROWS
     if call["device"].type == "cpu":
         config = dataclasses.replace(config, **_CPU_TILES)
-        return Choice("fused" if is_fused else "pushed", config, tiles.reason)
-    return Choice("fused" if is_fused else "pushed", config, tiles.reason)
+    default = "fused" if call["rows"] <= MOST_FUSED_ROWS else "pushed"
+    # Its own configuration belongs to the tiles of a GEMM, which nothing here has.
+    choice = choose_product(GemmAllReduceNorm.name, GemmConfig, default=default, **call)
+    return dataclasses.replace(choice, config=config)
 
 
 _SCHEMA = (

@@ -15,6 +15,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.gradients import product_gradients, save_operands
+from interlace.gemm.implementations import network
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
@@ -36,6 +37,10 @@ class GemmAllToAllConfig(GemmConfig):
     """
 
 
+def _run_chunked(call: GemmCall) -> torch.Tensor | None:
+    return network.run_all_to_all(call) if call.group.spans_nodes else CHUNKED.run(call)
+
+
 @operator
 class GemmAllToAll(GemmOperator):
     """``all_to_all(x @ w.T + bias)``: the rows that all ranks have computed for this one."""
@@ -47,7 +52,7 @@ class GemmAllToAll(GemmOperator):
         dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
-        CHUNKED,
+        dataclasses.replace(CHUNKED, run=_run_chunked, spans_nodes=True),
         TRIGGERED,
         UNFUSED,
         NCCL,
@@ -221,7 +226,8 @@ def gemm_all_to_all(
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
         out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
             float8.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
@@ -250,7 +256,7 @@ def gemm_all_to_all(
             require gradients.
         RankMismatchError: ranks differ in the shape of w, dtypes, bias, impl or config, or in what
             they send and expect; raised on every rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         BackendError: float8 on a GPU without it (compute capability below 8.9).
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or

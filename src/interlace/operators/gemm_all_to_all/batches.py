@@ -62,6 +62,19 @@ def _run_chunked(call: BatchCall) -> torch.Tensor | None:
     )
 
 
+def _run_unfused(call: BatchCall) -> torch.Tensor:
+    call.group.check()
+    return _send(torch.bmm(call.x, call.w), call.group, call.group_name)
+
+
+def _send(products: torch.Tensor, group: Group, group_name: str) -> torch.Tensor:
+    """Send each rank its rows of all products ``[B, M, N]`` by torch; ``[B M, N]``."""
+    # An all-to-all sends one piece to each rank, but a rank's rows are spread over all products.
+    sent = products.unflatten(1, (group.world_size, -1)).transpose(0, 1)
+    sent = sent.reshape(-1, products.shape[2])
+    return reference.send_back(sent, None, None, process_group_named(group_name))
+
+
 @operator
 class BmmAllToAll(BatchOperator):
     """The all-to-all of each product's rows: ``x [B, M, K] @ w [B, K, N] -> [B M, N]``."""
@@ -76,6 +89,9 @@ class BmmAllToAll(BatchOperator):
             "torch.bmm for each rank's rows, and copy engines that take them",
             _run_chunked,
             former_names=("split",),
+        ),
+        Implementation(
+            "unfused", "torch.bmm, then all_to_all_single", _run_unfused, spans_nodes=True
         ),
     )
 
@@ -97,11 +113,12 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
         require_same_dtype(_BMM, [x, w])
         check_even(rows, group.world_size)
 
-    implementation, call = BmmAllToAll().agreed_call(x, w, count * rows, group_name, impl, validate)
+    declaration = BmmAllToAll()
+    implementation, call = declaration.agreed_call(x, w, count * rows, group_name, impl, validate)
     columns = w.shape[2]
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
-    y = implementation.run(call)
+    y = declaration.run(implementation, call)
     # It is None on every rank or on none, so no rank falls back to the kernel by itself.
     return _run_fused(call) if y is None else y
 
@@ -124,16 +141,13 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
     group = group_for(_BMM, group_name, x[0].device)
     _agree_on_sum(group, x, w)
     check_even(rows, group.world_size)
-    if group.world_size > 1 and count * rows * columns:
+    if group.world_size > 1 and count * rows * columns and not group.spans_nodes:
         y = chunked.run_batch(x, w, group, group_name, replace=False)
         if y is not None:
             return y
     total = x[0].new_empty([count, rows, columns])
     chunked.multiply_batch_into(total, x, w)
-    # An all-to-all sends one piece to each rank, but a rank's rows are spread over all products.
-    sent = total.unflatten(1, (group.world_size, -1)).transpose(0, 1)
-    sent = sent.reshape(count * rows, columns)
-    return reference.send_back(sent, None, None, process_group_named(group_name))
+    return _send(total, group, group_name)
 
 
 def _agree_on_sum(group: Group, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> None:

@@ -101,6 +101,7 @@ def gemm_all_to_all(
             tile_m = tl.where(product < BATCH, tile_m % tiles_m, tiles_m)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
+            il.record("tile", tile, group)
             if BATCH > 1:
                 total = multiply_tile_of(
                     product, matrices, first + row, column, first + rows, TILING
@@ -108,13 +109,14 @@ def gemm_all_to_all(
             else:
                 total = multiply_tile(matrices, first + row, column, first + rows, TILING)
             total = finish_tile(total, scales, bias, first + row, column, first + rows, N)
+            il.record("computed", tile, group)
             value = total.to(OUT)
             buffer = tl.sum(tl.where(peers == dest, number, 0))
             if SENDING.tile_stores:
                 # The part of the output leaves out what a tile has beyond this source's rows.
                 part, line = offset // part_rows, offset % part_rows + row
                 block = tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N])
-                il.put_tile(tiles, [dest, buffer, part, line, column], block)
+                il.put_tile(tiles, [dest, buffer, part, line, column], block, group)
             else:
                 target = il.pointer(buffers + buffer.to(tl.int64) * buffer_bytes, OUT)
                 cells, inside = cells_of(offset, row, column, rows, N, row_stride, TILING)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm import Group, copies
+from interlace.comm import Group, copies, process_group_named
 from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Workspace
 from interlace.comm.interpreter import require
@@ -22,6 +22,7 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.reference import sum_rows
 from interlace.gemm.splits import balanced
 from interlace.registry import operator_named
 from interlace.units import ceil_div, round_up
@@ -327,6 +328,11 @@ def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
     mark, rows, config = group.once(key, lambda: _decide_sum(products, group))
     if not first.rows or not first.columns:
         return first.x.new_empty([rows[group.rank], first.columns])
+    if group.spans_nodes:
+        group.check()
+        total = first.x.new_empty([first.rows, first.columns])
+        _multiply(total, [each.x for each in products], [each.w.T for each in products])
+        return sum_rows(total, rows, process_group_named(group_name))
     return run_products(products, rows, group, config, mark)
 
 

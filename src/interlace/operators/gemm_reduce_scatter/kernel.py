@@ -140,7 +140,9 @@ def multiply_and_sum(
     for tile in tl.range(program, tiles_m * tiles_n, programs):
         tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
+        il.record("tile", tile, group)
         total = multiply_tile(matrices, row, column, rows, TILING)
+        il.record("computed", tile, group)
         # Pieces arrive in order, so a tile waits only if it needs a later piece than those before.
         needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
         if needed > pieces_here:

@@ -87,7 +87,8 @@ def gemv_all_reduce(
             divided by it. Without it each row gets a scale of its own.
         out_dtype: dtype of the normalised sum: float16, bfloat16, float32 or float8_e4m3fn;
             default: x's.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: ``"fused"``; ``"unfused"`` (``F.linear``, then ``all_reduce``); ``"gemm"``, what
             :func:`interlace.gemm_all_reduce` takes, PyTorch's own pairs among it; ``"auto"``, the
             one that was measured for a table, or is predicted, to be the fastest;
@@ -112,7 +113,7 @@ def gemv_all_reduce(
         ArgumentError: shapes, dtypes or devices do not fit.
         RankMismatchError: ranks differ in shapes, dtype, bias, impl or config; raised on every
             rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or
             :func:`interlace.synchronize`, raises.

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
+from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named, ranges
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
+from interlace.costs.gemv_all_reduce import floor_link_bytes
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.implementations.gemv import GEMV
@@ -128,7 +130,8 @@ def run(
     decision = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
     if decision.impl == "unfused":
         group.check()
-        return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
+        with _range(x, w, decision, group):
+            return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
     # The kernels take rows of tokens; a vector is one token.
     matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
@@ -156,11 +159,28 @@ def run(
                 is_batch_invariant=is_invariant,
             )()
 
-        with group.running():
+        with _range(x, w, decision, group), group.running():
             places_of_call = places(matrix, w, bias, y)
             call = (OPERATOR, decision.config, decision.mark, is_invariant, places_of_call)
             group.replays.run(call, enqueue, with_libraries=False)
     return y
+
+
+def _range(
+    x: torch.Tensor, w: torch.Tensor, decision: Decision, group: Group
+) -> contextlib.AbstractContextManager[object]:
+    """Return the range of a call, for profilers."""
+    return ranges.around(
+        OPERATOR,
+        decision.impl,
+        (x, w),
+        lambda: floor_link_bytes(
+            tokens=x.numel() // max(1, x.shape[-1]),
+            rows=w.shape[0],
+            itemsize=x.itemsize,
+            world_size=group.world_size,
+        ),
+    )
 
 
 def _decide(
@@ -196,13 +216,16 @@ def _decide(
         "world_size": group.world_size,
         "device": x.device,
     }
-    choice = choose(**call)
+    declaration = operator_named(OPERATOR)
+    declaration.require_nodes(impl, group.nodes)
+    choice = choose(**call).between(declaration, group.nodes)
     if impl == BATCH_INVARIANT:
+        declaration.require_nodes("fused", group.nodes)
         chosen = GemvAllReduceConfig.parse(config) if config else invariant_config(choice, call)
         return Decision("fused", chosen, mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
-    chooses = impl in operator_named(OPERATOR).choosers
-    is_open = chooses and not config and not choice.is_exact
+    chooses = impl in declaration.choosers
+    is_open = chooses and not config and not choice.is_exact and not group.spans_nodes
     return Decision(
         choice.impl if chooses else impl,
         GemvAllReduceConfig.parse(config) if config else choice.config,

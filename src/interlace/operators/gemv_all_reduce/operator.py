@@ -27,8 +27,12 @@ class GemvAllReduce(Operator):
         Implementation(
             "fused", "one kernel that sends sums as it computes them", is_batch_invariant=True
         ),
-        Implementation("gemm", "gemm_all_reduce, by the implementation that it takes itself"),
-        Implementation("unfused", "F.linear, then all_reduce"),
+        Implementation(
+            "gemm",
+            "gemm_all_reduce, by the implementation that it takes itself",
+            spans_nodes=True,
+        ),
+        Implementation("unfused", "F.linear, then all_reduce", spans_nodes=True),
     )
 
     def choose(self, **call: Any) -> Any:
@@ -40,7 +44,13 @@ class GemvAllReduce(Operator):
         return ("x", "w"), ("bias",)
 
     def explain(  # type: ignore[override]
-        self, x: torch.Tensor, w: torch.Tensor, *, world_size: int, bias: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        world_size: int,
+        nodes: int = 1,
+        bias: torch.Tensor | None = None,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(x, w, bias)
@@ -52,7 +62,7 @@ class GemvAllReduce(Operator):
             "world_size": world_size,
             "device": x.device,
         }
-        choice = self.choose(**sizes)
+        choice = self.choose(**sizes).between(self, nodes)
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
         if is_enabled():

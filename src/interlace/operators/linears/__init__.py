@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.comm.registration import register
+from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.operands import require_device, require_float
@@ -21,22 +21,19 @@ from interlace.operators.linears.launch import MOST_WEIGHTS, multiply
 OPERATOR = "linears"
 
 _library = torch.library.Library("interlace", "FRAGMENT")
-# It keeps nothing from call to call, so Inductor's own CUDA graphs may hold it.
 _library.define(
-    f"{OPERATOR}(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]",
-    tags=(torch.Tag.pt2_compliant_tag,),
+    f"{OPERATOR}(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]", tags=OPERATOR_TAGS
 )
 
 
 def _run(
     x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Compute ``x @ w.T + bias`` for each weight; more than ``MOST_TOKENS`` tokens by torch."""
+    """Compute ``x @ w.T + bias`` for each weight, by the kernel where it can."""
     _validate(x, weights, biases)
-    if invariance.is_enabled():
-        invariance.refuse(OPERATOR)
-    # A compiled graph may be called with more tokens than it was traced with.
-    if x.shape[0] > MOST_TOKENS:
+    # A compiled graph may be called with more tokens than it was traced with. Where calls must be
+    # batch-invariant, products must not change with the number of tokens.
+    if x.shape[0] > MOST_TOKENS or invariance.is_enabled():
         return reference.linears(x, weights, biases)
     return multiply(x, weights, biases, default_config(x.shape[0], x.element_size()))
 

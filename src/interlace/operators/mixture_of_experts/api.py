@@ -54,7 +54,8 @@ def mixture_of_experts(
         w_out: ``[L, hidden, F]`` of x's dtype.
         capacity: maximum number of rows that an expert takes from each rank. Further slots, by
             token and then by j, are dropped: they add nothing to y. None: no limit.
-        group: 1 to 8 ranks of one machine; default: the default process group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
         impl: ``"fused"``; ``"decode"``, kernels for few tokens, without gradients and capacity;
             ``"nccl"``, stock PyTorch that never waits for the host, all-gather, torch._grouped_mm
             and reduce-scatter, for bfloat16 without gradients and capacity; ``"unfused"`` (torch
@@ -74,7 +75,7 @@ def mixture_of_experts(
         ArgumentError: shapes, dtypes or devices do not fit.
         RankMismatchError: ranks differ in sizes, dtype, capacity, impl or config; raised on every
             rank.
-        GroupError: the group is too large or spans machines.
+        GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernels end, fill their outputs with NaN, and the next call on the group, or
             :func:`interlace.synchronize`, raises.
@@ -98,7 +99,8 @@ def mixture_of_experts(
     y, *_ = torch.ops.interlace.mixture_of_experts(
         x,
         experts,
-        weights.float(),
+        # Kernels read a slot's weight at the slot's number.
+        weights.float().contiguous(),
         w_in,
         w_out,
         world_size,

@@ -19,7 +19,7 @@ from interlace.operators.mixture_of_experts.config import (
     decode_config,
     default_config,
 )
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.layout import MAX_DECODE_TOKENS, Sizes
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 
@@ -61,18 +61,44 @@ class Terms(NamedTuple):
 
 def decode_refusal(terms: Terms) -> str | None:
     """Return what a call must have for ``impl="decode"`` and has not, or None."""
-    return " and ".join(rule for holds, rule in terms.inference_rules if not holds) or None
+    # Each expert has a list with room for all slots of all ranks.
+    few = terms.sizes.tokens <= MAX_DECODE_TOKENS
+    rules = (*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank"))
+    return " and ".join(rule for holds, rule in rules if not holds) or None
 
 
 @functools.cache
 def choose(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
-    """Return the implementation that takes the least time, with the fused kernels' configuration.
+    """Return the implementation that takes the least time, with its configuration.
 
-    Where no time is known, and on the CPU backend, it is the fused one.
+    Where no time is predicted it is that of the tuned table, and without one the fused one, as on
+    the CPU backend.
     """
+    tabulated = _tabulated(terms, device)
+    if device.type == "cpu" or not terms.sizes.tokens:
+        return tabulated
+    gpu = Gpu.of(device)
+    profile = profile_of(gpu.name, gpu.processors)
+    times_us = predicted_times(profile, terms)
+    if times_us:
+        return fastest(profile, terms, tabulated, times_us)
+    if operator_named(OPERATOR).refusal(tabulated.impl, terms) is None:
+        return tabulated
+    config = _config_of("fused", terms, tabulated)
+    return dataclasses.replace(tabulated, impl="fused", config=config)
+
+
+def configuration(impl: str, terms: Terms, device: torch.device) -> MixtureOfExpertsConfig:
+    """Return the configuration of an implementation for a call that gives none."""
+    return _config_of(impl, terms, _tabulated(terms, device))
+
+
+@functools.cache
+def _tabulated(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
+    """Return what the tuned table says of these sizes, whether the call may run it or not."""
     sizes = terms.sizes
     names = ("tokens", "hidden", "ffn", "experts", "top_k")
-    tabulated = by_device(
+    return by_device(
         OPERATOR,
         {name: getattr(sizes, name) for name in names},
         default_config(ffn=sizes.ffn, itemsize=terms.dtype.itemsize),
@@ -81,18 +107,30 @@ def choose(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]
         world_size=sizes.world_size,
         device=device,
     )
-    if device.type == "cpu" or not sizes.tokens:
-        return tabulated
-    gpu = Gpu.of(device)
-    profile = profile_of(gpu.name, gpu.processors)
-    times_us = predicted_times(profile, terms)
-    if not times_us:
-        return tabulated
-    return fastest(profile, tabulated.config, times_us)
+
+
+def _config_of(
+    impl: str, terms: Terms, tabulated: Choice[MixtureOfExpertsConfig]
+) -> MixtureOfExpertsConfig:
+    """Return the configuration of an implementation: the table's, if it is of that one."""
+    if (impl == "decode") == (tabulated.impl == "decode"):
+        return tabulated.config
+    sizes, itemsize = terms.sizes, terms.dtype.itemsize
+    if impl == "decode":
+        rows = sizes.world_size * sizes.slots / sizes.experts
+        config = decode_config(rows=rows, itemsize=itemsize)
+    else:
+        config = default_config(ffn=sizes.ffn, itemsize=itemsize)
+    if terms.device_type == "cpu":
+        return dataclasses.replace(config, **_ON_INTERPRETER)
+    return config
 
 
 def fastest(
-    profile: MachineProfile, config: MixtureOfExpertsConfig, times_us: dict[str, float]
+    profile: MachineProfile,
+    terms: Terms,
+    tabulated: Choice[MixtureOfExpertsConfig],
+    times_us: dict[str, float],
 ) -> Choice[MixtureOfExpertsConfig]:
     """Return the choice of the shortest of these times."""
     operator = operator_named(OPERATOR)
@@ -103,7 +141,7 @@ def fastest(
     source = f", by {profile.source}" if profile.is_guess else ""
     return Choice(
         order[0],
-        config,
+        _config_of(order[0], terms, tabulated),
         f"predicted for {profile.gpu}{source}: {times}",
         times_us={name: times_us[name] for name in order},
         worst_error=profile.worst_error,
@@ -143,17 +181,3 @@ def tile_of(implementation: str, call: ExpertsCall) -> tuple[int, int]:
     else:
         return _LIBRARY_TILE
     return config.block_m, config.block_n
-
-
-def configuration(
-    impl: str, terms: Terms, choice: Choice[MixtureOfExpertsConfig]
-) -> MixtureOfExpertsConfig:
-    """Return the configuration of an implementation for a call that gives none."""
-    if impl != "decode":
-        return choice.config
-    sizes = terms.sizes
-    rows = sizes.world_size * sizes.slots / sizes.experts
-    config = decode_config(rows=rows, itemsize=terms.dtype.itemsize)
-    if terms.device_type == "cpu":
-        return dataclasses.replace(config, **_ON_INTERPRETER)
-    return config

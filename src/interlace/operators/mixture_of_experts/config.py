@@ -85,7 +85,7 @@ def decode_config(*, rows: float, itemsize: int) -> MixtureOfExpertsConfig:
         )
     if most > 32:
         return MixtureOfExpertsConfig(
-            block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=4, push_programs=64
+            block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3, push_programs=64
         )
     return MixtureOfExpertsConfig(
         block_m=16 if most <= 16 else 32,

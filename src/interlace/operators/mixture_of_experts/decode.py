@@ -102,10 +102,9 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         "hidden_groups": sizes.hidden // align,
     }
 
-    def shares(in_front: int) -> kernels.Shares:
-        block = min(next_power_of_2(max(length, 16)), _MOST_SLOTS)
-        return kernels.Shares(in_front, columns(sizes.hidden), sizes.top_k, align, block)
-
+    # The products look through no slots, and must not be compiled anew for each number of them.
+    shares = kernels.Shares(programs, columns(sizes.hidden), sizes.top_k, align, slots=0)
+    block = min(next_power_of_2(max(length, 16)), _MOST_SLOTS)
     gather = Launch(
         kernels.gather_tokens,
         (sending + local,),
@@ -122,7 +121,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         {
             "WORLD_SIZE": ranks,
             "DTYPE": triton_dtype(dtype),
-            "SHARES": shares(sending),
+            "SHARES": shares._replace(programs=sending, slots=block),
             "num_warps": 4,
         },
     )
@@ -159,7 +158,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         },
         {
             **products,
-            "SHARES": shares(programs),
+            "SHARES": shares,
             "EVEN": sizes.hidden % config.block_k == 0,
             "HALVES": halves,
         },
@@ -185,7 +184,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         {
             **products,
             "WORLD_SIZE": ranks,
-            "SHARES": shares(programs),
+            "SHARES": shares,
             "EVEN": sizes.ffn % config.block_k == 0,
         },
         (w_out, active),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 
 import torch
 
-from interlace.comm import Group, group_named, process_group_named
+from interlace.comm import Group, group_named, process_group_named, ranges
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
@@ -85,6 +86,14 @@ class Call:
             config=self.config,
         )
 
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return the range of this call for profilers, by the name of the operator or its half.
+
+        The bytes that it sends are unknown: only the device knows how many rows go where.
+        """
+        operands = (self.x, self.experts, self.w_in, self.w_out)
+        return ranges.around(name, self.chosen[0], operands, lambda: None)
+
     @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
         """The implementation and the configuration of this call.
@@ -93,16 +102,18 @@ class Call:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
         terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
-        choice = choose(terms, self.x.device)
+        declaration = operator_named(OPERATOR)
+        declaration.require_nodes(self.impl, self.group.nodes)
+        choice = choose(terms, self.x.device).between(declaration, self.group.nodes)
         impl = choice.impl if self.impl == "auto" else self.impl
-        unmet = operator_named(OPERATOR).refusal(impl, terms)
+        unmet = declaration.refusal(impl, terms)
         if unmet is not None:
             raise ArgumentError(
                 f"{OPERATOR}: impl={impl!r} must have {unmet}. Take impl='auto' or 'fused'."
             )
         if self.config:
             return impl, MixtureOfExpertsConfig.parse(self.config)
-        return impl, configuration(impl, terms, choice)
+        return impl, configuration(impl, terms, self.x.device)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,17 +153,19 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
     impl, _ = call.chosen
     # All ranks have the same number of tokens, so they all leave the fused path together.
     if call.sizes.tokens == 0 or impl == "unfused":
-        return _unfused(call), nothing(call.x)
+        with call.range(OPERATOR):
+            return _unfused(call), nothing(call.x)
     if impl == "decode":
         launches, y = decode.prepare(call, mark)
-        with group.running():
+        with call.range(OPERATOR), group.running():
             for launch in launches:
                 launch()
         return y, nothing(call.x)
     if impl == "nccl":
-        return stock.run(call), nothing(call.x)
+        with call.range(OPERATOR):
+            return stock.run(call), nothing(call.x)
     launches, y, saved, may_keep = prepare_forward(call, mark)
-    with group.running():
+    with call.range(OPERATOR), group.running():
         for launch in launches:
             launch()
     if not call.keeps:
@@ -171,9 +184,10 @@ def run_backward(
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
     if call.sizes.tokens == 0 or impl == "unfused":
-        return _unfused_gradients(call, grad)
+        with call.range(_BACKWARD):
+            return _unfused_gradients(call, grad)
     launches, gradients = prepare_backward(call, mark, grad, saved, needed)
-    with group.running():
+    with call.range(_BACKWARD), group.running():
         for launch in launches:
             launch()
     return gradients

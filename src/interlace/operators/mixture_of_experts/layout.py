@@ -24,6 +24,7 @@ MAX_RANKS: Final = 8
 MAX_EXPERTS: Final = 1024
 MAX_TOP_K: Final = 8
 MAX_TOKENS: Final = 1 << 17
+MAX_DECODE_TOKENS: Final = 1 << 12
 
 # int32 signals of a rank, the same in the forward and the backward pass.
 # Sets take turns by the epoch's parity.

@@ -12,7 +12,6 @@ from interlace.operators.mixture_of_experts import stock
 from interlace.operators.mixture_of_experts.choice import (
     Terms,
     choose,
-    configuration,
     decode_refusal,
     tile_of,
 )
@@ -48,8 +47,13 @@ class MixtureOfExperts(Operator):
             refusal=stock.refusal,
             schedule="to_all",
             is_stock=True,
+            spans_nodes=True,
         ),
-        Implementation("unfused", "F.linear and all_to_all_single, each rank's rows sorted"),
+        Implementation(
+            "unfused",
+            "F.linear and all_to_all_single, each rank's rows sorted",
+            spans_nodes=True,
+        ),
     )
 
     def choose(self, *, terms: Terms, device: torch.device) -> Any:  # type: ignore[override]
@@ -82,6 +86,7 @@ class MixtureOfExperts(Operator):
         w_out: torch.Tensor,
         *,
         world_size: int,
+        nodes: int = 1,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(x, experts, weights, w_in, w_out, None, world_size)
@@ -92,10 +97,10 @@ class MixtureOfExperts(Operator):
             tensor.requires_grad for tensor in (x, weights, w_in, w_out)
         )
         terms = Terms(sizes, x.dtype, x.device.type, keeps)
-        choice = self.choose(terms=terms, device=x.device)
+        choice = self.choose(terms=terms, device=x.device).between(self, nodes)
         chosen = choice.impl
         if chosen in ("fused", "decode"):
-            chosen += f" ({configuration(chosen, terms, choice)})"
+            chosen += f" ({choice.config})"
         name = str(x.dtype).removeprefix("torch.")
         call = (
             f"{self.name} of {tokens} tokens per rank, top {top_k} of {count} experts {hidden} x "

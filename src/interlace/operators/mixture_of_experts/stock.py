@@ -19,6 +19,10 @@ _ALIGNMENT_BYTES = 16
 """PyTorch's grouped product takes rows of weights that are a multiple of so many bytes."""
 
 
+_MOST_BYTES = 1 << 32
+"""Every rank permutes the rows of all ranks; beyond this size they may not fit."""
+
+
 def refusal(terms: Terms) -> str | None:
     """Return what a call must have for ``impl="nccl"`` and has not, or None."""
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
@@ -29,6 +33,11 @@ def refusal(terms: Terms) -> str | None:
         (
             not any(width % _ALIGNMENT_BYTES for width in widths),
             f"hidden and F that are multiples of {_ALIGNMENT_BYTES} bytes",
+        ),
+        (
+            sizes.world_size * sizes.slots * (3 * sizes.ffn + 2 * sizes.hidden) * itemsize
+            <= _MOST_BYTES,
+            f"at most {_MOST_BYTES >> 30} GiB of rows of all ranks",
         ),
         *terms.inference_rules,
     )

@@ -12,12 +12,12 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
-from interlace.testing.cases import batches, embedding, experts, gemv, outputs, products
+from interlace.testing.cases import batches, embedding, experts, gemv, norms, outputs, products
 from interlace.testing.cases.base import Case, Prepared
 
 _MODULES = {
     operator: module
-    for module in (gemv, products, batches, embedding, experts, outputs)
+    for module in (gemv, products, norms, batches, embedding, experts, outputs)
     for operator in module.IMPLEMENTATIONS
 }
 

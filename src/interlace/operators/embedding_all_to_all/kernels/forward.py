@@ -47,7 +47,7 @@ def _next_rows(indices, start, length, step, UNROLL: tl.constexpr):
 
 
 @triton.jit
-def _pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.constexpr):
+def pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.constexpr):
     """Sum the ``count`` bags of ``table`` from sample ``first`` on: float32 ``[bags, width]``.
 
     Rows are added in the order of the indices. Row numbers are a step ahead of rows, and the rows
@@ -94,7 +94,7 @@ def _pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.const
 
 
 @triton.jit
-def _cells(
+def cells_of(
     tables, table, first, count, columns, BAGS: tl.constexpr, STAGED: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
@@ -126,8 +126,8 @@ def _pool_local(
         table, block = task // blocks, task % blocks
         count = tl.minimum(samples_of(rank, lookups.B, chunk) - block * BAGS, BAGS)
         if count > 0:
-            total = _pool(lookups, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
-            cells, mask = _cells(
+            total = pool(lookups, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
+            cells, mask = cells_of(
                 lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
             )
             tl.store(own_output + cells, total.to(OUT), mask=mask)
@@ -217,8 +217,10 @@ def embedding_all_to_all_forward(
             count = tl.minimum(samples - block * BAGS, BAGS)
             if count > 0:
                 first = dest * chunk + block * BAGS
-                total = _pool(lookups, table, first, count, POOLING, VECTORS).to(OUT)
-                cells, mask = _cells(
+                il.record("tile", task, group)
+                total = pool(lookups, table, first, count, POOLING, VECTORS).to(OUT)
+                il.record("computed", task, group)
+                cells, mask = cells_of(
                     tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
                 )
                 index = tl.sum(tl.where(peers == dest, target_index, 0))
@@ -228,7 +230,7 @@ def embedding_all_to_all_forward(
                         tl.store(own_output + cells, total, mask=mask)
                     else:
                         staged = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * own_columns
-                        staged_cells, mask = _cells(
+                        staged_cells, mask = cells_of(
                             tables, table, block * BAGS, count, own_columns, BAGS, True, VECTORS
                         )
                         tl.store(staged + staged_cells, total, mask=mask)
@@ -246,11 +248,11 @@ def embedding_all_to_all_forward(
                         if il.arrive_last(counter, block - first_block, members):
                             for member in range(first_block, first_block + members):
                                 count = tl.minimum(samples - member * BAGS, BAGS)
-                                cells, mask = _cells(
+                                cells, mask = cells_of(
                                     tables, table, member * BAGS, count, columns, BAGS, False,
                                     VECTORS,
                                 )
-                                staged_cells, mask = _cells(
+                                staged_cells, mask = cells_of(
                                     tables, table, member * BAGS, count, own_columns, BAGS, True,
                                     VECTORS,
                                 )
@@ -269,7 +271,8 @@ def embedding_all_to_all_forward(
                     # cut off by the descriptor, or fall behind the samples of its output.
                     column = tl.load(tables + table * FIELDS + COLUMN).to(tl.int32)
                     corner = [dest, index, block * BAGS, column]
-                    il.put_tile(tiles, corner, tl.reshape(total, [1, 1, BAGS, VECTORS.width]))
+                    part = tl.reshape(total, [1, 1, BAGS, VECTORS.width])
+                    il.put_tile(tiles, corner, part, group)
                 else:
                     il.put(target + cells, total, dest, group, mask)
         if PROTOCOL != "sliced":

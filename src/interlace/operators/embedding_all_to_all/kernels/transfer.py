@@ -102,7 +102,7 @@ def push_gradients(
                     # A full tile at the end would cover the next rank's samples.
                     if (block + 1) * ROWS <= samples:
                         corner = [owner, rank * chunk + block * ROWS, target_column.to(tl.int32)]
-                        il.put_tile(tiles, corner, tl.reshape(value, [1, ROWS, WIDTH]))
+                        il.put_tile(tiles, corner, tl.reshape(value, [1, ROWS, WIDTH]), group)
                     else:
                         lines = il.pointer(landing, OUT) + first + row * landing_columns
                         il.put(lines + column[None, :], value, owner, group, mask)

@@ -41,6 +41,7 @@ def gemv_all_reduce_one_shot(
     # waits at once for values that all threads share.
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     if ONE_TILE:
+        il.record("tile", program, group)
         part = multiply_tile(operands, K, TILING)
     rank = il.rank(group)
     stamp = il.mark(epoch, call)
@@ -73,6 +74,7 @@ def gemv_all_reduce_one_shot(
         # All tiles are sent before the first is waited for, so that no two ranks wait for each
         # other.
         for tile in range(program, tiles, programs):
+            il.record("tile", tile, group)
             operands = point_to_operands(tile, matrices, TILING)
             part = in_words(multiply_tile(operands, K, TILING), VALUES)
             rows, tokens, mask = tile_at(tile, N, B, TILING)

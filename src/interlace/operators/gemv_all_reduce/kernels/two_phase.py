@@ -64,6 +64,7 @@ def gemv_all_reduce_two_phase(
     # waits at once for values that all threads share.
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     if ONE_TILE:
+        il.record("tile", program, group)
         part = multiply_tile(operands, K, TILING)
     stamp = il.mark(epoch, call)
     slot = tl.multiple_of(slot.to(tl.int64), 16)
@@ -80,6 +81,7 @@ def gemv_all_reduce_two_phase(
         _send_part(program, part, slots, group, N, B, OWNED, TILING)
     else:
         for tile in range(program, tiles, programs):
+            il.record("tile", tile, group)
             operands = point_to_operands(tile, matrices, TILING)
             part = multiply_tile(operands, K, TILING)
             _send_part(tile, part, slots, group, N, B, OWNED, TILING)

@@ -59,7 +59,7 @@ class Shares(NamedTuple):
         columns: Columns that a program moves at a time.
         top_k: Experts per token.
         align: A power of two that divides the width of a token.
-        slots: Slots that a program looks at a time.
+        slots: Slots that a program looks at a time, where it looks at any.
     """
 
     programs: Any

@@ -1,0 +1,355 @@
+"""Embedding + All-to-All between two hosts, which are two GPUs of one machine for NCCL.
+
+    python benchmarks/between_nodes.py --json FILE
+
+Each rank has a GPU and is a host of its own (``NCCL_HOSTID``), so NCCL sends through sockets; its
+log must say NET/Socket. Every result is compared with the pair's, bit for bit, before anything is
+timed. Times are those of the slowest rank: medians of samples, each the mean of several calls.
+
+    pair       our pooling kernel on one rank, then all_to_all_single, then the copy that unpacks
+    torch      impl="unfused": F.embedding_bag for each table, then the same
+    fused      impl="fused": slices leave while later ones are pooled
+
+The number of lookups at which pooling takes as long as the exchange is found first. At the end rank
+1 does not come to a call: rank 0 must say so within the deadline, and both must recover.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import faulthandler
+import itertools
+import json
+import os
+import re
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm import carrier
+from interlace.operators.embedding_all_to_all import between_nodes
+
+TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
+LOOKUPS = (1, 4, 8, 20, 64)
+SLICES = (1, 2, 4, 8, 16)
+DEADLINE_S = 4.0
+
+_SAMPLES, _CALLS = 5, 4
+_STACKS_S = 85.0
+_BUDGET_S = 55.0  # after which no further number of lookups is measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="where results go")
+    parser.add_argument("--backend", default="cuda", choices=["cuda", "cpu"])
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ.update(
+            NCCL_NET="Socket",
+            NCCL_SOCKET_IFNAME="lo",
+            NCCL_SOCKET_NTHREADS="4",
+            NCCL_NSOCKS_PERTHREAD="4",
+            NCCL_NVLS_ENABLE="0",
+            NCCL_DEBUG="INFO",
+            NCCL_DEBUG_FILE=f"{folder}/nccl.%p",
+            INTERLACE_DEADLINE_S="20",
+        )
+        results = interlace.launch(measure, 2, backend=arguments.backend, nodes=2)
+        log = "".join(file.read_text(errors="replace") for file in Path(folder).glob("nccl.*"))
+    transports = sorted(set(re.findall(r"via (\S+)", log)))
+    networks = sorted(set(re.findall(r"Using network (\S+)", log)))
+    print(f"NCCL: network {networks}, transports {transports}", flush=True)
+    if arguments.json is not None:
+        from interlace.cli import machine
+
+        document = {
+            "machine": machine.describe(),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "network": {"NCCL": networks, "transports": transports},
+            "sizes": {"tables": TABLES, "width": WIDTH, "rows": ROWS, "batch": BATCH},
+            "results": results[0],
+        }
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    if arguments.backend == "cuda" and not any("NET/Socket" in name for name in transports):
+        raise SystemExit("NCCL's log must say NET/Socket; the times above are of something else.")
+
+
+@dataclasses.dataclass
+class Workload:
+    """The tables of a rank, and lookups for the entire batch."""
+
+    tables: list[torch.Tensor]
+    indices: torch.Tensor
+    offsets: torch.Tensor
+    alone: dist.ProcessGroup
+
+    @staticmethod
+    def of(lookups: int, tables: list[torch.Tensor], alone: dist.ProcessGroup) -> Workload:
+        bags, rows, device = len(tables) * _batch(tables), len(tables[0]), tables[0].device
+        generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
+        indices = torch.randint(
+            rows, (bags * lookups,), generator=generator, device=device, dtype=torch.int32
+        )
+        offsets = torch.arange(bags + 1, dtype=torch.int32, device=device) * lookups
+        return Workload(tables, indices, offsets, alone)
+
+    def call(self, impl: str = "fused", **more: Any) -> torch.Tensor:
+        """Run the operator."""
+        return interlace.embedding_all_to_all(
+            self.tables, self.indices, self.offsets, name="bench", impl=impl, check_indices=False,
+            **more,
+        )  # fmt: skip
+
+    def pool(self) -> torch.Tensor:
+        """Pool the entire batch on this rank: ``[B, columns of this rank]``."""
+        return interlace.embedding_all_to_all(
+            self.tables, self.indices, self.offsets, name="bench", group=self.alone,
+            check_indices=False,
+        )  # fmt: skip
+
+    def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Send each rank its samples: ``[R, samples, columns of a rank]``."""
+        received = torch.empty_like(pooled)
+        dist.all_to_all_single(received, pooled)
+        return received.view(dist.get_world_size(), -1, pooled.shape[1])
+
+    def pair(self) -> torch.Tensor:
+        """Pool, exchange, unpack."""
+        return torch.cat(list(self.exchange(self.pool())), 1)
+
+
+def _batch(tables: list[torch.Tensor]) -> int:
+    return BATCH if tables[0].is_cuda else 32
+
+
+@torch.no_grad()
+def measure() -> dict[str, Any]:
+    """On a rank: find the balance, measure every number of lookups, and try a late rank."""
+    begun = time.monotonic()
+    faulthandler.dump_traceback_later(_STACKS_S)  # where it hangs, if it does
+    group = interlace.group_of()
+    on_gpu = group.backend == "cuda"
+    rows, tables = (ROWS, TABLES) if on_gpu else (50, 2)
+    generator = torch.Generator(group.device).manual_seed(dist.get_rank())
+    weights = [
+        torch.randn(rows, WIDTH, device=group.device, generator=generator).half()
+        for _ in range(tables)
+    ]
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    first = Workload.of(20, weights, alone)
+    pooled = first.pool()
+    exchange_us = timed(lambda: first.exchange(pooled))
+    pool_us = timed(first.pool)
+    balanced = max(1, round(20 * exchange_us / pool_us)) if on_gpu else 2
+    _say(
+        f"exchange {exchange_us:.0f} us, pooling {pool_us:.0f} us at 20 lookups: {balanced} balance"
+    )
+    results: dict[str, Any] = {"exchange_us": exchange_us, "balanced_lookups": balanced}
+    results["lookups"] = {}
+    results["lookups"][balanced] = compare(Workload.of(balanced, weights, alone), sweep=True)
+    for lookups in LOOKUPS if on_gpu else (1,):
+        if _slowest(time.monotonic() - begun) > _BUDGET_S:
+            _say("out of time")
+            break
+        results["lookups"][lookups] = compare(Workload.of(lookups, weights, alone))
+    results["late_rank"] = try_late_rank(Workload.of(4, weights, alone))
+    faulthandler.cancel_dump_traceback_later()
+    _say(f"{time.monotonic() - begun:.0f} s in all")
+    return results
+
+
+def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
+    """Check the fused call, then time it and the pair; with all numbers of slices if ``sweep``."""
+    lookups = workload.indices.numel() // (workload.offsets.numel() - 1)
+    expected = workload.pair()
+    # Twice: the second call finds what the first one has left.
+    for _ in range(2):
+        _require_equal(workload.call(), expected, f"fused, {lookups} lookups")
+    ways: dict[str, Callable[[], object]] = {
+        "pooling": workload.pool,
+        "pair": workload.pair,
+        "fused": workload.call,
+    }
+    times = {name: timed(call) for name, call in ways.items()}
+    times["torch"] = timed(lambda: workload.call("unfused"), samples=2)
+    if workload.indices.is_cuda:
+        for name in ("pair", "fused"):
+            replay, result = captured(ways[name])
+            result.zero_()
+            replay()
+            _require_equal(result, expected, f"{name} in a graph, {lookups} lookups")
+            times[f"{name}, graph"] = timed(replay)
+    if sweep:
+        times |= time_variants(workload, expected)
+        for slices in SLICES:
+            config = config_of(workload, slices)
+            if config is not None:
+                _require_equal(workload.call(config=config), expected, f"{slices} slices")
+                times[f"fused, {slices} slices"] = timed(
+                    lambda config=config: workload.call(config=config)
+                )
+    ratio = times["fused"] / times["pair"]
+    said = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
+    _say(f"{lookups} lookups, us: {said}; fused / pair {ratio:.3f}")
+    return {"us": times, "fused / pair": ratio}
+
+
+def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:
+    """Time the fused call without its exchange, in a launch per slice, and with other channels."""
+    times = {}
+    with (
+        mock.patch.object(between_nodes, "SliceQueue", mock.MagicMock()),
+        mock.patch.object(between_nodes, "prepare_collect", mock.Mock(return_value=None)),
+    ):
+        times["fused, nothing sent"] = timed(workload.call)
+    prepare = between_nodes.prepare
+
+    def split(*arguments: Any) -> list[Any]:
+        (launch,) = prepare(*arguments)
+        return launch_per_slice(launch)
+
+    with mock.patch.object(between_nodes, "prepare", split):
+        _require_equal(workload.call(), expected, "a launch per slice")
+        times["fused, a launch per slice"] = timed(workload.call)
+    for channels in (1, 4):
+        with mock.patch.object(carrier, "CHANNELS", channels):
+            group = dist.new_group()
+            _require_equal(workload.call(group=group), expected, f"{channels} channels")
+            times[f"fused, {channels} channels"] = timed(
+                lambda group=group: workload.call(group=group)
+            )
+    return times
+
+
+def launch_per_slice(launch: Any) -> list[Any]:
+    """Cut a launch that pools into one per slice, and one for the samples of this node."""
+    arguments = launch.arguments
+    bags, remote = launch.constants["POOLING"].bags, launch.constants["REMOTE"]
+    blocks = -(-arguments["chunk"] // bags)
+    slices = -(-blocks // arguments["slice_blocks"])
+    tasks = arguments["T"] * arguments["slice_blocks"] * remote
+    bounds = [*(number * tasks for number in range(slices + 1)), arguments["last_task"]]
+    return [
+        dataclasses.replace(
+            launch,
+            grid=(max(1, -(-(last - first) // arguments["program_tasks"])),),
+            arguments={**arguments, "first_task": first, "last_task": last},
+        )
+        for first, last in itertools.pairwise(bounds)
+    ]
+
+
+def config_of(workload: Workload, slices: int) -> interlace.EmbeddingAllToAllConfig | None:
+    """Return the tuned configuration with so many slices; None if it cannot have them."""
+    from interlace.operators.embedding_all_to_all.launch import choose
+    from interlace.units import next_power_of_2
+
+    tables, batch = workload.tables, _batch(workload.tables)
+    config = choose(
+        tables=len(tables),
+        width=WIDTH,
+        batch=batch,
+        pooling_factor=next_power_of_2(workload.indices.numel() // (len(tables) * batch)),
+        dtype=tables[0].dtype,
+        world_size=dist.get_world_size(),
+        device=tables[0].device,
+    ).config
+    blocks = -(-batch // dist.get_world_size() // config.block_bags)
+    members = -(-blocks // slices)
+    return dataclasses.replace(config, slice_blocks=members) if members <= 1024 else None
+
+
+def captured(call: Callable[[], Any]) -> tuple[Callable[[], None], torch.Tensor]:
+    """Return the replay of a graph of one call, and the call's result."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        result = call()
+    return graph.replay, result
+
+
+def try_late_rank(workload: Workload) -> dict[str, Any]:
+    """Let rank 1 miss a call; return what rank 0 raised, after how long, and that both recover."""
+    before = interlace.group_of().deadline_s
+    expected = workload.pair()
+    workload.call()
+    interlace.set_deadline(DEADLINE_S)
+    outcome: dict[str, Any] = {}
+    if dist.get_rank() == 0:
+        start = time.monotonic()
+        try:
+            y = workload.call()
+            interlace.synchronize()
+            outcome["error"] = "none"
+        except interlace.PeerTimeoutError as error:
+            y = None
+            outcome |= {"error": str(error), "peer": error.peer, "node": error.node}
+        outcome["after_s"] = round(time.monotonic() - start, 2)
+        if y is not None:
+            outcome["result is NaN"] = bool(y.isnan().any())
+        _say(f"a late rank: {outcome}")
+    else:
+        time.sleep(3 * DEADLINE_S)
+    interlace.set_deadline(before)
+    interlace.recover()
+    _require_equal(workload.call(), expected, "after the recovery")
+    _say("recovered")
+    return outcome
+
+
+def timed(call: Callable[[], object], samples: int = _SAMPLES) -> float:
+    """Return the median time of a call in microseconds, of the slowest rank."""
+    call()
+    times = []
+    for _ in range(samples):
+        _synchronize()
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(_slowest((time.perf_counter() - start) / _CALLS * 1e6))
+    return statistics.median(times)
+
+
+def _synchronize() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    dist.all_reduce(torch.zeros(1))
+
+
+def _slowest(value: float) -> float:
+    """Return the largest of all ranks' values."""
+    largest = torch.tensor([value], dtype=torch.float64)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return float(largest)
+
+
+def _require_equal(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """End unless a result has the expected bits."""
+    wrong = _slowest(float((result != expected).sum()))
+    if wrong:
+        raise AssertionError(f"{name}: {wrong:.0f} elements differ from the pair's")
+
+
+def _say(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
+if __name__ == "__main__":
+    main()

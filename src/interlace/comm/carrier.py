@@ -1,0 +1,144 @@
+"""Carry messages between nodes: torch's point-to-point operations on a process group of our own.
+
+The process group has a communicator of its own, so that messages neither wait for the program's
+collectives nor get mixed up with them, and so that it can be aborted without the program's groups.
+It is NCCL on the CUDA backend and Gloo on the CPU backend, by the same calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm.members import Members
+from interlace.errors import BackendError
+
+CHANNELS = 2
+"""Largest number of SMs that NCCL takes for messages, each of which moves several GB/s."""
+
+# Deadlines are the group's, which releases waits and aborts; torch's own timeout ends the process.
+_NEVER = datetime.timedelta(days=365)
+
+
+class Message(NamedTuple):
+    """Describe one direction of a message.
+
+    Attributes:
+        peer: Rank of another node that receives or sends it.
+        data: Contiguous tensor of this rank's device that is sent or written.
+    """
+
+    peer: int
+    data: torch.Tensor
+
+
+class Waitable(Protocol):
+    """Describe a transfer that was enqueued, as torch returns it."""
+
+    def wait(self, timeout: datetime.timedelta = ...) -> bool:
+        """Wait on the host (Gloo), or make the current stream wait (NCCL)."""
+
+
+class Carrier:
+    """Send messages to any rank of a group that spans nodes, and receive theirs.
+
+    Messages from one rank to another arrive in the order in which they are sent. The k-th exchange
+    of a rank must fit the k-th exchange of each of its peers.
+    """
+
+    def __init__(self, members: Members, store: dist.Store) -> None:
+        """Connect to the ranks of all other nodes. Collective.
+
+        Args:
+            members: The group, which spans nodes.
+            store: A store of the group under a prefix that was never used.
+        """
+        self._on_gpu, self._device = members.backend == "cuda", members.device
+        rank, ranks = members.rank, members.world_size
+        self._process_group = dist.ProcessGroup(store, rank, ranks)
+        kind = dist.ProcessGroup.BackendType
+        backend_type = kind.NCCL if self._on_gpu else kind.GLOO
+        make = _nccl if self._on_gpu else _gloo
+        self._backend = make(store, rank, ranks)
+        self._process_group._set_default_backend(backend_type)
+        self._backend._set_sequence_number_for_group()
+        kind_of_device = torch.device(self._device.type)
+        self._process_group._register_backend(kind_of_device, backend_type, self._backend)
+        self._greet([peer for peer in range(ranks) if peer != rank])
+
+    def _greet(self, peers: Sequence[int]) -> None:
+        """Send each peer one message and wait for its own.
+
+        NCCL makes a connection with the first message, and would make it beside a kernel that
+        leaves it no SM (NVIDIA/nccl#2031).
+        """
+        sent = torch.zeros(16, dtype=torch.uint8, device=self._device)
+        received = [torch.empty_like(sent) for _ in peers]
+        works = self.exchange(
+            [Message(peer, sent) for peer in peers],
+            [Message(peer, data) for peer, data in zip(peers, received, strict=True)],
+        )
+        for _, work in works:
+            work.wait()
+        if self._on_gpu:
+            torch.cuda.synchronize(self._device)
+
+    def exchange(
+        self, departures: Sequence[Message], arrivals: Sequence[Message], tag: int = 0
+    ) -> list[tuple[int, Waitable]]:
+        """Begin to send and to receive, all messages at once; on the current stream of a GPU.
+
+        Args:
+            departures: Messages that leave.
+            arrivals: Messages that are awaited; from one peer, in the order in which it sends them.
+            tag: Number that sender and receiver must have in common (Gloo only; NCCL has none).
+
+        Returns:
+            Each awaited transfer with its peer. NCCL has one for all of them, of peer -1.
+        """
+        group = self._process_group
+        works: list[tuple[int, Waitable]] = []
+        if self._on_gpu:
+            # One group of NCCL: a send and the matching receive never wait for each other's rank.
+            group._start_coalescing(self._device)
+        for message in arrivals:
+            works.append((message.peer, group.recv([message.data], message.peer, tag)))
+        for message in departures:
+            works.append((message.peer, group.send([message.data], message.peer, tag)))
+        if self._on_gpu:
+            return [(-1, group._end_coalescing(self._device))]
+        return works
+
+    def abort(self) -> None:
+        """End all transfers, whatever the peers do; this carrier carries nothing afterwards."""
+        # Gloo's connections end with the objects; a transfer that is waited for has ended by its
+        # deadline.
+        if self._on_gpu:
+            with contextlib.suppress(RuntimeError):
+                self._backend.abort()
+
+
+def _gloo(store: dist.Store, rank: int, ranks: int) -> Any:
+    """Return a backend of Gloo, on the interfaces of ``GLOO_SOCKET_IFNAME``."""
+    return dist.ProcessGroupGloo(store, rank, ranks, timeout=_NEVER)
+
+
+def _nccl(store: dist.Store, rank: int, ranks: int) -> Any:
+    """Return a backend of NCCL that takes few SMs, and takes them before other kernels.
+
+    Raises:
+        BackendError: torch was built without NCCL.
+    """
+    if not dist.is_nccl_available():
+        raise BackendError(
+            "messages between nodes must have NCCL on GPUs; this torch was built without it."
+        )
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    options._timeout = _NEVER
+    options.config.max_ctas = CHANNELS
+    return dist.ProcessGroupNCCL(store, rank, ranks, options)

@@ -1,0 +1,165 @@
+"""What a group of several nodes has for its slices: a carrier, counters, and a watch on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from interlace.comm.carrier import Carrier
+from interlace.comm.channel import HostChannel
+from interlace.comm.driver import driver, require_enqueued
+from interlace.comm.health import Health
+from interlace.comm.members import Members
+from interlace.comm.ordinary import makes_ordinary_tensors
+from interlace.comm.streams import Streams
+from interlace.units import next_power_of_2
+
+_LOOKS_PER_DEADLINE = 20
+_LONGEST_PAUSE_S = 0.25
+_ANSWER_S = 2.0  # in which ranks that wait, too, say so
+_RELEASED = 2**31 - 1  # a counter's value that no wait is above
+
+
+class Network:
+    """Hold what slices of one group need, from the first of them to :meth:`close`.
+
+    Attributes:
+        carrier: Sends and receives messages.
+        watch: Ends transfers that are late on a GPU; None on the CPU backend.
+    """
+
+    def __init__(
+        self, members: Members, health: Health, channel: HostChannel, streams: Streams
+    ) -> None:
+        """Connect to the ranks of other nodes. Collective."""
+        self._device = members.device
+        self._counters: dict[str, torch.Tensor] = {}
+        self.carrier = Carrier(members, channel.new_store("slices"))
+        self.watch: Watch | None = None
+        if members.backend == "cuda":
+            self.watch = Watch(members, health, channel, streams, self)
+
+    @makes_ordinary_tensors
+    def counters(self, operator: str, count: int) -> torch.Tensor:
+        """Return int32 counters of ``operator``, at least ``count``; their content is anything.
+
+        They live as long as the network, as captured graphs refer to them.
+        """
+        key = f"{operator} {next_power_of_2(count)}"
+        if key not in self._counters:
+            size = next_power_of_2(count)
+            self._counters[key] = torch.zeros(size, dtype=torch.int32, device=self._device)
+        return self._counters[key]
+
+    def counter_addresses(self) -> list[int]:
+        """Return the addresses of all counters."""
+        return [
+            counters.data_ptr() + 4 * i
+            for counters in list(self._counters.values())
+            for i in range(counters.numel())
+        ]
+
+    def close(self) -> None:
+        """End all transfers; on every rank at once, with no kernel of the group running."""
+        if self.watch is not None:
+            self.watch.stop()
+        self.carrier.abort()
+
+
+class Watch:
+    """Find out that slices are late on a GPU, whose streams wait without a deadline.
+
+    Each call copies the number of calls into the host's memory when it begins, and the next number
+    when all its slices have arrived; both are enqueued, so replays of a CUDA graph do it as well. A
+    thread looks at the two numbers: they are equal while a call is under way. If they stay so for
+    longer than the deadline, it breaks the group, lets go of the streams that wait for counters,
+    and aborts the carrier. What arrived means nothing then, and results become NaN.
+    """
+
+    @makes_ordinary_tensors
+    def __init__(
+        self,
+        members: Members,
+        health: Health,
+        channel: HostChannel,
+        streams: Streams,
+        network: Network,
+    ) -> None:
+        self._members, self._health, self._channel = members, health, channel
+        self._streams, self._network = streams, weakref.proxy(network)
+        self._operator = ""
+        self._calls = torch.zeros(1, dtype=torch.int32, device=members.device)
+        self._words = torch.tensor([-1, 0], dtype=torch.int32).pin_memory()
+        self._view = self._words.numpy()
+        # Everything else may be waiting when it is used.
+        self._stream = torch.cuda.Stream(members.device)
+        self._stopped = threading.Event()
+        target = weakref.WeakMethod(self._look)
+        threading.Thread(
+            target=_watch, args=(target, self._stopped), name="interlace watch", daemon=True
+        ).start()
+        self._seen, self._since = -2, 0.0
+
+    def begin(self, operator: str) -> None:
+        """Enqueue the beginning of a call on the current stream."""
+        self._operator = operator
+        self._copy(0)
+
+    def end(self) -> None:
+        """Enqueue the end of the call, after the current stream has waited for all slices."""
+        self._calls.add_(1)
+        self._copy(1)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._stopped.set()
+
+    def _copy(self, word: int) -> None:
+        """Enqueue a copy of the number of calls into the host's memory."""
+        target = self._words.data_ptr() + 4 * word
+        stream = self._streams.current().cuda_stream
+        result = driver().cuMemcpyDtoHAsync(target, self._calls.data_ptr(), 4, stream)
+        require_enqueued(result, "a copy of %d bytes", 4)
+
+    def _look(self) -> float:
+        """Give up if a call is late; return the seconds until the next look."""
+        deadline_s, now = self._health.deadline_s, time.monotonic()
+        begun, ended = map(int, self._view)
+        if begun != ended or begun != self._seen:
+            self._seen, self._since = (begun if begun == ended else -2), now
+        elif now - self._since > deadline_s:
+            self._give_up()
+            self._stopped.set()
+        return min(_LONGEST_PAUSE_S, deadline_s / _LOOKS_PER_DEADLINE)
+
+    def _give_up(self) -> None:
+        """Break the group and let go of every stream that waits."""
+        if not self._health.broken:
+            self._health.declare_broken(
+                self._operator, self._channel.first_not_waiting(self._operator, _ANSWER_S)
+            )
+        cu, stream = driver(), self._stream.cuda_stream
+        with contextlib.suppress(ReferenceError):
+            for address in (self._health.broken_address, *self._network.counter_addresses()):
+                cu.cuStreamWriteValue32(stream, address, _RELEASED, 0)
+            self._stream.synchronize()
+            self._network.carrier.abort()
+
+
+def _watch(look: weakref.WeakMethod[Callable[[], float]], stopped: threading.Event) -> None:
+    """Look again and again, until the watch is stopped or gone."""
+    pause_s = _LONGEST_PAUSE_S
+    while not stopped.wait(pause_s):
+        method = look()
+        if method is None:
+            return
+        pause_s = method()
+        del method
+
+
+__all__ = ["Network", "Watch"]

@@ -1,0 +1,75 @@
+"""Find out which ranks of a group are on one node, and so share memory.
+
+A node is a machine that one launcher's agent runs: ranks are on one node if their host name, the
+boot of its kernel, and the launcher's number of the node are equal. So two machines never count as
+one node, while one machine counts as several where the launcher (two torchrun agents) or
+``INTERLACE_NODES`` says so.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping, Sequence
+
+import torch.distributed as dist
+
+from interlace.errors import ArgumentError
+
+NODES_VARIABLE = "INTERLACE_NODES"
+"""Number of nodes that the ranks of a program count as, in equal and consecutive parts."""
+
+# The variable that a launcher sets in every process that it starts, and the variable with the
+# number of the process's node.
+_LAUNCHERS = (("TORCHELASTIC_RUN_ID", "GROUP_RANK"), ("SLURM_PROCID", "SLURM_NODEID"))
+
+
+def own_node() -> list[str]:
+    """Return what identifies the node of this process: ranks of one node have equal lists.
+
+    Raises:
+        ArgumentError: ``INTERLACE_NODES`` does not divide the ranks of the program.
+    """
+    # Machines that were cloned from one image may have equal host names; their boot ids differ.
+    return [socket.gethostname(), _boot_id(), _by_launcher(os.environ), _declared()]
+
+
+def numbered(nodes: Sequence[object]) -> tuple[int, ...]:
+    """Return the number of each rank's node, from 0 in the order of the ranks; empty for one node.
+
+    Args:
+        nodes: Each rank's :func:`own_node`, in rank order.
+    """
+    first_ranks = [nodes.index(node) for node in nodes]
+    order = sorted(set(first_ranks))
+    return tuple(map(order.index, first_ranks)) if len(order) > 1 else ()
+
+
+def _by_launcher(environment: Mapping[str, str]) -> str:
+    """Return the launcher's number of this process's node, or ``""`` without a launcher."""
+    for launched, number in _LAUNCHERS:
+        if launched in environment and number in environment:
+            return environment[number]
+    return ""
+
+
+def _declared() -> str:
+    """Return the node of this process by ``INTERLACE_NODES``, or ``""`` if that is not set."""
+    text = os.environ.get(NODES_VARIABLE, "")
+    if not text:
+        return ""
+    ranks = dist.get_world_size()
+    if not text.isdecimal() or int(text) < 1 or ranks % int(text):
+        raise ArgumentError(
+            f"{NODES_VARIABLE} must be a number that divides the {ranks} ranks; got {text!r}."
+        )
+    return str(dist.get_rank() // (ranks // int(text)))
+
+
+def _boot_id() -> str:
+    """Return the kernel's identifier of the current boot, or ``""`` if it has none."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

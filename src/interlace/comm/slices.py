@@ -1,0 +1,239 @@
+"""Slices: pieces of memory that leave for ranks of other nodes while a kernel still computes.
+
+A slice is a contiguous piece of this rank's memory with a counter and one destination. The kernel
+adds to the counter with release order; once the counter has reached the slice's value, the slice is
+sent. It arrives in a *landing*, memory of the destination that nobody else writes. The contract is
+that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed* before the kernel,
+*released* after the kernel was launched, and *joined* before the landings are read::
+
+    queue = SliceQueue(group, OPERATOR, steps, mark)
+    queue.arm()           # counters are zero from here on
+    launch()              # the kernel counts
+    queue.release()       # side stream: wait for a counter, exchange; and so on
+    queue.join()          # the current stream waits for all arrivals
+
+Slices are exchanged in *steps*: in step k a rank sends to and receives from each of its peers at
+most one slice, and all ranks have the same steps in the same order. A step begins when its counters
+have reached their values on this rank.
+
+On CUDA a side stream waits for the counters by the driver's stream memory operations; on the CPU
+backend a thread waits for the same counters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from interlace.comm import cpu_faults
+from interlace.comm.carrier import Carrier, Message
+from interlace.comm.copies import require_queues, stream_waits_for, supports_triggers
+from interlace.comm.group import Group
+from interlace.errors import BackendError, PeerTimeoutError
+
+_POLL_INTERVAL_S = 2e-4  # between two reads of a counter, on the CPU backend
+_ANSWER_S = 1.0  # in which a peer that gave up says which rank it gave up on
+
+
+class Trigger(NamedTuple):
+    """Say when a step's slices may leave.
+
+    Attributes:
+        counter: Address of the counter, int32, in this rank's memory.
+        value: Smallest value at which the slices are complete.
+    """
+
+    counter: int
+    value: int
+
+
+class Step(NamedTuple):
+    """Describe one exchange of slices.
+
+    Attributes:
+        triggers: Counters that this rank's slices wait for.
+        departures: Slices that leave, at most one per peer.
+        arrivals: Landings of the slices that are awaited, at most one per peer.
+    """
+
+    triggers: tuple[Trigger, ...]
+    departures: tuple[Message, ...]
+    arrivals: tuple[Message, ...]
+
+
+class SliceQueue:
+    """Exchange slices with ranks of other nodes while a kernel runs that releases them."""
+
+    def __init__(self, group: Group, operator: str, steps: Sequence[Step], mark: int) -> None:
+        """Create the queue; nothing is enqueued yet. Collective in the group's first call.
+
+        Args:
+            group: The group, which spans nodes.
+            operator: Name of the calling operator, for errors.
+            steps: The exchanges, in the order in which all ranks make them.
+            mark: The number that the ranks' agreement returned for the call.
+
+        Raises:
+            BackendError: The driver has no stream memory operations, or a rank cannot connect.
+        """
+        self._group, self._operator, self._steps = group, operator, list(steps)
+        self._mark = mark
+        if group.backend == "cuda" and not supports_triggers(group.device):
+            raise BackendError(
+                f"{operator}: slices to other nodes must have a CUDA driver with stream memory "
+                "operations; this one has none (see `interlace doctor`). Take impl='unfused'."
+            )
+        self._network = group.network()
+        self._thread: _SliceThread | None = None
+        self._start: torch.cuda.Event | None = None
+
+    def arm(self) -> None:
+        """Prepare for the kernel that counts, which the current stream gets next.
+
+        The counters must be zero at this point of the current stream.
+        """
+        if self._group.backend == "cpu":
+            self._thread = _SliceThread(
+                self._network.carrier, self._steps, self._mark, self._group.deadline_s
+            )
+            self._thread.start()
+            return
+        require_queues(self._group, "slices")
+        assert self._network.watch is not None
+        self._network.watch.begin(self._operator)
+        self._start = self._group.streams.current().record_event()
+
+    def release(self) -> None:
+        """Enqueue the exchanges, after the kernel was launched; end with :meth:`join`.
+
+        Raises:
+            BackendError: The driver refuses a wait.
+        """
+        if self._start is None:
+            return
+        side = self._group.streams.side(True)
+        side.wait_event(self._start)
+        with self._group.on_device(), torch.cuda.stream(side):
+            # The waits come here and not in ``arm``, behind the kernel in every queue of the
+            # device: a wait in front of its kernel would hold the kernel back for ever.
+            for step in self._steps:
+                for trigger in step.triggers:
+                    stream_waits_for(trigger.counter, trigger.value, side)
+                if step.departures or step.arrivals:
+                    works = self._network.carrier.exchange(step.departures, step.arrivals)
+                    for _, work in works:
+                        work.wait()
+
+    def join(self) -> None:
+        """Make the current stream wait for all slices; the CPU backend waits itself.
+
+        Raises:
+            PeerTimeoutError: On the CPU backend, a peer's slice did not come in time. On CUDA the
+                group's watch finds that out; the next call raises.
+        """
+        if self._start is not None:
+            streams = self._group.streams
+            streams.current().wait_event(streams.side(True).record_event())
+            assert self._network.watch is not None
+            self._network.watch.end()
+            self._start = None
+        if self._thread is not None:
+            thread, self._thread = self._thread, None
+            thread.join()
+            for message in thread.sent:
+                self._group.traffic.count_put(message.peer, message.data.nbytes)
+            if thread.failure is not None:
+                raise self._late(*thread.failure)
+
+    def disarm(self) -> None:
+        """Cancel the exchanges, as no kernel will count."""
+        if self._thread is not None:
+            self._thread.cancelled = True
+            self._thread.join()
+        self._thread = self._start = None
+
+    def _late(self, peer: int, step: int, error: BaseException) -> PeerTimeoutError:
+        """Break the group and return the error that names the rank that was late first.
+
+        Raises:
+            PeerTimeoutError: A kernel has found out before, and knows better.
+        """
+        self._group.check()
+        peer = self._group.channel.blame(peer, _ANSWER_S)
+        self._group.health.declare_broken(self._operator, peer)
+        late = PeerTimeoutError(
+            operator=self._operator, rank=self._group.rank, peer=peer, slice=step + 1,
+            deadline_s=self._group.deadline_s, node=self._group.members.node_of(peer),
+        )  # fmt: skip
+        late.__cause__ = error
+        return late
+
+
+class _SliceThread(threading.Thread):
+    """Exchange slices in a thread, as the CPU backend's network.
+
+    Attributes:
+        cancelled: Set to end the thread as no kernel will count.
+        failure: Peer and step of the first transfer that failed, and its error; None without one.
+        sent: Messages that were sent.
+    """
+
+    def __init__(
+        self, carrier: Carrier, steps: Sequence[Step], mark: int, deadline_s: float
+    ) -> None:
+        super().__init__(name="interlace slices", daemon=True)
+        self._carrier, self._steps, self._mark = carrier, steps, mark
+        self._deadline_s = deadline_s
+        self.cancelled = False
+        self.failure: tuple[int, int, BaseException] | None = None
+        self.sent: list[Message] = []
+
+    def run(self) -> None:
+        """Exchange one step after another until all are done, one fails, or no kernel counts."""
+        for number, step in enumerate(self._steps):
+            while not all(_has_reached(trigger) for trigger in step.triggers):
+                if self.cancelled:
+                    return
+                time.sleep(_POLL_INTERVAL_S)
+            if not self._exchange(number, step):
+                return
+
+    def _exchange(self, number: int, step: Step) -> bool:
+        """Exchange the slices of a step; return whether all have arrived in time."""
+        end = time.monotonic() + self._deadline_s
+        peer = -1
+        try:
+            # Messages of another call have another tag: they stay where they are.
+            tag = self._mark >> 24
+            works = self._carrier.exchange((), step.arrivals, tag)
+            for message in step.departures:
+                peer = message.peer
+
+                def send(message: Message = message) -> None:
+                    works.extend(self._carrier.exchange((message,), (), tag))
+
+                # As a message of a network: late, or never, if such faults are injected.
+                cpu_faults.deliver(send, ordered=True)
+                self.sent.append(message)
+            for late_peer, work in works:
+                peer = late_peer
+                left_s = max(0.001, end - time.monotonic())
+                work.wait(datetime.timedelta(seconds=left_s))
+        except Exception as error:  # Gloo raises a RuntimeError for what is late or closed
+            self.failure = peer, number, error
+            return False
+        return True
+
+
+def _has_reached(trigger: Trigger) -> bool:
+    """Return whether a counter of the CPU backend has reached its value."""
+    return bool(ctypes.c_int32.from_address(trigger.counter).value >= trigger.value)
+
+
+__all__ = ["Message", "SliceQueue", "Step", "Trigger"]

@@ -1,0 +1,331 @@
+"""Launches of the forward pass in groups that span nodes: staging, slices, landing."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+
+from interlace.comm import Group
+from interlace.comm.constants import on_device
+from interlace.comm.interpreter import require
+from interlace.comm.kernels import Launch, triton_dtype
+from interlace.comm.outputs import Destination
+from interlace.comm.slices import Message, SliceQueue, Step, Trigger
+from interlace.operators.embedding_all_to_all import record
+from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all.launch import Call, forward_records, lanes_of
+from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.units import ceil_div, next_power_of_2, round_up
+
+_NAME = f"{OPERATOR}.between_nodes"
+_STAMP_BYTES = 16
+_SLICE_BYTES = 2 << 20  # at which the networks measured carry nearly as much as by larger messages
+_MOST_SLICES = 16
+_SLICE_SAMPLES = 64  # a multiple of every number of bags in a block
+_WAVES = 16  # programs of a launch, at most, for each that fits at once
+
+_COLLECT_ROWS, _COLLECT_COLUMNS = 16, 256
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """The division of every destination's samples into slices, the same on every rank.
+
+    Attributes:
+        layout: The columns of all tables and the samples of all ranks.
+        itemsize: Bytes of an element of the output.
+        rows: Samples of one destination in a slice; the last slice may have fewer.
+    """
+
+    layout: Layout
+    itemsize: int
+    rows: int
+
+    @staticmethod
+    def of(layout: Layout, itemsize: int, config: EmbeddingAllToAllConfig | None) -> Cut:
+        """Cut slices of ``slice_blocks`` blocks; without a configuration, of some MiB.
+
+        Args:
+            layout: The columns of all tables and the samples of all ranks.
+            itemsize: Bytes of an element of the output.
+            config: The caller's configuration, the same on every rank. A tuned one may differ
+                between ranks, whose tables are looked up differently often, so it says nothing.
+        """
+        if config is not None:
+            return Cut(layout, itemsize, config.slice_blocks * config.block_bags)
+        most_bytes = layout.chunk * max(layout.rank_columns) * itemsize
+        slices = max(1, min(_MOST_SLICES, most_bytes // _SLICE_BYTES))
+        return Cut(layout, itemsize, round_up(ceil_div(layout.chunk, slices), _SLICE_SAMPLES))
+
+    @property
+    def count(self) -> int:
+        """Number of slices of a full chunk of samples."""
+        return ceil_div(self.layout.chunk, self.rows)
+
+    def pitch(self, source: int) -> int:
+        """Return the bytes from one slice of ``source``'s tables to the next."""
+        return self._padded(self.rows, source) + _STAMP_BYTES
+
+    def nbytes(self, source: int, destination: int, number: int) -> int:
+        """Return the bytes of a slice with its stamp; 0 if it has no vectors and is not sent."""
+        rows = min(self.rows, self.layout.samples(destination) - number * self.rows)
+        if rows <= 0 or not self.layout.rank_columns[source]:
+            return 0
+        return self._padded(rows, source) + _STAMP_BYTES
+
+    def _padded(self, rows: int, source: int) -> int:
+        return round_up(rows * self.layout.rank_columns[source] * self.itemsize, _STAMP_BYTES)
+
+
+def in_turn(group: Group) -> tuple[list[int], list[int]]:
+    """Return the ranks of other nodes and those of this node, from the next rank on.
+
+    This rank is the last one of its node. As ranks begin with different destinations, none is sent
+    to by all at once.
+    """
+    ranks = [(group.rank + step) % group.world_size for step in range(1, group.world_size)]
+    local = set(group.members.local_ranks)
+    remote = [rank for rank in ranks if rank not in local]
+    return remote, [*(rank for rank in ranks if rank in local), group.rank]
+
+
+def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) -> torch.Tensor:
+    """Run the forward pass; return ``[samples of this rank, columns]``.
+
+    Collective when memory must grow, and in the group's first call.
+    """
+    require(group.backend)
+    layout = call.layout
+    cut = Cut.of(layout, call.dtype.itemsize, config if call.config else None)
+    shape = [layout.samples(call.rank), layout.columns]
+    output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
+    y = output.tensor(shape, call.dtype, group.device)
+    remote, _ = in_turn(group)
+    staging = _bytes(call, len(remote) * cut.count * cut.pitch(call.rank))
+    places = landing_places(cut, remote)
+    landing = _bytes(call, places[-1])
+    blocks_of_slice = cut.rows // config.block_bags
+    counters = group.network().counters(_NAME, cut.count)
+    value = len(call.weights) * blocks_of_slice * len(remote)
+    steps = steps_of(cut, call.rank, remote, staging, landing, counters.data_ptr(), value)
+    queue = SliceQueue(group, OPERATOR, steps, mark)
+    launches = prepare(
+        group, call, config, mark, output.destination, cut, staging, counters.data_ptr()
+    )
+    close = prepare_close(group, call, mark, output.destination)
+    collect = prepare_collect(group, call, mark, cut, y, landing)
+    with group.running():
+        counters.zero_()
+        queue.arm()
+        try:
+            for launch in launches:
+                launch()
+            queue.release()
+            close()
+        except BaseException:
+            queue.disarm()
+            raise
+        queue.join()
+        if collect is not None:
+            collect()
+    # Memory that is not lent is the group's landing, which the next call writes again.
+    return y if output.lent else y.clone()
+
+
+def steps_of(
+    cut: Cut,
+    rank: int,
+    remote: Sequence[int],
+    staging: torch.Tensor,
+    landing: torch.Tensor,
+    counters: int,
+    value: int,
+) -> list[Step]:
+    """Return the exchanges of a call: slice k of all destinations leaves in step k.
+
+    Args:
+        cut: The division into slices.
+        rank: This rank.
+        remote: The ranks of other nodes, in the order in which slices are staged.
+        staging: Bytes of this rank's slices, ``[destination, slice]``.
+        landing: Bytes of the slices that arrive; see :func:`landing_places`.
+        counters: Address of the counters, one per slice.
+        value: Number of blocks of a slice, of all destinations.
+    """
+    pitch, places = cut.pitch(rank), landing_places(cut, remote)
+    steps = []
+    for number in range(cut.count):
+        departures, arrivals = [], []
+        for index, peer in enumerate(remote):
+            sent = cut.nbytes(rank, peer, number)
+            if sent:
+                departures.append(
+                    Message(peer, staging.narrow(0, (index * cut.count + number) * pitch, sent))
+                )
+            received = cut.nbytes(peer, rank, number)
+            if received:
+                place = places[index] + number * cut.pitch(peer)
+                arrivals.append(Message(peer, landing.narrow(0, place, received)))
+        triggers = (Trigger(counters + 4 * number, value),) if departures else ()
+        steps.append(Step(triggers, tuple(departures), tuple(arrivals)))
+    return steps
+
+
+def landing_places(cut: Cut, remote: Sequence[int]) -> list[int]:
+    """Return the offset of each source's slices in the landing, and the landing's size."""
+    places = [0]
+    for source in remote:
+        places.append(places[-1] + cut.count * cut.pitch(source))
+    return places
+
+
+def _bytes(call: Call, nbytes: int) -> torch.Tensor:
+    return torch.empty(max(nbytes, 16), dtype=torch.uint8, device=call.indices.device)
+
+
+def prepare(
+    group: Group,
+    call: Call,
+    config: EmbeddingAllToAllConfig,
+    mark: int,
+    destination: Destination,
+    cut: Cut,
+    staging: torch.Tensor,
+    counters: int,
+) -> list[Launch]:
+    """Prepare the launches that pool. Collective when the workspace must grow."""
+    from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        embedding_all_to_all_between_nodes,
+    )
+    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
+
+    layout, (remote, local) = call.layout, in_turn(group)
+    workspace = group.workspace(_NAME, 4096, record.HEADER)
+    rows, align = forward_records(call)
+    width, full = lanes_of(layout.widths[call.rank])
+    slice_blocks = cut.rows // config.block_bags
+    blocks = ceil_div(layout.chunk, config.block_bags)
+    slice_tasks = len(call.weights) * slice_blocks * len(remote)
+    tasks = cut.count * slice_tasks + len(call.weights) * blocks * len(local)
+    # Long programs would keep the network's kernel from its SMs until they end.
+    most_programs = config.max_programs * (1 if group.backend == "cpu" else _WAVES)
+    program_tasks = max(1, ceil_div(tasks, most_programs))
+    arguments = {
+        "tables": on_device(group, rows),
+        "indices": call.indices.contiguous(),
+        "offsets": call.offsets.contiguous(),
+        "weights": None if call.scale is None else call.scale.contiguous(),
+        "ranks": on_device(group, [[*remote, *local]]),
+        "buffers": destination.address,
+        "grants": workspace.data.address,
+        "signals": workspace.signals.address,
+        "staging": staging.data_ptr(),
+        "counters": counters,
+        "epochs": workspace.epochs,
+        "ctx": group.context(_NAME),
+        "call": mark,
+        "buffer_bytes": destination.buffer_bytes,
+        "buffer_index": destination.own_index,
+        "B": layout.batch,
+        "chunk": layout.chunk,
+        "T": len(call.weights),
+        "column_groups": layout.columns // align,
+        "own_groups": layout.rank_columns[call.rank] // align,
+        "slice_blocks": slice_blocks,
+        "slice_bytes": cut.pitch(call.rank),
+        "first_local": min(local),
+        "program_tasks": program_tasks,
+    }
+    constants = {
+        "WORLD_SIZE": layout.world_size,
+        "REMOTE": len(remote),
+        "POOLING": Pooling(config.block_bags, config.unroll, mean=call.mode == "mean"),
+        "VECTORS": Vectors(
+            triton_dtype(call.table_dtype), triton_dtype(call.dtype), width, full, align
+        ),
+        "num_warps": config.num_warps,
+    }
+    if config.max_registers:
+        constants["maxnreg"] = config.max_registers
+    # One launch; a rank without tables has a program that grants its output.
+    programs = max(1, ceil_div(tasks, program_tasks))
+    span = {"first_task": 0, "last_task": tasks}
+    return [
+        Launch(
+            embedding_all_to_all_between_nodes,
+            (programs,),
+            arguments | span,
+            constants,
+            (staging,),
+        )
+    ]
+
+
+def prepare_close(group: Group, call: Call, mark: int, destination: Destination) -> Launch:
+    """Prepare the launch that ends the exchange within the node."""
+    from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        embedding_all_to_all_close,
+    )
+
+    layout, (remote, local) = call.layout, in_turn(group)
+    workspace = group.workspace(_NAME, 4096, record.HEADER)
+    arguments = {
+        "ranks": on_device(group, [[*remote, *local]]),
+        "own_buffer": destination.address + destination.own_index * destination.buffer_bytes,
+        "signals": workspace.signals.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(_NAME),
+        "call": mark,
+        "elements": layout.samples(call.rank) * layout.columns,
+        "first_local": min(local),
+    }
+    constants = {
+        "WORLD_SIZE": layout.world_size,
+        "REMOTE": len(remote),
+        "OUT": triton_dtype(call.dtype),
+        "num_warps": 4,
+    }
+    return Launch(embedding_all_to_all_close, (1,), arguments, constants)
+
+
+def prepare_collect(
+    group: Group, call: Call, mark: int, cut: Cut, y: torch.Tensor, landing: torch.Tensor
+) -> Launch | None:
+    """Prepare the launch that copies what has arrived into ``y``; None if nothing arrives."""
+    from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        embedding_all_to_all_collect,
+    )
+
+    layout, (remote, _) = call.layout, in_turn(group)
+    if not y.numel() or not any(layout.rank_columns[source] for source in remote):
+        return None
+    places = landing_places(cut, remote)
+    sources = [
+        (source, place, layout.rank_columns[source], layout.first_column(source), cut.pitch(source))
+        for source, place in zip(remote, places[:-1], strict=True)
+    ]
+    on_cpu = group.backend == "cpu"
+    rows = next_power_of_2(cut.rows) if on_cpu else _COLLECT_ROWS
+    tasks = len(remote) * cut.count * ceil_div(cut.rows, rows)
+    arguments = {
+        "sources": on_device(group, sources),
+        "output": y.data_ptr(),
+        "landing": landing.data_ptr(),
+        "epochs": group.workspace(_NAME, 4096, record.HEADER).epochs,
+        "ctx": group.context(_NAME),
+        "call": mark,
+        "samples": len(y),
+        "slice_rows": cut.rows,
+        "columns": layout.columns,
+    }
+    constants = {
+        "REMOTE": len(remote),
+        "ROWS": rows,
+        "COLUMNS": _COLLECT_COLUMNS,
+        "OUT": triton_dtype(call.dtype),
+        "num_warps": 4,
+    }
+    return Launch(embedding_all_to_all_collect, (min(tasks, 4096),), arguments, constants, (y,))

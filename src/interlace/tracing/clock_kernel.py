@@ -1,0 +1,40 @@
+"""The kernel that compares the clocks of two ranks' devices."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+
+
+@triton.jit(do_not_specialize=["signals", "rounds", "client", "server"])
+def compare_clocks(signals, times, ctx, rounds, client, server):
+    """Let ``client`` ask ``server`` for the time, ``rounds`` times. One program on each of the two.
+
+    Protocol: in round i, from 1 on, the client notes its time, sets signal 0 on the server to i,
+    waits until signal 1 is i here, and notes its time again. The server waits for signal 0, notes
+    its time, and sets signal 1 on the client. Either waits for what the other sends before its own
+    next wait.
+
+    Example: client at 100 and 180, server at 1000140: the server's clock is 1000000 ahead, and the
+    answer cannot be wrong by more than 40.
+
+    Args:
+        signals: address of two int32 signals, which are 0 at first.
+        times: int64 ``[2, rounds]``: the client's times before and after; the server's in the
+            first row.
+    """
+    group = il.join(ctx)
+    me = il.rank(group)
+    flags = il.pointer(signals, tl.int32)
+    lanes = tl.arange(0, 1)
+    clock = tl.arange(0, 32)
+    for turn in range(1, rounds + 1):
+        if me == client:
+            tl.store(times + turn - 1, tl.max(il.clock_ns(clock), 0))
+            il.signal(flags, turn, server, group)
+            il.wait(flags + 1 + lanes, turn, server + lanes, turn, group, lanes >= 0)
+            tl.store(times + rounds + turn - 1, tl.max(il.clock_ns(clock), 0))
+        else:
+            il.wait(flags + lanes, turn, client + lanes, turn, group, lanes >= 0)
+            tl.store(times + turn - 1, tl.max(il.clock_ns(clock), 0))
+            il.signal(flags + 1, turn, client, group)

@@ -1,0 +1,86 @@
+"""What runs on a GPU beside the kernels that record events: cuBLAS, NCCL, copy engines.
+
+CUPTI reports it, through torch.profiler, on a clock of its own. Kernels that record events are seen
+by both, which gives the distance of the clocks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from interlace.comm import Group
+
+
+class Activity(NamedTuple):
+    """One kernel or copy.
+
+    Attributes:
+        name: Name of the kernel, or what is copied.
+        stream: Number of the stream that it ran on.
+        start_ns: When it began.
+        duration_ns: How long it took.
+    """
+
+    name: str
+    stream: int
+    start_ns: float
+    duration_ns: float
+
+
+@contextlib.contextmanager
+def observed(group: Group) -> Iterator[list[Activity]]:
+    """Fill a list with what runs on the group's GPU within the context, on CUPTI's clock.
+
+    The list stays empty on the CPU backend, and where another profiler is at work.
+    """
+    found: list[Activity] = []
+    if group.backend != "cuda" or torch.autograd._profiler_enabled():
+        yield found
+        return
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+    with profiler:
+        yield found
+        torch.cuda.synchronize(group.device)
+    results: Any = profiler.profiler
+    for event in results.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            found.append(
+                Activity(
+                    event.name(), event.device_resource_id(), event.start_ns(), event.duration_ns()
+                )
+            )
+
+
+def beside(activities: Sequence[Activity], launches: Sequence[tuple[str, int]]) -> list[Activity]:
+    """Return the activities that are no recorded launches, with times of the device's clock.
+
+    Args:
+        activities: What CUPTI has reported.
+        launches: Name and first time (ns) of each recorded launch, in the order in which they were
+            enqueued; kernels of one name ran in this order.
+
+    Returns:
+        An empty list if no launch has been reported: then the clocks' distance is unknown.
+    """
+    starts: dict[str, list[float]] = {}
+    for activity in sorted(activities, key=lambda activity: activity.start_ns):
+        starts.setdefault(activity.name, []).append(activity.start_ns)
+    distances = []
+    for name, first_ns in launches:
+        if starts.get(name):
+            distances.append(first_ns - int(starts[name].pop(0)))
+    if not distances:
+        return []
+    # One that was measured: the mean of two would have to be a float, which lacks the digits.
+    ahead_ns = statistics.median_low(distances)
+    recorded = {name for name, _ in launches}
+    return [
+        activity._replace(start_ns=int(activity.start_ns) + ahead_ns)
+        for activity in activities
+        if activity.name not in recorded
+    ]

@@ -1,0 +1,135 @@
+"""What a trace says, in words: where the time went, who waited for whom, and the use of links."""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from interlace.tracing.events import Launch
+from interlace.tracing.path import Step, critical_path
+from interlace.tracing.work import ACTIVITIES, Work
+from interlace.units import format_bytes, format_ns
+
+
+def summary(launches: Sequence[Sequence[Launch]], work: Work, *, is_timed: bool) -> str:
+    """Return the summary of a trace.
+
+    Args:
+        launches: The launches of each rank.
+        work: What they did.
+        is_timed: Whether times mean something; on the CPU backend only the order of events does.
+    """
+    if not work.spans:
+        return "No kernel has recorded an event."
+    lines = [*_counts(launches, work)]
+    if is_timed:
+        lines += [*_shares(work), *_links(work), *_path(work), *_slowest(work)]
+    else:
+        lines.append("Times are those of Triton's interpreter: only the order of events counts.")
+    return "\n".join(lines)
+
+
+def _counts(launches: Sequence[Sequence[Launch]], work: Work) -> Iterator[str]:
+    names = list(dict.fromkeys(launch.name for of_rank in launches for launch in of_rank))
+    yield (
+        f"{len(launches)} ranks, {max(map(len, launches))} launches each of {', '.join(names)}: "
+        f"{len(work.puts)} puts, {len(work.waits)} waits, {len(work.flows)} arrivals"
+    )
+    lost = sum(launch.lost for of_rank in launches for launch in of_rank)
+    if lost:
+        yield f"{lost} events were lost, as programs recorded more than their rings hold."
+
+
+def _shares(work: Work) -> Iterator[str]:
+    """Yield, for each rank, the shares of its programs' time."""
+    total: dict[int, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for span in work.spans:
+        total[span.place.rank][span.activity] += span.duration_ns
+    for rank, by_activity in sorted(total.items()):
+        whole = sum(by_activity.values())
+        shares = ", ".join(
+            f"{activity} {by_activity[activity] / whole:.0%}" for activity in ACTIVITIES
+        )
+        yield f"rank {rank}: {shares}"
+
+
+def _links(work: Work) -> Iterator[str]:
+    """Yield the bytes and the mean rate of each link over the whole trace."""
+    duration_ns = _end(work) - _start(work)
+    sent: dict[tuple[int, int], int] = defaultdict(int)
+    for put in work.puts:
+        sent[put.place.rank, put.peer] += put.nbytes
+    for (source, target), nbytes in sorted(sent.items()):
+        rate = f", {nbytes / duration_ns:.3g} GB/s" if duration_ns else ""
+        yield f"link {source} to {target}: {format_bytes(nbytes)}{rate}"
+
+
+def _path(work: Work) -> Iterator[str]:
+    """Yield what the critical path consists of, and its longest steps."""
+    steps = critical_path(work)
+    whole = sum(step.duration_ns for step in steps)
+    if not whole:
+        return
+    shares: dict[str, float] = defaultdict(float)
+    for step in steps:
+        shares[step.activity] += step.duration_ns
+    parts = sorted(shares.items(), key=lambda part: -part[1])
+    text = ", ".join(f"{activity} {duration / whole:.0%}" for activity, duration in parts)
+    yield f"critical path, {format_ns(whole)}: {text}"
+    for step in sorted(steps, key=lambda step: -step.duration_ns)[:3]:
+        yield f"  {_words(step)}"
+
+
+def _words(step: Step) -> str:
+    number = "" if step.number < 0 else f" {step.number}"
+    place = f"rank {step.place.rank}, program {step.place.program}"
+    return f"{format_ns(step.duration_ns)}: {step.activity}{number} ({place})"
+
+
+def _slowest(work: Work) -> Iterator[str]:
+    """Yield which rank the others have waited for most, and in what it differs from them."""
+    waited: dict[int, float] = defaultdict(float)
+    last_departure: dict[tuple[object, float], tuple[float, int]] = {}
+    for flow in work.flows:
+        if flow.source.rank != flow.target.rank:
+            key = (flow.target, flow.arrival_ns)
+            cause = (flow.departure_ns, flow.source.rank)
+            last_departure[key] = max(last_departure.get(key, cause), cause)
+    for wait in work.waits:
+        cause = last_departure.get((wait.place, wait.end_ns), (0.0, -1))
+        if cause[0] > wait.start_ns:  # else the rank had sent before
+            waited[cause[1]] += cause[0] - wait.start_ns
+    if not waited:
+        return
+    slowest = max(waited, key=lambda rank: waited[rank])
+    yield (
+        f"slowest: rank {slowest}; programs of the others have waited "
+        f"{format_ns(waited[slowest])} in sum for what it had not sent yet"
+    )
+    firsts: dict[int, float] = {}
+    tiles: dict[int, list[float]] = defaultdict(list)
+    for span in work.spans:
+        rank = span.place.rank
+        firsts[rank] = min(firsts.get(rank, span.start_ns), span.start_ns)
+        if span.activity == "compute":
+            tiles[rank].append(span.duration_ns)
+    others = [time for rank, time in firsts.items() if rank != slowest]
+    if others:
+        late_ns = firsts[slowest] - statistics.median(others)
+        when = "later" if late_ns > 0 else "earlier"
+        yield f"  it began {format_ns(abs(late_ns))} {when} than the others"
+    medians = {rank: statistics.median(times) for rank, times in tiles.items()}
+    if slowest in medians and len(medians) > 1:
+        other = statistics.median(medians[rank] for rank in medians if rank != slowest)
+        yield (
+            f"  a tile takes it {format_ns(medians[slowest])}, and the others {format_ns(other)}"
+        )
+
+
+def _start(work: Work) -> float:
+    return min(span.start_ns for span in work.spans)
+
+
+def _end(work: Work) -> float:
+    return max(span.end_ns for span in work.spans)

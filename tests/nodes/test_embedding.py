@@ -1,0 +1,210 @@
+"""``embedding_all_to_all`` between nodes: the bits of one node, bytes by the costs, and faults."""
+
+import dataclasses
+import json
+import os
+import signal
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.costs.embedding_all_to_all import forward
+from tests.errors import error_of
+from tests.nodes.groups import process_group_of
+from tests.operators.embedding_all_to_all.calls import Call, check_all, run_one
+from tests.pool import fork_server
+
+SHAPES = [(4, 2), (2, 2)]
+
+_WIDTHS = {
+    2: [((8,), (8,)), ((7, 3), ()), ((16, 20), (4,)), ((), (5, 5, 5))],
+    4: [((8,), (8,), (8,), (8,)), ((7,), (), (3, 5), (2,)), ((4, 4), (8,), (16,), (12, 4))],
+}
+
+
+def _calls(world_size):
+    """Calls with several slices, uneven and empty chunks, other dtypes, modes and weights."""
+    calls = [
+        Call(widths, batch, seed=seed)
+        for seed, widths in enumerate(_WIDTHS[world_size])
+        for batch in (2, 37)
+    ]
+    first = calls[3]
+    return [
+        *calls,
+        dataclasses.replace(first, dtype="bfloat16"),
+        dataclasses.replace(first, dtype="float16", output_dtype="float32", mode="mean"),
+        dataclasses.replace(first, weighted=True, index_dtype=torch.int32),
+        dataclasses.replace(first, config=None, impl="auto"),
+        dataclasses.replace(first, batch=0),
+    ]
+
+
+def _results(calls, nodes):
+    with process_group_of(nodes) as process_group:
+        # Twice: the second calls find counters, landings and signals of the first ones.
+        for _ in range(2):
+            results = [run_one(call, process_group).clone() for call in calls]
+        return results
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
+def test_results_have_the_bits_of_one_node(ranks, world_size, nodes):
+    calls = _calls(world_size)
+    between = ranks(world_size).run(_results, calls, nodes)
+    check_all(calls, between)
+    within = ranks(world_size).run(_results, calls, 1)
+    for one, other in zip(between, within, strict=True):
+        for call, y, expected in zip(calls, one, other, strict=True):
+            assert torch.equal(y, expected), call
+
+
+# Traffic
+
+
+def _counted(calls, nodes):
+    with process_group_of(nodes) as process_group:
+        traffic = interlace.group_of(process_group).traffic
+        answers = []
+        for call in calls:
+            traffic.reset()
+            run_one(call, process_group)
+            answers.append(
+                (traffic.message_bytes, traffic.messages, traffic.signals, dict(traffic.bytes_to))
+            )
+        return answers
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
+def test_bytes_and_messages_are_those_of_the_costs(ranks, world_size, nodes):
+    calls = [call for call in _calls(world_size) if call.config is not None and call.batch]
+    node_of_rank = [rank * nodes // world_size for rank in range(world_size)]
+    for rank, answers in enumerate(ranks(world_size).run(_counted, calls, nodes)):
+        for call, (nbytes, messages, signals, bytes_to) in zip(calls, answers, strict=True):
+            config = call.config
+            cost = forward(
+                protocol="between_nodes",
+                node_of_rank=node_of_rank,
+                rank=rank,
+                widths=call.widths,
+                batch=call.batch,
+                lookups=[0] * len(call.widths[rank]),
+                itemsize=4,
+                output_itemsize=call.out.itemsize,
+                index_itemsize=8,
+                block_bags=config.block_bags,
+                slice_blocks=config.slice_blocks,
+            )
+            assert (nbytes, messages, signals) == (cost.link_bytes, cost.messages, cost.signals), (
+                call
+            )
+            network = sum(
+                sent for to, sent in bytes_to.items() if node_of_rank[to] != node_of_rank[rank]
+            )
+            assert network == cost.network_bytes, call
+
+
+# Faults
+
+
+@torch.no_grad()  # else ranks ask each other on the host whether tables are trained
+def _failing(call, kind, late):
+    """Calls in which rank ``late`` does something else; what the others raise, and when."""
+    with process_group_of(2) as process_group:
+        group = interlace.group_of(process_group)
+        other = dataclasses.replace(call, batch=call.batch + 4, name="other")
+        # Without the exchange of the check, on the host, in which ranks would notice at once.
+        unchecked = {"group": process_group, "check_indices": False}
+        for each in (call, other):
+            run_one(each, **unchecked)
+        interlace.set_deadline(4.0, process_group)
+        start, error = time.monotonic(), None
+        if group.rank != late:
+            error = error_of(run_one, call, **unchecked)
+        elif kind == "other":
+            error_of(run_one, other, **unchecked)
+        took_s = time.monotonic() - start
+        dist.barrier()
+        interlace.set_deadline(60.0, process_group)
+        interlace.recover(process_group)
+        again = run_one(call, process_group).clone()
+        return error, took_s, group.broken, again
+
+
+@pytest.mark.parametrize("kind", ["absent", "other"])
+@pytest.mark.parametrize(("world_size", "late"), [(4, 3), (2, 0)])
+def test_a_rank_of_the_other_node_that_does_not_come(ranks, world_size, late, kind):
+    """Ranks of both nodes name it, in time; all of them recover."""
+    call = _calls(world_size)[1]
+    outcomes = ranks(world_size).run(_failing, call, kind, late)
+    for rank, (error, took_s, _, _) in enumerate(outcomes):
+        if rank != late:
+            name, _, fields = error
+            assert name == "PeerTimeoutError"
+            assert (fields["peer"], fields["node"]) == (late, late * 2 // world_size), rank
+            assert took_s < 30
+    assert not any(broken for _, _, broken, _ in outcomes)
+    call.check([again for *_, again in outcomes])
+
+
+def _delayed(call):
+    """Calls under delays of this rank's own, with a rank that is slow; the results."""
+    with process_group_of(2) as process_group:
+        faults = interlace.Faults(seed=dist.get_rank(), max_delay_s=0.003, reorder_puts=True)
+        results = []
+        with interlace.inject(faults):
+            for turn in range(4):
+                if turn % dist.get_world_size() == dist.get_rank():
+                    time.sleep(0.3)
+                results.append(run_one(call, process_group).clone())
+        return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_delays_and_slow_ranks_change_nothing(ranks, world_size):
+    call = _calls(world_size)[3]
+    outcomes = ranks(world_size).run(_delayed, call)
+    for turn in range(4):
+        call.check([results[turn] for results in outcomes])
+
+
+def _rank_of_four(rank, folder, call):
+    """A process of its own: rank 3 is killed, and the others write down what they raise."""
+    from interlace.comm import init_process_group
+
+    os.environ["INTERLACE_NODES"] = "2"
+    store = f"file://{folder}/store"
+    init_process_group("cpu", rank=rank, world_size=4, init_method=store, local_rank=rank)
+    torch.set_num_threads(1)
+    run_one(call)
+    interlace.set_deadline(30.0)
+    start = time.monotonic()
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind, message, fields = error_of(run_one, call)
+    took_s = time.monotonic() - start
+    text = json.dumps([kind, fields.get("peer"), fields.get("node"), took_s, message])
+    (folder / f"rank-{rank}").write_text(text)
+    time.sleep(5)  # the others say first on whom they gave up
+    os._exit(0)
+
+
+def test_a_dead_rank_is_named_by_the_ranks_of_both_nodes(tmp_path):
+    """The other node's ranks notice the closed connection at once, this node's by the deadline."""
+    context = fork_server()
+    call = _calls(4)[1]
+    processes = [
+        context.Process(target=_rank_of_four, args=(rank, tmp_path, call)) for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode is not None
+    for rank in range(3):
+        kind, peer, node, took_s, message = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert (kind, peer, node) == ("PeerTimeoutError", 3, 1), (rank, message)
+        assert took_s < 60

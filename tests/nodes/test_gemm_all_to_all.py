@@ -1,0 +1,120 @@
+"""``gemm_all_to_all`` between nodes in slices: results, bytes by the costs, a late rank."""
+
+import dataclasses
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.costs.gemm_all_to_all import network_traffic
+from interlace.gemm.implementations import network
+from tests.errors import error_of
+from tests.gemm.calls import Call, check_all
+from tests.nodes.groups import process_group_of
+
+SHAPES = [(4, 2), (2, 2)]
+
+
+def _calls(ranks):
+    call = Call("gemm_all_to_all", 16 * ranks, 24, 20, impl="chunked", bias=True)
+    return [
+        call,
+        dataclasses.replace(call, dtype="bfloat16", bias=False),
+        dataclasses.replace(call, rows=3 * ranks, impl="auto", w_along="N"),
+    ]
+
+
+def _results(calls, nodes, slice_bytes):
+    before, network.SLICE_BYTES = network.SLICE_BYTES, slice_bytes
+    with process_group_of(nodes) as process_group:
+        traffic = interlace.group_of(process_group).traffic
+        results = []
+        try:
+            for call in calls * 2:
+                call.make(process_group)
+                traffic.reset()
+                y = call.make(process_group)
+                results.append((y, dict(traffic.bytes_to), traffic.messages))
+        finally:
+            network.SLICE_BYTES = before
+        return results
+
+
+@pytest.mark.parametrize("slice_bytes", [1 << 20, 200])
+@pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
+def test_results_and_traffic(ranks, world_size, nodes, slice_bytes):
+    calls = _calls(world_size)
+    outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes)
+    check_all(calls * 2, [[y for y, *_ in outcome] for outcome in outcomes])
+    node_of_rank = [rank * nodes // world_size for rank in range(world_size)]
+    for rank, outcome in enumerate(outcomes):
+        for call, (y, bytes_to, messages) in zip(calls * 2, outcome, strict=True):
+            share = call.rows // world_size
+            row_bytes = 24 * y.element_size()
+            slices = max(1, min(8, share * row_bytes // slice_bytes))
+            nbytes, count = network_traffic(
+                rank=rank,
+                sent=[[share] * world_size] * world_size,
+                row_bytes=row_bytes,
+                slices=slices,
+                node_of_rank=node_of_rank,
+            )
+            far = [peer for peer in bytes_to if node_of_rank[peer] != node_of_rank[rank]]
+            assert sum(bytes_to[peer] for peer in far) == nbytes
+            assert messages * len(far) == count * (world_size - 1)
+
+
+def _trained(call, nodes):
+    with process_group_of(nodes) as process_group:
+        tensors = {
+            name: tensor.requires_grad_() for name, tensor in call.inputs(dist.get_rank()).items()
+        }
+        y = call.make(process_group, **tensors)
+        y.backward(torch.ones_like(y))
+        return [tensor.grad for tensor in tensors.values()]
+
+
+def test_gradients_are_those_of_one_node(ranks):
+    call = _calls(4)[0]
+    between, within = (ranks(4).run(_trained, call, nodes) for nodes in (2, 1))
+    for one, other in zip(between, within, strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+def _explained():
+    with process_group_of(2) as process_group:
+        x, w = torch.randn(8, 16), torch.randn(8, 16)
+        return interlace.explain("gemm_all_to_all", x, w, group=process_group)
+
+
+def test_explain_says_that_slices_run(ranks):
+    for said in ranks(2).run(_explained):
+        assert ": chunked, because fused needs shared memory, and there are 2 nodes." in said
+
+
+def _late(call, late):
+    with process_group_of(2) as process_group:
+        call.make(process_group)
+        interlace.set_deadline(4.0, process_group)
+        start, error = time.monotonic(), None
+        if dist.get_rank() != late:
+            error = error_of(call.make, process_group)
+        took_s = time.monotonic() - start
+        dist.barrier()
+        interlace.set_deadline(60.0, process_group)
+        interlace.recover(process_group)
+        return error, took_s, call.make(process_group)
+
+
+@pytest.mark.parametrize(("world_size", "late"), [(4, 3), (2, 0)])
+def test_a_late_rank_is_named(ranks, world_size, late):
+    call = _calls(world_size)[0]
+    outcomes = ranks(world_size).run(_late, call, late)
+    for rank, (error, took_s, _) in enumerate(outcomes):
+        if rank != late:
+            kind, _, fields = error
+            assert (kind, fields["peer"]) == ("PeerTimeoutError", late)
+            assert took_s < 30
+    check_all([call], [[y] for *_, y in outcomes])

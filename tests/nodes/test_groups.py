@@ -1,0 +1,257 @@
+"""Groups of several nodes: who shares memory, what a stray store does, what every operator runs."""
+
+import ctypes
+import dataclasses
+import os
+import signal
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm.nodes import numbered
+from interlace.registry import operators
+from interlace.testing.cases import IMPLEMENTATIONS, every_case
+from tests.errors import error_of
+from tests.nodes.groups import process_group_of
+
+SHAPES = [(4, 2), (2, 2)]
+"""Ranks, and the nodes that they are on: 2 x 2 and 2 x 1."""
+
+
+def _members(nodes):
+    with process_group_of(nodes) as process_group:
+        group = interlace.group_of(process_group)
+        members = group.members
+        return (
+            group.spans_nodes,
+            group.nodes,
+            members.node_of_rank,
+            members.node,
+            members.local_ranks,
+            members.remote_ranks,
+        )
+
+
+def test_a_group_knows_its_nodes(ranks):
+    assert ranks(4).run(_members, 2) == [
+        (True, 2, (0, 0, 1, 1), 0, (0, 1), (2, 3)),
+        (True, 2, (0, 0, 1, 1), 0, (0, 1), (2, 3)),
+        (True, 2, (0, 0, 1, 1), 1, (2, 3), (0, 1)),
+        (True, 2, (0, 0, 1, 1), 1, (2, 3), (0, 1)),
+    ]
+
+
+def test_one_node_is_a_group_as_ever(ranks):
+    assert ranks(2).run(_members, 1) == [(False, 1, (), 0, (0, 1), ())] * 2
+
+
+def _groups_of_one_node():
+    """The ranks of each node form a group that shares memory, within a program of two nodes."""
+    with process_group_of(2):
+        os.environ["INTERLACE_NODES"] = "2"
+        try:
+            halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+            mine = halves[dist.get_rank() // 2]
+            sym = interlace.empty_symmetric((3,), dtype=torch.float32, group=mine)
+        finally:
+            del os.environ["INTERLACE_NODES"]
+        sym.peers[1 - sym.group.rank].fill_(float(dist.get_rank()))
+        dist.barrier()
+        return sym.group.spans_nodes, sym.local.tolist()
+
+
+def test_a_group_within_a_node_shares_memory(ranks):
+    assert ranks(4).run(_groups_of_one_node) == [(False, [peer * 1.0] * 3) for peer in (1, 0, 3, 2)]
+
+
+def test_nodes_are_numbered_in_the_order_of_ranks():
+    assert numbered(["a", "a", "a"]) == ()
+    assert numbered(["b", "a", "b", "c"]) == (0, 1, 0, 2)
+
+
+def _launchers(environment):
+    from interlace.comm.nodes import _by_launcher
+
+    return _by_launcher(environment)
+
+
+@pytest.mark.parametrize(
+    ("environment", "node"),
+    [
+        ({}, ""),
+        ({"TORCHELASTIC_RUN_ID": "x", "GROUP_RANK": "3", "SLURM_NODEID": "7"}, "3"),
+        ({"SLURM_PROCID": "9", "SLURM_NODEID": "7"}, "7"),
+        ({"GROUP_RANK": "3"}, ""),
+    ],
+)
+def test_launchers_say_which_node_a_process_is_on(environment, node):
+    assert _launchers(environment) == node
+
+
+def _wrong_number():
+    os.environ["INTERLACE_NODES"] = "3"
+    try:
+        return error_of(interlace.group_of, dist.new_group())[:2]
+    finally:
+        del os.environ["INTERLACE_NODES"]
+
+
+def test_a_number_of_nodes_must_divide_the_ranks(ranks):
+    message = "INTERLACE_NODES must be a number that divides the 4 ranks; got '3'."
+    assert ranks(4).run(_wrong_number) == [("ArgumentError", message)] * 4
+
+
+def _store_to(peer):
+    """Store to a rank's memory in a process of its own; the signal by which that ends, if any."""
+    with process_group_of(2) as process_group:
+        group = interlace.group_of(process_group)
+        block = group.allocate(4096)
+        address = block.address + (group.rank + peer) % 4 * block.stride
+        child = os.fork()
+        if not child:
+            ctypes.c_int32.from_address(address).value = 1
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+
+
+def test_a_stray_store_to_another_node_faults(ranks):
+    assert ranks(4).run(_store_to, 2) == [signal.SIGSEGV] * 4
+    assert ranks(4).run(_store_to, 0) == [0] * 4
+
+
+def _shared_memory():
+    with process_group_of(2) as process_group:
+        calls = {
+            "empty_symmetric": lambda: interlace.empty_symmetric(
+                (4,), dtype=torch.float32, group=process_group
+            ),
+            "MappedOutput": lambda: interlace.MappedOutput(
+                (4, 4), dtype=torch.float32, group=process_group
+            ),
+            "TriggeredTransfers": lambda: interlace.TriggeredTransfers(
+                (4, 4), dtype=torch.float32, group=process_group
+            ),
+        }
+        return {name: error_of(call)[:2] for name, call in calls.items()}
+
+
+def test_memory_that_all_ranks_share_is_refused(ranks):
+    for errors in ranks(4).run(_shared_memory):
+        for name, (kind, message) in errors.items():
+            assert kind == "GroupError"
+            assert message == (
+                f"{name}: ranks of the group must share memory; they are on 2 nodes (0, 0, 1, 1 "
+                "by rank). Form a group per node, by torch.distributed.new_group, and give that "
+                "one."
+            )
+
+
+# Operators
+
+
+def _cases(operator, ranks):
+    """Cases of an operator's pair, by ``impl="auto"``."""
+    implementations = IMPLEMENTATIONS[operator]
+    pair = [case for case in every_case(ranks, [operator]) if case.impl == "unfused"]
+    some = pair or [case for case in every_case(ranks, [operator]) if case.impl in implementations]
+    return [dataclasses.replace(case, impl="auto") for case in some]
+
+
+def _wrong_elements(operator, nodes):
+    with process_group_of(nodes) as process_group:
+        cases = _cases(operator, dist.get_world_size())
+        assert cases
+        return [(case.label, case.prepare(process_group).check()) for case in cases]
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
+@pytest.mark.parametrize(
+    "operator", [*operators(), "bmm_sum_all_to_all", "gemm_sum_reduce_scatter"]
+)
+def test_every_operator_runs_between_nodes(ranks, operator, world_size, nodes):
+    """Forward and backward, chosen by ``auto``: the results of one node."""
+    for results in ranks(world_size).run(_wrong_elements, operator, nodes):
+        for label, wrong in results:
+            assert not any(wrong), label
+
+
+def _refused(operator, impl):
+    with process_group_of(2) as process_group:
+        case = next(case for case in every_case(2, [operator]) if case.impl.startswith(impl))
+        return error_of(case.prepare(process_group).run)[:2]
+
+
+@pytest.mark.parametrize(
+    ("operator", "impl", "able"),
+    [
+        ("gemm_reduce_scatter", "fused", "'auto' or 'measured' or 'unfused' or 'nccl'"),
+        ("gemv_all_reduce", "fused", "'auto' or 'measured' or 'gemm' or 'unfused'"),
+        ("mixture_of_experts", "fused", "'auto' or 'unfused'"),
+        ("all_to_all_bmm", "pushed", "'auto' or 'unfused'"),
+    ],
+)
+def test_an_implementation_that_needs_shared_memory_is_refused_on_all_ranks(
+    ranks, operator, impl, able
+):
+    message = (
+        f"{operator}: impl={impl!r} must have ranks that share memory; they are on 2 nodes. Take "
+        f"impl={able}."
+    )
+    assert ranks(2).run(_refused, operator, impl) == [("ArgumentError", message)] * 2
+
+
+def _explained():
+    with process_group_of(2) as process_group:
+        x, w = torch.randn(4, 16), torch.randn(8, 16)
+        return [
+            interlace.explain(operator, x, w, group=process_group).partition(", on ")[2]
+            for operator in ("gemm_all_reduce", "gemv_all_reduce")
+        ]
+
+
+def test_explain_says_what_runs_between_nodes(ranks):
+    said = "2 ranks of 2 nodes: {}, because fused needs shared memory, and there are 2 nodes."
+    assert ranks(2).run(_explained) == [[said.format("unfused"), said.format("gemm")]] * 2
+
+
+# Deadlines
+
+
+def _absent(late):
+    with process_group_of(2) as process_group:
+        group = interlace.group_of(process_group)
+        interlace.set_deadline(3.0, process_group)
+        error = None
+        if group.rank != late:
+            error = error_of(group.exchange, "roll call", None)
+        dist.barrier()
+        return error
+
+
+def test_the_error_names_the_node_of_a_rank_that_does_not_come(ranks):
+    for rank, error in enumerate(ranks(4).run(_absent, 3)):
+        if rank != 3:
+            kind, message, fields = error
+            assert kind == "PeerTimeoutError"
+            assert f"rank {rank} waited 3 s for rank 3 of node 1 (" in message
+            assert (fields["peer"], fields["node"]) == (3, 1)
+
+
+# The launcher
+
+
+def _seen():
+    group = interlace.group_of()
+    y = interlace.gemv_all_reduce(torch.ones(8), torch.ones(4, 8))
+    return group.members.node_of_rank, y.tolist()
+
+
+@pytest.mark.usefixtures("quick_launches")
+def test_launch_splits_a_machine_into_nodes():
+    results = interlace.launch(_seen, 2, backend="cpu", nodes=2)
+    assert results == [((0, 1), [16.0] * 4)] * 2
+    with pytest.raises(interlace.ArgumentError, match=r"nodes must be a number that divides the 2"):
+        interlace.launch(_seen, 2, backend="cpu", nodes=3)

@@ -1,0 +1,256 @@
+"""A product, its sum over ranks, residual and norm: results, traffic, faults, and what is refused.
+
+``interlace.testing.cases.norms`` has calls in every implementation, which other tests make.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.costs import find_cost
+from interlace.gemm.epilogue import Norm
+from interlace.operators.gemm_all_reduce_norm import GemmAllReduceNorm, GemmAllReduceNormConfig
+from tests.errors import error_of
+
+IMPLS = [each.name for each in GemmAllReduceNorm.implementations]
+EPS = 1e-5
+FLOAT8 = torch.float8_e4m3fn
+
+
+def _tensors(tokens: int, columns: int, inner: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+    shared = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(tokens, inner, generator=own).to(dtype),
+        "w": torch.randn(columns, inner, generator=own).to(dtype),
+        "bias": torch.randn(columns, generator=shared).to(dtype),
+        "residual": torch.randn(tokens, columns, generator=shared).to(dtype),
+        "norm_weight": torch.randn(columns, generator=shared),
+        "norm_bias": torch.randn(columns, generator=shared).to(dtype),
+    }
+
+
+def _exact(tensors: dict[str, torch.Tensor], norm: Norm) -> tuple[torch.Tensor, torch.Tensor]:
+    """y and the residual in float64, whose sum over ranks torch computes."""
+    total = tensors["x"].double() @ tensors["w"].double().T
+    if dist.get_world_size() > 1:
+        dist.all_reduce(total)
+    total += tensors["bias"].double() + tensors["residual"].double()
+    # The norm is of the residual that is stored.
+    h = total.to(tensors["x"].dtype).double()
+    value = h - h.mean(-1, keepdim=True) if norm == "layer" else h
+    y = value * (value.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return y * tensors["norm_weight"].double() + tensors["norm_bias"].double(), total
+
+
+def _errors(shapes: list[tuple[int, int, int]], dtype: torch.dtype) -> dict[Any, float]:
+    """The largest error of each call, relative to the largest element; inf if bits differ."""
+    errors = {}
+    for shape, norm, impl in itertools.product(shapes, ("rms", "layer"), IMPLS):
+        tensors = _tensors(*shape, dtype)
+        y, residual, scale = interlace.gemm_all_reduce(**tensors, norm=norm, eps=EPS, impl=impl)
+        assert scale.numel() == 0
+        exact = _exact(tensors, norm)
+        for name, result, right in zip(("y", "h"), (y, residual), exact, strict=True):
+            assert result.dtype == dtype
+            error = (result.double() - right).abs().max() / right.abs().max()
+            first = result.clone()
+            if dist.get_world_size() > 1:
+                dist.broadcast(first, 0)
+            same = torch.equal(first, result)
+            errors[shape, norm, impl, name] = error.item() if same else float("inf")
+    return errors
+
+
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [(torch.float32, 2e-5), (torch.float16, 4e-3), (torch.bfloat16, 3e-2)]
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_implementation(
+    ranks: Any, world_size: int, dtype: torch.dtype, bound: float
+) -> None:
+    """One token and several, sizes that fill no tile, both norms: as in float64, within roundings;
+    the same bits on every rank.
+    """
+    shapes = [(1, 40, 24), (3, 97, 17), (18, 33, 48)]
+    for errors in ranks(world_size).run(_errors, shapes, dtype):
+        assert {call: error for call, error in errors.items() if not error < bound} == {}
+
+
+def _quantized(scale: float | None) -> list[Any]:
+    tensors = _tensors(4, 64, 32, torch.bfloat16)
+    y = _exact(tensors, "rms")[0]
+    given = None if scale is None else torch.tensor([scale])
+    answers = []
+    for impl in IMPLS:
+        result = interlace.gemm_all_reduce(
+            **tensors, norm="rms", eps=EPS, impl=impl, out_dtype=FLOAT8, scale=given
+        )
+        answers.append((result.y.float(), result.scale, y))
+    return answers
+
+
+@pytest.mark.parametrize("scale", [None, 0.25, 0.004])
+def test_float8(ranks: Any, scale: float | None) -> None:
+    """y times its scale is the norm, a scale per row fills the range, and what is too large for a
+    scale becomes the largest number.
+    """
+    for answers in ranks(2).run(_quantized, scale):
+        for quantized, scales, exact in answers:
+            if scale is None:
+                assert scales.shape == (4, 1)
+                assert quantized.abs().amax(1).tolist() == pytest.approx([448.0] * 4, rel=0.13)
+                found, right = quantized * scales, exact
+            else:
+                assert scales.numel() == 0
+                found, right = quantized, (exact / scale).clamp(-448, 448)
+            # Triton's interpreter loses a carry next to powers of two, which halves the number.
+            wrong = (found.double() - right).abs() > 0.07 * right.abs() + 0.01 * right.abs().max()
+            assert wrong.float().mean() < 0.05
+            assert ((found.double() - right).abs() <= 0.6 * right.abs() + 0.02).all()
+
+
+def _traffic(impl: str, dtype: torch.dtype) -> tuple[int, int, dict[int, int]]:
+    tensors = _tensors(3, 40, 16, dtype)
+    traffic = interlace.group_of().traffic
+    traffic.reset()
+    interlace.gemm_all_reduce(**tensors, norm="rms", eps=EPS, impl=impl)
+    return traffic.message_bytes, traffic.signals, dict(traffic.bytes_to)
+
+
+@pytest.mark.parametrize(("impl", "part_itemsize"), [("fused", 4), ("pushed", None)])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_traffic_is_what_the_formula_says(
+    ranks: Any, world_size: int, impl: str, part_itemsize: int | None
+) -> None:
+    cost = find_cost(GemmAllReduceNorm.name).formula(
+        rows=3, columns=40, inner=16, itemsize=2, world_size=world_size,
+        part_itemsize=part_itemsize,
+    )  # fmt: skip
+    for rank, answer in enumerate(ranks(world_size).run(_traffic, impl, torch.bfloat16)):
+        sent, signals, sent_to = answer
+        assert (sent, signals) == (cost.link_bytes, 0)
+        assert set(sent_to) == set(range(world_size)) - {rank}
+
+
+def _many_sizes(impl: str) -> list[float]:
+    """Calls of changing sizes, whose values lie in the same memory one after another."""
+    errors = []
+    for tokens, columns in [(1, 64), (20, 96), (2, 33), (1, 64), (64, 8), (5, 200)] * 3:
+        tensors = _tensors(tokens, columns, 16, torch.float32)
+        # A tensor of zeros, and sums that are zero, must arrive like any other.
+        tensors["x"][: tokens // 2] = 0.0
+        result = interlace.gemm_all_reduce(**tensors, norm="rms", eps=EPS, impl=impl)
+        exact = _exact(tensors, "rms")[0]
+        errors.append(((result.y.double() - exact).abs().max() / exact.abs().max()).item())
+    return errors
+
+
+@pytest.mark.parametrize("impl", ["fused", "pushed"])
+def test_calls_of_changing_sizes(ranks: Any, impl: str) -> None:
+    """Slots are free again after every call, whatever the next one's layout is."""
+    for errors in ranks(3).run(_many_sizes, impl):
+        assert max(errors) < 2e-5
+
+
+def _absent(impl: str) -> Any:
+    """What rank 0 sees where rank 1 does not make the second call; the group is theirs alone."""
+    group = dist.new_group()
+    call = {**_tensors(2, 24, 16, torch.bfloat16), "norm": "rms", "impl": impl, "group": group}
+    interlace.gemm_all_reduce(**call)
+    interlace.set_deadline(2.0, group)
+    start = time.monotonic()
+    error = error_of(interlace.gemm_all_reduce, **call) if dist.get_rank() == 0 else None
+    seconds = time.monotonic() - start
+    dist.barrier()
+    return error, seconds
+
+
+@pytest.mark.parametrize("impl", ["fused", "pushed"])
+def test_a_peer_that_does_not_come(ranks: Any, impl: str) -> None:
+    """The others name it after the deadline."""
+    ((kind, message, fields), seconds), _ = ranks(2).run(_absent, impl)
+    assert kind == "PeerTimeoutError"
+    assert fields["peer"] == 1
+    assert f"gemm_all_reduce_norm.{impl}" in message
+    assert 2.0 <= seconds < 60
+
+
+def _mismatch() -> Any:
+    tensors = _tensors(2, 24, 16, torch.float32)
+    eps = 1e-6 if dist.get_rank() == 0 else 1e-5
+    return error_of(interlace.gemm_all_reduce, **tensors, norm="rms", eps=eps)
+
+
+def test_ranks_that_differ(ranks: Any) -> None:
+    """A different eps is another call: every rank says so."""
+    for kind, message, _ in ranks(2).run(_mismatch):
+        assert kind == "RankMismatchError"
+        assert "eps" in message
+
+
+def _vector() -> bool:
+    tensors = _tensors(1, 24, 16, torch.float32)
+    row = interlace.gemv_all_reduce(**tensors, eps=EPS)
+    vector = interlace.gemv_all_reduce(
+        **(tensors | {name: tensors[name][0] for name in ("x", "residual")}), eps=EPS
+    )
+    assert vector.y.shape == (24,)
+    return torch.equal(row.y[0], vector.y) and torch.equal(row.residual[0], vector.residual)
+
+
+def test_a_vector_is_one_token(ranks: Any) -> None:
+    assert ranks(2).run(_vector) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"norm": "batch"}, "norm must be one of rms, layer; got 'batch'"),
+        ({"residual": torch.zeros(2, 8)}, r"residual must be \[B, N\] = \[2, 4\] of x's dtype"),
+        ({"norm_weight": torch.zeros(5)}, r"norm_weight must be \[N\] with N = 4"),
+        ({"norm_bias": torch.zeros(4, dtype=torch.int32)}, "norm_bias must be"),
+        ({"eps": -1.0}, "eps must be at least 0"),
+        ({"scale": torch.ones(1)}, "scale must be given for out_dtype=torch.float8_e4m3fn only"),
+        ({"scale": torch.ones(2), "out_dtype": FLOAT8}, "scale must be one float32 element"),
+        ({"out_dtype": torch.int8}, "out_dtype must be"),
+        ({"x_scale": torch.ones(1)}, "x_scale must not come with a norm"),
+        ({"impl": "quick"}, "impl must be one of .*pushed.*; got 'quick'"),
+    ],
+)
+def test_what_is_refused(change: dict[str, Any], message: str) -> None:
+    arguments = {"x": torch.ones(2, 3), "w": torch.ones(4, 3), "norm_weight": torch.ones(4)}
+    with pytest.raises(interlace.ArgumentError, match=message):
+        interlace.gemm_all_reduce(**(arguments | change))
+
+
+@pytest.mark.parametrize("name", ["residual", "norm_bias", "scale"])
+@pytest.mark.parametrize("function", [interlace.gemm_all_reduce, interlace.gemv_all_reduce])
+def test_options_of_a_norm_need_one(function: Any, name: str) -> None:
+    with pytest.raises(interlace.ArgumentError, match=f"{name} must come with norm_weight or norm"):
+        function(torch.ones(2, 3), torch.ones(4, 3), **{name: torch.ones(4)})
+
+
+def test_gradients_are_refused() -> None:
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(interlace.ArgumentError, match="cannot be differentiated"):
+        interlace.gemm_all_reduce(x, torch.ones(4, 3), norm="rms")
+
+
+def test_columns_of_a_receiving_program() -> None:
+    """As few as there are processors for, a column for each thread at least, the row at most."""
+    one, four = GemmAllReduceNormConfig(num_warps=1), GemmAllReduceNormConfig(num_warps=4)
+    assert one.received_columns(rows=8192, tokens=1, most_programs=132) == 256
+    assert four.received_columns(rows=8192, tokens=16, most_programs=132) == 1024
+    assert four.received_columns(rows=8192, tokens=64, most_programs=132) == 4096
+    assert four.received_columns(rows=40, tokens=1, most_programs=132) == 128
+    assert GemmAllReduceNormConfig(columns=500).received_columns(
+        rows=8192, tokens=1, most_programs=132
+    ) == 512  # fmt: skip

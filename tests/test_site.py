@@ -1,0 +1,40 @@
+"""What ``make docs`` checks of the site it has built, on sites that are made here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.site import faults_of
+
+
+def _site(folder: Path, **pages: str) -> Path:
+    for name, text in pages.items():
+        (folder / f"{name}.html").write_text(text)
+    return folder
+
+
+def test_a_site_whose_links_lead_somewhere(tmp_path: Path) -> None:
+    site = _site(
+        tmp_path,
+        index='<a href="other.html#part">there</a><a href="https://elsewhere.org/">away</a>',
+        other='<h2 id="part">Part</h2><a href="#part">here</a><a href="index.html">back</a>',
+    )
+    (site / "style.css").write_text("a { background: url(data:image/png;base64,AAAA) }")
+    assert faults_of(site) == []
+
+
+def test_what_is_wrong_with_a_site(tmp_path: Path) -> None:
+    site = _site(
+        tmp_path,
+        index='<link href="https://fonts.org/a.css"><script src="none.js"></script>'
+        '<a href="other.html#part">no anchor</a><a href="gone.html">no file</a>',
+        other="",
+    )
+    (site / "style.css").write_text("@font-face { src: url('//fonts.org/a.woff2') }")
+    assert faults_of(site) == [
+        "index.html: https://fonts.org/a.css is fetched from another host",
+        "index.html: none.js is fetched and does not exist",
+        "index.html: the link other.html#part leads to no anchor",
+        "index.html: the link gone.html leads to no file",
+        "style.css: //fonts.org/a.woff2 is fetched from another host",
+    ]

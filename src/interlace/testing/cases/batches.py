@@ -17,7 +17,7 @@ from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator,
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     "bmm_all_to_all": ("fused", "chunked"),
     "bmm_sum_all_to_all": ("chunked",),  # the operator has no choice of implementations
-    "all_to_all_bmm": ("chunked", "pushed"),
+    "all_to_all_bmm": ("chunked", "pushed", "unfused"),
     "gemm_sum_reduce_scatter": ("chunked",),  # neither has this one
 }
 _SUMS = ("bmm_sum_all_to_all", "gemm_sum_reduce_scatter")

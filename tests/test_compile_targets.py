@@ -113,6 +113,13 @@ def _cases_of(kernel):
                 (_scattering("*fp32"), 3, {"bias": None}),
             )
         ],
+        "sum_parts": lambda: [
+            (
+                _TYPES | dict.fromkeys(("part", "y", "bias"), dtype) | {"elements": "i32"},
+                {"WORLD_SIZE": ranks, "CHUNK": 2048} | more,
+            )
+            for dtype, ranks, more in (("*bf16", 2, {}), ("*fp32", 8, {"bias": None}))
+        ],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "spread_rows": _spread_rows,
         "stage_rows": _stage_rows,
@@ -623,6 +630,7 @@ def kernels():
         "tracing.clock_kernel",
         "gemm.kernels.counted",
         "gemm.kernels.staged",
+        "gemm.kernels.sum_parts",
     )
     for name in [*modules, *(f"interlace.{module}" for module in shared)]:
         module = importlib.import_module(name)

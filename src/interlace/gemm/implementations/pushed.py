@@ -21,8 +21,16 @@ from interlace.comm.replays import places
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.launch import row_stride
+from interlace.gemm.launch import lamport_arguments, row_stride
+from interlace.gemm.operands import FLOATS
 from interlace.registry import Implementation
+from interlace.units import ceil_div, round_up
+
+_MOST_SUMMED_BYTES = 16 << 20
+"""Of a result that every rank sums for itself: with more, each rank should sum a share of it."""
+
+_CHUNK = 2048
+_CPU_PROGRAMS = 8
 
 
 def push_rows(
@@ -159,6 +167,36 @@ def _prepare_reduce_scatter(
     return enqueue
 
 
+def _prepare_all_reduce(call: GemmCall, part: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+    group = call.group
+    operator = f"{call.operator.name}, summed"
+    slot_bytes = round_up(part.numel(), 16) * part.element_size()
+    arguments = lamport_arguments(group, operator, slot_bytes, call.mark) | {
+        "part": part,
+        "bias": call.operands.bias,
+        "y": y,
+        "elements": part.numel(),
+        "N": part.shape[1],
+    }
+    chunks = ceil_div(part.numel(), _CHUNK)
+    programs = min(chunks, _CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
+
+    def enqueue() -> None:
+        from interlace.gemm.kernels.sum_parts import sum_parts
+
+        constants = {"WORLD_SIZE": group.world_size, "CHUNK": _CHUNK}
+        # The program behind them finds out whether the ranks are in the same call.
+        Launch(sum_parts, (programs + 1,), arguments, constants)()
+
+    return enqueue
+
+
+PUSHED_ALL_REDUCE = Implementation(
+    "pushed",
+    "torch.mm, then one kernel that stores the parts in the peers' memory and sums them",
+    functools.partial(_run, prepare=_prepare_all_reduce),
+    needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_SUMMED_BYTES),
+)
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory",

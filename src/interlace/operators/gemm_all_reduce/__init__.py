@@ -23,6 +23,7 @@ from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.gemv import GEMV
+from interlace.gemm.implementations.pushed import PUSHED_ALL_REDUCE
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
@@ -61,6 +62,7 @@ class GemmAllReduce(GemmOperator):
         dataclasses.replace(
             REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True), schedule="whole"
         ),
+        PUSHED_ALL_REDUCE,
         dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
         TRIGGERED,
         UNFUSED,
@@ -191,11 +193,12 @@ def gemm_all_reduce(
             group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
             :func:`interlace.gemv_all_reduce` (16 rows at most). ``"remote_stores"`` is ``torch.mm``
-            with the peers' memory as its output (rows split evenly, no bias). ``"chunked"`` is
-            ``torch.mm`` for each rank's rows, which copy engines send. ``"triggered"`` is a kernel
-            that counts its tiles, and copy engines (rows split evenly). ``"unfused"`` is
-            ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and ``"two_shot"`` are
-            PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the
+            with the peers' memory as its output (rows split evenly, no bias). ``"pushed"`` is
+            ``torch.mm``, then one kernel that sends this rank's part to all and adds theirs (16 MiB
+            at most). ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send.
+            ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split evenly).
+            ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and
+            ``"two_shot"`` are PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the
             fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
             that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch

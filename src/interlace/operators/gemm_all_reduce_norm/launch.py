@@ -15,6 +15,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.invariance import BATCH_INVARIANT
+from interlace.gemm.launch import lamport_arguments
 from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormConfig
 from interlace.registry import operator_matching
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -139,26 +140,6 @@ def _row_warps(columns: int) -> int:
     return min(max(columns // _COLUMNS_PER_THREAD // 32, 1), 32)
 
 
-def _shared_arguments(call: GemmCall, operator: str, slot_bytes: int) -> dict[str, Any]:
-    """Return the arguments for symmetric memory. Collective when it must grow.
-
-    Args:
-        operator: The name of the memory, of which each kernel has its own.
-        slot_bytes: Bytes that a rank sends to each.
-    """
-    from interlace.operators.gemm_all_reduce_norm.kernels.memory import HEADER_WORDS
-
-    group = call.group
-    workspace = group.workspace(operator, 8 * HEADER_WORDS + group.world_size * slot_bytes)
-    return {
-        "words": workspace.data.address,
-        "epochs": workspace.epochs,
-        "ctx": group.context(operator),
-        "call": call.mark,
-        "half": workspace.half_bytes // 8,
-    }
-
-
 def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
     """Prepare the kernel that exchanges a product's rows. Collective when memory must grow."""
     from interlace.operators.gemm_all_reduce_norm.kernels.rows import sum_and_norm_rows
@@ -168,7 +149,9 @@ def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
     programs = min(len(product), _CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS)
     operator = f"{call.operator.name}.pushed"
     slot = round_up(product.numel(), 16) * product.element_size()
-    arguments = _epilogue_arguments(call, results) | _shared_arguments(call, operator, slot)
+    arguments = _epilogue_arguments(call, results) | lamport_arguments(
+        call.group, operator, slot, call.mark
+    )
     arguments["part"] = product
     constants = {
         "WORLD_SIZE": ranks,
@@ -219,7 +202,9 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
     line = round_up(row_tiles * config.block_n, 16)
     slot = token_tiles * block_b * line
     operator = f"{call.operator.name}.fused"
-    arguments = _epilogue_arguments(call, results) | _shared_arguments(call, operator, 4 * slot)
+    arguments = _epilogue_arguments(call, results) | lamport_arguments(
+        group, operator, 4 * slot, call.mark
+    )
     arguments |= {
         "x": x,
         "w": w,

@@ -15,7 +15,7 @@ from interlace.comm import default_name
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
-    "bmm_all_to_all": ("fused", "chunked"),
+    "bmm_all_to_all": ("fused", "chunked", "unfused"),
     "bmm_sum_all_to_all": ("chunked",),  # the operator has no choice of implementations
     "all_to_all_bmm": ("chunked", "pushed", "unfused"),
     "gemm_sum_reduce_scatter": ("chunked",),  # neither has this one

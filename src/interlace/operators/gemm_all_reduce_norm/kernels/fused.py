@@ -6,7 +6,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.gemv import Matrices, multiply_tile, point_to_operands, tile_at
 from interlace.gemm.kernels.words import agree, announce
-from interlace.operators.gemm_all_reduce_norm.kernels.memory import end_call, memory_of
+from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
     Inputs, Meeting, Outputs, load_inputs, norm_and_store, place_of,
 )

@@ -1,0 +1,58 @@
+"""The sum over ranks of parts that lie in ordinary memory, for results that are soon sent."""
+
+import triton
+import triton.language as tl
+
+import interlace.language as il
+from interlace.gemm.kernels.lamport import end_call, memory_of
+from interlace.gemm.kernels.words import agree, announce
+
+
+@triton.jit(do_not_specialize=["words", "call", "half"])
+def sum_parts(
+    part, bias, y, words, epochs, ctx, call, half, elements, N,
+    WORLD_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+):
+    """Compute ``y = sum over ranks of part, + bias``, every rank for itself.
+
+    **Protocol.** Program p has chunks p, p + programs, ... of the flat part. It puts them into the
+    slot of this rank on every peer, all of them first, and then adds what the peers have put into
+    its own slots, in rank order. Values show by themselves that they have arrived
+    (:func:`il.sum_lamport`); the two halves of the slots take turns. A half is written again two
+    calls later: by then its reader has sent the values of the call in between, which it did after
+    it had read and freed the half. Values carry no mark, so one more program waits for a word of
+    every rank that does, and makes y NaN if the ranks are in different calls.
+
+    **Example.** Two ranks, parts ``[1, 2]`` and ``[10, 20]``: both store ``[11, 22]``.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0) - 1
+    epoch, stamp, group, me = il.enter(epochs, ctx, call)
+    calls, slots = memory_of(words, half, epoch, part.dtype.element_ty)
+    # Triton makes an argument of 1 a constant, which has no dtype.
+    count = tl.zeros([], tl.int64) + elements
+    if program == programs:
+        announce(calls, stamp, group, WORLD_SIZE)
+        if agree(calls, stamp, group, WORLD_SIZE) == 0:
+            il.fill_nan(y, count)
+    else:
+        size = (count + 15) // 16 * 16
+        lanes = tl.arange(0, CHUNK)
+        for chunk in range(program, (elements + CHUNK - 1) // CHUNK, programs):
+            offsets = chunk * CHUNK + lanes
+            inside = offsets < elements
+            value = tl.load(part + offsets, mask=inside, other=0.0)
+            # The next rank is the first to be sent to, so that ranks do not crowd one link.
+            for step in tl.static_range(1, WORLD_SIZE):
+                peer = (me + step) % WORLD_SIZE
+                il.put_lamport(slots + me * size + offsets, value, peer, group, inside)
+        for chunk in range(program, (elements + CHUNK - 1) // CHUNK, programs):
+            offsets = chunk * CHUNK + lanes
+            inside = offsets < elements
+            own = tl.load(part + offsets, mask=inside, other=0.0).to(tl.float32)
+            total = il.sum_lamport(
+                slots + offsets, own, size, stamp, chunk, group, inside, WORLD_SIZE
+            )
+            if bias is not None:
+                total += tl.load(bias + offsets % N, mask=inside, other=0.0).to(tl.float32)
+            tl.store(y + offsets, total.to(y.dtype.element_ty), mask=inside)
+    end_call(words, half, epochs, epoch, group)

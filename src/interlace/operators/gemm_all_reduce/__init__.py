@@ -198,9 +198,9 @@ def gemm_all_reduce(
             at most). ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send.
             ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split evenly).
             ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and
-            ``"two_shot"`` are PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the
-            fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
-            that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
+            ``"two_shot"`` are PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is
+            predicted to be the fastest; :func:`interlace.explain` says which it is and why.
+            ``"measured"`` is the one that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch
             (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned

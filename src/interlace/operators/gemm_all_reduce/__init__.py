@@ -200,7 +200,8 @@ def gemm_all_reduce(
             ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and
             ``"two_shot"`` are PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is
             predicted to be the fastest; :func:`interlace.explain` says which it is and why.
-            ``"measured"`` is the one that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
+            ``"measured"`` is the one that the first call of a kind measures to be the fastest
+            (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch
             (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned

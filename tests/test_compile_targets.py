@@ -621,7 +621,6 @@ def kernels():
     shared = (
         "mapped.kernel",
         "tracing.clock_kernel",
-        "mapped.stamped_kernel",
         "gemm.kernels.counted",
         "gemm.kernels.staged",
     )

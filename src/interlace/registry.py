@@ -182,8 +182,8 @@ class Operator(abc.ABC):
         """Return whether an implementation runs on groups of several nodes."""
         return name == "unfused" or self.implementation(name).spans_nodes
 
-    def first_between_nodes(self, terms: Any = None) -> str:
-        """Return the first implementation that runs on groups of several nodes.
+    def pair_between_nodes(self, terms: Any = None) -> str:
+        """Return the first stock pair that runs on groups of several nodes.
 
         Args:
             terms: The properties of a call, which it must not refuse; None if they do not matter.
@@ -191,7 +191,7 @@ class Operator(abc.ABC):
         able = (
             each.name
             for each in self.implementations
-            if each.spans_nodes and (terms is None or each.refusal(terms) is None)
+            if each.is_stock and each.spans_nodes and (terms is None or each.refusal(terms) is None)
         )
         return next(able, "unfused")
 

@@ -66,7 +66,7 @@ def _counted(calls):
 def run_one_trained(call, tables, indices, offsets, scale, process_group):
     return interlace.embedding_all_to_all(
         tables, indices, offsets, per_sample_weights=scale, mode=call.mode,
-        batch_size=call.batch, name=f"trained {call.widths}", config=call.config,
+        batch_size=call.batch, name=f"trained {call.widths}", impl=call.impl, config=call.config,
         group=process_group,
     )  # fmt: skip
 

@@ -48,9 +48,10 @@ class Choice(Generic[Config]):
         return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
 
     def between(self, operator: Operator, nodes: int, terms: Any = None) -> Choice[Config]:
-        """Return this choice, or the first implementation that can run between ``nodes`` nodes.
+        """Return this choice, or a stock pair if there are several nodes.
 
-        Times that were measured or predicted within a node say nothing about several.
+        Times that were measured or predicted within a node say nothing about several, and what was
+        measured between nodes so far was slower than the pair (decision 0023).
 
         Args:
             operator: The operator's declaration.
@@ -60,14 +61,10 @@ class Choice(Generic[Config]):
         """
         if nodes == 1:
             return self
-        spans = operator.spans_nodes(self.impl)
-        if spans:
-            reason = f"it runs between nodes, of which there are {nodes}; no time is known there"
-        else:
-            reason = f"{self.impl} needs shared memory, and there are {nodes} nodes"
+        reason = f"no other time is known between nodes, of which there are {nodes}"
         return dataclasses.replace(
             self,
-            impl=self.impl if spans else operator.first_between_nodes(terms),
+            impl=operator.pair_between_nodes(terms),
             reason=reason,
             times_us={},
             is_known=False,

@@ -124,21 +124,22 @@ class Call:
         )
 
     def runs_unfused(self, group: Group) -> bool:
-        """Return whether the pair runs: asked for, or as too many ranks are on several nodes.
+        """Return whether the pair runs: asked for, or by ``"auto"`` on several nodes.
 
         Raises:
             ArgumentError: The kernels were asked for, and take fewer ranks.
         """
         if self.impl == "unfused" or not group.spans_nodes:
             return self.impl == "unfused"
-        if self.layout.world_size <= record.MAX_RANKS:
-            return False
-        if self.impl != "auto":
+        # Slices over sockets were slower than the pair where they were measured (decision 0023).
+        if self.impl == "auto":
+            return True
+        if self.layout.world_size > record.MAX_RANKS:
             raise ArgumentError(
                 f"{OPERATOR}: impl={self.impl!r} must have at most {record.MAX_RANKS} ranks; got "
                 f"{self.layout.world_size}. Take impl='auto' or 'unfused'."
             )
-        return True
+        return False
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return the range of this call for profilers, by the name of the operator or its half."""

@@ -9,7 +9,6 @@ import torch
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import launch
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.record import MAX_RANKS
 from interlace.operators.embedding_all_to_all.validate import batch_of, validate
 from interlace.registry import Implementation, Operator, operator
 from interlace.units import ceil_div, next_power_of_2
@@ -70,6 +69,6 @@ class EmbeddingAllToAll(Operator):
             f"{self.name} of {tables} per rank, at most {width} wide, {name}, batch {batch}, about "
             f"{pooling_factor} lookups per bag"
         )
-        if nodes > 1 and world_size > MAX_RANKS:
-            return call, "unfused", f"slices between nodes take at most {MAX_RANKS} ranks"
+        if nodes > 1:
+            return call, choice.impl, choice.reason
         return call, f"fused ({choice.config})", choice.reason

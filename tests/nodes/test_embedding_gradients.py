@@ -98,7 +98,8 @@ def _late(call, late):
         update = interlace.optim.SGD(0.5)
         y = interlace.embedding_all_to_all(
             tables, indices, offsets, per_sample_weights=scale, mode=call.mode,
-            batch_size=call.batch, name="late", config=call.config, group=process_group,
+            batch_size=call.batch, name="late", impl=call.impl, config=call.config,
+            group=process_group,
             gradient=update,
         )  # fmt: skip
         # The backward pass is agreed on before, so that the late rank is late for its slices.

@@ -63,6 +63,24 @@ class Epilogue:
     scale: torch.Tensor | None
     out_dtype: torch.dtype
 
+    @staticmethod
+    def of(
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
+        norm: str,
+        eps: float,
+        scale: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> Epilogue:
+        """Return an epilogue whose tensors are contiguous; y has x's dtype by default."""
+        residual, norm_weight, norm_bias = (
+            None if each is None else each.contiguous()
+            for each in (residual, norm_weight, norm_bias)
+        )
+        return Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, out_dtype or x.dtype)
+
     @property
     def quantization(self) -> str:
         """Return ``"none"``, or what has a scale of its own: ``"tensor"`` or ``"row"``."""

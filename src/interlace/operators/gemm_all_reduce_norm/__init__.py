@@ -76,27 +76,14 @@ class GemmAllReduceNorm(GemmOperator):
 
     def run_empty(self, call: GemmCall) -> Normed:
         """Return results without elements."""
-        assert call.epilogue is not None
-        return call.epilogue.empty_results(
-            call.operands.rows, call.operands.columns, call.operands.x
-        )
+        return launch.empty_results(call)
 
     def run_unfused(self, call: GemmCall) -> Normed:
         """Run ``F.linear``, ``all_reduce``, and torch's norm."""
-        operands, epilogue = call.operands, call.epilogue
-        assert epilogue is not None
+        operands = call.operands
+        assert call.epilogue is not None
         results = reference.gemm_all_reduce_norm(
-            operands.x,
-            operands.w,
-            operands.bias,
-            epilogue.residual,
-            epilogue.norm_weight,
-            epilogue.norm_bias,
-            epilogue.norm,
-            epilogue.eps,
-            epilogue.scale,
-            epilogue.out_dtype,
-            call.process_group,
+            operands.x, operands.w, operands.bias, call.epilogue, call.process_group
         )
         return Normed(*results)
 
@@ -132,65 +119,36 @@ _SCHEMA = (
     "str norm, float eps, Tensor? scale, ScalarType? out_dtype, str group_name, str impl, "
     "str config) -> (Tensor, Tensor, Tensor)"
 )
+_DECLARATION = GemmAllReduceNorm()
+_Results = tuple[torch.Tensor, ...]
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(f"{GemmAllReduceNorm.name}{_SCHEMA}", tags=OPERATOR_TAGS)
 
 
-def _run(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm: str,
-    eps: float,
-    scale: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    group_name: str,
-    impl: str,
-    config: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    declaration = GemmAllReduceNorm()
-    validate(declaration, x, w, bias, None, None, None, impl, None)
-    epilogue = Epilogue(
-        None if residual is None else residual.contiguous(),
-        None if norm_weight is None else norm_weight.contiguous(),
-        None if norm_bias is None else norm_bias.contiguous(),
-        norm,
-        eps,
-        scale,
-        x.dtype if out_dtype is None else out_dtype,
-    )
-    validate_epilogue(declaration.name, x, w.shape[0], epilogue)
+# Behind x, w and bias come an epilogue's arguments, and then the group's name, the implementation
+# and the configuration.
+_OTHERS = 3
+
+
+def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
+    group_name, impl, config = arguments[-_OTHERS:]
+    validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
+    epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
+    validate_epilogue(_DECLARATION.name, x, w.shape[0], epilogue)
     if w.shape[0] > launch.MOST_COLUMNS:
         raise ArgumentError(
-            f"{declaration.name}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
+            f"{_DECLARATION.name}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
             f"the sums; got {w.shape[0]}. Normalise after gemm_all_reduce."
         )
     operands = Operands(x, w, bias, None, None, x.dtype)
-    results: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = dispatch.run(
-        declaration, operands, (), False, group_name, impl, config, epilogue
+    return tuple(
+        dispatch.run(_DECLARATION, operands, (), False, group_name, impl, config, epilogue)
     )
-    return tuple(results)  # type: ignore[return-value]
 
 
-def _fake(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm: str,
-    eps: float,
-    scale: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    *_: str,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    dtype = x.dtype if out_dtype is None else out_dtype
-    epilogue = Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, dtype)
-    return tuple(epilogue.empty_results(x.shape[0], w.shape[0], x))  # type: ignore[return-value]
+def _fake(x: torch.Tensor, w: torch.Tensor, _: object, *arguments: Any) -> _Results:
+    epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
+    return tuple(epilogue.empty_results(x.shape[0], w.shape[0], x))
 
 
 register(_library, GemmAllReduceNorm.name, _run, _fake)

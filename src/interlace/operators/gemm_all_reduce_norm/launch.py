@@ -30,7 +30,7 @@ _CPU_PROGRAMS = 8
 def run_fused(call: GemmCall) -> Normed:
     """Multiply, sum and normalise in one kernel."""
     call = _with_rows_along_k(call)
-    results = _results(call)
+    results = empty_results(call)
     with call.group.running():
         key = (call.operator.name, "fused", call.config, call.mark, *_memory(call, results))
         call.group.replays.run(key, lambda: _fused(call, results)(), with_libraries=False)
@@ -41,7 +41,7 @@ def run_pushed(call: GemmCall) -> Normed:
     """Multiply by cuBLAS, then exchange rows, sum and normalise in one kernel."""
     require(call.group.backend)
     operands = call.operands
-    results = _results(call)
+    results = empty_results(call)
     product = results.residual.new_empty([operands.rows, operands.columns])
 
     def enqueue() -> None:
@@ -63,7 +63,7 @@ def run_gemm(call: GemmCall) -> Normed:
         operands.x, operands.w, operands.bias, None, None, operands.out_dtype, call.group_name,
         BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
     )  # fmt: skip
-    results = _results(call)
+    results = empty_results(call)
     epilogue = call.epilogue
     assert epilogue is not None
     columns = _row_columns(operands.columns)
@@ -86,7 +86,8 @@ def _with_rows_along_k(call: GemmCall) -> GemmCall:
     return call.with_operands(dataclasses.replace(operands, x=x, w=w))
 
 
-def _results(call: GemmCall) -> Normed:
+def empty_results(call: GemmCall) -> Normed:
+    """Return the call's results, uninitialised."""
     assert call.epilogue is not None
     operands = call.operands
     return call.epilogue.empty_results(operands.rows, operands.columns, operands.x)
@@ -117,7 +118,7 @@ def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     assert epilogue is not None
     return {
         "bias": call.operands.bias,
-        "residual": None if epilogue.residual is None else epilogue.residual.contiguous(),
+        "residual": epilogue.residual,
         "norm_weight": epilogue.norm_weight,
         "norm_bias": epilogue.norm_bias,
         "scale": epilogue.scale,

@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.gemm.epilogue import Epilogue
+
 _LARGEST_FLOAT8 = 448.0
 
 
@@ -13,13 +15,7 @@ def gemm_all_reduce_norm(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    norm: str,
-    eps: float,
-    scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
+    epilogue: Epilogue,
     group: dist.ProcessGroup | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute y, the new residual and y's scales; the sum over ranks is rounded to x's dtype."""
@@ -27,21 +23,20 @@ def gemm_all_reduce_norm(
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(total, group=group)
     # Added in float32 and rounded once, as the kernels do.
-    added = [each.float() for each in (bias, residual) if each is not None]
+    added = [each.float() for each in (bias, epilogue.residual) if each is not None]
     h = sum(added, start=total.float()).to(x.dtype)
-    value = h.float()
-    weight = None if norm_weight is None else norm_weight.float()
-    offset = None if norm_bias is None else norm_bias.float()
-    if norm == "layer":
-        y = F.layer_norm(value, value.shape[-1:], weight, offset, eps)
+    value, vectors = h.float(), (epilogue.norm_weight, epilogue.norm_bias)
+    weight, offset = (None if vector is None else vector.float() for vector in vectors)
+    if epilogue.norm == "layer":
+        y = F.layer_norm(value, value.shape[-1:], weight, offset, epilogue.eps)
     else:
-        y = F.rms_norm(value, value.shape[-1:], weight, eps)
+        y = F.rms_norm(value, value.shape[-1:], weight, epilogue.eps)
         y = y if offset is None else y + offset
     scales = value.new_empty([0])
-    if out_dtype != torch.float8_e4m3fn:
-        return y.to(out_dtype), h, scales
-    if scale is None:
+    if epilogue.quantization == "none":
+        return y.to(epilogue.out_dtype), h, scales
+    if epilogue.scale is None:
         largest = y.abs().amax(-1, keepdim=True)
         scales = torch.where(largest == 0, 1.0, largest / _LARGEST_FLOAT8)
-    y = y / (scales if scale is None else scale)
-    return y.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(out_dtype), h, scales
+    y = y / (scales if epilogue.scale is None else epilogue.scale)
+    return y.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(epilogue.out_dtype), h, scales

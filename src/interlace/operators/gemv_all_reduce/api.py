@@ -12,7 +12,6 @@ from interlace.gemm.epilogue import Norm, Normed, call_normed, refuse_without_no
 from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.operator import GemvAllReduce
 from interlace.operators.gemv_all_reduce.validate import validate
-from interlace.registry import operator_matching
 from interlace.tuning.configuration import Configuration
 
 _DECLARATION = GemvAllReduce()
@@ -124,12 +123,12 @@ def gemv_all_reduce(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMV + AllReduce".
     """
+    validate(x, w, bias)
     if norm is not None or norm_weight is not None:
-        validate(x, w, bias)
         # A vector is one token.
         matrix = x if x.dim() == 2 else x[None]
         y, total, scales = call_normed(
-            operator_matching("gemm", "all_reduce"), matrix, w, bias,
+            _DECLARATION, matrix, w, bias,
             residual=residual if residual is None or x.dim() == 2 else residual[None], norm=norm,
             norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, scale=scale,
             out_dtype=out_dtype, group=group, impl=impl, config=config,
@@ -138,7 +137,6 @@ def gemv_all_reduce(
     refuse_without_norm(
         OPERATOR, residual=residual, norm_bias=norm_bias, scale=scale, out_dtype=out_dtype
     )
-    validate(x, w, bias)
     _DECLARATION.validate_options(impl, config)
     text = "" if config is None else str(config)
     result: torch.Tensor = torch.ops.interlace.gemv_all_reduce(

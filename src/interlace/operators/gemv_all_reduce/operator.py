@@ -21,6 +21,7 @@ class GemvAllReduce(Operator):
     collective = "all_reduce"
     sizes = ("tokens", "rows", "columns")
     config_type = GemvAllReduceConfig
+    norm_name = "gemm_all_reduce_norm"
     choosers = ("auto", "measured", BATCH_INVARIANT)
     command_module = "interlace.cli.bench_gemv_all_reduce"
     implementations = (

@@ -78,6 +78,18 @@ import torch.distributed as dist
 import interlace
 """
 
+# A page whose first block multiplies x and w on two ranks.
+_PRODUCT = Program(
+    _IMPORTS
+    + """
+def worker():
+    rank = dist.get_rank()
+    x, w = torch.ones(4, 16), torch.ones(8, 16)
+    # block 0
+    assert (y == 32).all()
+""",
+    ranks=2,
+)
 PROGRAMS = {
     "docs/compile.md": Program(
         _IMPORTS
@@ -129,17 +141,7 @@ def worker():
         ranks=4,
         smaller={"4096": "16", "14336": "32"},
     ),
-    "docs/reference.md": Program(
-        _IMPORTS
-        + """
-def worker():
-    rank = dist.get_rank()
-    x, w = torch.ones(4, 16), torch.ones(8, 16)
-    # block 0
-    assert (y == 32).all()
-""",
-        ranks=2,
-    ),
+    "docs/reference.md": _PRODUCT,
     "docs/tensor-parallel.md": Program(
         _IMPORTS
         + """
@@ -154,17 +156,7 @@ def worker():
         ranks=1,
         smaller={"4096": "32", "28672": "64", "14336": "32"},
     ),
-    "docs/tracing.md": Program(
-        _IMPORTS
-        + """
-def worker():
-    rank = dist.get_rank()
-    x, w = torch.ones(4, 16), torch.ones(8, 16)
-    # block 0
-    assert (y == 32).all()
-""",
-        ranks=2,
-    ),
+    "docs/tracing.md": _PRODUCT,
     "docs/training-dlrm.md": Program(
         '''
 from pathlib import Path

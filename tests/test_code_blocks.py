@@ -91,6 +91,22 @@ def worker():
     ranks=2,
 )
 PROGRAMS = {
+    "docs/batch-invariance.md": Program(
+        _IMPORTS
+        + """
+def worker():
+    torch.manual_seed(dist.get_rank())
+    batch, weight = torch.randn(48, 64).bfloat16(), torch.randn(32, 64).bfloat16()
+
+    def model(batch):
+        return interlace.gemm_all_reduce(batch, weight)
+
+    # block 0
+    with interlace.batch_invariant():
+        assert torch.equal(model(batch[17:18]), logits[17:18])
+""",
+        ranks=2,
+    ),
     "docs/compile.md": Program(
         _IMPORTS
         + """

@@ -84,6 +84,7 @@ class Rounds:
         number: int,
         efficiency: float,
         exchange: bool = False,
+        overhead_ns: int = 0,
     ) -> None:
         """Send to the rank ``to`` further on in the group.
 
@@ -107,6 +108,7 @@ class Rounds:
             lambda: self._arrive(receiver, number),
             traffic=self.kind,
             efficiency=efficiency,
+            overhead_ns=overhead_ns,
         )
 
     def _arrive(self, rank: int, number: int) -> None:
@@ -140,7 +142,9 @@ class Slices:
         self.setting, self.rank, self.shared = setting, rank, shared
         self.block, self.slices = block, slices
         self.peers = shared.group.size - 1
-        self.efficiency = setting.machine.collectives.fused_efficiency.value
+        library = setting.machine.collectives
+        self.efficiency = library.fused_efficiency.value
+        self.overhead_ns = round(library.message_ns.value) if library.message_ns else 0
 
     def _piece(self, number: int, block: int) -> int:
         """Return the bytes of a slice of a block; all slices together are the block."""
@@ -184,6 +188,8 @@ class Slices:
                 self._piece(number, self.block),
                 round_of(number),
                 self.efficiency,
+                False,
+                self.overhead_ns,
             )
 
     def all_reduce(
@@ -232,6 +238,8 @@ class Slices:
                             pieces[number],
                             _GATHERED,
                             self.efficiency,
+                            False,
+                            self.overhead_ns,
                         )
                 number += 1
                 state["free"], state["next"] = summed, number
@@ -298,6 +306,7 @@ class Slices:
                 self._piece(number // self.peers, self.block),
                 _PRODUCED,
                 self.efficiency,
+                overhead_ns=self.overhead_ns,
             )
         self.shared.hooks[rank] = work
         if count == 0:

@@ -14,7 +14,7 @@ from interlace.sim.collectives import Group, Round
 from interlace.sim.engine import Engine
 from interlace.sim.fabric import Fabric
 from interlace.sim.machine import Machine
-from interlace.sim.topology import Topology
+from interlace.sim.topology import Hierarchical, Topology
 from interlace.sim.work import Collective
 
 # A bound on the number of events: large messages in small pieces would be millions.
@@ -142,9 +142,12 @@ class Slices:
         self.setting, self.rank, self.shared = setting, rank, shared
         self.block, self.slices = block, slices
         self.peers = shared.group.size - 1
-        library = setting.machine.collectives
-        self.efficiency = library.fused_efficiency.value
-        self.overhead_ns = round(library.message_ns.value) if library.message_ns else 0
+        machine, topology = setting.machine, setting.topology
+        self.efficiency = machine.collectives.fused_efficiency.value
+        message = machine.collectives.message_ns
+        # A single node of several GPUs has only its inner network.
+        has_nodes = machine.node is None or isinstance(topology, Hierarchical)
+        self.overhead_ns = round(message.value) if message is not None and has_nodes else 0
 
     def _piece(self, number: int, block: int) -> int:
         """Return the bytes of a slice of a block; all slices together are the block."""

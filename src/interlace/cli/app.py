@@ -226,6 +226,7 @@ def soak(
         int | None,
         typer.Option(min=1, max=8, help="Ranks; default: all GPUs, or 2 on the cpu backend."),
     ] = None,
+    nodes: Nodes = None,
     backend: Backend = "auto",
     seed: Annotated[
         int | None,
@@ -259,7 +260,7 @@ def soak(
     if add:
         raise typer.Exit(run_add(add, outputs))
     raise typer.Exit(
-        run(seconds, calls, ranks, backend, seed, start, operators or (), deadline, outputs)
+        run(seconds, calls, ranks, nodes, backend, seed, start, operators or (), deadline, outputs)
     )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.cli import doctor_network, tune_network
+from interlace.cli import demo_nodes, doctor_network, tune_network
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates
@@ -103,6 +103,25 @@ def test_doctor_says_that_all_ranks_share_memory():
     done = run_command("doctor", "--network", "-n", "2", "--backend", "cpu")
     assert done.exit_code == 0, done.output
     assert "All ranks share memory" in done.output
+
+
+@pytest.mark.usefixtures("quick_launches")
+def test_demo_between_nodes(tmp_path, monkeypatch):
+    arguments = ("demo", "-n", "2", "--nodes", "2", "--backend", "cpu")
+    done = run_command(*arguments, "--json", tmp_path / "demo.json")
+    assert done.exit_code == 0, done.output
+    assert "Every rank holds what PyTorch's pair gives, bit by bit." in done.output
+    document = json.loads((tmp_path / "demo.json").read_text())
+    for rank in document["ranks"]:
+        for each in rank["operators"]:
+            assert each["counted"] == each["predicted"] > 0
+    wrong = document["ranks"][1]["operators"][0] | {"same": False}
+    monkeypatch.setattr(
+        demo_nodes, "run_ranks", lambda *_, **__: [{**document["ranks"][0], "operators": [wrong]}]
+    )
+    failed = run_command(*arguments)
+    assert failed.exit_code == 1
+    assert "WRONG" in failed.output
 
 
 def test_networks_are_read_from_nccls_log(tmp_path):

@@ -201,16 +201,24 @@ def demo(
         str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs enough.")
     ] = "auto",
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens decoded at once.")] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Show slices between so many nodes instead, say 2."),
+    ] = None,
     json_file: JsonFile = None,
     plot: Annotated[
         str, typer.Option(metavar="FILE", help="Where to draw the picture (PNG), or none.")
     ] = "demo-gemv_all_reduce.png",
 ) -> None:
     """Run a Transformer's down projection on several ranks and draw who sent what when; then train
-    a recommendation model.
+    a recommendation model. With --nodes, send slices between nodes.
     """
     from interlace.cli.demo import run
 
+    if nodes is not None:
+        from interlace.cli import demo_nodes
+
+        raise typer.Exit(demo_nodes.run(world_size, nodes, backend, Outputs(json=json_file)))
     outputs = Outputs(json=json_file, plot=None if plot == "none" else Path(plot))
     raise typer.Exit(run(world_size, backend, tokens, outputs))
 

@@ -31,6 +31,9 @@ _NAMES = [
     "embedding forward, direct",
     "embedding forward, sliced",
     "embedding forward, sliced, own samples first",
+    "embedding forward, between nodes",
+    "embedding backward, between nodes",
+    "gemm_all_to_all, between nodes",
     "embedding backward",
     "embedding backward, a rank without tables",
     "mixture_of_experts",
@@ -50,10 +53,16 @@ def _explore(name: str) -> int:
     import torch.distributed as dist
 
     from interlace.testing import explore
-    from tests.testing.programs import PROGRAMS
+    from tests.testing.programs import PROGRAMS, nodes_of
 
     count = 2 + dist.get_rank()
-    report = explore(PROGRAMS[name], ranks=count, schedules=SCHEDULES[count], seed=count)
+    report = explore(
+        PROGRAMS[name],
+        ranks=count,
+        schedules=SCHEDULES[count],
+        seed=count,
+        node_of_rank=nodes_of(name, count),
+    )
     report.raise_if_failed()
     return report.schedules
 

@@ -97,14 +97,19 @@ def _lost(part: int, parts: int) -> list[str]:
 
     from interlace.testing import explore
     from tests.testing.mutants import MUTANTS
-    from tests.testing.programs import PROGRAMS
+    from tests.testing.programs import PROGRAMS, nodes_of
 
     lost = []
     for mutant in MUTANTS[
         part * dist.get_world_size() + dist.get_rank() :: parts * dist.get_world_size()
     ]:
         with mutant.applied():
-            failure = explore(PROGRAMS[mutant.protocol], ranks=mutant.ranks, schedules=300).failure
+            failure = explore(
+                PROGRAMS[mutant.protocol],
+                ranks=mutant.ranks,
+                schedules=300,
+                node_of_rank=nodes_of(mutant.protocol, mutant.ranks),
+            ).failure
         if failure is None or failure.kind == "error":
             lost.append(f"{mutant.name}: {failure}")
     return lost

@@ -231,8 +231,8 @@ class Run:
         Args:
             addresses: uint64, one per value.
             values: array of values.
-            kind: ``"put"``, ``"store"``, ``"release"`` or ``"relaxed"``; or ``"network"`` and
-                ``"network release"`` for those of messages.
+            kind: ``"put"``, ``"store"``, ``"release"``, ``"relaxed"``, or ``"network"`` for a
+                message.
 
         Raises:
             ArgumentError: the memory is of a rank of another node, which no store reaches.
@@ -242,7 +242,7 @@ class Run:
         values = np.ascontiguousarray(values)
         for part in np.unique(parts).tolist():
             nodes = self.tree.node_of_rank
-            if nodes and nodes[part] != nodes[self.tree.rank] and "network" not in kind:
+            if nodes and nodes[part] != nodes[self.tree.rank] and kind != "network":
                 raise ArgumentError(
                     f"a store must stay within its node; got one to rank {part} of node "
                     f"{nodes[part]}. On real nodes it faults."
@@ -292,7 +292,6 @@ _KINDS = {
     "network": Kind.PUT,
     "relaxed": Kind.RELAXED,
     "release": Kind.RELEASE,
-    "network release": Kind.RELEASE,
 }
 # Files whose lines say nothing about the program.
 _MACHINERY = (

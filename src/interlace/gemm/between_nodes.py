@@ -80,7 +80,9 @@ def times_between_nodes(
     predictions: dict[str, Prediction] = {}
     dtype_name = str(dtype).removeprefix("torch.")
     call = Call.of_dtype(dtype_name, rows, columns, inner, world_size)
-    for each in operator_named(operator).implementations if declared is not None else ():
+    # Costs of other computations have other sizes.
+    is_product = declared is not None and declared.computation == "GEMM"
+    for each in operator_named(operator).implementations if is_product else ():
         prediction = _predicted(profile, operator, each, call, even_nodes(world_size, nodes))
         if prediction is not None:
             predictions[each.name] = prediction

@@ -641,9 +641,6 @@ def test_command_of_what_the_paper_only_discusses(
 
 
 def test_other_commands(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.json"
-    _run("t3-sensitivity", "--shape", "256x256x64", "--tensor", 2, "--json", rows)
-    assert json.loads(rows.read_text())[0]["key"] == "as given"
     bench = _some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048",))
     output = _run("t3-measured", bench, "--json", tmp_path / "m.json", "--plot", tmp_path / "m.png")
     assert "4096 x 8192 x 2048" in output

@@ -71,8 +71,11 @@ def draw(results: Sequence[SubLayer], bounds: Sequence[SubLayer], file: Path) ->
         axes = drawing.subplots(len(heights), 1, sharex=True, height_ratios=heights)
         _bars(axes[0], bars)
         handles: dict[str, Any] = {}
+        # The fullest queue of all, so that panels have one scale.
+        entries = max(part.queue_entries for result in results for part in result.parts)
         for axis, result in zip(axes[1:], results, strict=True):
             _panel(axis, result, longest, handles)
+            _queue(axis, result, entries, handles)
         axes[-1].set_xlabel("microseconds")
         drawing.legend(
             handles=list(handles.values()),
@@ -85,21 +88,21 @@ def draw(results: Sequence[SubLayer], bounds: Sequence[SubLayer], file: Path) ->
 
 def _bars(axis: Any, results: Sequence[SubLayer]) -> None:
     """Draw a bar per configuration, divided by what the time is spent on."""
-    labelled: set[str] = set()
-    for row, result in enumerate(results):
-        left = 0.0
-        for cause, (meaning, colour) in SPENT.items():
-            width = result.spent_ns.get(cause, 0.0) / 1000
-            if width <= 0:
-                continue
-            label = "_" if cause in labelled else meaning
-            labelled.add(cause)
-            axis.barh(row, width, 0.72, left, color=colour, label=label)
-            # Narrow parts have no room for a number; the command prints all of them.
-            if width > 0.02 * results[0].total_ns / 1000:
-                axis.text(left + width / 2, row, f"{width:.0f}", ha="center", va="center",
-                          fontsize=8, color="white" if colour in _DARK else "black")  # fmt: skip
-            left += width
+    left = [0.0] * len(results)
+    longest = max(result.total_ns for result in results)
+    for cause, (meaning, colour) in SPENT.items():
+        widths = [result.spent_ns.get(cause, 0.0) for result in results]
+        if max(widths) < 1:
+            continue
+        bars = axis.barh(
+            range(len(results)), [width / 1000 for width in widths], 0.72,
+            [at / 1000 for at in left], color=colour, label=meaning,
+        )  # fmt: skip
+        # Narrow parts have no room for a number; the command prints all of them.
+        numbers = [f"{width / 1000:.0f}" if width > 0.02 * longest else "" for width in widths]
+        shade = "white" if colour in _DARK else "black"
+        axis.bar_label(bars, numbers, label_type="center", fontsize=8, color=shade)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
     axis.set_yticks(range(len(results)), [result.configuration for result in results], fontsize=9)
     axis.invert_yaxis()
     axis.spines[["top", "right"]].set_visible(False)
@@ -133,20 +136,6 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
             )  # fmt: skip
             handles.setdefault(area.get_label().replace("update", "write"), area)
             below = below + rate
-    queue = axis.twinx()
-    for start, part in zip(result.starts_ns, result.parts, strict=True):
-        times = [(start + QUEUE_STEP_NS * step) / 1000 for step in range(len(part.queue))]
-        (line,) = queue.step(
-            times, part.queue, where="post", color="black", linewidth=0.7,
-            label="entries of a DRAM channel's queue",
-        )  # fmt: skip
-    handles.setdefault(line.get_label(), line)
-    # The line at 0 of both axes is the same one.
-    low, high = axis.get_ylim()
-    queue.set_ylim(64 * low / high, 64)
-    queue.set_yticks([0, 32, 64])
-    queue.set_ylabel("entries", fontsize=9)
-    queue.spines[["top", "left"]].set_visible(False)
     axis.axhline(0, color="black", linewidth=0.6)
     axis.axvline(result.total_ns / 1000, color="black", linewidth=1)
     axis.axvline(
@@ -162,6 +151,22 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
         loc="left",
         fontsize=10,
     )
+
+
+def _queue(axis: Any, result: SubLayer, entries: float, handles: dict[str, Any]) -> None:
+    """Draw the entries of a DRAM channel's queue over a panel, on a scale up to ``entries``."""
+    scale = axis.twinx()
+    label = "entries in a DRAM channel's queue"
+    for start, part in zip(result.starts_ns, result.parts, strict=True):
+        times = [(start + QUEUE_STEP_NS * step) / 1000 for step in range(len(part.queue))]
+        (line,) = scale.step(times, part.queue, where="post", color="black", linewidth=0.7)
+        handles.setdefault(label, line).set_label(label)
+    # Both scales have their zero on one line.
+    low, high = axis.get_ylim()
+    scale.set_ylim(entries * low / high, entries)
+    scale.set_yticks([0, round(entries / 2), round(entries)])
+    scale.set_ylabel("entries", fontsize=9)
+    scale.spines[["top", "left"]].set_visible(False)
 
 
 def draw_measured(comparisons: Sequence[Comparison], file: Path) -> None:

@@ -36,6 +36,7 @@ from interlace.units import format_bytes, format_ns
 SHOWN = ("sequential", "t3", "t3-mca")
 """Configurations in pictures and traces: those that take place, not bounds on them."""
 BOUNDS = ("ideal", "ideal-nmc")
+"""Configurations that bound the others: in tables and bars, without traffic of their own."""
 CHANGE = "tracker.sets=64"
 """An example of ``--set`` for error messages."""
 FASTER = ("t3", "t3-mca", "ideal")
@@ -87,7 +88,7 @@ def run_t3(
         f"{sum(result.result.events for result in results.values()):,} events in {seconds:.1f} s.",
         style="dim",
     )
-    # Bounds have no events of their own, so pictures have a bar of them, and traces leave them out.
+    # Bounds have no events of their own: a bar in the picture, and no trace.
     shown, bounds = ([results[name] for name in names] for names in (SHOWN, BOUNDS))
     outputs.write_json(lambda: {name: result.to_json() for name, result in results.items()})
     outputs.write_plot(lambda file: draw(shown, bounds, file))
@@ -269,6 +270,7 @@ def _times(results: dict[str, SubLayer]) -> Table:
 
 
 def _spent(results: dict[str, SubLayer]) -> Table:
+    """Make the table of what the time is spent on; causes that nobody meets are left out."""
     names = (*SHOWN, *BOUNDS)
     table = make_table("where the time goes", *names)
     for cause, (meaning, _) in SPENT.items():

@@ -112,7 +112,7 @@ class _Arrival:
         tree, nbytes = self._run.tree, self._data.nbytes
         cells = tree.cells.cells_at(tree.view.offsets_of(self._addresses), 8)
         numbers = np.full(len(self._addresses), self._number, np.int32)
-        words = np.frombuffer(self._run.perform(Kind.WORDS, cells, numbers, 1), np.uint64)
+        words = np.frombuffer(self._run.perform(Kind.WORDS, cells, numbers, (1, 8)), np.uint64)
         values = (words >> np.uint64(32)).astype(np.uint32).view(np.uint8)
         process_memory(self._data.data_ptr(), nbytes)[:] = values[:nbytes]
         return True

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import socket
 import time
 from unittest import mock
 
@@ -105,6 +106,21 @@ def test_doctor_says_that_all_ranks_share_memory():
     assert "All ranks share memory" in done.output
 
 
+def test_doctor_ends_where_a_rank_does_not_join():
+    """As rank 0 of two, of which the other one is never started."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    launcher = {
+        "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+    }  # fmt: skip
+    with mock.patch.dict("os.environ", launcher):
+        done = run_command("doctor", "--network", "--backend", "cpu", "--deadline", "2")
+    assert done.exit_code == 1
+    assert "all 2 ranks must join the process group in time" in " ".join(done.output.split())
+
+
 @pytest.mark.usefixtures("quick_launches")
 def test_demo_between_nodes(tmp_path, monkeypatch):
     arguments = ("demo", "-n", "2", "--nodes", "2", "--backend", "cpu")
@@ -170,13 +186,14 @@ def test_a_measured_network_is_kept_in_the_profile_of_every_node(ranks, tmp_path
 
 def test_explain_predicts_slices_without_a_gpu(tmp_path):
     file = tmp_path / "network.json"
-    file.write_text(json.dumps(dataclasses.asdict(SLOW)))
+    file.write_text(json.dumps(dataclasses.asdict(QUICK)))
     shape = ("gemm_all_to_all", "8192x2048x65536", "-n", "2", "--nodes", "2")
     done = run_command("explain", *shape, "--network", file)
     assert done.exit_code == 0, done.output
-    lines = [line.split() for line in done.output.splitlines() if line]
+    words = [line.split()[0] for line in done.output.splitlines() if line]
     assert "2 nodes, wire" in " ".join(done.output.split())
-    assert [line[0] for line in lines[2:5]] == ["chunked", "unfused", "nccl"]
+    first = words.index("implementation") + 1
+    assert words[first : first + 3] == ["chunked", "unfused", "nccl"]
     missing = run_command("explain", *shape)
     assert missing.exit_code == 1
     assert "--nodes must come with --network FILE" in missing.output

@@ -59,6 +59,7 @@ def run_ranks(
     *args: Any,
     backend: str,
     nodes: int | None = None,
+    join_timeout_s: float | None = None,
 ) -> list[Any]:
     """Run ``interlace.launch(worker, world_size, folder, *args)`` under a progress bar.
 
@@ -73,7 +74,15 @@ def run_ranks(
         tempfile.TemporaryDirectory(prefix="interlace-") as folder,
         _progress(console, title, Path(folder), steps * world_size),
     ):
-        return launch(worker, world_size, folder, *args, backend=backend, nodes=nodes)
+        return launch(
+            worker,
+            world_size,
+            folder,
+            *args,
+            backend=backend,
+            nodes=nodes,
+            join_timeout_s=join_timeout_s,
+        )
 
 
 @contextlib.contextmanager

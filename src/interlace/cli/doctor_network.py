@@ -60,6 +60,7 @@ def run(
             deadline_s,
             backend=backend,
             nodes=nodes,
+            join_timeout_s=deadline_s,
         )
     document = {
         "machine": machine.describe(),

@@ -58,6 +58,7 @@ def run_network(
             deadline_s,
             backend="cuda",
             nodes=nodes,
+            join_timeout_s=deadline_s,
         )
     report = reports[0]
     document = {

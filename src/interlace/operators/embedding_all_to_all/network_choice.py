@@ -20,7 +20,7 @@ from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.tuning.choice import NetworkTimes
-from interlace.units import ceil_div, next_power_of_2
+from interlace.units import ceil_div
 
 if TYPE_CHECKING:
     from interlace.operators.embedding_all_to_all.launch import Call
@@ -104,7 +104,7 @@ def times_of(call: Call, group: Group) -> NetworkTimes | None:
         return None
     layout = call.layout
     bags = max(1, len(call.weights) * layout.batch)
-    lookups = next_power_of_2(ceil_div(call.indices.shape[0], bags))
+    lookups = ceil_div(call.indices.shape[0], bags)
     # A rank without tables does not know their dtype.
     itemsize = call.weights[0].dtype.itemsize if call.weights else 0
     key = (OPERATOR, "lookups", layout, call.dtype)

@@ -69,7 +69,7 @@ class EmbeddingAllToAll(Operator):
             own = tuple(weight.shape[1] for weight in weights)
             times = network_choice.times_between_nodes(
                 Layout((own,) * world_size, batch),
-                pooling_factor,
+                lookups,
                 dtype.itemsize,
                 dtype.itemsize,
                 nodes,

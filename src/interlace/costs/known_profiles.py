@@ -100,6 +100,17 @@ def profiled_gpus() -> list[str]:
     return sorted(parse_profile(file.read_text(encoding="utf-8")).gpu for file in files)
 
 
+def own_gpus() -> list[str]:
+    """Return the names of the GPUs whose profiles this user has measured."""
+    names = []
+    for file in sorted(cache_folder("profiles").glob("*.json")):
+        try:
+            names.append(parse_profile(file.read_text(encoding="utf-8")).gpu)
+        except (OSError, ConfigError):
+            continue  # own_profile says what is wrong with it, to those who need it
+    return [name for name in names if own_profile(name) is not None]
+
+
 def parse_profile(text: str) -> MachineProfile:
     """Return the profile that a JSON text describes.
 

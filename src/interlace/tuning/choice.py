@@ -94,7 +94,8 @@ def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:
     return Choice(
         impl,
         config,
-        "the cpu backend exists to run the kernels; no time measured on it means anything",
+        "the cpu backend exists to run the kernels; no time measured on it means anything "
+        "(`interlace explain` predicts a GPU's)",
     )
 
 

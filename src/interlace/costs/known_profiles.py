@@ -31,9 +31,9 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
         gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
         processors: its number of streaming multiprocessors, for a guess.
     """
-    own = own_profile(gpu)
-    if own is not None:
-        return own
+    measured = own_profile(gpu)
+    if measured is not None:
+        return measured
     shipped = shipped_profile(gpu)
     if shipped is not None:
         return shipped
@@ -120,7 +120,7 @@ def parse_profile(text: str) -> MachineProfile:
     try:
         values = json.loads(text)
         corrections = {
-            operator: Corrections(**each) for operator, each in values["corrections"].items()
+            operator: Corrections(**fields) for operator, fields in values["corrections"].items()
         }
         product = ProductRates(**values["product"])
         return MachineProfile(**values | {"product": product, "corrections": corrections})

@@ -23,7 +23,7 @@ Confidence = Literal["measured", "published", "derived", "assumed"]
 
 
 class Source(BaseModel):
-    """Where a value comes from, and the confidence in it.
+    """Name the source of a value, and the confidence in it.
 
     Confidences are: measured by us, published by others, derived from such figures, assumed.
     """

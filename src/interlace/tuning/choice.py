@@ -1,4 +1,4 @@
-"""What ``impl="auto"`` chose for a call, and the choice by a tuned table."""
+"""Describe what ``impl="auto"`` chose for a call, and choose by a tuned table."""
 
 from __future__ import annotations
 

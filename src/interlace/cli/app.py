@@ -169,7 +169,10 @@ def explain(
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on.")] = 1,
     network: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The network between nodes: a profile that has one."),
+        typer.Option(
+            metavar="FILE",
+            help="The network between nodes: a profile that has one. \\[default: the GPU's]",
+        ),
     ] = None,
 ) -> None:
     """Say what impl="auto" takes, and the predicted time of every implementation. Needs no GPU."""

@@ -13,7 +13,7 @@ from rich.table import Table
 from interlace.cli.bench_products import parse_work
 from interlace.cli.console import make_console
 from interlace.cli.tables import make_table
-from interlace.costs.known_profiles import profile_of, profiled_gpus
+from interlace.costs.known_profiles import own_gpus, profile_of, profiled_gpus
 from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError, ConfigError
@@ -21,7 +21,7 @@ from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import operator_matching, operator_named
+from interlace.registry import operator_matching, operator_named, operators
 
 _SHARED_BYTES = 227 << 10
 """Shared memory of a program on the GPUs whose profiles are shipped."""
@@ -40,10 +40,11 @@ def run_explain(
 
     Args:
         nodes: Number of nodes that the ranks are on, equally many on each.
-        network: JSON file of the network between them, or of a machine profile with one.
+        network: JSON file of the network between them, or of a machine profile with one; None for
+            what the GPU's own profile has.
 
     Raises:
-        ConfigError: There is no such file, or none where there are several nodes.
+        ConfigError: There is no such file, or no network where there are several nodes.
         ArgumentError: The operator is not around one product, the GPU has no profile, or a shape is
             none.
     """
@@ -52,28 +53,38 @@ def run_explain(
         # The two names are one decision.
         declaration = operator_matching("gemm", declaration.collective)
     if not isinstance(declaration, GemmOperator):
-        raise ArgumentError(f"{operator} must be an operator around one product; it is not.")
+        products = [name for name in operators() if isinstance(operator_named(name), GemmOperator)]
+        raise ArgumentError(
+            f"operator must be one around one product, such as {', '.join(products)}; got "
+            f"{operator!r}. docs/results.md has what was measured of the others."
+        )
     name = _gpu_named(gpu)
     rates = None
     if nodes > 1:
-        if network is None:
+        rates = profile_of(name).network if network is None else read_network(network)
+        if rates is None:
             raise ConfigError(
-                "--nodes must come with --network FILE, which `interlace tune machine` measures; "
-                "no network is known without."
+                f"--nodes must have a measured network; the profile of {name} has none. Measure it "
+                "by `interlace tune machine` on the nodes, or say --network FILE."
             )
-        rates = read_network(network)
     console = make_console()
     for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
         call = Call.of_dtype(dtype, rows, columns, inner, world_size)
+        title = operator if operator == declaration.name else f"{operator} or {declaration.name}"
         console.print(
-            f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
-            f"{name}" + (f", {nodes} nodes, {rates.network}" if rates else "")
+            f"{title} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, {name}"
+            + (f", {nodes} nodes, {rates.network}" if rates else "")
         )
         if rates is None:
             console.print(_table(declaration, name, call, dtype))
         else:
             console.print(_table_between_nodes(declaration, name, call, nodes, rates))
         console.print()
+    console.print(
+        f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
+        f"{profile_of(name).margin:.0%} faster.",
+        style="dim",
+    )
     console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
 
 
@@ -83,11 +94,15 @@ def _gpu_named(text: str) -> str:
     Raises:
         ArgumentError: There is none, or several.
     """
-    known = profiled_gpus()
-    found = [name for name in known if text.lower() in name.lower()]
-    if len(found) != 1:
-        raise ArgumentError(f"--gpu must name one of {', '.join(known)}; got {text!r}.")
-    return found[0]
+    known = sorted({*profiled_gpus(), *own_gpus()})
+    matching = [name for name in known if text.lower() in name.lower()]
+    if len(matching) != 1:
+        raise ArgumentError(
+            f"--gpu must name one GPU whose profile is known: {', '.join(known)}; got {text!r}. "
+            "`interlace tune machine` on a GPU measures its profile; until then impl='auto' goes "
+            "by the H200's."
+        )
+    return matching[0]
 
 
 def _table(declaration: GemmOperator, gpu: str, call: Call, dtype: str) -> Table:

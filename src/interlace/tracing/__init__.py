@@ -85,11 +85,11 @@ class Trace:
     def summary(self) -> str:
         """Return in words where the time went.
 
-        The lines say, for each rank, the shares of its programs' time in compute, puts and waits;
-        for each link, its bytes and their mean rate; what the critical path consists of; and which
-        rank the others waited for.
+        The lines say how much longer than its product the call took, and why; for each rank, the
+        shares of its programs' time in compute, puts and waits; for each link, its bytes and their
+        mean rate; what the critical path consists of; and which rank the others waited for.
         """
-        text = summary(self.launches, self.work, is_timed=self.is_timed)
+        text = summary(self.launches, self.work, self.others, is_timed=self.is_timed)
         if self.unrecorded:
             text += f"\n{self.unrecorded} launches of this rank had no memory left to record."
         return text

@@ -30,7 +30,7 @@ FEWER = Tiling(64, 64, block_k=128, num_stages=4, group_m=4, interleave=1)
     [
         ("gemm_all_to_all", 1, Tiling(stagger=100), {"fused": 2, "chunked": -1,
                                                      "remote_stores": -1, "triggered": -18}),
-        ("gemm_reduce_scatter", 1, SUM, {"fused": -2, "chunked": -2}),
+        ("gemm_reduce_scatter", 1, SUM, {"fused": -2, "chunked": -1}),
         ("gemm_all_reduce", 1, SUM, {"fused": -4, "chunked": -6}),
         ("all_gather_gemm", 1, Tiling(most_programs=131), {"fused": -4, "chunked": 2}),
         # The steps' model, whose fused kernels all have tiles of 128 x 256, is 33 and 29 % too fast

@@ -81,8 +81,8 @@ def _copies_behind_products() -> tuple[list[dict[int, list[Event]]], list[list[A
         ),
         (
             *_copies_behind_products(), {"compute": 200, "copy": 60, "put": 30}, [],
-            "290 ns, 45% above the product's 200 ns: copies and collectives behind the product, "
-            "60 ns",
+            "290 ns, 45% above the product's 200 ns: copies and collectives while nothing is "
+            "multiplied, 60 ns",
         ),
     ],
     ids=["late rank", "slow puts", "tail", "copies behind products"],
@@ -112,5 +112,5 @@ def test_libraries_alone_have_an_account() -> None:
     others = [[Activity("nvjet_tst", 7, 0.0, 300.0), Activity("ncclDevKernel", 8, 310.0, 60.0)]]
     text = summary([[]], work_of([[]], 0.0), others, is_timed=True)
     assert "370 ns, 23% above the product alone, 300 ns" in text
-    assert "  60 ns: copies and collectives behind the product" in text
+    assert "  60 ns: copies and collectives while nothing is multiplied" in text
     assert "  10 ns: nothing runs" in text

@@ -10,17 +10,15 @@ from rich.table import Table
 
 from interlace.cli.bench_products import parse_work
 from interlace.cli.console import make_console
+from interlace.cli.gpus import gpu_named
 from interlace.cli.tables import make_table
-from interlace.costs.known_profiles import profile_of, profiled_gpus
+from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named
-
-_SHARED_BYTES = 227 << 10
-"""Shared memory of a program on the GPUs whose profiles are shipped."""
 
 
 def run_explain(
@@ -38,36 +36,23 @@ def run_explain(
         declaration = operator_matching("gemm", declaration.collective)
     if not isinstance(declaration, GemmOperator):
         raise ArgumentError(f"{operator} must be an operator around one product; it is not.")
-    name = _gpu_named(gpu)
+    device = gpu_named(gpu)
     console = make_console()
     for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
         call = Call.of_dtype(dtype, rows, columns, inner, world_size)
         console.print(
             f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
-            f"{name}"
+            f"{device.name}"
         )
-        console.print(_table(declaration, name, call, dtype))
+        console.print(_table(declaration, device, call, dtype))
         console.print()
-    console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
+    console.print(f"Predicted, not measured: {profile_of(device.name).source}.", style="dim")
 
 
-def _gpu_named(text: str) -> str:
-    """Return the one profiled GPU whose name contains a text.
-
-    Raises:
-        ArgumentError: There is none, or several.
-    """
-    known = profiled_gpus()
-    found = [name for name in known if text.lower() in name.lower()]
-    if len(found) != 1:
-        raise ArgumentError(f"--gpu must name one of {', '.join(known)}; got {text!r}.")
-    return found[0]
-
-
-def _table(declaration: GemmOperator, gpu: str, call: Call, dtype: str) -> Table:
-    profile, tiled = profile_of(gpu), declaration.config_type
+def _table(declaration: GemmOperator, gpu: Gpu, call: Call, dtype: str) -> Table:
+    profile, tiled = profile_of(gpu.name), declaration.config_type
     choice = choose_on(
-        Gpu(gpu, profile.processors, _SHARED_BYTES),
+        gpu,
         declaration.name,
         # The tiles of a kernel whose configuration has none are not asked for.
         cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig),

@@ -16,9 +16,9 @@ from interlace.units import format_ns
 
 PHASES = ("launch", "compute", "copy", "put", "wait", "sum", "tail", "idle")
 """``launch``: until the rank's first tile. ``compute``: a tile, or a library's product. ``copy``:
-copy engines, and libraries' collectives, that no product hides. ``put``: from the end of a tile to
-its store and its signals. ``wait``: for a peer. ``sum``: sums, stores of results, the way to the
-next tile. ``tail``: tiles of other programs, once the program with the most work has ended.
+copy engines, and libraries' collectives, while nothing is multiplied. ``put``: from the end of a
+tile to its store and its signals. ``wait``: for a peer. ``sum``: sums, stores of results, the way
+to the next tile. ``tail``: tiles of other programs, once the program with the most work has ended.
 ``idle``: none of these.
 """
 
@@ -97,7 +97,7 @@ class Account:
         """Yield what the call takes beyond its product (ns, and words), the longest first."""
         words = {
             "launch": f"before the first tile of rank {self.rank}",
-            "copy": "copies and collectives behind the product",
+            "copy": "copies and collectives while nothing is multiplied",
             "put": "puts and signals between tiles",
             "sum": "sums, stores, and the way to the next tile",
             "tail": "tiles of other programs after its last one",

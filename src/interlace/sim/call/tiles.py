@@ -206,6 +206,7 @@ class TiledKernel:
                 keys = {peer: ("piece", peer, me, needed - 1) for peer in program.peers}
                 yield from program.wait(tile, keys)
             yield self.world.move(me, (self.world.ranks + 1) * self.tile_bytes)
+        self._say_done(program)
 
     # Their parts
 
@@ -231,11 +232,16 @@ class TiledKernel:
         """Tell the peers when the last program has sent everything; the last one waits for them."""
         me = program.rank
         yield from sent.complete()
+        self._say_done(program)
+        if program.number == self.programs - 1:
+            yield from program.wait(0, {peer: ("done", peer, me) for peer in program.peers})
+
+    def _say_done(self, program: Program) -> None:
+        """Tell the peers that this rank is done, if this program is the last one to be."""
+        me = program.rank
         self._senders[me] += 1
         if self._senders[me] == self.programs:
             program.signal({peer: ("done", me, peer) for peer in program.peers})
-        if program.number == self.programs - 1:
-            yield from program.wait(0, {peer: ("done", peer, me) for peer in program.peers})
 
     def put(self, program: Program, dest: int, key: Key) -> None:
         """Put a tile at a rank now, by a copy out of shared memory; the key says it is there."""

@@ -102,6 +102,7 @@ class World:
         self._activities: list[list[Activity]] = [[] for _ in range(ranks)]
         self._posted: set[Key] = set()
         self._waiting: dict[Key, list[Callable[[], None]]] = defaultdict(list)
+        self._leaving: dict[tuple[int, int, float], list[tuple[float, Key]]] = defaultdict(list)
         self._signals: dict[Key, int] = {}
         self._sent_bytes = 0.0
 
@@ -144,9 +145,27 @@ class World:
     def send(
         self, rank: int, peer: int, nbytes: float, key: Key, *, efficiency: float = 1.0
     ) -> None:
-        """Send bytes to a peer now; the key is posted when the last of them is there."""
+        """Send bytes to a peer now; the key is posted when the last of them is there.
+
+        What leaves at one instant for one peer travels together: a link's time is in whole
+        nanoseconds, in which hundreds of words pass it.
+        """
         self._sent_bytes += nbytes
-        self._fabric.send(rank, peer, nbytes, lambda: self.post(key), efficiency=efficiency)
+        route = rank, peer, efficiency
+        if route not in self._leaving:
+            self.engine.after(0, self._leave, route)
+        self._leaving[route].append((nbytes, key))
+
+    def _leave(self, route: tuple[int, int, float]) -> None:
+        rank, peer, efficiency = route
+        messages = self._leaving.pop(route)
+
+        def arrived() -> None:
+            for _, key in messages:
+                self.post(key)
+
+        size = sum(nbytes for nbytes, _ in messages)
+        self._fabric.send(rank, peer, size, arrived, efficiency=efficiency)
 
     def signal(self, key: Key) -> None:
         """Post a key at the time at which the peer sees a signal that is set now."""

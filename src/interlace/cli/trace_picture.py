@@ -29,6 +29,8 @@ _COLOURS = {
     "other": ("#D3D9DF", "sums, stores, other"),
 }
 _LINK = "#8C6D31"
+_SIMULATED = 2000  # processes of a simulated timeline have numbers from here on
+_UNTIMED = "order of events only"
 _MOST_RANKS = 2  # that are drawn of a timeline
 _KEY_ARROWS, _MOST_ARROWS = 4, 6
 _ROW = re.compile(r"^(?P<kernel>.+) (?P<launch>\d+), program (?P<program>\d+), SM \d+$")
@@ -84,22 +86,25 @@ def draw_trace(document: dict[str, Any], file: Path, *, rows: int = 12, width: f
         ArgumentError: The document is no such trace, or the picture cannot be written.
     """
     trace = _read(document)
-    ranks = _ranks(trace)
+    ranks = _ranks(trace, is_timed=trace.facts.get("clock") != _UNTIMED)
     arrows = _key_arrows(trace, ranks)
     chosen = {pid: _chosen(trace, pid, rows, arrows) for pid in ranks}
-    links = {pid: _links(trace, pid, ranks) for pid in trace.processes}
+    drawn = {pid // _SIMULATED for pid in ranks}
+    links = {
+        pid: _links(trace, pid, ranks) for pid in trace.processes if pid // _SIMULATED in drawn
+    }
     links = {pid: names for pid, names in links.items() if names}
     panels: list[tuple[int, bool]] = []
     for pid in ranks:
         panels.append((pid, False))
         # The links of a timeline come below its ranks.
-        following = [other for other in links if pid < other < pid + 2000]
-        is_last = pid == max(each for each in ranks if each // 2000 == pid // 2000)
+        following = [other for other in links if pid < other < pid + _SIMULATED]
+        is_last = pid == max(each for each in ranks if each // _SIMULATED == pid // _SIMULATED)
         panels += [(other, True) for other in following if is_last]
     heights = [
         0.35 + 0.26 * (len(links[pid]) if is_link else len(chosen[pid])) for pid, is_link in panels
     ]
-    timing = _order(trace, chosen) if trace.facts.get("clock") == "order of events only" else None
+    timing = _order(trace, chosen) if trace.facts.get("clock") == _UNTIMED else None
     with open_figure(file, width, 1.9 + sum(heights)) as figure:
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[
             :, 0
@@ -172,11 +177,14 @@ def _waited(bars: Sequence[_Bar], arrival_ns: float, departure_ns: float) -> flo
     return bar.end - bar.start if bar.start <= departure_ns and bar.start < arrival_ns else 0.0
 
 
-def _ranks(trace: _Trace) -> list[int]:
-    """Return the processes of the ranks to draw: of each timeline the first ones with events."""
+def _ranks(trace: _Trace, *, is_timed: bool) -> list[int]:
+    """Return the processes of the ranks to draw: of each timeline the first ones with events.
+
+    What has an order only has no time axis that a simulation could share.
+    """
     filled = {pid for pid, _ in trace.bars}
     chosen: list[int] = []
-    for is_simulated in (False, True):
+    for is_simulated in (False, True) if is_timed else (False,):
         of_timeline = [
             pid
             for pid, name in sorted(trace.processes.items())
@@ -191,7 +199,7 @@ def _ranks(trace: _Trace) -> list[int]:
 
 def _links(trace: _Trace, pid: int, ranks: Sequence[int]) -> list[str]:
     """Return the links of a process between the ranks that are drawn, or some that leave one."""
-    numbers = {str(rank % 2000) for rank in ranks if rank // 2000 == pid // 2000}
+    numbers = {str(rank % _SIMULATED) for rank in ranks if rank // _SIMULATED == pid // _SIMULATED}
     links = sorted(name for process, name in trace.flights if process == pid)
     inside = [name for name in links if set(name.split(" to ")) <= numbers]
     return inside or [name for name in links if name.split()[0] in numbers][:_MOST_RANKS]
@@ -342,6 +350,8 @@ def _headline(figure: Any, trace: _Trace, width: float) -> None:
     """Write the finding, and below it what was traced."""
     facts = trace.facts
     findings = [("", facts.get("finding")), ("simulated: ", facts.get("simulated_finding"))]
+    if facts.get("clock") == _UNTIMED:
+        findings = findings[:1]
     if not facts.get("finding"):
         findings = [("", facts.get("simulated_finding"))]
     characters = int(8.2 * width)

@@ -88,7 +88,6 @@ def _names(launches: Sequence[Sequence[Launch]], work: Work, ranks: int) -> Iter
         yield _name("process_name", rank, 0, f"rank {rank}")
     for rank, of_rank in enumerate(launches):
         yield _name("process_name", rank, 0, f"rank {rank}")
-        yield _name("thread_name", rank, _LAUNCHES, "launches")
         for number, launch in enumerate(of_rank):
             for program in launch.programs:
                 place = Place(rank, number, program)
@@ -109,17 +108,29 @@ def _link(source: int, target: int) -> int:
 
 
 def _launches(launches: Sequence[Sequence[Launch]]) -> Iterator[Json]:
-    """Yield a bar for each launch, from its first event to its last."""
+    """Yield a bar for each launch, from its first event to its last.
+
+    Launches on several streams may overlap, and bars of one row must not.
+    """
     for rank, of_rank in enumerate(launches):
+        ends: list[float] = []
+        timed = []
         for number, launch in enumerate(of_rank):
             times = [event.time_ns for events in launch.programs.values() for event in events]
             if times:
-                start, end = min(times), max(times)
-                arguments = {"launch": number, "programs": len(launch.programs)}
-                yield {
-                    "ph": "X", "name": launch.name, "cat": "launch", "pid": rank, "tid": _LAUNCHES,
-                    "ts": start / 1000, "dur": (end - start) / 1000, "args": arguments,
-                }  # fmt: skip
+                timed.append((min(times), max(times), number, launch))
+        for start, end, number, launch in sorted(timed, key=lambda each: each[:3]):
+            free = next((row for row, until in enumerate(ends) if until <= start), len(ends))
+            if free == len(ends):
+                ends.append(end)
+                yield _name("thread_name", rank, _LAUNCHES + free, "launches")
+            ends[free] = end
+            arguments = {"launch": number, "programs": len(launch.programs)}
+            yield {
+                "ph": "X", "name": launch.name, "cat": "launch", "pid": rank,
+                "tid": _LAUNCHES + free, "ts": start / 1000, "dur": (end - start) / 1000,
+                "args": arguments,
+            }  # fmt: skip
 
 
 def _others(others: Sequence[Sequence[Activity]]) -> Iterator[Json]:
@@ -172,10 +183,13 @@ def _points(launches: Sequence[Sequence[Launch]]) -> Iterator[Json]:
 def _flows(work: Work) -> Iterator[Json]:
     for number, flow in enumerate(work.flows):
         arrow = {"name": "arrives", "cat": "flow", "id": number}
+        # An arrow leads between the bars that enclose its ends. A put is the end of one bar, and
+        # the beginning of the next, so ends are drawn a nanosecond before.
+        departure = max(flow.departure_ns - 1, 0.0)
+        arrival = max(flow.arrival_ns - 1, departure)
         for phase, place, time_ns in (
-            ({"ph": "s"}, flow.source, flow.departure_ns),
-            # The arrow ends at the bar that encloses its point, and a wait's end is the bar's edge.
-            ({"ph": "f", "bp": "e"}, flow.target, flow.arrival_ns),
+            ({"ph": "s"}, flow.source, departure),
+            ({"ph": "f", "bp": "e"}, flow.target, arrival),
         ):
             yield {
                 **phase, **arrow, "pid": place.rank, "tid": row_of(place), "ts": time_ns / 1000

@@ -8,7 +8,7 @@ import itertools
 import re
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -316,19 +316,24 @@ def _clean(axis: Any) -> None:
 
 def _draw_arrows(
     figure: Any,
-    arrows: Iterable[_Arrow],
+    arrows: Sequence[_Arrow],
     places: dict[_Key, tuple[Any, float]],
     x: Callable[[float], float],
 ) -> None:
-    """Draw arrows between rows that are there: each target has one, of those that it waited for."""
+    """Draw arrows between rows that are there, the first ones."""
     from matplotlib.patches import ConnectionPatch
 
-    drawn: set[_Key] = set()
+    # Arrows of nearly the same time would lie on top of one another.
+    apart = 0.01 * max((x(arrow.arrival) for arrow in arrows), default=0.0)
+    drawn: list[float] = []
     for arrow in arrows:
         ends = places.get(arrow.source), places.get(arrow.target)
-        if not arrow.waited or None in ends or arrow.target in drawn or len(drawn) == _MOST_ARROWS:
+        arrival = x(arrow.arrival)
+        if not arrow.waited or None in ends or len(drawn) == _MOST_ARROWS:
             continue
-        drawn.add(arrow.target)
+        if any(abs(arrival - other) < apart for other in drawn):
+            continue
+        drawn.append(arrival)
         (source_axis, source_row), (target_axis, target_row) = ends  # type: ignore[misc]
         figure.add_artist(
             ConnectionPatch(

@@ -36,7 +36,7 @@ FEWER = Tiling(64, 64, block_k=128, num_stages=4, group_m=4, interleave=1)
         # The steps' model, whose fused kernels all have tiles of 128 x 256, is 33 and 29 % too fast
         # for these: loads of small tiles take their time, and a weight is read for each rank.
         ("gemm_reduce_scatter", 5, FEW, {"fused": -8}),
-        ("gemm_reduce_scatter", 6, FEWER, {"fused": 6}),
+        ("gemm_reduce_scatter", 6, FEWER, {"fused": 6, "remote_stores": -17}),
     ],
 )  # fmt: skip
 def test_calls_of_four_h200s_against_measurements(

@@ -26,7 +26,7 @@ _Key = tuple[str, int, bool]
 """A phase, the rank that is waited for (-1 if unknown), and whether it has not sent yet."""
 
 # Of what happens at the same time, the phase that comes first here is the reason to be there.
-_ORDER = ("compute", "tail", "copy", "sum", "put", "wait", "launch")
+_ORDER = ("compute", "tail", "sum", "put", "copy", "wait", "launch")
 _PHASE_OF_KIND = {"product": "compute", "copy": "copy", "collective": "copy", "other": "sum"}
 
 

@@ -8,7 +8,7 @@ from interlace.costs.time import Call, MachineProfile
 from interlace.sim.call.movers import Mover
 from interlace.sim.call.tiles import TiledKernel
 from interlace.sim.call.world import COPIES, Key, Process, Program, World
-from interlace.units import ceil_div
+from interlace.units import ceil_div, round_up
 
 _PRODUCT, _COPY = "gemm of the library", "Memcpy PtoP (Device -> Device)"
 _SLICES = 16
@@ -19,6 +19,9 @@ _STAGERS = 264
 
 _MAPPING_BYTES = 2 << 20
 """Bytes of which mapped memory is a multiple."""
+
+_LEAST_ROWS, _FEW_ROWS = 64, 128
+"""Rows of the library's lowest tiles, and rows that one tile of it covers."""
 
 _MOST_PIECES = 2
 """Pieces of the rows for one rank, at most, where a kernel adds up what copies bring."""
@@ -127,12 +130,15 @@ class Streams:
     def remote_stores(self, collective: str) -> None:
         """Multiply by the library, whose stores go to the peers' memory as they are made."""
         me, world, profile = self.rank, self.world, self._profile
-        # Whole mappings for each rank need no gaps between ranks' rows, so that one product of all
-        # rows writes them.
-        if self.part_bytes % _MAPPING_BYTES:
-            product_us = profile.library_product_us(self._call, self.rows, self.ranks)
-        else:
+        if self.part_bytes % _MAPPING_BYTES == 0:
+            # Ranks' rows have no gaps between them, so that one product of all rows writes them.
             product_us = profile.library_product_us(self._call)
+        elif self.rows <= _FEW_ROWS:
+            # The products of a batch are computed at the same time, and w is read once for all.
+            rows = self.ranks * round_up(self.rows, _LEAST_ROWS)
+            product_us = profile.library_product_us(self._call, rows)
+        else:
+            product_us = profile.library_product_us(self._call, self.rows, self.ranks)
         body_ns = round(1e3 * (product_us - profile.product.launch_us))
         size = self.part_bytes / _SLICES
 

@@ -120,13 +120,13 @@ def draw_trace(document: dict[str, Any], file: Path, *, rows: int = 12, width: f
             else:
                 used |= _draw_rank(axis, trace, pid, chosen[pid], x, places)
         others = sorted(trace.arrows, key=lambda arrow: -arrow.waited)
-        _draw_arrows(figure, [*arrows, *others], places, x)
+        drawn_arrows = _draw_arrows(figure, [*arrows, *others], places, x)
         axes[-1].set_xlim(0, 1.01 * x(max(times, default=1.0)))
         axes[-1].set_xlabel(
             "order of events: on the CPU backend their times mean nothing" if timing else unit
         )
         _headline(figure, trace, width)
-        _legend(figure, used, bool(links), width)
+        _legend(figure, used, drawn_arrows > 0, bool(links), width)
 
 
 def _read(document: Any) -> _Trace:
@@ -319,8 +319,8 @@ def _draw_arrows(
     arrows: Sequence[_Arrow],
     places: dict[_Key, tuple[Any, float]],
     x: Callable[[float], float],
-) -> None:
-    """Draw arrows between rows that are there, the first ones."""
+) -> int:
+    """Draw arrows between rows that are there, the first ones; return how many."""
     from matplotlib.patches import ConnectionPatch
 
     # Arrows of nearly the same time would lie on top of one another.
@@ -349,6 +349,7 @@ def _draw_arrows(
                 mutation_scale=8,
             )
         )
+    return len(drawn)
 
 
 def _headline(figure: Any, trace: _Trace, width: float) -> None:
@@ -373,7 +374,7 @@ def _headline(figure: Any, trace: _Trace, width: float) -> None:
                     fontsize=9)  # fmt: skip
 
 
-def _legend(figure: Any, used: set[str], has_links: bool, width: float) -> None:
+def _legend(figure: Any, used: set[str], has_arrows: bool, has_links: bool, width: float) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -382,7 +383,7 @@ def _legend(figure: Any, used: set[str], has_links: bool, width: float) -> None:
         for category, (colour, label) in _COLOURS.items()
         if category in used
     ]
-    if "wait" in used:
+    if has_arrows:
         handles.append(Line2D([], [], color="black", marker=">", label="ends a wait"))
     if has_links:
         handles.append(Patch(color=_LINK, label="bytes in flight"))

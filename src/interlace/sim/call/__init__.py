@@ -103,7 +103,9 @@ def simulate_product(
         )
     profile, world = _profile(machine), World(machine, call.world_size)
     collective, tiling = declared.collective, tiling or Tiling()
-    kernel = TiledKernel(world, operator, collective, profile, call, tiling)
+    is_behind_copies = (implementation, collective) == ("chunked", "reduce_scatter")
+    name = "multiply_and_sum" if is_behind_copies else operator
+    kernel = TiledKernel(world, name, collective, profile, call, tiling)
     for rank in range(world.ranks):
         streams = Streams(world, rank, profile, call)
         match implementation, collective:

@@ -18,7 +18,7 @@ from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import operator_matching, operator_named
+from interlace.registry import operator_matching, operator_named, operators
 
 
 def run_explain(
@@ -35,18 +35,28 @@ def run_explain(
         # The two names are one decision.
         declaration = operator_matching("gemm", declaration.collective)
     if not isinstance(declaration, GemmOperator):
-        raise ArgumentError(f"{operator} must be an operator around one product; it is not.")
+        products = [name for name in operators() if isinstance(operator_named(name), GemmOperator)]
+        raise ArgumentError(
+            f"operator must be one around one product, such as {', '.join(products)}; got "
+            f"{operator!r}. docs/results.md has what was measured of the others."
+        )
     device = gpu_named(gpu)
+    name = device.name
     console = make_console()
     for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
         call = Call.of_dtype(dtype, rows, columns, inner, world_size)
+        title = operator if operator == declaration.name else f"{operator} or {declaration.name}"
         console.print(
-            f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
-            f"{device.name}"
+            f"{title} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, {name}"
         )
         console.print(_table(declaration, device, call, dtype))
         console.print()
-    console.print(f"Predicted, not measured: {profile_of(device.name).source}.", style="dim")
+    console.print(
+        f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
+        f"{profile_of(name).margin:.0%} faster.",
+        style="dim",
+    )
+    console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
 
 
 def _table(declaration: GemmOperator, gpu: Gpu, call: Call, dtype: str) -> Table:

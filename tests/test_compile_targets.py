@@ -124,7 +124,8 @@ def _cases_of(kernel):
         "spread_rows": _spread_rows,
         "stage_rows": _stage_rows,
         "sum_results": lambda: _mixture_of_experts_rows(),
-        "swiglu_backward": lambda: _mixture_of_experts_rows(),
+        "activation_backward": lambda: _mixture_of_experts_rows(),
+        "bias_gradient": lambda: _mixture_of_experts_rows(),
     }[kernel]()
 
 
@@ -486,7 +487,7 @@ def _gemv_all_reduce_two_phase():
 
 _MOE_TABLES = ("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met", "epochs")
 _MOE_MATRICES = ("a", "b", "out", "kept", "results", "product_gradient", "inner_gradient")
-_MOE_MEMORY = ("numbers", "gradients", "buffers", "signals", "scaled", "received")
+_MOE_MEMORY = ("numbers", "gradients", "buffers", "signals", "scaled", "received", "rows_of")
 _MOE_SIZES = ("arrivals", "slots", "capacity", "tokens", "E", "L", "hidden_groups", "spread_ns")
 _MOE_NUMBERS = (
     "call",
@@ -498,6 +499,7 @@ _MOE_NUMBERS = (
     "wide",
     "narrow",
     "width",
+    "hidden",
 )
 _MOE_TYPES = {
     "ctx": "*i64",
@@ -509,6 +511,12 @@ _MOE_TYPES = {
 _MOE_LANES = {"WORLD_SIZE": 4, "L_LANES": 16, "E_LANES": 64}
 
 
+def _swiglu(**changes):
+    from interlace.operators.mixture_of_experts.kernels.activation import Form
+
+    return Form(2, "silu", 1.0, None, 0.0)._replace(**changes)
+
+
 def _mixture_of_experts_numbers():
     yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128}
 
@@ -518,8 +526,10 @@ def _mixture_of_experts_rows():
     import triton.language as tl
 
     blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 1024, "TOP_K": 6}
+    absent = dict.fromkeys(("bias", "factors"))
+    types = _MOE_TYPES | {"y": "*bf16", "out": "*bf16"}
     for halves in (False, True):
-        yield _MOE_TYPES | {"y": "*bf16"}, _MOE_LANES | blocks | {"HALVES": halves}
+        yield dict(types), _MOE_LANES | blocks | absent | {"HALVES": halves, "FORM": _swiglu()}
 
 
 def _mixture_of_experts_products(kernel):
@@ -557,10 +567,11 @@ def _mixture_of_experts_products(kernel):
             "FORWARD": forward,
             "EVEN": forward,
             "HALVES": halves,
+            "FORM": _swiglu(),
             "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward, precision="ieee"),
             "num_warps": 8,
         }
-        absent = ("scales", "met") if forward else ("grants", "kept")
+        absent = ("scales", "met", "bias") if forward else ("grants", "kept", "bias")
         yield types, constants | dict.fromkeys(absent)
     forward = kernel == "dispatch_grouped_gemm"
     constants = shared | {
@@ -568,10 +579,11 @@ def _mixture_of_experts_products(kernel):
         "FORWARD": forward,
         "EVEN": False,
         "HALVES": forward,
+        "FORM": _swiglu(),
         "TILING": Tiling(64, 64, 32, 8, False, w_along_k=forward, precision="ieee"),
         "a_tiles": None,
     }
-    absent = ("scales", "met") if forward else ("grants",)
+    absent = ("scales", "met", "bias") if forward else ("grants", "bias")
     yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
 
 
@@ -605,6 +617,8 @@ def _mixture_of_experts_decoding():
             "TILING": Tiling(*tile, 1, False, w_along_k=True, precision="ieee"),
             "EVEN": align == 8,
             "HALVES": halves,
+            "FORM": _swiglu(),
+            "bias": None,
         }
         yield types | {"x": name, "y": name}, shared | constants
 

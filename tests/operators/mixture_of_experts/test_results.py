@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
+from interlace import ExpertActivation
 from interlace.costs import mixture_of_experts as costs
 from interlace.operators.mixture_of_experts import decode, layout
 from interlace.operators.mixture_of_experts.layout import capacity_of
@@ -66,6 +67,49 @@ def _calls(world_size):
     ]
     changes = {1: changes[:2], 2: changes, 4: changes[:3]}[world_size]
     return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]
+
+
+GPT_OSS = ExpertActivation("silu", alpha=1.702, limit=1.0, up_offset=1.0)
+
+
+def _form_calls(world_size):
+    """Biases, activations, experts without a gate and orders of the weights in memory; the layout
+    of gpt-oss first.
+    """
+    base = Call(world_size, impl="fused", local=3)
+    of_gpt_oss = {"along_k": False, "biases": True, "activation": GPT_OSS}
+    changes = [
+        of_gpt_oss | {"hidden": 33, "ffn": 70, "factor": 0.75, "tokens": 17},
+        # Rounded numbers may pass the limit, where the derivative jumps.
+        of_gpt_oss
+        | {"halves": True, "dtype": "bfloat16", "activation": ExpertActivation(alpha=1.702)},
+        of_gpt_oss | {"impl": "unfused"},
+        {"biases": True, "halves": True, "activation": ExpertActivation("gelu_tanh")},
+        {"gates": 1, "activation": ExpertActivation("relu2"), "biases": True, "ffn": 70},
+        {"gates": 1, "activation": ExpertActivation("gelu"), "along_k": False},
+        {"biases": True, "activation": ExpertActivation("relu"), "routing": "few"},
+    ]
+    changes = {1: changes[:1], 2: changes, 4: changes[:1]}[world_size]
+    return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes, 30)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_forms_match_float64(ranks, world_size):
+    """Forward and backward, gradients of biases too."""
+    calls = _form_calls(world_size)
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+def test_forms_in_decoding_match_float64(ranks):
+    changes = [{"impl": "decode"}, {"impl": "nccl", "ffn": 24, "hidden": 24}]
+    calls = [
+        dataclasses.replace(call, factor=None, **change)
+        for call in _form_calls(2)
+        if call.impl == "fused"
+        for change in changes
+    ]
+    calls.append(dataclasses.replace(calls[0], hidden=64, ffn=64, dtype="bfloat16", config=None))
+    check_all(calls, ranks(2).run(_decode, calls))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

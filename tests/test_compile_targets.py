@@ -517,6 +517,13 @@ def _swiglu(**changes):
     return Form(2, "silu", 1.0, None, 0.0)._replace(**changes)
 
 
+def _expert_forms():
+    """That of gpt-oss, and one without a gate of each other kind."""
+    yield _swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
+    for kind in ("gelu", "gelu_tanh", "relu", "relu2"):
+        yield _swiglu(gates=1, kind=kind)
+
+
 def _mixture_of_experts_numbers():
     yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128}
 
@@ -530,6 +537,9 @@ def _mixture_of_experts_rows():
     types = _MOE_TYPES | {"y": "*bf16", "out": "*bf16"}
     for halves in (False, True):
         yield dict(types), _MOE_LANES | blocks | absent | {"HALVES": halves, "FORM": _swiglu()}
+    types |= {"bias": "*bf16", "factors": "*fp32"}
+    for form in _expert_forms():
+        yield dict(types), _MOE_LANES | blocks | {"HALVES": False, "FORM": form}
 
 
 def _mixture_of_experts_products(kernel):
@@ -573,6 +583,17 @@ def _mixture_of_experts_products(kernel):
         }
         absent = ("scales", "met", "bias") if forward else ("grants", "kept", "bias")
         yield types, constants | dict.fromkeys(absent)
+        if kernel == "dispatch_grouped_gemm" and forward:
+            # The layouts of gpt-oss and of openai_privacy_filter: biases, weights along N.
+            blocks = {"b": "64, 128" if halves else "64, 256"}
+            more = {name: f"tensordesc<bf16[{block}]>" for name, block in blocks.items()}
+            constants |= dict.fromkeys(("scales", "met"))
+            constants["TILING"] = constants["TILING"]._replace(w_along_k=False)
+            constants["FORM"] = _swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
+            yield types | more | {"bias": "*bf16"}, constants
+        elif kernel == "grouped_gemm_combine" and not forward:
+            # Forward too, if the weight lies as [L, F, hidden]; then there may be a bias.
+            yield types | {"bias": "*bf16"}, constants | {"met": None}
     forward = kernel == "dispatch_grouped_gemm"
     constants = shared | {
         "DTYPE": tl.float32,
@@ -583,6 +604,13 @@ def _mixture_of_experts_products(kernel):
         "TILING": Tiling(64, 64, 32, 8, False, w_along_k=forward, precision="ieee"),
         "a_tiles": None,
     }
+    if kernel == "dispatch_grouped_gemm":
+        # Pointers to weights along N, and experts without a gate.
+        along_n = constants["TILING"]._replace(w_along_k=False)
+        for halves, form in ((True, _swiglu()), (False, _swiglu(gates=1, kind="gelu"))):
+            changed = {"TILING": along_n, "HALVES": halves, "FORM": form}
+            types = _MOE_TYPES | {"x": "*fp32", "bias": "*fp32"}
+            yield types, constants | changed | dict.fromkeys(("scales", "met"))
     absent = ("scales", "met", "bias") if forward else ("grants", "bias")
     yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
 
@@ -618,9 +646,13 @@ def _mixture_of_experts_decoding():
             "EVEN": align == 8,
             "HALVES": halves,
             "FORM": _swiglu(),
-            "bias": None,
         }
-        yield types | {"x": name, "y": name}, shared | constants
+        pointers = {"x": name, "y": name, "bias": name}
+        yield types | pointers, shared | constants | {"bias": None}
+        # Weights along N, with biases; the last without a gate.
+        along_n = constants["TILING"]._replace(w_along_k=False)
+        form = _swiglu(gates=1, kind="relu2") if align == 1 else next(_expert_forms())
+        yield types | pointers, shared | constants | {"TILING": along_n, "FORM": form}
 
 
 def kernels():

@@ -99,9 +99,9 @@ class Layout(NamedTuple):
     def _lines(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return ``[L, 2 F, ...]`` as ``[L, F, 2, ...]``."""
         width = parameter.shape[1] // self.gates
-        if self.halves:
-            return parameter.unflatten(1, (self.gates, width)).transpose(1, 2)
-        return parameter.unflatten(1, (width, self.gates))
+        sizes = (self.gates, width) if self.halves else (width, self.gates)
+        lines: torch.Tensor = parameter.unflatten(1, sizes)
+        return lines.transpose(1, 2) if self.halves else lines
 
 
 def _activation(experts: Any, has_gate: bool, is_concatenated: bool) -> ExpertActivation | None:

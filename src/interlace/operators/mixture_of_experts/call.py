@@ -95,7 +95,9 @@ class Call:
             the_inner_width=self.w_in.shape[1],
             whether_experts_have_a_gate=self.w_in.shape[2] == 2,
             dtype=str(self.x.dtype),
-            whether_there_are_biases=(self.b_in is not None, self.b_out is not None),
+            which_biases_there_are=tuple(
+                name for name in ("b_in", "b_out") if getattr(self, name) is not None
+            ),
             activation=self.activation,
             capacity=self.capacity,
             whether_gradients_are_needed=self.keeps,

@@ -151,7 +151,7 @@ def test_load_balancing_loss() -> None:
     [
         ((0, 8, 4), "hidden, ffn and experts must be positive; got 0, 8 and 4."),
         ((8, 8, 4, 5), "top_k must be from 1 to 4 of 4 experts; got 5."),
-        ((8, 8, 16, 9), "top_k must be from 1 to 8 of 16 experts; got 9."),
+        ((8, 8, 32, 17), "top_k must be from 1 to 16 of 32 experts; got 17."),
     ],
 )
 def test_rejected_sizes(arguments: tuple[int, ...], message: str) -> None:

@@ -20,7 +20,7 @@ from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.call import Call, Saved
 from interlace.operators.mixture_of_experts.choice import Terms, choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import Parameters, Sizes
+from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, Parameters, Sizes
 from interlace.registry import operator_named
 
 ROUTINGS = ("balanced", "skewed")
@@ -62,9 +62,10 @@ class Shape:
             raise ArgumentError(
                 f"routing must be one of {', '.join(ROUTINGS)}; got {self.routing!r}."
             )
-        if not 1 <= self.top_k <= min(8, self.experts):
+        if not 1 <= self.top_k <= min(MAX_TOP_K, self.experts):
             raise ArgumentError(
-                f"top_k must be from 1 to 8 and at most the number of experts; got {self.top_k}."
+                f"top_k must be from 1 to {MAX_TOP_K} and at most the number of experts; got "
+                f"{self.top_k}."
             )
 
     @property
@@ -356,9 +357,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         return Kept(order, positions, rows, both, self.exchange(results, back=True))
 
     def unfused_backward(self, kept: Kept) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of x, the router's weights, w_in, w_out, and of biases if there are
-        any.
-        """
+        """Return the gradients of x, the router's weights, w_in, w_out and the biases."""
         order, positions, rows, both, returned = kept
         upstream = self.grad[order // self.shape.top_k]
         weight_grads = (

@@ -83,7 +83,7 @@ class MoE(GroupMember, nn.Module):
         hidden: H.
         ffn: F.
         experts: E, of all ranks; R must divide it.
-        top_k: k, from 1 to 8.
+        top_k: k, from 1 to 16.
         capacity_factor: None: no token is dropped. A number: an expert takes at most the first
             ``ceil(capacity_factor * T * k / E)`` of a rank's T tokens. That bounds memory; without
             a factor there must be memory for all tokens on one rank.

@@ -21,6 +21,7 @@ from tests.operators.mixture_of_experts.calls import (
     Call,
     check_all,
     forward,
+    leaves_of,
     run,
     run_one,
 )
@@ -58,7 +59,7 @@ def _calls(world_size):
         {"impl": "unfused", "factor": 0.75, "routing": "holes"},
         {"top_k": 1, "routing": "one"},
         {"top_k": 2, "routing": "one", "factor": 1.25, "tokens": 17},
-        {"top_k": 6, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
+        {"top_k": 10, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
         {"routing": "holes", "local": 3, "factor": 0.5, "hidden": 1, "ffn": 1, "config": None},
         {"tokens": 0},
         {"halves": True, "local": 3, "hidden": 33, "ffn": 70},
@@ -126,7 +127,7 @@ def _decoding_calls(world_size):
         {"top_k": 2, "routing": "few", "dtype": "bfloat16", "hidden": 33, "ffn": 70},
         {"top_k": 1, "routing": "one", "tokens": 40},
         {"routing": "holes", "local": 3, "hidden": 1, "ffn": 1, "config": None},
-        {"top_k": 6, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
+        {"top_k": 10, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
         {"halves": True, "local": 3, "hidden": 33, "ffn": 70},
         {"halves": True, "dtype": "bfloat16", "hidden": 64, "ffn": 64, "config": None},
         {"tokens": 1, "hidden": 128, "ffn": 64, "dtype": "bfloat16", "config": None},
@@ -187,7 +188,7 @@ def test_reference_and_kernels_drop_the_same_slots():
 def _traffic(call):
     traffic = interlace.group_of().traffic
     tensors = call.inputs(dist.get_rank())
-    leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(tensors)]
     found = []
 
     def measured(step):
@@ -196,11 +197,7 @@ def _traffic(call):
         found.append((traffic.message_bytes, traffic.messages, traffic.signals))
         return result
 
-    y = measured(
-        lambda: interlace.mixture_of_experts(
-            *tensors[:5], capacity=call.capacity, impl=call.impl, config=call.config
-        )
-    )
+    y = measured(lambda: forward(call, tensors))
     grads = measured(lambda: torch.autograd.grad(y, leaves, tensors[5]))
     return found, [y.detach(), *grads]
 
@@ -210,17 +207,22 @@ def _traffic(call):
     tokens=st.integers(1, 20), top_k=st.integers(1, 4), local=st.integers(2, 3),
     hidden=st.integers(1, 70), ffn=st.integers(1, 40), factor=st.sampled_from([None, 0.6]),
     routing=st.sampled_from(["random", "one", "few"]), seed=st.integers(1, 99),
+    form=st.sampled_from([{}, {"biases": True}, {"gates": 1}]),
 )  # fmt: skip
-def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed):
+def test_traffic_is_what_costs_say(
+    ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed, form
+):
     """Costs equal counted bytes, messages and signals, both ways, and results are correct."""
     top_k = min(top_k, local) if routing == "few" else top_k
-    call = Call(2, tokens, top_k, local, hidden, ffn, factor=factor, routing=routing, seed=seed)
+    call = Call(
+        2, tokens, top_k, local, hidden, ffn, factor=factor, routing=routing, seed=seed, **form
+    )
     outcomes = ranks(2).run(_traffic, call)
     itemsize = DTYPES[call.dtype].itemsize
     sizes = {
         "counts": call.counts, "tokens": tokens, "hidden": hidden, "ffn": ffn, "itemsize": itemsize,
         "push_tile": layout.push_tile(hidden, itemsize, SMALL.num_warps, SMALL.push_rows),
-        "product_tile": (SMALL.block_m, SMALL.block_n),
+        "product_tile": (SMALL.block_m, SMALL.block_n), "gates": call.gates,
     }  # fmt: skip
     for rank, (found, _) in enumerate(outcomes):
         there = costs.forward(rank=rank, **sizes)
@@ -230,7 +232,15 @@ def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, fac
             counts=call.counts, rank=rank, hidden=hidden, itemsize=itemsize
         )
         assert there.link_bytes - least == costs.NUMBER_BYTES * (call.experts + 1)
-        assert back.flops == 2 * there.flops
+        assert (
+            back.flops
+            == 2 * there.flops
+            == 4
+            * (call.gates + 1)
+            * hidden
+            * ffn
+            * sum(sum(source[rank * local : (rank + 1) * local]) for source in call.counts)
+        )
     call.check([results for _, results in outcomes])
 
 

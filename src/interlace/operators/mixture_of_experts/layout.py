@@ -23,7 +23,7 @@ results come back with as many spare rows between two experts, so that tiles may
 
 MAX_RANKS: Final = 8
 MAX_EXPERTS: Final = 1024
-MAX_TOP_K: Final = 8
+MAX_TOP_K: Final = 16
 MAX_TOKENS: Final = 1 << 17
 MAX_DECODE_TOKENS: Final = 1 << 12
 

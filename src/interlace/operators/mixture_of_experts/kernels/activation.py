@@ -22,30 +22,34 @@ class Form(NamedTuple):
 
 
 @triton.jit
-def clamp_gates(gate, up, FORM: tl.constexpr):
-    """Return gate and up as the activation takes them: clamped, and up with its offset.
-
-    ``up`` is None without a gate.
-    """
+def clamp_gate(gate, FORM: tl.constexpr):
+    """Return the gate as the activation takes it: clamped, if there is a limit."""
     if FORM.limit is not None:
-        # Comparisons keep NaN, which marks rows that did not arrive; tl.minimum would drop it.
+        # A comparison keeps NaN, which marks rows that did not arrive; tl.minimum would drop it.
         gate = tl.where(gate > FORM.limit, FORM.limit, gate)
+    return gate
+
+
+@triton.jit
+def clamp_up(up, FORM: tl.constexpr):
+    """Return up as the gate multiplies it: clamped, if there is a limit, and with its offset."""
+    if FORM.limit is not None:
         up = tl.where(up > FORM.limit, FORM.limit, up)
         up = tl.where(up < -FORM.limit, -FORM.limit, up)
     if FORM.up_offset != 0:
         up += FORM.up_offset
-    return gate, up
+    return up
 
 
 @triton.jit
 def activate(gate, up, FORM: tl.constexpr):
     """Return the activation of gate and up, of which ``up`` is None without a gate."""
-    gate, up = clamp_gates(gate, up, FORM)
+    gate = clamp_gate(gate, FORM)
     if FORM.kind == "silu":
         active = gate / (1 + tl.exp(-gate if FORM.alpha == 1 else -FORM.alpha * gate))
     else:
         active, _ = act(gate, FORM)
-    return active if FORM.gates == 1 else active * up
+    return active if FORM.gates == 1 else active * clamp_up(up, FORM)
 
 
 @triton.jit
@@ -62,7 +66,7 @@ def act(gate, FORM: tl.constexpr):
     elif FORM.kind == "gelu":
         factor = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
     elif FORM.kind == "relu2":
-        # A comparison keeps NaN, as in clamp_gates.
+        # A comparison keeps NaN, as in clamp_gate.
         factor = tl.where(gate < 0, 0.0, gate)
     else:
         factor = tl.where(gate < 0, 0.0, 1.0)

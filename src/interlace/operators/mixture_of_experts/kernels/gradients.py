@@ -6,7 +6,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.tiles import tile_place
 from interlace.operators.mixture_of_experts.kernels.activation import (
-    act, clamp_gates, times_slope,
+    act, clamp_gate, clamp_up, times_slope,
 )
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, RETURNS, Plan, completeness, local_experts, pick,
@@ -63,12 +63,13 @@ def activation_backward(
             cells = row.to(tl.int64)[:, None] * width + column
             mask = (row < end)[:, None] & (column < width)
             gate = tl.load(gates + cells, mask=mask, other=0.0).to(tl.float32)
-            up = None
+            clamped_up = None
             if FORM.gates == 2:
                 ups = gates + arrivals.to(tl.int64) * width
                 up = tl.load(ups + cells, mask=mask, other=0.0).to(tl.float32)
+                clamped_up = clamp_up(up, FORM)
             incoming = tl.load(products + cells, mask=mask, other=0.0).to(tl.float32)
-            clamped_gate, clamped_up = clamp_gates(gate, up, FORM)
+            clamped_gate = clamp_gate(gate, FORM)
             value, factor = act(clamped_gate, FORM)
             number += tl.sum(multiplied(incoming * value, clamped_up), 1)
             # Rows that did not arrive left NaN in the product; factors of the rows themselves must

@@ -218,6 +218,15 @@ def test_an_activation_is_its_text():
             ExpertActivation.parse(text)
 
 
+def test_explain_takes_biases_and_the_activation():
+    arguments = [*_arguments().values()]
+    further = {"b_in": _t(3, 4, 2), "activation": ExpertActivation(limit=7.0)}
+    text = interlace.explain("mixture_of_experts", *arguments, **further)
+    assert text.startswith("mixture_of_experts of 5 tokens per rank, top 2 of 3 experts 8 x 4")
+    with pytest.raises(ArgumentError, match=re.escape("b_out must be [L, hidden] = [3, 8]")):
+        interlace.explain("mixture_of_experts", *arguments, b_out=_t(3, 4))
+
+
 def _refused(arguments):
     return error_of(interlace.mixture_of_experts, **arguments)
 

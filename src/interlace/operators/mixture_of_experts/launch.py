@@ -212,12 +212,12 @@ def prepare_backward(
         # The columns of the gradient in memory are those of the second operand.
         pair = inner_gradient, saved.received
         left, right = pair if tools.in_order.along_k else pair[::-1]
-        target = layout.in_memory_order(grad_in)
+        target, _ = layout.in_memory_order(grad_in)
         launches.append(tools.gradient(saved.plan, left, right, target))
     if needed[1]:
         pair = arrived, scaled
         left, right = pair if tools.out_order.along_k else pair[::-1]
-        target = layout.in_memory_order(grad_out)
+        target, _ = layout.in_memory_order(grad_out)
         launches.append(tools.gradient(saved.plan, left, right, target))
     if grad_b_in.numel():
         launches.append(tools.bias_gradient(saved.plan, inner_gradient, None, grad_b_in))

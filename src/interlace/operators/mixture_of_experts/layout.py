@@ -165,12 +165,14 @@ def order_of(weight: torch.Tensor) -> Order:
     return _ORDERS[_dimensions(weight) or tuple(range(weight.dim()))]
 
 
-def in_memory_order(weight: torch.Tensor) -> torch.Tensor:
-    """Return ``w_in`` or ``w_out`` with its dimensions as they follow each other in memory; a copy
-    if kernels cannot read the weight in its order.
+def in_memory_order(weight: torch.Tensor) -> tuple[torch.Tensor, Order]:
+    """Return ``w_in`` or ``w_out`` with its dimensions as they follow each other in memory, and
+    their order; a contiguous copy if kernels cannot read the weight in its order.
     """
     dimensions = _dimensions(weight)
-    return weight.contiguous() if dimensions is None else weight.permute(dimensions)
+    if dimensions is None:
+        weight, dimensions = weight.contiguous(), tuple(range(weight.dim()))
+    return weight.permute(dimensions), _ORDERS[dimensions]
 
 
 def like(weight: torch.Tensor) -> torch.Tensor:

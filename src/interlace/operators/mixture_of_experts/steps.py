@@ -55,8 +55,8 @@ class Steps:
         self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
         _, self.config = call.chosen
         self.dtype = call.x.dtype
-        self.w_in, self.in_order = layout.in_memory_order(call.w_in), layout.order_of(call.w_in)
-        self.w_out, self.out_order = layout.in_memory_order(call.w_out), layout.order_of(call.w_out)
+        self.w_in, self.in_order = layout.in_memory_order(call.w_in)
+        self.w_out, self.out_order = layout.in_memory_order(call.w_out)
         self.b_in = None
         if call.b_in is not None:
             self.b_in = layout.bias_in_order(call.b_in, self.in_order)

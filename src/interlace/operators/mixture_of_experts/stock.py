@@ -63,7 +63,7 @@ def run(call: Call) -> torch.Tensor:
     sorted_experts, order = expert.sort(stable=True)
     numbers = torch.arange(local, device=x.device)
     ends = torch.searchsorted(sorted_experts, numbers, right=True).to(torch.int32)
-    w_in, in_order = layout.in_memory_order(call.w_in), layout.order_of(call.w_in)
+    w_in, in_order = layout.in_memory_order(call.w_in)
     lines = sizes.gates * sizes.ffn
     if in_order.along_k:
         w_in = w_in.reshape(local, lines, sizes.hidden).transpose(1, 2)

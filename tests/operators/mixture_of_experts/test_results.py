@@ -158,8 +158,17 @@ def _with_tiles(call):
         return run([call])
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_tiles_of_descriptors(ranks, halves):
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"halves": True, "biases": True},
+        {"along_k": False, "biases": True, "activation": GPT_OSS},
+        {"along_k": False, "biases": True, "halves": True},
+        {"gates": 1, "biases": True},
+    ],
+)
+def test_tiles_of_descriptors(ranks, form):
     """Tiles that hold rows of two sources, or run past an expert's last row: strangers land in rows
     to spare.
     """
@@ -170,7 +179,7 @@ def test_tiles_of_descriptors(ranks, halves):
         ffn=64,
         config=dataclasses.replace(SMALL, block_n=32, block_k=16),
         seed=1,
-        halves=halves,
+        **form,
     )
     check_all([call], ranks(2).run(_with_tiles, call))
 

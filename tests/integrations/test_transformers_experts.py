@@ -17,6 +17,7 @@ import interlace
 import interlace.integrations.transformers
 from interlace.errors import ArgumentError
 from interlace.integrations.transformers_experts import Layout
+from interlace.operators.mixture_of_experts import layout as memory_order
 
 pytest.importorskip("transformers", minversion="5.23", reason="make test-integrations installs it")
 pytest.importorskip("accelerate", reason="transformers needs it to shard a model")
@@ -201,12 +202,17 @@ def _difference(model: str) -> dict[str, float]:
     weights, index = torch.rand(9, 4).topk(2)
     weights.requires_grad_()
     layout = Layout.of(experts, "interlace")
+    w_in, w_out, *biases = parameters = layout.parameters(experts)
+    memory = [memory_order.in_memory_order(weight)[0] for weight in (w_in, w_out)]
+    memory += [memory_order.bias_in_order(bias, memory_order.order_of(w_in)) for bias in biases[:1]]
+    copies = [
+        read.data_ptr() != own.data_ptr() for read, own in zip(memory, parameters, strict=False)
+    ]
+    assert not any(copies)
     results = []
     for y in (
         experts(x, index, weights),
-        interlace.mixture_of_experts(
-            x, index, weights, *layout.parameters(experts), activation=layout.activation
-        ),
+        interlace.mixture_of_experts(x, index, weights, *parameters, activation=layout.activation),
     ):
         leaves = [x, weights, *experts.parameters()]
         results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
@@ -219,7 +225,9 @@ def _difference(model: str) -> dict[str, float]:
 
 @pytest.mark.parametrize("model", OTHERS)
 def test_other_experts(ranks: Any, model: str) -> None:
-    """Their activation is recognised, and their parameters are read in the right order."""
+    """Their activation is recognised, and their parameters are read in the right order, without a
+    copy.
+    """
     errors = ranks(1).run(_difference, model)[0]
     assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
 

@@ -176,7 +176,7 @@ OTHERS = {
     "nemotron_h": ("NemotronH", "NemotronHConfig", {}),
     "gemma4": ("Gemma4Text", "Gemma4TextConfig", {}),
     "deepseek_v4": ("DeepseekV4", "DeepseekV4Config", {"swiglu_limit": 1.0}),
-    "minimax_m3_vl": ("MiniMaxM3VL", "MiniMaxM3VLTextConfig", {"swiglu_limit": 1.0}),
+    "minimax_m3_vl": ("MiniMaxM3VL", "MiniMaxM3VLTextConfig", {"swiglu_limit": 1e3}),
     "beam": ("Beam", "BeamConfig", {}),
     "mixtral": ("Mixtral", "MixtralConfig", {"hidden_act": "quick_gelu"}),
 }  # fmt: skip

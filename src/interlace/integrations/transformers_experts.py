@@ -115,8 +115,10 @@ def _activation(experts: Any, has_gate: bool, is_concatenated: bool) -> ExpertAc
         for value in (getattr(experts, name, None) for name in _NUMBERS)
         if isinstance(value, (int, float)) and 0 < value < math.inf
     ]
-    reach = 2 * max([3.0, *numbers])
-    line = torch.linspace(-reach, reach, 41, dtype=torch.float64, device="cpu")
+    # Where activations bend, and on both sides of every limit that there may be.
+    points = [0.3 * i for i in range(-20, 21)]
+    points += [factor * number for number in numbers for factor in (-1.5, -0.7, 0.7, 1.5)]
+    line = torch.tensor(points, dtype=torch.float64, device="cpu")
     gate, up = (each.flatten() for each in torch.meshgrid(line, line, indexing="ij"))
     with torch.no_grad():
         if has_gate:

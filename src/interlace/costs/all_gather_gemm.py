@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
+from interlace.costs.gemm import (
+    ProductCost,
+    ProductSizes,
+    RailTraffic,
+    leaving,
+    rail_traffic,
+    takes_sizes,
+)
 from interlace.costs.registry import cost_of
 from interlace.units import round_up
 
@@ -34,3 +41,24 @@ def fused(
         sent = (sizes.world_size - 1) * splits[rank] * row_bytes
     memory_bytes = sizes.operand_bytes + sizes.output_bytes + received
     return ProductCost(sizes.flops, memory_bytes, sent, 0, gathered_bytes)
+
+
+def between_nodes(
+    *, rows: int, row_bytes: int, slices: int, nodes: int, node_ranks: int
+) -> RailTraffic:
+    """Count what a rank sends between nodes with ``impl="chunked"``.
+
+    Its rows go to every rank of its rail. Within the node it passes on these rows, and what has
+    arrived.
+
+    Args:
+        rows: rows of x on all ranks together, as many on each.
+        row_bytes: bytes of a row of x.
+        slices: number of slices of the rows for one rank.
+        nodes: number of nodes.
+        node_ranks: number of ranks of each node.
+    """
+    share = rows // (nodes * node_ranks)
+    return rail_traffic(
+        rows=share, row_bytes=row_bytes, slices=slices, nodes=nodes, node_ranks=node_ranks
+    )

@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from interlace.units import ceil_div
+
+STAMP_BYTES = 16
+"""Bytes of the message by which a peer of another node knows the call."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,3 +98,43 @@ def leaving(size: int, world_size: int) -> int:
     Shares are rounded up to whole bytes.
     """
     return ceil_div(size, world_size) * (world_size - 1)
+
+
+class RailTraffic(NamedTuple):
+    """What one rank sends in a call between nodes of two levels: by rail and within the node.
+
+    A rail is the ranks of one index within their nodes.
+
+    Attributes:
+        network_bytes: bytes that go to ranks of other nodes.
+        network_messages: messages that go there.
+        node_bytes: bytes that go to the other ranks of this rank's node.
+    """
+
+    network_bytes: int
+    network_messages: int
+    node_bytes: int
+
+
+def rail_traffic(
+    *, rows: int, row_bytes: int, slices: int, nodes: int, node_ranks: int, exchanges: int = 1
+) -> RailTraffic:
+    """Count what a rank sends that has ``rows`` rows for each rank of its rail, in slices.
+
+    Each rank of the rail gets a stamp, and the rows. As many rows go to each rank of this node, for
+    every node.
+
+    Args:
+        rows: rows of one exchange with one rank of the rail.
+        row_bytes: bytes of a row.
+        slices: number of slices of these rows; a slice without rows is not sent.
+        nodes: number of nodes.
+        node_ranks: number of ranks of each node.
+        exchanges: how many such exchanges a call has.
+    """
+    peers, sent = nodes - 1, exchanges * rows * row_bytes
+    return RailTraffic(
+        peers * (sent + STAMP_BYTES),
+        peers * (1 + exchanges * min(slices, rows)),
+        nodes * (node_ranks - 1) * sent,
+    )

@@ -6,7 +6,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
+from interlace.costs.gemm import (
+    ProductCost,
+    ProductSizes,
+    RailTraffic,
+    leaving,
+    rail_traffic,
+    takes_sizes,
+)
 from interlace.costs.registry import cost_of
 
 
@@ -42,3 +49,24 @@ def fused(
     # of one rank needs no slots to be added.
     received = slots + sums if ranks > 1 else 0
     return ProductCost(sizes.flops, sizes.operand_bytes + slots, sent, received, size)
+
+
+def between_nodes(
+    *, rows: int, row_bytes: int, slices: int, nodes: int, node_ranks: int
+) -> RailTraffic:
+    """Count what a rank sends between nodes with ``impl="chunked"``.
+
+    The sums of its node go to the ranks of its rail that own the rows. Within the node, parts go to
+    the rank whose rail that is.
+
+    Args:
+        rows: rows of the product, of which each rank owns as many.
+        row_bytes: bytes of a row of the product.
+        slices: number of slices of the rows for one rank.
+        nodes: number of nodes.
+        node_ranks: number of ranks of each node.
+    """
+    share = rows // (nodes * node_ranks)
+    return rail_traffic(
+        rows=share, row_bytes=row_bytes, slices=slices, nodes=nodes, node_ranks=node_ranks
+    )

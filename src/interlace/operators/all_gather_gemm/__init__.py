@@ -15,6 +15,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.gradients import save_operands
+from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
@@ -66,13 +67,17 @@ class AllGatherGemm(GemmOperator):
             needs(same_dtype=True),
             former_names=("mapped",),
         ),
-        Implementation(
-            "chunked",
-            "torch.mm for each rank's rows once copy engines have brought them",
-            fused.run_chunked,
-            needs(same_dtype=True),
-            schedule="by_rank",
-            former_names=("split",),
+        network.across_nodes(
+            Implementation(
+                "chunked",
+                "torch.mm for each rank's rows once copy engines have brought them",
+                fused.run_chunked,
+                needs(same_dtype=True),
+                schedule="by_rank",
+                former_names=("split",),
+            ),
+            two_levels.run_all_gather,
+            two_levels.needs_rails,
         ),
         UNFUSED,
         NCCL,

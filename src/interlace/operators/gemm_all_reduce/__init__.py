@@ -20,6 +20,7 @@ from interlace.gemm.epilogue import (
     refuse_without_norm,
 )
 from interlace.gemm.gradients import product_gradients, save_operands
+from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.gemv import GEMV
@@ -63,7 +64,11 @@ class GemmAllReduce(GemmOperator):
             REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True), schedule="whole"
         ),
         PUSHED_ALL_REDUCE,
-        dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
+        network.across_nodes(
+            dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
+            two_levels.run_all_reduce,
+            two_levels.needs_rails,
+        ),
         TRIGGERED,
         UNFUSED,
         NCCL,

@@ -37,10 +37,6 @@ class GemmAllToAllConfig(GemmConfig):
     """
 
 
-def _run_chunked(call: GemmCall) -> torch.Tensor | None:
-    return network.run_all_to_all(call) if call.group.spans_nodes else CHUNKED.run(call)
-
-
 @operator
 class GemmAllToAll(GemmOperator):
     """``all_to_all(x @ w.T + bias)``: the rows that all ranks have computed for this one."""
@@ -52,7 +48,7 @@ class GemmAllToAll(GemmOperator):
         dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
-        dataclasses.replace(CHUNKED, run=_run_chunked, spans_nodes=True),
+        network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
         TRIGGERED,
         UNFUSED,
         NCCL,

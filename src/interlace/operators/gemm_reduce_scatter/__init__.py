@@ -13,6 +13,7 @@ from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
+from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_REDUCE_SCATTER
 from interlace.gemm.implementations.refusals import needs
@@ -43,13 +44,17 @@ class GemmReduceScatter(GemmOperator):
         dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_REDUCE_SCATTER,
-        Implementation(
-            "chunked",
-            "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
-            chunked.run,
-            needs(same_dtype=True),
-            schedule="by_peer",
-            former_names=("split",),
+        network.across_nodes(
+            Implementation(
+                "chunked",
+                "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
+                chunked.run,
+                needs(same_dtype=True),
+                schedule="by_peer",
+                former_names=("split",),
+            ),
+            two_levels.run_reduce_scatter,
+            two_levels.needs_rails,
         ),
         TRIGGERED,
         UNFUSED,

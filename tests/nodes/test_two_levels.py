@@ -1,0 +1,250 @@
+"""Two levels between nodes: results, traffic by the costs, order of sums, gradients, failures."""
+
+import dataclasses
+import importlib
+import time
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm.nodes import ranks_of_nodes
+from interlace.costs import gemm_all_reduce as all_reduce_cost
+from interlace.gemm.implementations import network
+from tests.errors import error_of
+from tests.gemm.calls import Call, check_all
+from tests.nodes.groups import process_group_of
+
+OPERATORS = ["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce"]
+SHAPES = [(4, (0, 0, 1, 1)), (4, (0, 1, 0, 1)), (2, (0, 1)), (4, (0, 1, 2, 3))]
+"""Ranks, and each one's node: 2 x 2 in two orders, 2 x 1, and 4 x 1."""
+
+
+def _calls(operator, ranks):
+    rows = 12 if operator == "all_gather_gemm" else 12 * ranks
+    call = Call(operator, rows, 24, 20, impl="chunked", bias=True)
+    return [
+        call,
+        dataclasses.replace(call, dtype="bfloat16", bias=False),
+        dataclasses.replace(call, rows=rows // 4, w_along="N"),
+    ]
+
+
+def _results(calls, nodes, slice_bytes, latency_bytes):
+    with (
+        mock.patch.object(network, "SLICE_BYTES", slice_bytes),
+        mock.patch.object(all_reduce_cost, "_LATENCY_BYTES", latency_bytes),
+        process_group_of(nodes) as process_group,
+    ):
+        traffic = interlace.group_of(process_group).traffic
+        results = []
+        for call in calls * 2:
+            traffic.reset()
+            y = call.make(process_group)
+            results.append((y, dict(traffic.bytes_to), traffic.messages))
+        return results
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "slice_bytes", "latency_bytes"),
+    [(*shape, 200, -1 << 30) for shape in SHAPES] + [(*SHAPES[0], 1 << 20, 1 << 30)],
+)
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_results_and_traffic(ranks, operator, world_size, nodes, slice_bytes, latency_bytes):
+    calls = _calls(operator, world_size)
+    outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes, latency_bytes)
+    check_all(calls * 2, [[y for y, *_ in outcome] for outcome in outcomes])
+    formula = importlib.import_module(f"interlace.costs.{operator}").between_nodes
+    node_count = len(set(nodes))
+    sizes = {"nodes": node_count, "node_ranks": world_size // node_count}
+    for rank, outcome in enumerate(outcomes):
+        for call, (y, bytes_to, _) in zip(calls * 2, outcome, strict=True):
+            is_gather = operator == "all_gather_gemm"
+            row_bytes = (call.inner if is_gather else call.columns) * y.element_size()
+            rows = call.rows * world_size if is_gather else call.rows
+            share = rows // world_size
+            with mock.patch.object(all_reduce_cost, "_LATENCY_BYTES", latency_bytes):
+                if operator == "gemm_all_reduce" and all_reduce_cost.exchanges_sums(
+                    rows=rows, row_bytes=row_bytes, **sizes
+                ):
+                    share = rows // sizes["node_ranks"]
+                slices = max(1, min(8, share * row_bytes // slice_bytes))
+                cost = formula(rows=rows, row_bytes=row_bytes, slices=slices, **sizes)
+            far = {peer for peer in bytes_to if nodes[peer] != nodes[rank]}
+            assert len(far) == node_count - 1
+            assert sum(bytes_to[peer] for peer in far) == cost.network_bytes
+            near = sum(nbytes for peer, nbytes in bytes_to.items() if peer not in far)
+            assert near == cost.node_bytes
+
+
+def _messages(call, slice_bytes):
+    with (
+        mock.patch.object(network, "SLICE_BYTES", slice_bytes),
+        process_group_of(2) as process_group,
+    ):
+        call.make(process_group)
+        traffic = interlace.group_of(process_group).traffic
+        traffic.reset()
+        call.make(process_group)
+        return traffic.messages
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_messages_on_the_network(ranks, operator):
+    """With one rank per node, all messages are on the network."""
+    call = _calls(operator, 2)[0]
+    formula = importlib.import_module(f"interlace.costs.{operator}").between_nodes
+    cost = formula(rows=24, row_bytes=100, slices=8, nodes=2, node_ranks=1)
+    assert ranks(2).run(_messages, call, 1) == [cost.network_messages] * 2
+
+
+# The order of sums
+
+
+def _summands(rank, rows, columns):
+    """Numbers of very different sizes: another order of additions rounds otherwise."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = 2.0 ** torch.randint(-12, 12, (rows, columns), generator=generator)
+    return torch.randn(rows, columns, generator=generator) * sizes
+
+
+def _summed(operator, nodes, slice_bytes):
+    """Sum numbers over ranks: each is the only product of its sum over K."""
+    with (
+        mock.patch.object(network, "SLICE_BYTES", slice_bytes),
+        process_group_of(nodes) as process_group,
+    ):
+        x, w = _summands(dist.get_rank(), 32, 16), torch.eye(16)
+        return getattr(interlace, operator)(x, w, group=process_group, impl="chunked")
+
+
+@pytest.mark.parametrize("slice_bytes", [1 << 20, 64])
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)])
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_reduce"])
+def test_sums_are_float32_in_the_order_of_a_nodes_ranks_and_then_of_nodes(
+    ranks, operator, nodes, slice_bytes
+):
+    parts = [_summands(rank, 32, 16) for rank in range(4)]
+    expected, rank_order = torch.zeros(32, 16), sum(parts[1:], parts[0])
+    for members in ranks_of_nodes(nodes):
+        expected += sum((parts[rank] for rank in members[1:]), parts[members[0]])
+    results = ranks(4).run(_summed, operator, nodes, slice_bytes)
+    if operator == "gemm_reduce_scatter":
+        results = [torch.cat(results)]
+    for y in results:
+        assert torch.equal(y, expected)
+        # With one rank on each node it is the order of ranks, as on one node.
+        assert torch.equal(y, rank_order) == (len(set(nodes)) == 4)
+
+
+def _gathered(nodes, slice_bytes):
+    with (
+        mock.patch.object(network, "SLICE_BYTES", slice_bytes),
+        process_group_of(nodes) as process_group,
+    ):
+        x, w = _summands(dist.get_rank(), 8, 16), torch.eye(16)
+        return interlace.all_gather_gemm(
+            x, w, group=process_group, impl="chunked", return_gathered=True
+        )
+
+
+@pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)])
+def test_gathered_rows_have_the_bits_of_their_rank(ranks, nodes):
+    expected = torch.cat([_summands(rank, 8, 16) for rank in range(4)])
+    for y, gathered in ranks(4).run(_gathered, nodes, 64):
+        assert torch.equal(y, expected)
+        assert torch.equal(gathered, expected)
+
+
+def _trained(call, nodes, impl):
+    with process_group_of(nodes) as process_group:
+        tensors = {
+            name: tensor.requires_grad_() for name, tensor in call.inputs(dist.get_rank()).items()
+        }
+        y = call.make(process_group, impl=impl, **tensors)
+        y.backward(torch.ones_like(y))
+        return [tensor.grad for tensor in tensors.values()]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_gradients_are_those_of_the_pair(ranks, operator):
+    call = _calls(operator, 4)[0]
+    outcomes = (ranks(4).run(_trained, call, 2, impl) for impl in ("chunked", "unfused"))
+    for of_slices, of_pair in zip(*outcomes, strict=True):
+        for grad, expected in zip(of_slices, of_pair, strict=True):
+            torch.testing.assert_close(grad, expected)
+
+
+# Refusals
+
+
+def _refusal(nodes, call):
+    with process_group_of(nodes) as process_group:
+        return error_of(call.make, process_group)[:2]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "rows", "more", "lacking"),
+    [
+        ((0, 0, 1, 1), 10, {}, "rows that are split evenly"),
+        ((0, 0, 0, 1), 8, {}, "as many ranks on every node"),
+        ((0, 0, 1, 1), 8, {"out_dtype": "bfloat16"}, "a result of the dtype of x"),
+    ],
+)
+def test_calls_that_need_the_pair_are_refused_on_every_rank(ranks, nodes, rows, more, lacking):
+    message = f"gemm_reduce_scatter: impl='chunked' must have {lacking}. Take impl='auto' or "
+    call = Call("gemm_reduce_scatter", rows, 8, 16, impl="chunked", **more)
+    for kind, said in ranks(4).run(_refusal, nodes, call):
+        assert kind == "ArgumentError"
+        assert said == f"{message}'unfused'."
+
+
+# Failures
+
+
+def _late(call, late, nodes):
+    with process_group_of(nodes) as process_group:
+        call.make(process_group)
+        interlace.set_deadline(4.0, process_group)
+        start, error = time.monotonic(), None
+        if dist.get_rank() != late:
+            error = error_of(call.make, process_group)
+        took_s = time.monotonic() - start
+        dist.barrier()
+        interlace.set_deadline(60.0, process_group)
+        interlace.recover(process_group)
+        return error, took_s, call.make(process_group)
+
+
+@pytest.mark.parametrize(
+    ("operator", "nodes"),
+    [*((each, (0, 0, 1, 1)) for each in OPERATORS), (OPERATORS[1], (0, 1, 0, 1))],
+)
+def test_a_late_rank_is_named_by_all(ranks, operator, nodes):
+    """Also by the ranks that have waited for another one, of their node or of their rail."""
+    call = _calls(operator, 4)[0]
+    outcomes = ranks(4).run(_late, call, 3, nodes)
+    for rank, (error, took_s, _) in enumerate(outcomes):
+        if rank != 3:
+            kind, _, fields = error
+            assert (kind, fields["peer"], fields["node"]) == ("PeerTimeoutError", 3, 1)
+            assert took_s < 30
+    check_all([call], [[y] for *_, y in outcomes])
+
+
+def _other_call(calls):
+    with process_group_of(2) as process_group:
+        for call in calls:
+            call.make(process_group)
+        interlace.set_deadline(4.0, process_group)
+        mine = calls[dist.get_rank() == 3]
+        return error_of(mine.make, process_group)[0]
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_a_rank_in_another_call_is_an_error_on_every_rank(ranks, operator):
+    call = _calls(operator, 4)[0]
+    others = [call, dataclasses.replace(call, bias=False)]
+    assert ranks(4).run(_other_call, others) == ["PeerTimeoutError"] * 4

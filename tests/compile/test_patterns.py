@@ -784,7 +784,8 @@ def _reasons_elsewhere() -> list[str]:
 def test_groups_and_tables_that_forbid_it(ranks: Any) -> None:
     for reasons in ranks(2).run(_reasons_elsewhere):
         assert reasons == [
-            "its group spans 2 machines of 1 ranks (by LOCAL_WORLD_SIZE, or GPUs in sight)",
+            "its group's 2 ranks are on 2 machines, between which impl='auto' takes the pair; call "
+            "the operator with impl='chunked' for slices",
             "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set",
             "its group has 2 ranks; operators take at most 1",
             "gemm_reduce_scatter is not faster: measured: the pair takes half the time",

@@ -2,6 +2,9 @@
 
 import dataclasses
 import importlib
+import json
+import os
+import signal
 import time
 from unittest import mock
 
@@ -16,6 +19,7 @@ from interlace.gemm.implementations import network
 from tests.errors import error_of
 from tests.gemm.calls import Call, check_all
 from tests.nodes.groups import process_group_of
+from tests.pool import fork_server
 
 OPERATORS = ["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce"]
 SHAPES = [(4, (0, 0, 1, 1)), (4, (0, 1, 0, 1)), (2, (0, 1)), (4, (0, 1, 2, 3))]
@@ -248,3 +252,60 @@ def test_a_rank_in_another_call_is_an_error_on_every_rank(ranks, operator):
     call = _calls(operator, 4)[0]
     others = [call, dataclasses.replace(call, bias=False)]
     assert ranks(4).run(_other_call, others) == ["PeerTimeoutError"] * 4
+
+
+def _delayed(calls):
+    with (
+        mock.patch.object(network, "SLICE_BYTES", 400),
+        mock.patch.object(all_reduce_cost, "_LATENCY_BYTES", -1 << 30),
+        process_group_of(2) as process_group,
+    ):
+        results = []
+        faults = interlace.Faults(seed=dist.get_rank(), max_delay_s=0.003, reorder_puts=True)
+        with interlace.inject(faults):
+            for turn, call in enumerate(calls):
+                if turn % dist.get_world_size() == dist.get_rank():
+                    time.sleep(0.3)
+                results.append(call.make(process_group))
+        return results
+
+
+def test_delays_and_slow_ranks_change_nothing(ranks):
+    """Many calls back to back, of operators in turn."""
+    calls = [_calls(operator, 4)[0] for operator in OPERATORS] * 2
+    check_all(calls, ranks(4).run(_delayed, calls))
+
+
+def _rank_of_four(rank, folder, call):
+    """A process of its own: rank 3 is killed, and the others write down what they raise."""
+    from interlace.comm import init_process_group
+
+    os.environ["INTERLACE_NODES"] = "2"
+    store = f"file://{folder}/store"
+    init_process_group("cpu", rank=rank, world_size=4, init_method=store, local_rank=rank)
+    torch.set_num_threads(1)
+    call.make()
+    interlace.set_deadline(10.0)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    kind, message, fields = error_of(call.make)
+    (folder / f"rank-{rank}").write_text(json.dumps([kind, fields.get("peer"), message]))
+    time.sleep(5)  # the others say first on whom they gave up
+    os._exit(0)
+
+
+def test_a_dead_rank_is_named_by_the_ranks_of_both_nodes(tmp_path):
+    """Also by the rank that has waited for the one whose rail the dead rank was on."""
+    context = fork_server()
+    call = _calls("gemm_reduce_scatter", 4)[0]
+    processes = [
+        context.Process(target=_rank_of_four, args=(rank, tmp_path, call)) for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode is not None
+    for rank in range(3):
+        kind, peer, message = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert (kind, peer) == ("PeerTimeoutError", 3), (rank, message)

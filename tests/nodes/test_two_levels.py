@@ -1,7 +1,6 @@
 """Two levels between nodes: results, traffic by the costs, order of sums, gradients, failures."""
 
 import dataclasses
-import importlib
 import json
 import os
 import signal
@@ -14,7 +13,9 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm.nodes import ranks_of_nodes
+from interlace.costs import find_cost
 from interlace.costs import gemm_all_reduce as all_reduce_cost
+from interlace.costs.gemm import STAMP_BYTES
 from interlace.gemm.implementations import network
 from tests.errors import error_of
 from tests.gemm.calls import Call, check_all
@@ -60,27 +61,44 @@ def test_results_and_traffic(ranks, operator, world_size, nodes, slice_bytes, la
     calls = _calls(operator, world_size)
     outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes, latency_bytes)
     check_all(calls * 2, [[y for y, *_ in outcome] for outcome in outcomes])
-    formula = importlib.import_module(f"interlace.costs.{operator}").between_nodes
-    node_count = len(set(nodes))
-    sizes = {"nodes": node_count, "node_ranks": world_size // node_count}
     for rank, outcome in enumerate(outcomes):
         for call, (y, bytes_to, _) in zip(calls * 2, outcome, strict=True):
-            is_gather = operator == "all_gather_gemm"
-            row_bytes = (call.inner if is_gather else call.columns) * y.element_size()
-            rows = call.rows * world_size if is_gather else call.rows
-            share = rows // world_size
             with mock.patch.object(all_reduce_cost, "_LATENCY_BYTES", latency_bytes):
-                if operator == "gemm_all_reduce" and all_reduce_cost.exchanges_sums(
-                    rows=rows, row_bytes=row_bytes, **sizes
-                ):
-                    share = rows // sizes["node_ranks"]
-                slices = max(1, min(8, share * row_bytes // slice_bytes))
-                cost = formula(rows=rows, row_bytes=row_bytes, slices=slices, **sizes)
+                cost = _cost(call, y.dtype, nodes, slice_bytes)
             far = {peer for peer in bytes_to if nodes[peer] != nodes[rank]}
-            assert len(far) == node_count - 1
+            assert len(far) == len(set(nodes)) - 1
             assert sum(bytes_to[peer] for peer in far) == cost.network_bytes
-            near = sum(nbytes for peer, nbytes in bytes_to.items() if peer not in far)
-            assert near == cost.node_bytes
+            near = {peer: nbytes for peer, nbytes in bytes_to.items() if peer not in far}
+            assert near == _bytes_within_the_node(call, y.dtype, nodes, rank)
+
+
+def _cost(call, dtype, nodes, slice_bytes):
+    """The traffic of a rank by :mod:`interlace.costs`."""
+    ranks, is_gather = len(nodes), call.operator == "all_gather_gemm"
+    sizes = {
+        "rows": call.rows * (ranks if is_gather else 1),
+        "columns": call.columns,
+        "inner": call.inner,
+        "itemsize": dtype.itemsize,
+        "world_size": ranks,
+        "node_of_rank": nodes,
+    }
+    formula = find_cost(call.operator).between_nodes["chunked"]
+    exchange = formula(**sizes, slices=1)
+    # An all-reduce in shares has two exchanges.
+    per_exchange = exchange.network_bytes // (len(set(nodes)) - 1) - STAMP_BYTES
+    slices = max(1, min(8, per_exchange // exchange.slices // slice_bytes))
+    return formula(**sizes, slices=slices)
+
+
+def _bytes_within_the_node(call, dtype, nodes, rank):
+    """The bytes that a rank sends to each other rank of its node."""
+    is_gather, is_both = call.operator == "all_gather_gemm", call.operator == "gemm_all_reduce"
+    row_bytes = (call.inner if is_gather else call.columns) * dtype.itemsize
+    # What the ranks of a node own on all nodes, once to sum and once to gather.
+    share = call.rows // (1 if is_gather else len(nodes)) * len(set(nodes))
+    peers = [peer for peer, node in enumerate(nodes) if node == nodes[rank] and peer != rank]
+    return dict.fromkeys(peers, share * row_bytes * (2 if is_both else 1))
 
 
 def _messages(call, slice_bytes):
@@ -99,8 +117,7 @@ def _messages(call, slice_bytes):
 def test_messages_on_the_network(ranks, operator):
     """With one rank per node, all messages are on the network."""
     call = _calls(operator, 2)[0]
-    formula = importlib.import_module(f"interlace.costs.{operator}").between_nodes
-    cost = formula(rows=24, row_bytes=100, slices=8, nodes=2, node_ranks=1)
+    cost = _cost(call, torch.float32, (0, 1), 1)
     assert ranks(2).run(_messages, call, 1) == [cost.network_messages] * 2
 
 
@@ -186,7 +203,8 @@ def test_gradients_are_those_of_the_pair(ranks, operator):
 
 def _refusal(nodes, call):
     with process_group_of(nodes) as process_group:
-        return error_of(call.make, process_group)[:2]
+        kind, message, _ = error_of(call.make, process_group)
+        return kind, message, call.make(process_group, impl="auto")
 
 
 @pytest.mark.parametrize(
@@ -197,12 +215,16 @@ def _refusal(nodes, call):
         ((0, 0, 1, 1), 8, {"out_dtype": "bfloat16"}, "a result of the dtype of x"),
     ],
 )
-def test_calls_that_need_the_pair_are_refused_on_every_rank(ranks, nodes, rows, more, lacking):
+def test_calls_that_need_the_pair_are_refused_on_every_rank_and_run_by_auto(
+    ranks, nodes, rows, more, lacking
+):
     message = f"gemm_reduce_scatter: impl='chunked' must have {lacking}. Take impl='auto' or "
     call = Call("gemm_reduce_scatter", rows, 8, 16, impl="chunked", **more)
-    for kind, said in ranks(4).run(_refusal, nodes, call):
+    outcomes = ranks(4).run(_refusal, nodes, call)
+    for kind, said, _ in outcomes:
         assert kind == "ArgumentError"
         assert said == f"{message}'unfused'."
+    check_all([call], [[y] for *_, y in outcomes])
 
 
 # Failures

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import (
-    ProductCost,
-    ProductSizes,
-    RailTraffic,
-    leaving,
-    rail_traffic,
-    takes_sizes,
-)
-from interlace.costs.registry import cost_of
+from interlace.costs.cost import NetworkCost
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, rail_cost, takes_sizes
+from interlace.costs.registry import cost_of, network_cost_of
 from interlace.units import round_up
 
 
@@ -43,22 +37,22 @@ def fused(
     return ProductCost(sizes.flops, memory_bytes, sent, 0, gathered_bytes)
 
 
-def between_nodes(
-    *, rows: int, row_bytes: int, slices: int, nodes: int, node_ranks: int
-) -> RailTraffic:
-    """Count what a rank sends between nodes with ``impl="chunked"``.
+@network_cost_of("all_gather_gemm", "chunked")
+@takes_sizes
+def chunked_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels.
 
-    Its rows go to every rank of its rail. Within the node it passes on these rows, and what has
-    arrived.
-
-    Args:
-        rows: rows of x on all ranks together, as many on each.
-        row_bytes: bytes of a row of x.
-        slices: number of slices of the rows for one rank.
-        nodes: number of nodes.
-        node_ranks: number of ranks of each node.
+    Each rank's rows go to every other rank of its rail. The rows of this node's ranks are
+    multiplied first, and those of others slice by slice: the order of a reduce-scatter backwards,
+    which takes as long.
     """
-    share = rows // (nodes * node_ranks)
-    return rail_traffic(
-        rows=share, row_bytes=row_bytes, slices=slices, nodes=nodes, node_ranks=node_ranks
+    nodes = len(set(node_of_rank))
+    return rail_cost(
+        rows=sizes.rows // sizes.world_size,
+        row_bytes=sizes.inner * sizes.itemsize,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=(nodes - 1) / nodes,
     )

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
+from interlace.costs.cost import NetworkCost
 from interlace.units import ceil_div
+
+AnyCost = TypeVar("AnyCost")
 
 STAMP_BYTES = 16
 """Bytes of the message by which a peer of another node knows the call."""
@@ -67,7 +70,7 @@ class ProductCost:
     size: int
 
 
-def takes_sizes(formula: Callable[..., ProductCost]) -> Callable[..., ProductCost]:
+def takes_sizes(formula: Callable[..., AnyCost]) -> Callable[..., AnyCost]:
     """Let a formula, whose first argument is a :class:`ProductSizes`, take its fields by keyword.
 
     ``output_itemsize`` is ``itemsize`` by default. Other keywords go to the formula as they are.
@@ -83,7 +86,7 @@ def takes_sizes(formula: Callable[..., ProductCost]) -> Callable[..., ProductCos
         world_size: int,
         output_itemsize: int | None = None,
         **others: Any,
-    ) -> ProductCost:
+    ) -> AnyCost:
         sizes = ProductSizes(
             rows, columns, inner, itemsize, world_size, output_itemsize or itemsize
         )
@@ -100,41 +103,35 @@ def leaving(size: int, world_size: int) -> int:
     return ceil_div(size, world_size) * (world_size - 1)
 
 
-class RailTraffic(NamedTuple):
-    """What one rank sends in a call between nodes of two levels: by rail and within the node.
+def rail_cost(
+    *,
+    rows: int,
+    row_bytes: int,
+    slices: int,
+    node_of_rank: Sequence[int],
+    remote_share: float,
+    landing_bytes: int = 0,
+    exchanges: int = 1,
+) -> NetworkCost:
+    """Return the traffic of a rank that has ``rows`` rows for each other rank of its rail.
 
-    A rail is the ranks of one index within their nodes.
-
-    Attributes:
-        network_bytes: bytes that go to ranks of other nodes.
-        network_messages: messages that go there.
-        node_bytes: bytes that go to the other ranks of this rank's node.
-    """
-
-    network_bytes: int
-    network_messages: int
-    node_bytes: int
-
-
-def rail_traffic(
-    *, rows: int, row_bytes: int, slices: int, nodes: int, node_ranks: int, exchanges: int = 1
-) -> RailTraffic:
-    """Count what a rank sends that has ``rows`` rows for each rank of its rail, in slices.
-
-    Each rank of the rail gets a stamp, and the rows. As many rows go to each rank of this node, for
-    every node.
+    A rail is the ranks of one index within their nodes. Each of them gets a stamp, and the rows in
+    slices.
 
     Args:
         rows: rows of one exchange with one rank of the rail.
         row_bytes: bytes of a row.
         slices: number of slices of these rows; a slice without rows is not sent.
-        nodes: number of nodes.
-        node_ranks: number of ranks of each node.
-        exchanges: how many such exchanges a call has.
+        node_of_rank: number of each rank's node; every node has as many ranks.
+        remote_share: fraction of the computation after which the last slice is complete.
+        landing_bytes: bytes that memory moves for what has arrived.
+        exchanges: how many such exchanges a call has, one after the other.
     """
-    peers, sent = nodes - 1, exchanges * rows * row_bytes
-    return RailTraffic(
+    peers, sent = len(set(node_of_rank)) - 1, exchanges * rows * row_bytes
+    return NetworkCost(
         peers * (sent + STAMP_BYTES),
         peers * (1 + exchanges * min(slices, rows)),
-        nodes * (node_ranks - 1) * sent,
+        exchanges * slices,
+        remote_share,
+        landing_bytes,
     )

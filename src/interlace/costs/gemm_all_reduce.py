@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from interlace.costs import gemm_reduce_scatter
-from interlace.costs.gemm import (
-    ProductCost,
-    ProductSizes,
-    RailTraffic,
-    leaving,
-    rail_traffic,
-    takes_sizes,
-)
-from interlace.costs.registry import cost_of
+from interlace.costs.cost import NetworkCost
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, rail_cost, takes_sizes
+from interlace.costs.registry import cost_of, network_cost_of
 
 _LATENCY_BYTES = 640 << 10
 """Bytes that a network carries in the time in which a short message arrives: 110 us of NCCL's
@@ -60,23 +55,29 @@ def exchanges_sums(*, rows: int, row_bytes: int, nodes: int, node_ranks: int) ->
     return (nodes - 1) * node_sum <= in_shares + _LATENCY_BYTES
 
 
-def between_nodes(
-    *, rows: int, row_bytes: int, slices: int, nodes: int, node_ranks: int
-) -> RailTraffic:
-    """Count what a rank sends between nodes with ``impl="chunked"``.
+@network_cost_of("gemm_all_reduce", "chunked")
+@takes_sizes
+def chunked_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels; see :func:`exchanges_sums`.
 
     Args:
-        rows: rows of the product.
-        row_bytes: bytes of a row.
         slices: number of slices of the rows of one exchange.
-        nodes: number of nodes.
-        node_ranks: number of ranks of each node.
     """
-    sizes = {"row_bytes": row_bytes, "nodes": nodes, "node_ranks": node_ranks}
-    if not exchanges_sums(rows=rows, **sizes):
-        share = rows // (nodes * node_ranks)
-        return rail_traffic(rows=share, slices=slices, exchanges=2, **sizes)
-    traffic = rail_traffic(rows=rows // node_ranks, slices=slices, **sizes)
-    # Parts of one sum per row of this node, and its result.
-    node_bytes = 2 * (node_ranks - 1) * (rows // node_ranks) * row_bytes
-    return traffic._replace(node_bytes=node_bytes)
+    nodes = len(set(node_of_rank))
+    node_ranks = sizes.world_size // nodes
+    row_bytes = sizes.columns * sizes.output_itemsize
+    is_direct = exchanges_sums(
+        rows=sizes.rows, row_bytes=row_bytes, nodes=nodes, node_ranks=node_ranks
+    )
+    rows = sizes.rows // (node_ranks if is_direct else sizes.world_size)
+    return rail_cost(
+        rows=rows,
+        row_bytes=row_bytes,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=1.0 if is_direct else (nodes - 1) / nodes,
+        landing_bytes=(nodes + 1) * rows * row_bytes,
+        exchanges=1 if is_direct else 2,
+    )

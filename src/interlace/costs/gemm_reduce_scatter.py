@@ -6,15 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import (
-    ProductCost,
-    ProductSizes,
-    RailTraffic,
-    leaving,
-    rail_traffic,
-    takes_sizes,
-)
-from interlace.costs.registry import cost_of
+from interlace.costs.cost import NetworkCost
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, rail_cost, takes_sizes
+from interlace.costs.registry import cost_of, network_cost_of
 
 
 @cost_of("gemm_reduce_scatter", computation="GEMM", collective="reduce_scatter")
@@ -51,22 +45,23 @@ def fused(
     return ProductCost(sizes.flops, sizes.operand_bytes + slots, sent, received, size)
 
 
-def between_nodes(
-    *, rows: int, row_bytes: int, slices: int, nodes: int, node_ranks: int
-) -> RailTraffic:
-    """Count what a rank sends between nodes with ``impl="chunked"``.
+@network_cost_of("gemm_reduce_scatter", "chunked")
+@takes_sizes
+def chunked_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels.
 
-    The sums of its node go to the ranks of its rail that own the rows. Within the node, parts go to
-    the rank whose rail that is.
-
-    Args:
-        rows: rows of the product, of which each rank owns as many.
-        row_bytes: bytes of a row of the product.
-        slices: number of slices of the rows for one rank.
-        nodes: number of nodes.
-        node_ranks: number of ranks of each node.
+    The sums of a node go to the ranks of the rail that own the rows. Rows that this node's ranks
+    own are multiplied last, and the nodes' sums are added once they have arrived.
     """
-    share = rows // (nodes * node_ranks)
-    return rail_traffic(
-        rows=share, row_bytes=row_bytes, slices=slices, nodes=nodes, node_ranks=node_ranks
+    nodes, share = len(set(node_of_rank)), sizes.rows // sizes.world_size
+    row_bytes = sizes.columns * sizes.output_itemsize
+    return rail_cost(
+        rows=share,
+        row_bytes=row_bytes,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=(nodes - 1) / nodes,
+        landing_bytes=(nodes + 1) * share * row_bytes,
     )

@@ -280,8 +280,9 @@ def all_gather_gemm(
             float8.
         return_gathered: whether to return the gathered x too; ranks may differ in it. It is a
             constant to autograd: gradients reach x through the product.
-        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
+            sends slices over the network and ``"unfused"`` takes any call; default: the default
+            process group.
         impl: ``"fused"``, ``"chunked"`` (``torch.mm`` for each rank's rows once copy engines have
             brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then
             ``torch.mm``: for few rows; these two not for float8, nor for another ``out_dtype``),

@@ -194,8 +194,9 @@ def gemm_all_reduce(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8. With a norm, the dtype of its result, and
             float8_e4m3fn is one more.
-        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
+            sends slices over the network and ``"unfused"`` takes any call; default: the default
+            process group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
             :func:`interlace.gemv_all_reduce` (16 rows at most). ``"remote_stores"`` is ``torch.mm``
             with the peers' memory as its output (rows split evenly, no bias). ``"pushed"`` is

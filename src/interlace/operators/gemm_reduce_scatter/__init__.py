@@ -166,8 +166,9 @@ def gemm_reduce_scatter(
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
-        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
+            sends slices over the network and ``"unfused"`` takes any call; default: the default
+            process group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for the peers' rows, which copy engines send, and a kernel

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm.nodes import ranks_of_nodes
 from interlace.costs import find_cost
-from interlace.costs import gemm_all_reduce as all_reduce_cost
+from interlace.costs import gemm as product_costs
 from interlace.costs.gemm import STAMP_BYTES
 from interlace.gemm.implementations import network
 from tests.errors import error_of
@@ -40,7 +40,7 @@ def _calls(operator, ranks):
 def _results(calls, nodes, slice_bytes, latency_bytes):
     with (
         mock.patch.object(network, "SLICE_BYTES", slice_bytes),
-        mock.patch.object(all_reduce_cost, "_LATENCY_BYTES", latency_bytes),
+        mock.patch.object(product_costs, "_LATENCY_BYTES", latency_bytes),
         process_group_of(nodes) as process_group,
     ):
         traffic = interlace.group_of(process_group).traffic
@@ -63,7 +63,7 @@ def test_results_and_traffic(ranks, operator, world_size, nodes, slice_bytes, la
     check_all(calls * 2, [[y for y, *_ in outcome] for outcome in outcomes])
     for rank, outcome in enumerate(outcomes):
         for call, (y, bytes_to, _) in zip(calls * 2, outcome, strict=True):
-            with mock.patch.object(all_reduce_cost, "_LATENCY_BYTES", latency_bytes):
+            with mock.patch.object(product_costs, "_LATENCY_BYTES", latency_bytes):
                 cost = _cost(call, y.dtype, nodes, slice_bytes)
             far = {peer for peer in bytes_to if nodes[peer] != nodes[rank]}
             assert len(far) == len(set(nodes)) - 1
@@ -279,7 +279,7 @@ def test_a_rank_in_another_call_is_an_error_on_every_rank(ranks, operator):
 def _delayed(calls):
     with (
         mock.patch.object(network, "SLICE_BYTES", 400),
-        mock.patch.object(all_reduce_cost, "_LATENCY_BYTES", -1 << 30),
+        mock.patch.object(product_costs, "_LATENCY_BYTES", -1 << 30),
         process_group_of(2) as process_group,
     ):
         results = []

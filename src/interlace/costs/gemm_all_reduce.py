@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 from interlace.costs import gemm_reduce_scatter
 from interlace.costs.cost import NetworkCost
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, rail_cost, takes_sizes
+from interlace.costs.gemm import (
+    ProductCost,
+    ProductSizes,
+    exchanges_sums,
+    leaving,
+    rail_cost,
+    takes_sizes,
+)
 from interlace.costs.registry import cost_of, network_cost_of
-
-_LATENCY_BYTES = 640 << 10
-"""Bytes that a network carries in the time in which a short message arrives: 110 us of NCCL's
-sockets at 5.9 GB/s.
-"""
 
 
 @cost_of("gemm_all_reduce", computation="GEMM", collective="all_reduce")
@@ -38,29 +40,13 @@ def fused(sizes: ProductSizes, *, part_itemsize: int | None = None) -> ProductCo
     )
 
 
-def exchanges_sums(*, rows: int, row_bytes: int, nodes: int, node_ranks: int) -> bool:
-    """Return whether the ranks of a rail exchange the sums of their nodes, each with each.
-
-    Else each rank sums a share of the rows, which takes two exchanges one after the other, of fewer
-    bytes if there are more than two nodes.
-
-    Args:
-        rows: rows of the product.
-        row_bytes: bytes of a row.
-        nodes: number of nodes.
-        node_ranks: number of ranks of each node.
-    """
-    node_sum = rows // node_ranks * row_bytes
-    in_shares = 2 * (nodes - 1) * (node_sum // nodes)
-    return (nodes - 1) * node_sum <= in_shares + _LATENCY_BYTES
-
-
 @network_cost_of("gemm_all_reduce", "chunked")
 @takes_sizes
 def chunked_between_nodes(
     sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
 ) -> NetworkCost:
-    """Return the traffic between nodes of an even call in two levels; see :func:`exchanges_sums`.
+    """Return the traffic between nodes of an even call in two levels; see
+    :func:`interlace.costs.gemm.exchanges_sums`.
 
     Args:
         slices: number of slices of the rows of one exchange.

@@ -17,7 +17,7 @@ import torch
 from interlace.comm.nodes import ranks_of_nodes
 from interlace.comm.slices import Step
 from interlace.comm.within_node import WithinNode, distance
-from interlace.costs.gemm_all_reduce import exchanges_sums
+from interlace.costs.gemm import exchanges_sums
 from interlace.gemm.call import GemmCall
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.implementations import network

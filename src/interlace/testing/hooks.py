@@ -18,6 +18,7 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from interlace.comm import cpu_faults, shortcuts
+from interlace.comm.memory import NOT_SYMMETRIC
 from interlace.errors import ArgumentError
 from interlace.language import lamport, packed, primitives
 from interlace.testing.host_operations import HostOperations
@@ -40,7 +41,7 @@ class _World:
         run = current()
         assert run is not None
         if not run.tree.view.holds(addresses).all():
-            raise ArgumentError("a put must go to symmetric memory; got other addresses.")
+            raise ArgumentError(NOT_SYMMETRIC)
         if len(addresses):
             run.send(addresses, values, kind)
 

@@ -58,6 +58,13 @@ def _cases_of(kernel):
                 {"OUT": _dtype("bfloat16")},
             )
         ],
+        "void_message": lambda: [
+            (
+                {"is_valid": "*i32", "landing": "i64", "ctx": "*i64", "elements": kind},
+                {"OUT": _dtype("bfloat16"), "num_warps": 4},
+            )
+            for kind in ("i32", "i64")
+        ],
         "stamp_messages": lambda: [
             (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
         ],

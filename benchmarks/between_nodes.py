@@ -58,10 +58,11 @@ def main() -> None:
 
 
 def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
-    """Run ``measure`` on two ranks that are two hosts for NCCL; write what rank 0 returns."""
+    """Run ``measure`` on ranks of two hosts for NCCL, and write what rank 0 returns."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="where results go")
     parser.add_argument("--backend", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks, half on each host")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(
@@ -74,7 +75,7 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
             NCCL_DEBUG_FILE=f"{folder}/nccl.%p",
             INTERLACE_DEADLINE_S="20",
         )
-        results = interlace.launch(measure, 2, backend=arguments.backend, nodes=2)
+        results = interlace.launch(measure, arguments.ranks, backend=arguments.backend, nodes=2)
         log = "".join(file.read_text(errors="replace") for file in Path(folder).glob("nccl.*"))
     transports = sorted(set(re.findall(r"via (\S+)", log)))
     networks = sorted(set(re.findall(r"Using network (\S+)", log)))
@@ -86,7 +87,8 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
             file = arguments.json.with_suffix(".network.json")
             file.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
         network = {"NCCL": networks, "transports": transports}
-        documents.write(arguments.json, results[0], network=network, sizes=sizes)
+        more = {"ranks": arguments.ranks, "network": network, "sizes": sizes}
+        documents.write(arguments.json, results[0], **more)
     if arguments.backend == "cuda" and not any("NET/Socket" in name for name in transports):
         raise SystemExit("NCCL's log must say NET/Socket; the times above are of something else.")
 

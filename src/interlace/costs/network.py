@@ -175,7 +175,9 @@ def best_in_slices(
     slices = 1
     while slices <= MOST_SLICES:
         cost = cost_of(slices)
-        predictions.append(in_slices(network, compute_us(slices), cost, memory_bytes_per_s))
+        prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s)
+        # A call may have several exchanges of as many slices.
+        predictions.append(dataclasses.replace(prediction, slices=slices))
         slices *= 2
     # The first of equal ones has the fewest slices.
     return min(predictions, key=lambda prediction: prediction.us)

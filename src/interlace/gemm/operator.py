@@ -206,7 +206,9 @@ class GemmOperator(Operator):
         sizes = operands.sizes(rows) | {"world_size": world_size}
         predicted = times_between_nodes(self.name, nodes, **sizes) if nodes > 1 else None
         choice = self.choose(**sizes).between(self, nodes, predicted)
-        name, unmet = choice.accepted(self, operands.terms(is_even))
+        node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
+        terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
+        name, unmet = choice.accepted(self, terms)
         reason = choice.reason
         for refusing, lacks in unmet.items():
             reason = f"{refusing} must have {lacks}; {reason}"

@@ -257,7 +257,7 @@ def _chosen(network):
         process_group_of(2) as process_group,
         mock.patch.object(between_nodes, "profile_on", return_value=profile),
         mock.patch.object(network_choice, "profile_on", return_value=profile),
-        mock.patch.object(sliced, "run_all_to_all", wraps=sliced.run_all_to_all) as products,
+        mock.patch.object(sliced, "slice_count", wraps=sliced.slice_count) as products,
         mock.patch.object(embedding_sliced, "run", wraps=embedding_sliced.run) as bags,
     ):
         said = interlace.explain("gemm_all_to_all", x, w, group=process_group)

@@ -91,7 +91,7 @@ NOT_SYMMETRIC = (
 )
 """The error of a put whose addresses are not of symmetric memory."""
 
-_ranges: weakref.WeakSet[Range] = weakref.WeakSet()
+_ranges: weakref.WeakSet[Range | RangeView] = weakref.WeakSet()
 
 
 def is_memory_of(rank: int, first: int, last: int) -> bool:
@@ -101,6 +101,19 @@ def is_memory_of(rank: int, first: int, last: int) -> bool:
         if start <= first and last < start + reserved.stride:
             return True
     return False
+
+
+class RangeView:
+    """Count the ranks of a range otherwise, as the kernels of one node do.
+
+    Attributes:
+        base: Address of the part of the rank that counts as 0.
+        stride: Bytes from each part to that of the next rank.
+    """
+
+    def __init__(self, base: int, stride: int) -> None:
+        self.base, self.stride = base, stride
+        _ranges.add(self)
 
 
 class Range:

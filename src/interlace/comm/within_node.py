@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import cpu_faults
 from interlace.comm.group import Group
-from interlace.comm.memory import Block
+from interlace.comm.memory import Block, RangeView
 from interlace.comm.workspace import Workspace
 from interlace.errors import PeerTimeoutError
 
@@ -50,6 +50,8 @@ class WithinNode:
         step = distance(self.ranks)
         assert step is not None
         self._stride = step * group.stride
+        base = group.memory.heap.base + self.ranks[0] * group.stride
+        self._view = RangeView(base, self._stride)  # by which the CPU backend checks puts
 
     def workspace(self, operator: str, half_bytes: int, signal_count: int = 1) -> Workspace:
         """Return an operator's memory, whose addresses are those of the node's first rank.

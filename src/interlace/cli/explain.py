@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,8 +15,10 @@ from interlace.cli.console import make_console
 from interlace.cli.gpus import gpu_named
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import profile_of
+from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import Call
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, ConfigError
+from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
@@ -22,11 +26,23 @@ from interlace.registry import operator_matching, operator_named, operators
 
 
 def run_explain(
-    operator: str, shapes: Sequence[str], gpu: str, world_size: int, dtype: str
+    operator: str,
+    shapes: Sequence[str],
+    gpu: str,
+    world_size: int,
+    dtype: str,
+    nodes: int = 1,
+    network: Path | None = None,
 ) -> None:
     """Print the predicted times of every implementation for each shape ``MxNxK``.
 
+    Args:
+        nodes: Number of nodes that the ranks are on, equally many on each.
+        network: JSON file of the network between them, or of a machine profile with one; None for
+            what the GPU's own profile has.
+
     Raises:
+        ConfigError: There is no such file, or no network where there are several nodes.
         ArgumentError: The operator is not around one product, the GPU has no profile, or a shape is
             none.
     """
@@ -42,14 +58,26 @@ def run_explain(
         )
     device = gpu_named(gpu)
     name = device.name
+    rates = None
+    if nodes > 1:
+        rates = profile_of(name).network if network is None else read_network(network)
+        if rates is None:
+            raise ConfigError(
+                f"--nodes must have a measured network; the profile of {name} has none. Measure it "
+                "by `interlace tune machine` on the nodes, or say --network FILE."
+            )
     console = make_console()
     for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
         call = Call.of_dtype(dtype, rows, columns, inner, world_size)
         title = operator if operator == declaration.name else f"{operator} or {declaration.name}"
         console.print(
             f"{title} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, {name}"
+            + (f", {nodes} nodes, {rates.network}" if rates else "")
         )
-        console.print(_table(declaration, device, call, dtype))
+        if rates is None:
+            console.print(_table(declaration, device, call, dtype))
+        else:
+            console.print(_table_between_nodes(declaration, name, call, nodes, rates))
         console.print()
     console.print(
         f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
@@ -82,4 +110,23 @@ def _table(declaration: GemmOperator, gpu: Gpu, call: Call, dtype: str) -> Table
     table.add_row(
         "the links alone", f"{profile.link_us(declaration.name, call):.0f}", "", style="dim"
     )
+    return table
+
+
+def _table_between_nodes(
+    declaration: GemmOperator, gpu: str, call: Call, nodes: int, network: NetworkRates
+) -> Table:
+    profile = dataclasses.replace(profile_of(gpu), network=network)
+    times = predicted_times(profile, declaration.name, nodes, call)
+    assert times is not None
+    table = make_table("implementation", "slices", "us", "of the best stock pair")
+    pairs = [each.us for name, each in times.predictions.items() if declaration.is_pair(name)]
+    for name in times.order(declaration):
+        each = times.predictions[name]
+        marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
+        table.add_row(
+            marked, str(each.slices or ""), f"{each.us:.0f}", f"{each.us / min(pairs):.2f}"
+        )
+    product_us = profile.library_product_us(call)
+    table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
     return table

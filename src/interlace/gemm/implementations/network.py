@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from interlace.comm.slices import Message, Step, Trigger
+from interlace.gemm.between_nodes import slices_of
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.terms import Terms
@@ -53,8 +54,20 @@ def across_nodes(
     return dataclasses.replace(within, run=run_either, refusal=refuse_either, spans_nodes=True)
 
 
-def slice_count(rows: int, row_bytes: int) -> int:
-    """Return the number of slices of some MiB that are cut of so many rows for one peer."""
+def slice_count(call: GemmCall, implementation: str, rows: int, row_bytes: int) -> int:
+    """Return the number of slices that are cut of so many rows for one peer, alike on every rank.
+
+    It is what a measured network asks for, and without one the number of slices of some MiB.
+    """
+    predicted = slices_of(
+        call.operator.name,
+        implementation,
+        call.group.nodes,
+        **call.operands.sizes(call.rows.product),
+        world_size=call.group.world_size,
+    )
+    if predicted is not None:
+        return predicted
     return max(1, min(_MOST_SLICES, rows * row_bytes // SLICE_BYTES))
 
 
@@ -142,7 +155,7 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
         (rows for s, counts in enumerate(sent) for d, rows in enumerate(counts) if s != d),
         default=0,
     )
-    count = slice_count(most_rows, columns * y.element_size())
+    count = slice_count(call, "chunked", most_rows, columns * y.element_size())
     remote = set(group.members.remote_ranks)
     # Ranks of other nodes first, as the network takes longest; from the next rank on, so that no
     # rank is sent to by all at once.

@@ -240,7 +240,7 @@ def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
     """
     levels, x = _Levels.of(call), call.operands.x
     y = x.new_empty([call.rows.result, call.operands.columns])
-    sums = _Sums.of(levels, x, slice_count(len(y), y.shape[1] * y.element_size()))
+    sums = _Sums.of(levels, x, slice_count(call, "chunked", len(y), y.shape[1] * y.element_size()))
     counters = counters_of(call, sums.count)
     steps = sums.steps(counters)
     with network.exchanging(call, steps, counters, levels.landings, y) as queue:
@@ -270,7 +270,7 @@ def run_all_gather(call: GemmCall) -> Pair:
     )
     y = x.new_empty([call.rows.result, operands.columns])
     gathered = x.new_empty([len(y), operands.inner])
-    count = slice_count(len(x), row_bytes)
+    count = slice_count(call, "chunked", len(x), row_bytes)
     levels.reserve(levels.span(len(x)), row_bytes)
     landing = _landing(levels, gathered, count)
     steps = steps_of({peer: cut(x, count) for peer in levels.peers.values()}, landing, None)
@@ -318,7 +318,7 @@ def _exchange_sums(levels: _Levels) -> torch.Tensor:
     call, x, ranks = levels.call, levels.call.operands.x, levels.within.world_size
     y = x.new_empty([len(x), call.operands.columns])
     shares, results = x.unflatten(0, (ranks, -1)), y.unflatten(0, (ranks, -1))
-    count = slice_count(results.shape[1], y.shape[1] * y.element_size())
+    count = slice_count(call, "chunked", results.shape[1], y.shape[1] * y.element_size())
     peers = levels.peers.values()
     node_sum = torch.empty_like(results[0])
     total = results[0] if ranks == 1 else torch.empty_like(node_sum)
@@ -345,7 +345,7 @@ def _reduce_and_gather(levels: _Levels) -> torch.Tensor:
     call, x = levels.call, levels.call.operands.x
     y = x.new_empty([len(x), call.operands.columns])
     share = len(x) // call.group.world_size
-    count = slice_count(share, y.shape[1] * y.element_size())
+    count = slice_count(call, "chunked", share, y.shape[1] * y.element_size())
     sums, total = _Sums.of(levels, x, count), y.new_empty([share, y.shape[1]])
     totals, landing = cut(total, count), _landing(levels, y, count)
     counters = counters_of(call, 2 * count)

@@ -48,6 +48,7 @@ class Engine(Protocol):
 
     address: int
     options: dict[str, Any]
+    carrier: str
 
     def window(self, nbytes: int) -> Window:
         """Create and register zeroed memory. Collective."""
@@ -68,13 +69,14 @@ class Gin:
         counters: Number of counters of each rank.
         address: The argument ``gin`` of kernels.
         options: Options with which such kernels are launched: ``kernel[grid](..., **options)``.
+        carrier: What carries the puts, in words.
     """
 
     def __init__(self, group: Group, engine: Engine, signals: int, counters: int) -> None:
         """Use ``engine``, which has been opened on every rank."""
         self.group, self.signals, self.counters = group, signals, counters
         self._engine: Engine | None = engine
-        self.address, self.options = engine.address, engine.options
+        self.address, self.options, self.carrier = engine.address, engine.options, engine.carrier
         # Peers' puts of before may still arrive, so nothing but a new communicator is as new.
         group.cache.recoverable.add(self)
 

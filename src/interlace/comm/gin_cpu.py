@@ -64,7 +64,10 @@ class EmulatedEngine:
     Attributes:
         address: Number of this engine in this process.
         options: Options of kernels: none.
+        carrier: Its name.
     """
+
+    carrier = "Gloo, in place of a network card"
 
     @makes_ordinary_tensors
     def __init__(self, group: Group, signals: int, counters: int) -> None:

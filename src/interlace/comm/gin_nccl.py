@@ -30,6 +30,7 @@ class NcclEngine:
     Attributes:
         address: Address of the device communicator in this GPU's memory.
         options: Triton's option that links our LLVM IR and NCCL's device code.
+        carrier: NCCL's version and back end.
     """
 
     def __init__(self, group: Group, signals: int, counters: int) -> None:
@@ -54,6 +55,8 @@ class NcclEngine:
             call_when_gone(self, group.device, self._communicator.close)
             self._device_communicator = self._create(signals, counters)
         self.address = self._device_communicator.data_ptr()
+        version, back_end = nccl.in_words(self._nccl.version), self._communicator.back_end
+        self.carrier = f"NCCL {version}, {back_end}"
         text = importlib.resources.files("interlace.language") / "gin.ll"
         # In this order: the second resolves what the first refers to. Pairs, as Launch needs
         # options that can be a key.
@@ -81,7 +84,11 @@ class NcclEngine:
 
 
 class _Communicator:
-    """Own a communicator of NCCL whose calls do not block, until it is closed."""
+    """Own a communicator of NCCL whose calls do not block, until it is closed.
+
+    Attributes:
+        back_end: Name of NCCL's back end of GIN, once it is connected.
+    """
 
     def __init__(self, library: nccl.Nccl, group: Group, identifier: nccl.UniqueId) -> None:
         """Connect all ranks. Collective.
@@ -89,7 +96,7 @@ class _Communicator:
         Raises:
             BackendError: It fails, or a rank is late.
         """
-        self._nccl, self._handle = library, ctypes.c_void_p()
+        self._nccl, self._handle, self.back_end = library, ctypes.c_void_p(), ""
         # Half of the deadline, as a rank that has failed waits for this one in an exchange.
         self._patience_s = group.deadline_s / 2
         self._device_communicator: Any = None
@@ -120,6 +127,7 @@ class _Communicator:
                 f"{nccl.in_words(self._nccl.version)} finds no {lacks} that connects all ranks. It "
                 "wants an InfiniBand or RoCE card with GPUDirect RDMA. NCCL_DEBUG=INFO says why."
             )
+        self.back_end = nccl.GIN_TYPES.get(found.ginType, f"back end {found.ginType}")
         needs = nccl.requirements(self._nccl.version, signals, counters)
         memory = ctypes.create_string_buffer(nccl.DEVICE_COMMUNICATOR_BYTES)
         self._perform("ncclDevCommCreate", self._handle, ctypes.byref(needs), memory)

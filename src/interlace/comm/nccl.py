@@ -33,6 +33,8 @@ ALIGNMENT_BYTES = 4096  # NCCL_WIN_REQUIRED_ALIGNMENT
 NO_GIN = 0  # NCCL_GIN_TYPE_NONE
 FULL_CONNECTION = 1  # NCCL_GIN_CONNECTION_FULL
 SUCCESS, IN_PROGRESS = 0, 7  # ncclSuccess, ncclInProgress
+GIN_TYPES = {2: "proxy through the host", 3: "GDAKI", 4: "GPI", 5: "EFA GDA"}
+"""Back ends of GIN by ``ncclGinType_t``: PROXY, GDAKI, GPI and EFA_GDA."""
 
 DEVICE_COMMUNICATOR_BYTES = 4096
 """Room for ``ncclDevComm``, which only NCCL reads: 240 bytes in 2.30.7."""

@@ -155,8 +155,9 @@ def _await(gin, index, goal, OF: tl.constexpr, peer, slice, group):
         if (behind > 0) & (looks % LOOKS_PER_CHECK == 0):
             start = start_of_wait(start)
             if has_expired(start, group) > 0:
-                # The awaited epoch is 0, as signals have none: the error says so.
-                report(group, peer, slice + 1, 0, 0, LATE)
+                # Signals have no epoch: with 0 for it, the error speaks of a slice of the network.
+                no_epoch = tl.zeros([], tl.int32)
+                report(group, peer, slice + 1, no_epoch, no_epoch, LATE)
                 arrived = 0
                 behind = 0
     # An acquire empties the first-level cache, so looks are relaxed, and one acquire by every thread

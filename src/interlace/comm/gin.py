@@ -18,7 +18,7 @@ from interlace.comm.group import Group, group_of
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, GroupError, WorkspaceError
 
-_MOST_SIGNALS = 65536
+_MOST_SIGNALS, _MOST_BYTES = 65536, 2**40
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class Gin:
             WorkspaceError: A CUDA graph is being captured, or there is not enough memory.
             BackendError: NCCL refuses; raised on every rank.
         """
-        _require_numbers("window", nbytes=nbytes)
+        _require("window", "nbytes", nbytes, range(1, _MOST_BYTES + 1))
         if self._engine is None:
             raise GroupError(
                 "gin must be open for a new window; it was closed. Call open_gin again."
@@ -137,9 +137,8 @@ def open_gin(signals: int, counters: int = 0, group: dist.ProcessGroup | None = 
         BackendError: NCCL is missing or too old, has no back end, or cannot connect in half of the
             group's deadline; raised on every rank.
     """
-    _require_numbers("open_gin", signals=signals)
-    if counters:
-        _require_numbers("open_gin", counters=counters)
+    _require("open_gin", "signals", signals, range(1, _MOST_SIGNALS + 1))
+    _require("open_gin", "counters", counters, range(_MOST_SIGNALS + 1))
     owner = group_of(group)
     _refuse_capture(owner)
     owner.agreement.compare("open_gin", {"signals": signals, "counters": counters})
@@ -150,13 +149,12 @@ def open_gin(signals: int, counters: int = 0, group: dist.ProcessGroup | None = 
     return Gin(owner, Chosen(owner, signals, counters), signals, counters)
 
 
-def _require_numbers(caller: str, **numbers: object) -> None:
-    """Refuse a number that is not an integer above 0, or too many signals or counters."""
-    for name, number in numbers.items():
-        largest = None if name == "nbytes" else _MOST_SIGNALS
-        if type(number) is not int or number < 1 or (largest is not None and number > largest):
-            allowed = "1 or more" if largest is None else f"1 to {largest}"
-            raise ArgumentError(f"{caller}: {name} must be {allowed}; got {number!r}.")
+def _require(caller: str, name: str, number: object, allowed: range) -> None:
+    """Refuse a number that is not an integer within ``allowed``."""
+    if type(number) is not int or number not in allowed:
+        raise ArgumentError(
+            f"{caller}: {name} must be {allowed[0]} to {allowed[-1]}; got {number!r}."
+        )
 
 
 def _refuse_capture(group: Group) -> None:

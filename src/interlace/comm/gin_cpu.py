@@ -197,7 +197,8 @@ class _Memory:
         length = len(self.numbers[kind])
         if not 0 <= index < length:
             raise ArgumentError(
-                f"gin: a {kind} must be below {length}; got {index}. Say more to open_gin."
+                f"gin: a {kind} must be one of the {length} that open_gin was asked for; got "
+                f"{index}."
             )
 
 

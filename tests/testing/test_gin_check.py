@@ -1,4 +1,4 @@
-"""The self-test of GPU-initiated puts passes where Gloo carries them; a rank that does not answer in
+"""The self-test of GPU-initiated puts passes where Gloo carries them; a rank without an answer in
 time takes nobody along.
 """
 

@@ -28,13 +28,12 @@ else:
 
 _RELAXED, _ACQUIRE = tl.constexpr(0), tl.constexpr(2)  # numbers of C++
 _SIGNAL, _COUNTER = tl.constexpr(0), tl.constexpr(1)
-_NO_COUNTER = tl.constexpr(-1)
 
 
 @triton.jit
 def gin_put(
     gin, target, target_start, source, source_start, nbytes, peer, signal, group,
-    counter=_NO_COUNTER,
+    counter=-1,
 ):
     """Put a range of this rank's window into a window of ``peer``, and then increment a signal.
 

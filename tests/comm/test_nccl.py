@@ -24,6 +24,15 @@ typedef struct CUevent_st* cudaEvent_t;
 typedef int CUmemLocationType;
 """
 
+# Digits of the sizes of a function's parameters, in base 1000 after a 1.
+_SIZES_OF_PARAMETERS = """
+template <typename... A> constexpr long long sizes(ncclResult_t (*)(A...)) {
+  long long all = 1;
+  for (long long size : {(long long)sizeof(A)...}) all = 1000 * all + size;
+  return all;
+}
+"""
+
 _STRUCTURES = {
     nccl.UniqueId: "ncclUniqueId",
     nccl.Config: "ncclConfig_t",
@@ -57,10 +66,10 @@ def _printed(folder: Path, place: Path, expressions: list[str]) -> list[int]:
     lines = "\n".join(f'printf("%lld\\n", (long long)({text}));' for text in expressions)
     source = place / "layout.cc"
     source.write_text(
-        "#include <stdio.h>\n#include <stddef.h>\n#include <nccl.h>\n"
+        "#include <initializer_list>\n#include <stdio.h>\n#include <stddef.h>\n#include <nccl.h>\n"
         "#include <nccl_device/impl/comm__types.h>\n"
         "#if __has_include(<nccl_device/host.h>)\n#include <nccl_device/host.h>\n#endif\n"
-        f"int main() {{\n{lines}\n}}\n"
+        f"{_SIZES_OF_PARAMETERS}int main() {{\n{lines}\n}}\n"
     )
     program = place / "layout"
     include = ["-I", str(place), "-I", str(folder / "include")]
@@ -76,6 +85,18 @@ def test_structures_and_constants_are_those_of_the_headers(tmp_path: Path) -> No
         for field, *_ in mirror._fields_:
             expected[f"offsetof({name}, {field})"] = getattr(mirror, field).offset
             expected[f"sizeof((({name}*)0)->{field})"] = getattr(mirror, field).size
+    found = _printed(nccl_folder(), tmp_path, list(expected))
+    assert dict(zip(expected, found, strict=True)) == expected
+
+
+def test_functions_take_what_the_headers_say(tmp_path: Path) -> None:
+    """A parameter too few, or of another size, would be a number from nowhere."""
+    expected = {}
+    for name, types in nccl.FUNCTIONS.items():
+        digits = 1
+        for kind in types:
+            digits = 1000 * digits + ctypes.sizeof(kind)
+        expected[f"sizes({name})"] = digits
     found = _printed(nccl_folder(), tmp_path, list(expected))
     assert dict(zip(expected, found, strict=True)) == expected
 

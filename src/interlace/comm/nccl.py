@@ -130,7 +130,9 @@ class Properties(ctypes.Structure):
 
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+
+# Functions and their parameters; each returns ncclResult_t.
+FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "ncclGetVersion": (ctypes.POINTER(ctypes.c_int),),
     "ncclGetUniqueId": (ctypes.POINTER(UniqueId),),
     "ncclCommInitRankConfig": (
@@ -262,7 +264,7 @@ def nccl() -> Nccl:
             f"gin must have NCCL 2.30.7 to 2.32; got {in_words(version.value)} at {place}. "
             f"{_INSTALL}"
         )
-    for name, types in _FUNCTIONS.items():
+    for name, types in FUNCTIONS.items():
         getattr(library, name).argtypes = types
     for name in ("ncclGetErrorString", "ncclGetLastError"):
         getattr(library, name).restype = ctypes.c_char_p

@@ -63,7 +63,10 @@ def _printed(folder: Path, place: Path, expressions: list[str]) -> list[int]:
     """The values of constant expressions of C++ with NCCL's headers."""
     for name in ("cuda_runtime", "cuda", "cuda_fp16", "cuda_bf16", "cuda_fp8"):
         (place / f"{name}.h").write_text(_CUDA)
-    lines = "\n".join(f'printf("%lld\\n", (long long)({text}));' for text in expressions)
+    lines = "\n".join(
+        f'{{ constexpr auto value = (long long)({text}); printf("%lld\\n", value); }}'
+        for text in expressions
+    )
     source = place / "layout.cc"
     source.write_text(
         "#include <initializer_list>\n#include <stdio.h>\n#include <stddef.h>\n#include <nccl.h>\n"

@@ -100,7 +100,7 @@ class _Communicator:
         # Half of the deadline, as a rank that has failed waits for this one in an exchange.
         self._patience_s = group.deadline_s / 2
         self._device_communicator: Any = None
-        self._windows: list[tuple[int, _Memory]] = []
+        self._windows: dict[int, _Memory] = {}  # by handle
         settings = nccl.config()
         try:
             begun = ctypes.byref(self._handle)
@@ -150,7 +150,7 @@ class _Communicator:
                 "gin must have windows; NCCL registers none on this machine. It needs "
                 "NCCL_CUMEM_ENABLE=1, its default."
             )
-        self._windows.append((handle.value, memory))
+        self._windows[handle.value] = memory
         return handle.value
 
     def _perform(self, function: str, *arguments: Any) -> None:
@@ -167,7 +167,7 @@ class _Communicator:
         # communicator, and nobody learns when it is over: memory must not be registered by then.
         if self._device_communicator is not None:
             self._nccl.call("ncclDevCommDestroy", handle, self._device_communicator)
-        for window, _ in self._windows:
+        for window in self._windows:
             self._nccl.call("ncclCommWindowDeregister", handle, window)
         self._windows.clear()
         self._nccl.call("ncclCommAbort", handle)

@@ -1,7 +1,9 @@
 """What we tell NCCL has the layout of its headers, and what is missing is said."""
 
 import ctypes
+import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,17 +137,45 @@ def test_what_is_missing_is_said(tmp_path, monkeypatch, files, message):
     assert "pip install --no-deps 'nvidia-nccl-cu13>=2.30.7,<2.33'" in str(caught.value)
 
 
+def _library(folder: Path, version: int) -> Path:
+    """Make a folder with a library that says a version, by a function that others have, too."""
+    lib = folder / "lib"
+    lib.mkdir(parents=True)
+    (lib / "libnccl_device.bc").touch()
+    functions = "".join(f"int {name}() {{ return 0; }}" for name in nccl.FUNCTIONS if name != _SAYS)
+    (lib / "nccl.c").write_text(
+        f"int inner() {{ return {version}; }} int {_SAYS}(int* v) {{ *v = inner(); return 0; }}"
+        f"{functions} int ncclGetErrorString; int ncclGetLastError;"
+    )
+    path = lib / "libnccl.so.2"
+    subprocess.run(["gcc", "-shared", "-fPIC", lib / "nccl.c", "-o", path], check=True)
+    return path
+
+
+_SAYS = "ncclGetVersion"
+
+
 @pytest.mark.parametrize("version", [22907, 23300])
 def test_other_versions_are_refused(tmp_path: Path, monkeypatch, version: int) -> None:
-    lib = tmp_path / "lib"
-    lib.mkdir()
-    (lib / "libnccl_device.bc").touch()
-    (lib / "nccl.c").write_text(f"int ncclGetVersion(int* v) {{ *v = {version}; return 0; }}")
-    subprocess.run(
-        ["gcc", "-shared", "-fPIC", lib / "nccl.c", "-o", lib / "libnccl.so.2"], check=True
-    )
+    _library(tmp_path, version)
     monkeypatch.setenv(nccl.FOLDER_VARIABLE, str(tmp_path))
     with pytest.raises(BackendError) as caught:
         nccl.nccl.__wrapped__()
     expected = f"gin must have NCCL 2.30.7 to 2.32; got {nccl.in_words(version)} at {tmp_path}."
     assert str(caught.value).startswith(expected)
+
+
+def test_a_version_that_torch_has_loaded_is_left_alone(tmp_path: Path) -> None:
+    """Names that both libraries have lead each into itself; in a process that loads both."""
+    others = _library(tmp_path / "torch", 22809)
+    _library(tmp_path / "ours", 23007)
+    program = (
+        "import ctypes, os; from interlace.comm import nccl\n"
+        f"ctypes.CDLL({str(others)!r}, mode=os.RTLD_NOW | os.RTLD_GLOBAL)\n"
+        "print(nccl.nccl().version)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True,
+        env={**os.environ, nccl.FOLDER_VARIABLE: str(tmp_path / "ours")},
+    )  # fmt: skip
+    assert done.stdout == "23007\n"

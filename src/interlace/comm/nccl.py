@@ -253,8 +253,11 @@ def nccl() -> Nccl:
     """
     place = folder()
     path = place / "lib" / "libnccl.so.2"
+    # torch may have loaded another version. NCCL's functions call one another by names, which would
+    # lead from one version into the other: RTLD_DEEPBIND makes a library look in itself first.
+    mode = os.RTLD_NOW | os.RTLD_LOCAL | os.RTLD_DEEPBIND
     try:
-        library = ctypes.CDLL(str(path))
+        library = ctypes.CDLL(str(path), mode=mode)
     except OSError as error:
         raise BackendError(f"gin must load {path}; got: {error}. {_INSTALL}") from error
     version = ctypes.c_int()

@@ -13,7 +13,9 @@ import ctypes
 import itertools
 import queue
 import threading
+import time
 import weakref
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +28,7 @@ from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, BackendError
 
 _GOODBYE = 0  # no window has this handle
+_GOODBYE_S = 5.0  # in which peers that close, too, have said so
 
 _addresses = itertools.count(1 << 40, 1 << 20)  # of engines, in place of memory addresses
 _engines: weakref.WeakValueDictionary[int, EmulatedEngine] = weakref.WeakValueDictionary()
@@ -73,23 +76,21 @@ class EmulatedEngine:
     def __init__(self, group: Group, signals: int, counters: int) -> None:
         """Connect to all ranks. Collective."""
         self.address, self.options = next(_addresses), dict[str, Any]()
-        self._rank, self._ranks = group.rank, group.world_size
+        self._rank = group.rank
         self._memory = _Memory(signals, counters)
         store = group.channel.new_store("gin")
         with group.agreement.together("connecting gin"):
             carrier = Carrier(group.members, store)
         peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._queues = {peer: queue.SimpleQueue[Put | None]() for peer in peers}
-        for peer in peers:
-            for work, extra in ((_send, (self._queues[peer],)), (_receive, ())):
-                threading.Thread(
-                    target=work, args=(carrier, peer, self._memory, *extra),
-                    name=f"interlace gin {peer}", daemon=True,
-                ).start()  # fmt: skip
+        threads = []
+        for peer, puts in self._queues.items():
+            threads.append(_thread(_send, carrier, peer, self._memory, puts))
+            threads.append(_thread(_receive, carrier, peer, self._memory))
         _engines[self.address] = self
-        # Peers' threads end with this rank's goodbye, also if nobody has closed it.
-        self._end = weakref.finalize(self, _say_goodbye, list(self._queues.values()))
-        self._end.atexit = False
+        # Also if nobody closes it, and at the end of the process: a thread within Gloo at that
+        # point would abort the process.
+        self._end = weakref.finalize(self, _end_threads, list(self._queues.values()), threads)
 
     def window(self, nbytes: int) -> Window:
         """Return memory of the next handle; ranks create windows in the same order."""
@@ -150,7 +151,7 @@ class EmulatedEngine:
         return ctypes.addressof(self._memory.shadows) + 8 * signal
 
     def close(self) -> None:
-        """End the threads; later puts of peers go nowhere."""
+        """End the threads, which takes until the peers close, too; later puts go nowhere."""
         _engines.pop(self.address, None)
         self._end()
 
@@ -202,10 +203,23 @@ class _Memory:
             )
 
 
-def _say_goodbye(queues: list[queue.SimpleQueue[Put | None]]) -> None:
-    """Let the threads that send tell their peers that nothing follows."""
+def _thread(work: Callable[..., None], *arguments: Any) -> threading.Thread:
+    """Start a thread."""
+    thread = threading.Thread(target=work, args=arguments, name="interlace gin", daemon=True)
+    thread.start()
+    return thread
+
+
+def _end_threads(
+    queues: list[queue.SimpleQueue[Put | None]], threads: list[threading.Thread]
+) -> None:
+    """Tell every peer that nothing follows, and wait for them to say so, but not for long."""
     for puts in queues:
         puts.put(None)
+    end = time.monotonic() + _GOODBYE_S
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join(max(0.0, end - time.monotonic()))
 
 
 def _send(

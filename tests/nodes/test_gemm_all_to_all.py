@@ -90,7 +90,9 @@ def _explained():
 
 
 def test_explain_says_that_the_pair_runs(ranks):
-    reason = "no other time is known between nodes, of which there are 2"
+    reason = (
+        "no network between the 2 nodes was measured, which `interlace tune machine` on them does"
+    )
     for said in ranks(2).run(_explained):
         assert ": unfused, because" in said
         assert reason in said

@@ -25,6 +25,13 @@ Ranks = Annotated[
     int | None,
     typer.Option("--world-size", "-n", min=1, help="Ranks; default: all GPUs, at most 8."),
 ]
+Backend = Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Nodes that the ranks count as. \\[default: the nodes that they are on]"
+    ),
+]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 HalfDtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
 

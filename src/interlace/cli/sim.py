@@ -121,6 +121,29 @@ sim_app.command("t3-sensitivity")(sim_t3_commands.t3_sensitivity)
 sim_app.command("t3-measured")(sim_t3_commands.t3_measured)
 
 
+@sim_app.command("nodes")
+@options("machine", "changes", files=("json",), machine="h200-two-hosts")
+def between_nodes(
+    document: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="What benchmarks/between_nodes.py wrote with --json."),
+    ],
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The network, measured by interlace tune machine. \\[default: two H200s over "
+            "sockets]",
+        ),
+    ] = None,
+    **shared: Any,
+) -> None:
+    """Put embeddings between two nodes side by side: measured, simulated, and as auto predicts."""
+    from interlace.cli.sim_nodes import run_nodes
+
+    run_nodes(document, network=network, **shared)
+
+
 @sim_app.command()
 @options(files=("json", "trace"))
 def astra(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,17 @@ from interlace.costs.time import MachineProfile
 from interlace.errors import BackendError
 
 _SEED, _MOST_CALLS = 7, 400
+
+
+def is_between_nodes(nodes: int | None) -> bool:
+    """Return whether ranks are on several nodes, as the command or the launcher says.
+
+    torchrun and Slurm say how many ranks there are, and how many of them are on this node.
+    """
+    if nodes is not None:
+        return nodes > 1
+    ranks, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return "RANK" in os.environ and ranks != local
 
 
 def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> None:

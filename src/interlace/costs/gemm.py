@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from interlace.units import ceil_div
+
+AnyCost = TypeVar("AnyCost")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +66,7 @@ class ProductCost:
     size: int
 
 
-def takes_sizes(formula: Callable[..., ProductCost]) -> Callable[..., ProductCost]:
+def takes_sizes(formula: Callable[..., AnyCost]) -> Callable[..., AnyCost]:
     """Let a formula, whose first argument is a :class:`ProductSizes`, take its fields by keyword.
 
     ``output_itemsize`` is ``itemsize`` by default. Other keywords go to the formula as they are.
@@ -80,7 +82,7 @@ def takes_sizes(formula: Callable[..., ProductCost]) -> Callable[..., ProductCos
         world_size: int,
         output_itemsize: int | None = None,
         **others: Any,
-    ) -> ProductCost:
+    ) -> AnyCost:
         sizes = ProductSizes(
             rows, columns, inner, itemsize, world_size, output_itemsize or itemsize
         )

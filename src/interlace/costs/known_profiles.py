@@ -15,6 +15,7 @@ from pathlib import Path
 
 from interlace.cache_folder import cache_folder, is_own
 from interlace.costs.corrections import Corrections
+from interlace.costs.network import parse_network
 from interlace.costs.time import MachineProfile, ProductRates
 from interlace.errors import ConfigError
 
@@ -112,7 +113,16 @@ def parse_profile(text: str) -> MachineProfile:
             operator: Corrections(**each) for operator, each in values["corrections"].items()
         }
         product = ProductRates(**values["product"])
-        return MachineProfile(**values | {"product": product, "corrections": corrections})
+        # Profiles of one node have none.
+        network = values.get("network")
+        parsed = {
+            "product": product,
+            "corrections": corrections,
+            "network": None if network is None else parse_network(network),
+        }
+        return MachineProfile(**values | parsed)
+    except ConfigError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"a machine profile must be JSON with all its fields; {error}."

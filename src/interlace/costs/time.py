@@ -18,6 +18,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from interlace.costs.corrections import Corrections, Schedule, TimedCall
+from interlace.costs.network import NetworkRates
 from interlace.costs.registry import find_cost
 from interlace.units import ceil_div, round_up
 
@@ -132,6 +133,7 @@ class MachineProfile:
         corrections: what measured calls of 16-bit operands say beside the compositions, by
             operator.
         is_guess: whether the figures are another GPU's, scaled.
+        network: the network between nodes; None where none was measured.
     """
 
     gpu: str
@@ -146,6 +148,7 @@ class MachineProfile:
     corrections: Mapping[str, Corrections] = dataclasses.field(default_factory=dict)
     results: Sequence[str] = ()
     is_guess: bool = False
+    network: NetworkRates | None = None
 
     @property
     def margin(self) -> float:

@@ -26,6 +26,7 @@ from interlace.units import GB
 
 __all__ = [
     "FatTree",
+    "INSIDE",
     "FullyConnected",
     "Hierarchical",
     "Hop",
@@ -35,6 +36,9 @@ __all__ = [
     "Torus",
     "build",
 ]
+
+INSIDE = "node "
+"""First word of the names of links inside a node of several."""
 
 
 class Torus(Topology):
@@ -236,7 +240,9 @@ class Hierarchical(Topology):
         self.name = f"nodes:{self.nodes}x{gpus} ({inner.name}, {outer.name})"
         self.classes = [
             *(
-                dataclasses.replace(link, name=f"node {link.name}", count=link.count * self.nodes)
+                dataclasses.replace(
+                    link, name=f"{INSIDE}{link.name}", count=link.count * self.nodes
+                )
                 for link in inner.classes
             ),
             *(dataclasses.replace(link, name=f"net {link.name}") for link in outer.classes),

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm.slices import Message, Step, Trigger
+from interlace.gemm.between_nodes import slices_of
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import chunked
 from interlace.mapped.stamped import Landing, StampedQueue
@@ -31,8 +32,18 @@ class Slices:
     count: int
 
     @staticmethod
-    def of(sent: tuple[tuple[int, ...], ...], row_bytes: int) -> Slices:
-        """Cut slices of some MiB, as many on every rank."""
+    def of(
+        sent: tuple[tuple[int, ...], ...], row_bytes: int, predicted: int | None = None
+    ) -> Slices:
+        """Cut slices of some MiB, as many on every rank.
+
+        Args:
+            sent: Rows that go from rank s to rank d, as ``sent[s][d]``.
+            row_bytes: Bytes of a row of the product.
+            predicted: Number of slices that a measured network asks for; None without one.
+        """
+        if predicted is not None:
+            return Slices(sent, predicted)
         most_rows = max(
             (rows for s, counts in enumerate(sent) for d, rows in enumerate(counts) if s != d),
             default=0,
@@ -57,7 +68,14 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     rank, ranks = group.rank, group.world_size
     columns = operands.columns
     y = operands.x.new_empty([call.rows.result, columns], dtype=operands.out_dtype)
-    slices = Slices.of(sent, columns * y.element_size())
+    predicted = slices_of(
+        call.operator.name,
+        "chunked",
+        group.nodes,
+        **operands.sizes(call.rows.product),
+        world_size=ranks,
+    )
+    slices = Slices.of(sent, columns * y.element_size(), predicted)
     remote = set(group.members.remote_ranks)
     # Ranks of other nodes first, as the network takes longest; from the next rank on, so that no
     # rank is sent to by all at once.

@@ -13,7 +13,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, triton_dtype
 from interlace.comm.outputs import Destination
 from interlace.comm.slices import Message, SliceQueue, Step, Trigger
-from interlace.operators.embedding_all_to_all import record
+from interlace.operators.embedding_all_to_all import network_choice, record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.launch import Call, forward_records, lanes_of
 from interlace.operators.embedding_all_to_all.layout import Layout
@@ -46,19 +46,26 @@ class Cut:
     rows: int
 
     @staticmethod
-    def of(layout: Layout, itemsize: int, config: EmbeddingAllToAllConfig | None) -> Cut:
-        """Cut slices of ``slice_blocks`` blocks; without a configuration, of some MiB.
+    def of(
+        layout: Layout,
+        itemsize: int,
+        config: EmbeddingAllToAllConfig | None,
+        predicted: int | None = None,
+    ) -> Cut:
+        """Cut slices of ``slice_blocks`` blocks; without a configuration, as many as a measured
+        network asks for, or of some MiB.
 
         Args:
             layout: The columns of all tables and the samples of all ranks.
             itemsize: Bytes of an element of the output.
             config: The caller's configuration, the same on every rank. A tuned one may differ
                 between ranks, whose tables are looked up differently often, so it says nothing.
+            predicted: Number of slices that takes the least time; None without a measured network.
         """
         if config is not None:
             return Cut(layout, itemsize, config.slice_blocks * config.block_bags)
         most_bytes = layout.chunk * max(layout.rank_columns) * itemsize
-        slices = max(1, min(_MOST_SLICES, most_bytes // _SLICE_BYTES))
+        slices = predicted or max(1, min(_MOST_SLICES, most_bytes // _SLICE_BYTES))
         return Cut(layout, itemsize, round_up(ceil_div(layout.chunk, slices), _SLICE_SAMPLES))
 
     @property
@@ -100,7 +107,9 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     """
     require(group.backend)
     layout = call.layout
-    cut = Cut.of(layout, call.dtype.itemsize, config if call.config else None)
+    times = None if call.config else network_choice.times_of(call, group)
+    predicted = None if times is None else times.predictions["fused"].slices
+    cut = Cut.of(layout, call.dtype.itemsize, config if call.config else None, predicted)
     shape = [layout.samples(call.rank), layout.columns]
     output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
     y = output.tensor(shape, call.dtype, group.device)

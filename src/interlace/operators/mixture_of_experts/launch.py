@@ -14,6 +14,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
+from interlace.gemm.between_nodes import known_network
 from interlace.operators.mixture_of_experts import decode, layout, reference, stock
 from interlace.operators.mixture_of_experts.choice import Terms, choose, configuration
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
@@ -104,7 +105,8 @@ class Call:
         terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
         declaration = operator_named(OPERATOR)
         declaration.require_nodes(self.impl, self.group.nodes)
-        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, terms)
+        network = known_network(self.x.device)
+        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, network, terms)
         impl = choice.impl if self.impl == "auto" else self.impl
         unmet = declaration.refusal(impl, terms)
         if unmet is not None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from interlace.costs.expert_time import ExpertsCall
+from interlace.gemm.between_nodes import known_network
 from interlace.operators.mixture_of_experts import stock
 from interlace.operators.mixture_of_experts.choice import (
     Terms,
@@ -97,7 +98,8 @@ class MixtureOfExperts(Operator):
             tensor.requires_grad for tensor in (x, weights, w_in, w_out)
         )
         terms = Terms(sizes, x.dtype, x.device.type, keeps)
-        choice = self.choose(terms=terms, device=x.device).between(self, nodes, terms)
+        choice = self.choose(terms=terms, device=x.device)
+        choice = choice.between(self, nodes, known_network(x.device), terms)
         chosen = choice.impl
         if chosen in ("fused", "decode"):
             chosen += f" ({choice.config})"

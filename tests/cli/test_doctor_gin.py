@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from interlace.cli.doctor_gin import sentence
+from interlace.cli.doctor_gin import sentences
 from interlace.testing.gin_check import Outcome
 
 
@@ -26,8 +26,8 @@ from interlace.testing.gin_check import Outcome
     ],
 )
 def test_the_outcome_is_one_sentence(outcome, said):
-    assert sentence(dataclasses.asdict(outcome)) == said
+    assert sentences(dataclasses.asdict(outcome)) == [said]
 
 
 def test_nothing_is_said_where_nothing_was_tried():
-    assert sentence(None) == ""
+    assert sentences(None) == []

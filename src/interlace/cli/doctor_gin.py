@@ -12,7 +12,7 @@ def try_on(group: Group) -> dict[str, Any] | None:
     """Run the self-test on a rank, in a process of its own. Collective.
 
     Returns:
-        The outcome of all ranks, for :func:`sentence`; None on the CPU backend and on one node,
+        The outcome of all ranks, for :func:`sentences`; None on the CPU backend and on one node,
         where there is nothing to try.
     """
     if group.backend == "cpu" or not group.spans_nodes:
@@ -22,23 +22,23 @@ def try_on(group: Group) -> dict[str, Any] | None:
     return dataclasses.asdict(try_gin(group))
 
 
-def sentence(outcome: dict[str, Any] | None) -> str:
-    """Return what the self-test has shown, in one sentence; ``""`` if it was not run."""
+def sentences(outcome: dict[str, Any] | None) -> list[str]:
+    """Return what the self-test has shown, in one sentence; none if it was not run."""
     if outcome is None:
-        return ""
+        return []
     if not outcome["passed"]:
-        return (
+        return [
             f"GPU-initiated puts (gin) cannot be used here: {outcome['reason'].rstrip('.')}. "
             "Nothing uses them unless it is asked to."
-        )
+        ]
     times = ", ".join(
         f"{_size(int(nbytes))} in {us:.0f} us" for nbytes, us in outcome["exchange_us"].items()
     )
-    return (
+    return [
         f"GPU-initiated puts (gin) passed their self-test, by {outcome['carrier']}: one exchange "
         f"with every remote rank {times}. Nothing uses them unless it is asked to "
         "(interlace.open_gin). Please report it: they have run nowhere else."
-    )
+    ]
 
 
 def _size(nbytes: int) -> str:

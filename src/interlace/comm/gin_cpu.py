@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import datetime
 import itertools
 import queue
 import threading
@@ -28,6 +29,7 @@ from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, BackendError
 
 _GOODBYE = 0  # no window has this handle
+_NEVER = datetime.timedelta(days=365)
 _GOODBYE_S = 5.0  # in which peers that close, too, have said so
 
 _addresses = itertools.count(1 << 40, 1 << 20)  # of engines, in place of memory addresses
@@ -80,7 +82,7 @@ class EmulatedEngine:
         self._memory = _Memory(signals, counters)
         store = group.channel.new_store("gin")
         with group.agreement.together("connecting gin"):
-            carrier = Carrier(group.members, store)
+            carrier = Carrier(group.members, store, group.deadline_s)
         peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._queues = {peer: queue.SimpleQueue[Put | None]() for peer in peers}
         threads = []
@@ -259,4 +261,4 @@ def _receive(carrier: Carrier, peer: int, memory: _Memory) -> None:
 def _wait(works: Any) -> None:
     """Wait for transfers; peers may take as long as they like."""
     for _, work in works:
-        work.wait()
+        work.wait(_NEVER)

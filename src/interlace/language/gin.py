@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 
 from interlace.comm.interpreter import interpreting
-from interlace.language._instructions import num_threads, pause, records, require_peers
-from interlace.language.deadlines import LATE, LOOKS_PER_CHECK, has_expired, report, start_of_wait
+from interlace.language._instructions import num_threads, records, require_peers
+from interlace.language.deadlines import LATE, after_look, report
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append, append_range
 
 # Triton compiles or interprets a function when it is decorated, so the choice is made once for all.
@@ -141,31 +141,27 @@ def _await(gin, index, goal, OF: tl.constexpr, peer, slice, group):
     if records(group):
         other = tl.where(tl.cast(peer, tl.int32) < 0, SEVERAL, peer)
         append(tl.zeros([], tl.int32), WAIT, other, slice, group)
-    behind = tl.max((_read(gin, index, OF, _RELAXED) < goal).to(tl.int32), 0)
-    arrived = 1
+    absent = tl.full([], 1, tl.int32)
     looks = 0
     start = tl.zeros([], tl.int64)
-    while behind > 0:
-        pause()
-        behind = tl.max((_read(gin, index, OF, _RELAXED) < goal).to(tl.int32), 0)
-        looks += 1
-        # NCCL's own waits would spin for ever: a device communicator of a program has no flag at
-        # which they end.
-        if (behind > 0) & (looks % LOOKS_PER_CHECK == 0):
-            start = start_of_wait(start)
-            if has_expired(start, group) > 0:
-                # Signals have no epoch: with 0 for it, the error speaks of a slice of the network.
-                no_epoch = tl.zeros([], tl.int32)
-                report(group, peer, slice + 1, no_epoch, no_epoch, LATE)
-                arrived = 0
-                behind = 0
+    expired = tl.zeros([], tl.int32)
+    # NCCL's own waits would spin for ever: a device communicator of a program has no flag at which
+    # they end.
+    while absent > 0:
+        # Each thread reads at its own time; the maximum gives all of them the same answer.
+        absent = tl.max((_read(gin, index, OF, _RELAXED) < goal).to(tl.int32), 0)
+        absent, looks, start, expired = after_look(absent, looks, start, expired, group)
+    if expired > 0:
+        # Signals have no epoch: with 0 for it, the error speaks of a slice of the network.
+        no_epoch = tl.zeros([], tl.int32)
+        report(group, peer, slice + 1, no_epoch, no_epoch, LATE)
     # An acquire empties the first-level cache, so looks are relaxed, and one acquire by every thread
     # follows. After the barrier any thread may load what any other thread has acquired.
     _read(gin, index, OF, _ACQUIRE)
     tl.debug_barrier()
     if records(group):
         append(tl.zeros([], tl.int32), UNPACKED, other, slice, group)
-    return arrived > 0
+    return expired == 0
 
 
 @triton.jit

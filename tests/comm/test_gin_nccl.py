@@ -117,6 +117,16 @@ def test_a_communicator_that_is_late_or_fails_is_aborted(library, looks, refused
     assert library.library.calls().decode() == "init(1/4,42) abort "
 
 
+def test_memory_of_a_registration_that_is_late_is_never_freed(library):
+    """NCCL's thread may register it later."""
+    communicator = _opened(library)
+    library.library.set(10**9, 0, 3)
+    with pytest.raises(BackendError, match=r"^ncclCommWindowRegister must be complete"):
+        communicator.register(_Memory(library, torch.device("cpu"), 8192))
+    communicator.close()
+    assert library.library.calls().decode() == "alloc register(8192,1) abort "
+
+
 def test_a_machine_without_a_back_end_is_told_so(library):
     library.library.set(2, 0, nccl.NO_GIN)
     with pytest.raises(BackendError, match=r"NCCL 2\.30\.7 finds no back end of GIN that connects"):

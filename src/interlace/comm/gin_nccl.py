@@ -23,6 +23,8 @@ from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import BackendError, WorkspaceError
 from interlace.units import format_bytes, round_up
 
+_abandoned: list[Any] = []  # what calls of NCCL that did not complete may still use, for ever
+
 
 class NcclEngine:
     """Hold a communicator of NCCL, its device communicator, and registered windows.
@@ -53,7 +55,11 @@ class NcclEngine:
         with group.on_device(), group.agreement.together("connecting gin"):
             self._communicator = _Communicator(self._nccl, group, identifier)
             call_when_gone(self, group.device, self._communicator.close)
-            self._device_communicator = self._create(signals, counters)
+            try:
+                self._device_communicator = self._create(signals, counters)
+            except BackendError:
+                self._communicator.close()
+                raise
         self.address = self._device_communicator.data_ptr()
         version, back_end = nccl.in_words(self._nccl.version), self._communicator.back_end
         self.carrier = f"NCCL {version}, {back_end}"
@@ -100,7 +106,8 @@ class _Communicator:
         # Half of the deadline, as a rank that has failed waits for this one in an exchange.
         self._patience_s = group.deadline_s / 2
         self._device_communicator: Any = None
-        self._windows: dict[int, _Memory] = {}  # by handle
+        self._windows: list[tuple[ctypes.c_void_p, _Memory]] = []
+        self._is_stuck = False
         settings = nccl.config()
         try:
             begun = ctypes.byref(self._handle)
@@ -141,6 +148,8 @@ class _Communicator:
             BackendError: NCCL cannot register it.
         """
         handle = ctypes.c_void_p()
+        # Kept before NCCL knows of it, in case that the call does not complete.
+        self._windows.append((handle, memory))
         self._perform(
             "ncclCommWindowRegister", self._handle, memory.address, memory.nbytes,
             ctypes.byref(handle), nccl.SYMMETRIC_WINDOW,
@@ -150,27 +159,43 @@ class _Communicator:
                 "gin must have windows; NCCL registers none on this machine. It needs "
                 "NCCL_CUMEM_ENABLE=1, its default."
             )
-        self._windows[handle.value] = memory
         return handle.value
 
     def _perform(self, function: str, *arguments: Any) -> None:
         """Call a collective function and wait until it is complete, on this rank."""
-        self._nccl.call(function, *arguments)
-        self._nccl.finish(self._handle, function, time.monotonic() + self._patience_s)
+        try:
+            self._nccl.call(function, *arguments)
+            self._nccl.finish(self._handle, function, time.monotonic() + self._patience_s)
+        except BackendError:
+            # A thread of NCCL may still write to what it was given, or register it.
+            _abandoned.append((arguments, self._windows))
+            self._is_stuck = True
+            raise
 
     def close(self) -> None:
         """Free everything, once, whatever the peers do."""
         handle, self._handle = self._handle, ctypes.c_void_p()
         if not handle.value:
             return
-        # These end before they return, and ask no peer. An abort does not block on such a
-        # communicator, and nobody learns when it is over: memory must not be registered by then.
+        try:
+            if not self._is_stuck:
+                self._unregister(handle)
+        finally:
+            self._nccl.call("ncclCommAbort", handle)
+
+    def _unregister(self, handle: ctypes.c_void_p) -> None:
+        """Destroy the device communicator and all windows.
+
+        These calls end before they return, and ask no peer. An abort does not block on such a
+        communicator, and nobody learns when it is over: memory must not be registered by then.
+        """
         if self._device_communicator is not None:
             self._nccl.call("ncclDevCommDestroy", handle, self._device_communicator)
-        for window in self._windows:
-            self._nccl.call("ncclCommWindowDeregister", handle, window)
-        self._windows.clear()
-        self._nccl.call("ncclCommAbort", handle)
+        while self._windows:
+            window, memory = self._windows.pop()
+            if window.value:
+                self._nccl.call("ncclCommWindowDeregister", handle, window)
+            del memory
 
 
 class _Memory:

@@ -138,7 +138,7 @@ def main(
 
 def _check(group: Group, limit_s: float) -> Outcome:
     """Exchange patterns with every peer, then let a wait expire."""
-    group.deadline_s = limit_s / 4
+    group.deadline_s = limit_s / 2
     peers = group.members.remote_ranks or tuple(
         rank for rank in range(group.world_size) if rank != group.rank
     )

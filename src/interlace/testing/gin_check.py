@@ -118,11 +118,13 @@ def main(
     """Be one rank of the self-test; print the outcome as the last line."""
     rank, ranks, limit_s = int(rank_text), int(ranks_text), float(limit_text)
     device = torch.device(device_text)
+    backend = "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        backend = "nccl"  # which connects nothing before its first collective, and there is none
     patience = datetime.timedelta(seconds=limit_s)
     store = dist.TCPStore(host, int(port), ranks, is_master=rank == 0, timeout=patience)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
     try:
         outcome = _check(interlace.group_of(device=device), limit_s)
     except InterlaceError as error:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import faulthandler
 import itertools
 import json
@@ -34,6 +33,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import documents
 import torch
 import torch.distributed as dist
 
@@ -80,21 +80,13 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
     networks = sorted(set(re.findall(r"Using network (\S+)", log)))
     print(f"NCCL: network {networks}, transports {transports}", flush=True)
     if arguments.json is not None:
-        from interlace.cli import machine
-
-        document = {
-            "machine": machine.describe(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "network": {"NCCL": networks, "transports": transports},
-            "sizes": sizes,
-            "results": results[0],
-        }
         # As a file of its own, a network is what ``interlace sim nodes --network`` takes.
         if "network" in results[0]:
             rates = {**results[0].pop("network"), "network": f"NCCL over {', '.join(transports)}"}
             file = arguments.json.with_suffix(".network.json")
             file.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        network = {"NCCL": networks, "transports": transports}
+        documents.write(arguments.json, results[0], network=network, sizes=sizes)
     if arguments.backend == "cuda" and not any("NET/Socket" in name for name in transports):
         raise SystemExit("NCCL's log must say NET/Socket; the times above are of something else.")
 

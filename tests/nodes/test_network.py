@@ -167,6 +167,21 @@ def test_a_measured_network_is_kept_in_the_profile_of_every_node(ranks, tmp_path
 
 # The choice
 
+
+def test_explain_predicts_slices_without_a_gpu(tmp_path):
+    file = tmp_path / "network.json"
+    file.write_text(json.dumps(dataclasses.asdict(SLOW)))
+    shape = ("gemm_all_to_all", "8192x2048x65536", "-n", "2", "--nodes", "2")
+    done = run_command("explain", *shape, "--network", file)
+    assert done.exit_code == 0, done.output
+    lines = [line.split() for line in done.output.splitlines() if line]
+    assert "2 nodes, wire" in " ".join(done.output.split())
+    assert [line[0] for line in lines[2:5]] == ["chunked", "unfused", "nccl"]
+    missing = run_command("explain", *shape)
+    assert missing.exit_code == 1
+    assert "--nodes must come with --network FILE" in missing.output
+
+
 # A message takes 1 us or 100 us, a collective 10 us.
 QUICK = NetworkRates("wire", "made up", 2, 2, [(1, 1.0), (9999, 1.0)], [(9999, 10.0)])
 SLOW = dataclasses.replace(QUICK, slice_us=[(1, 100.0), (9999, 100.0)])

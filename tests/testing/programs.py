@@ -235,6 +235,7 @@ def embedding_forward(rank: Rank, protocol: str = "direct", order: str = "interl
             [tables[rank.rank]],
             _lookups(rank.rank, batch, turn),
             torch.arange(batch + 1),
+            impl="fused",
             config=config,
             name=f"width {width}",
             check_indices=False,
@@ -258,6 +259,7 @@ def embedding_backward(rank: Rank, without: int = -1) -> None:
             tables,
             _lookups(rank.rank, batch, turn)[: len(tables) * batch],
             torch.arange(len(tables) * batch + 1),
+            impl="fused",
             config=config,
             name=f"width {width}",
             batch_size=batch,
@@ -449,6 +451,9 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "embedding forward, sliced, own samples first": functools.partial(
         embedding_forward, protocol="sliced", order="local_first"
     ),
+    "embedding forward, between nodes": functools.partial(embedding_forward, protocol="sliced"),
+    "embedding backward, between nodes": embedding_backward,
+    "gemm_all_to_all, between nodes": functools.partial(all_to_all, impl="chunked"),
     "embedding backward": embedding_backward,
     "embedding backward, a rank without tables": functools.partial(embedding_backward, without=1),
     "mixture_of_experts": experts,
@@ -464,3 +469,8 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "a kernel of the language's README": readme,
 }
 """Every protocol, by a name."""
+
+
+def nodes_of(name: str, ranks: int) -> tuple[int, ...]:
+    """The node of each rank: the first one is on a node by itself, if the program is of several."""
+    return (0,) + (1,) * (ranks - 1) if "between nodes" in name else ()

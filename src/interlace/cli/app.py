@@ -166,11 +166,16 @@ def explain(
     gpu: Annotated[str, typer.Option(help="A GPU whose profile is shipped.")] = "h200",
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=2, max=8, help="Ranks.")] = 4,
     dtype: HalfDtype = "bfloat16",
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on.")] = 1,
+    network: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The network between nodes: a profile that has one."),
+    ] = None,
 ) -> None:
     """Say what impl="auto" takes, and the predicted time of every implementation. Needs no GPU."""
     from interlace.cli.explain import run_explain
 
-    run_explain(operator, shapes, gpu, world_size, dtype)
+    run_explain(operator, shapes, gpu, world_size, dtype, nodes, network)
 
 
 @app.command()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -12,8 +14,10 @@ from interlace.cli.bench_products import parse_work
 from interlace.cli.console import make_console
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import profile_of, profiled_gpus
+from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import Call
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, ConfigError
+from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
@@ -24,11 +28,22 @@ _SHARED_BYTES = 227 << 10
 
 
 def run_explain(
-    operator: str, shapes: Sequence[str], gpu: str, world_size: int, dtype: str
+    operator: str,
+    shapes: Sequence[str],
+    gpu: str,
+    world_size: int,
+    dtype: str,
+    nodes: int = 1,
+    network: Path | None = None,
 ) -> None:
     """Print the predicted times of every implementation for each shape ``MxNxK``.
 
+    Args:
+        nodes: Number of nodes that the ranks are on, equally many on each.
+        network: JSON file of the network between them, or of a machine profile with one.
+
     Raises:
+        ConfigError: There is no such file, or none where there are several nodes.
         ArgumentError: The operator is not around one product, the GPU has no profile, or a shape is
             none.
     """
@@ -39,14 +54,25 @@ def run_explain(
     if not isinstance(declaration, GemmOperator):
         raise ArgumentError(f"{operator} must be an operator around one product; it is not.")
     name = _gpu_named(gpu)
+    rates = None
+    if nodes > 1:
+        if network is None:
+            raise ConfigError(
+                "--nodes must come with --network FILE, which `interlace tune machine` measures; "
+                "no network is known without."
+            )
+        rates = read_network(network)
     console = make_console()
     for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
         call = Call.of_dtype(dtype, rows, columns, inner, world_size)
         console.print(
             f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
-            f"{name}"
+            f"{name}" + (f", {nodes} nodes, {rates.network}" if rates else "")
         )
-        console.print(_table(declaration, name, call, dtype))
+        if rates is None:
+            console.print(_table(declaration, name, call, dtype))
+        else:
+            console.print(_table_between_nodes(declaration, name, call, nodes, rates))
         console.print()
     console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
 
@@ -87,4 +113,23 @@ def _table(declaration: GemmOperator, gpu: str, call: Call, dtype: str) -> Table
     table.add_row(
         "the links alone", f"{profile.link_us(declaration.name, call):.0f}", "", style="dim"
     )
+    return table
+
+
+def _table_between_nodes(
+    declaration: GemmOperator, gpu: str, call: Call, nodes: int, network: NetworkRates
+) -> Table:
+    profile = dataclasses.replace(profile_of(gpu), network=network)
+    times = predicted_times(profile, declaration.name, nodes, call)
+    assert times is not None
+    table = make_table("implementation", "slices", "us", "of the best stock pair")
+    pairs = [each.us for name, each in times.predictions.items() if declaration.is_pair(name)]
+    for name in times.order(declaration):
+        each = times.predictions[name]
+        marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
+        table.add_row(
+            marked, str(each.slices or ""), f"{each.us:.0f}", f"{each.us / min(pairs):.2f}"
+        )
+    product_us = profile.library_product_us(call)
+    table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
     return table

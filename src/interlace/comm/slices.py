@@ -90,7 +90,7 @@ class SliceQueue:
                 "operations; this one has none (see `interlace doctor`). Take impl='unfused'."
             )
         self._network = group.network()
-        self._thread: _SliceThread | None = None
+        self._thread: SliceThread | None = None
         self._start: torch.cuda.Event | None = None
 
     def arm(self) -> None:
@@ -99,7 +99,7 @@ class SliceQueue:
         The counters must be zero at this point of the current stream.
         """
         if self._group.backend == "cpu":
-            self._thread = _SliceThread(
+            self._thread = SliceThread(
                 self._network.carrier, self._steps, self._mark, self._group.deadline_s
             )
             self._thread.start()
@@ -177,10 +177,11 @@ class SliceQueue:
         raise AssertionError("a broken group raises")
 
 
-class _SliceThread(threading.Thread):
+class SliceThread(threading.Thread):
     """Exchange slices in a thread, as the CPU backend's network.
 
     Attributes:
+        steps: The exchanges.
         cancelled: Set to end the thread as no kernel will count.
         failure: Peer and step of the first transfer that failed, and its error; None without one.
         sent: Messages that were sent.
@@ -190,7 +191,7 @@ class _SliceThread(threading.Thread):
         self, carrier: Carrier, steps: Sequence[Step], mark: int, deadline_s: float
     ) -> None:
         super().__init__(name="interlace slices", daemon=True)
-        self._carrier, self._steps, self._mark = carrier, steps, mark
+        self._carrier, self.steps, self._mark = carrier, steps, mark
         self._deadline_s = deadline_s
         self.cancelled = False
         self.failure: tuple[int, int, BaseException] | None = None
@@ -198,8 +199,8 @@ class _SliceThread(threading.Thread):
 
     def run(self) -> None:
         """Exchange one step after another until all are done, one fails, or no kernel counts."""
-        for number, step in enumerate(self._steps):
-            while not all(_has_reached(trigger) for trigger in step.triggers):
+        for number, step in enumerate(self.steps):
+            while not all(has_reached(trigger) for trigger in step.triggers):
                 if self.cancelled:
                     return
                 time.sleep(_POLL_INTERVAL_S)
@@ -233,9 +234,9 @@ class _SliceThread(threading.Thread):
         return True
 
 
-def _has_reached(trigger: Trigger) -> bool:
+def has_reached(trigger: Trigger) -> bool:
     """Return whether a counter of the CPU backend has reached its value."""
     return bool(ctypes.c_int32.from_address(trigger.counter).value >= trigger.value)
 
 
-__all__ = ["Message", "SliceQueue", "Step", "Trigger"]
+__all__ = ["Message", "SliceQueue", "SliceThread", "Step", "Trigger", "has_reached"]

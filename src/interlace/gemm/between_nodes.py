@@ -74,14 +74,25 @@ def times_between_nodes(
         The times; None if there is one node, or no network was measured.
     """
     profile = profile_on(device) if nodes > 1 else None
-    declared = OPERATOR_COSTS.get(operator)
-    if profile is None or profile.network is None:
+    if profile is None:
         return None
-    predictions: dict[str, Prediction] = {}
     dtype_name = str(dtype).removeprefix("torch.")
     call = Call.of_dtype(dtype_name, rows, columns, inner, world_size)
-    for each in operator_named(operator).implementations if declared is not None else ():
-        prediction = _predicted(profile, operator, each, call, even_nodes(world_size, nodes))
+    return predicted_times(profile, operator, nodes, call)
+
+
+def predicted_times(
+    profile: MachineProfile, operator: str, nodes: int, call: Call
+) -> NetworkTimes | None:
+    """Return the times of :func:`times_between_nodes` by a profile; None if it has no network."""
+    declared = OPERATOR_COSTS.get(operator)
+    if profile.network is None:
+        return None
+    predictions: dict[str, Prediction] = {}
+    # Costs of other computations have other sizes.
+    is_product = declared is not None and declared.computation == "GEMM"
+    for each in operator_named(operator).implementations if is_product else ():
+        prediction = _predicted(profile, operator, each, call, even_nodes(call.world_size, nodes))
         if prediction is not None:
             predictions[each.name] = prediction
     return NetworkTimes(profile.network.network, predictions, profile.margin)

@@ -317,6 +317,8 @@ def test_command_exists(words: list[str]) -> None:
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert words[1] in targets
+    elif words[0] == "torchrun" and "-m" in words:
+        _parse(typer.main.get_command(app), words[words.index("interlace") + 1 :])
     elif words[0] in ("python", "torchrun", "srun"):
         program = next(word for word in words if word.endswith(".py"))
         if "/" not in program:

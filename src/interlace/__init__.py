@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         set_deadline,
         synchronize,
     )
+    from interlace.comm.gin import open_gin
     from interlace.errors import (
         ArgumentError,
         BackendError,
@@ -64,6 +65,7 @@ _PUBLIC = {
     "group_of": "interlace.comm",
     "inject": "interlace.comm",
     "launch": "interlace.comm",
+    "open_gin": "interlace.comm.gin",
     "recover": "interlace.comm",
     "set_deadline": "interlace.comm",
     "synchronize": "interlace.comm",
@@ -155,6 +157,7 @@ __all__ = [
     "mixture_of_experts",
     "models",
     "nn",
+    "open_gin",
     "operator",
     "optim",
     "recover",

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from interlace.bench.network import SIZES, TOGETHER, ExchangeTime, measure_exchanges
 from interlace.bench.report import machine_line
-from interlace.cli import machine
+from interlace.cli import doctor_gin, machine
 from interlace.cli.console import command_line, make_console, now, run_ranks
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
@@ -69,6 +69,7 @@ def run(
         "ranks": [report["rank"] for report in reports],
         "networks": sorted({name for report in reports for name in report["networks"]}),
         "exchanges": reports[0]["exchanges"],
+        "gin": reports[0]["gin"],
         "profile": reports[0]["profile"],
     }
     outputs.write_json(lambda: document)
@@ -76,7 +77,7 @@ def run(
     if document["exchanges"]:
         times = [ExchangeTime(**each) for each in document["exchanges"]]
         console.print(times_table(times, document["networks"]))
-    for sentence in _missing(document):
+    for sentence in (*_missing(document), *doctor_gin.sentences(document["gin"])):
         console.print(sentence)
     console.print(machine_line(document["machine"], document["date"]))
     outputs.say_written(console, "All numbers")
@@ -129,6 +130,7 @@ def run_rank(folder: str, logs: str, deadline_s: float) -> dict[str, Any]:
         },
         "networks": networks_in_use(group.backend, Path(logs)),
         "exchanges": [dataclasses.asdict(each) for each in exchanges],
+        "gin": doctor_gin.try_on(group),
         "profile": None if network is None else f"{network.network}, {network.source}",
     }
 

@@ -13,6 +13,7 @@ FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 NEEDED = {
     "async_tp": (),
     "torchrec_dlrm": ("torchrec", "fbgemm_gpu"),
+    "torchtitan_llama": ("torchtitan",),
     "transformers_llama": ("transformers", "accelerate"),
     "transformers_mixtral": ("transformers.distributed.expert_parallel", "accelerate"),
 }

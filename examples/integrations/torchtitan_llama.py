@@ -1,7 +1,7 @@
 """The Llama 3 of ``torchtitan``, with tensor and sequence parallelism, compiled by Interlace: one
 word of its configuration.
 
-    pip install torchtitan tensorboard
+    pip install torchtitan
     python examples/integrations/torchtitan_llama.py          # two ranks, on GPUs or without
     torchrun --nproc-per-node 2 examples/integrations/torchtitan_llama.py
 

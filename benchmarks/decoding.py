@@ -16,19 +16,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import importlib.util
 import itertools
-import json
 import math
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 import torch.distributed as dist
 
@@ -225,18 +223,10 @@ def main() -> None:
     parser.add_argument("--peers", default="", help="a Python file with other programs")
     parser.add_argument("--json", type=Path, required=True)
     options = parser.parse_args()
-    from interlace.cli import machine
-
     results, *_ = interlace.launch(
         worker, options.ranks, options.budget, options.seed, options.peers, backend="cuda"
     )
-    document = {
-        "machine": machine.describe(),
-        "command": " ".join(["python", *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "results": results,
-    }
-    options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    documents.write(options.json, results)
 
 
 if __name__ == "__main__":

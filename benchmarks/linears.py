@@ -16,12 +16,12 @@ import argparse
 import dataclasses
 import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 import torch.nn.functional as F
 
@@ -190,7 +190,7 @@ def main() -> None:
     options = parser.parse_args()
     (results,) = interlace.launch(worker, 1, options.tune, options.tokens, backend="cuda")
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n")
+        documents.write(options.json, results)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import json
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -272,7 +270,7 @@ def _report(
     options: argparse.Namespace, results: list[dict[str, Any]], reported: int, ended: bool
 ) -> int:
     """Print and write what was found; the exit code."""
-    from interlace.cli import machine
+    import documents
 
     counts = {
         status: sum(result["status"] == status for result in results)
@@ -301,19 +299,16 @@ def _report(
     if not ended:
         print("A rank ended early; its last call is the last one of its results.")
     if options.json is not None:
-        document = {
-            "machine": machine.describe(),
-            "command": shlex.join(["python", *sys.argv]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "tool": options.tool,
-            "world_size": options.ranks,
-            "errors": reported,
-            "every_rank_ended": ended,
-            "errors_without_a_call": reported - attributed,
+        documents.write(
+            options.json,
+            results,
+            tool=options.tool,
+            world_size=options.ranks,
+            errors=reported,
+            every_rank_ended=ended,
+            errors_without_a_call=reported - attributed,
             **counts,
-            "results": results,
-        }
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        )
     return 0 if clean else 1
 
 

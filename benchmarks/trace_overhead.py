@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import os
 import statistics
 import sys
@@ -20,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import documents
 import torch
 import torch.distributed as dist
 
@@ -152,8 +152,7 @@ def main() -> int:
             f"x {result['ratio']:.3f}{verdict}"
         )
     if options.json:
-        document = {"gpu": torch.cuda.get_device_name(), "results": results}
-        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        documents.write(options.json, results)
     return int(any(result["ratio"] > result["most"] for result in results))
 
 

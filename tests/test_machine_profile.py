@@ -113,6 +113,7 @@ def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     write(known_profiles.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
     profile_of.cache_clear()
     assert profile_of("Another GPU", 132) == dataclasses.replace(SLOW, gpu="Another GPU")
+    assert known_profiles.own_gpus() == ["Another GPU"], "which interlace explain --gpu takes"
     assert known_profiles.own_file("Another GPU").parent.stat().st_mode & 0o077 == 0
     assert digest(gpu), "ranks that have different profiles must not be a group"
 

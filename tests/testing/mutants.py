@@ -35,7 +35,8 @@ class Mutant:
         where: the function that is changed, ``module:name``, below ``interlace``.
         mistake: ``"no release"``: a signal becomes relaxed; ``"no fence"``; ``"signal before
             put"``; ``"half reused"``: both halves are the same; ``"wrong epoch"``: a wait is for
-            the epoch two calls before; ``"no wait"``: a wait or a barrier is left out.
+            the epoch two calls before; ``"no wait"``: a wait or a barrier is left out; ``"not
+            freed"``: memory that has been read is not set to zero.
         which: the primitive that it is made at, and the number of its call in that function.
         ranks: how many it takes.
     """
@@ -89,7 +90,7 @@ def _compiled(source: str, name: str, names: dict[str, Any]) -> Any:
 
 
 def _calls(tree: ast.AST, primitive: str) -> list[ast.Call]:
-    names = f"il.{primitive}", primitive
+    names = f"il.{primitive}", f"tl.{primitive}", primitive
     found = [
         node
         for node in ast.walk(tree)
@@ -184,6 +185,7 @@ _MISTAKES: dict[str, Callable[[ast.FunctionDef, str, int], None]] = {
     "no release": _relax,
     "no fence": _leave_out,
     "no wait": _leave_out,
+    "not freed": _leave_out,
     "wrong epoch": _wait_for_another,
     "signal before put": _signal_first,
     "half reused": _reuse_half,
@@ -219,6 +221,11 @@ _GRANTED = (
     (f"{_GRANTS}:granted_buffers", "no wait", ("wait", 0)),
     (f"{_GRANTS}:granted_buffers", "wrong epoch", ("wait", 0)),
     (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+)
+# Of every operator whose values show by themselves that they have arrived.
+_LAMPORT = (
+    ("gemm.kernels.lamport:memory_of", "half reused"),
+    ("language.lamport:sum_lamport", "not freed", ("store", 0)),
 )
 
 MUTANTS = [
@@ -264,6 +271,9 @@ MUTANTS = [
         *_GRANTED,
         (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
     ),
+    *_of("gemm_all_reduce, pushed", *_LAMPORT),
+    *_of("gemm_all_reduce_norm, fused", *_LAMPORT),
+    *_of("gemm_all_reduce_norm, pushed", *_LAMPORT),
     *_of(
         "gemm_all_to_all, fused",
         *_GRANTED,

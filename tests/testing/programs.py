@@ -121,6 +121,24 @@ def all_reduce(rank: Rank, impl: str = "fused") -> None:
     _rounds(rank, make)
 
 
+def normed(rank: Rank, impl: str = "fused", dtype: torch.dtype = torch.float32) -> None:
+    """An all-reduce with its norm."""
+
+    def make(kind: int, turn: int) -> Call:
+        tokens, columns = ((1, 64), (3, 32))[kind]
+        x, w, total = _product(rank, tokens, columns, 16, turn)
+        residual = _numbers(99, tokens, columns, seed=turn)
+        h = total + residual
+        call = functools.partial(
+            interlace.gemm_all_reduce, x.to(dtype), w.to(dtype), residual=residual.to(dtype),
+            norm="rms", eps=1.0, impl=impl, out_dtype=torch.float32,
+        )  # fmt: skip
+        y = h / (h.square().mean(-1, keepdim=True) + 1.0).sqrt()
+        return call, interlace.Normed(y, h.to(dtype), torch.empty(0))
+
+    _rounds(rank, make)
+
+
 def all_to_all(rank: Rank, impl: str = "fused") -> None:
     config, rows = interlace.GemmAllToAllConfig(**_TILES), _rows(rank, impl)
 
@@ -415,6 +433,9 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemm_reduce_scatter, pushed": functools.partial(reduce_scatter, impl="pushed"),
     "gemm_all_reduce, fused": all_reduce,
     "gemm_all_reduce, remote_stores": functools.partial(all_reduce, impl="remote_stores"),
+    "gemm_all_reduce, pushed": functools.partial(all_reduce, impl="pushed"),
+    "gemm_all_reduce_norm, fused": normed,
+    "gemm_all_reduce_norm, pushed": functools.partial(normed, impl="pushed", dtype=torch.bfloat16),
     "gemm_all_to_all, fused": all_to_all,
     "gemm_all_to_all, remote_stores": functools.partial(all_to_all, impl="remote_stores"),
     "gemm_all_to_all, pushed": functools.partial(all_to_all, impl="pushed"),

@@ -68,16 +68,16 @@ def candidates(layer: Calls) -> Candidates:
             {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "num_warps": 8},
         ],
     }
-    found: dict[str, tuple[str, MixtureOfExpertsConfig]] = {}
+    configurations: dict[str, tuple[str, MixtureOfExpertsConfig]] = {}
     for impl, of_impl in changes.items():
         default = layer.default_config(impl)
         for change in of_impl:
             config = dataclasses.replace(default, **change)
             fields = ", ".join(f"{name}={value}" for name, value in change.items())
             # A change may lead to the default again.
-            if (impl, config) not in found.values():
-                found[f"{impl} ({fields})" if fields else impl] = impl, config
-    return found
+            if (impl, config) not in configurations.values():
+                configurations[f"{impl} ({fields})" if fields else impl] = impl, config
+    return configurations
 
 
 class Case(Benchmark[MixtureOfExpertsConfig]):
@@ -192,19 +192,19 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
         product = self.layers[0].product
         kept = [layer.keep() for layer in self.layers]
         sent = [
-            layer.x[own.order // self.shape.top_k]
-            for layer, own in zip(self.layers, kept, strict=True)
+            layer.x[routed.order // self.shape.top_k]
+            for layer, routed in zip(self.layers, kept, strict=True)
         ]
 
         def products(i: int) -> None:
-            layer, own = self.layer(i), kept[i % self.operand_sets]
-            layer.grouped(own.rows, layer.in_first)
-            layer.grouped(layer.swiglu(own.both), layer.out_first)
+            layer, routed = self.layer(i), kept[i % self.operand_sets]
+            layer.grouped(routed.rows, layer.in_first)
+            layer.grouped(layer.swiglu(routed.both), layer.out_first)
 
         def exchanges(i: int) -> None:
-            layer, own = self.layer(i), kept[i % self.operand_sets]
+            layer, routed = self.layer(i), kept[i % self.operand_sets]
             layer.exchange(sent[i % self.operand_sets], back=False)
-            layer.exchange(own.rows, back=True)
+            layer.exchange(routed.rows, back=True)
 
         return [
             Way(f"both {product} alone", "compute", products),
@@ -315,7 +315,8 @@ def _exact(layer: Calls) -> torch.Tensor:
     """
     splits = [len(layer.x)] * layer.ranks
     x, experts, weights = (
-        gather_rows(own, splits, layer.group) for own in (layer.x, layer.experts, layer.weights)
+        gather_rows(rank_input, splits, layer.group)
+        for rank_input in (layer.x, layer.experts, layer.weights)
     )
     x = x.float()
     sums = torch.zeros_like(x)

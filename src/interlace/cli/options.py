@@ -48,7 +48,7 @@ def declare(name: str, annotation: Any, default: Any = None) -> inspect.Paramete
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What every ``interlace bench`` and ``interlace tune`` of an operator is told.
+    """Hold the options that every ``interlace bench`` and ``interlace tune`` of an operator has.
 
     Attributes:
         world_size: number of ranks; None for all GPUs, at most 8.
@@ -79,7 +79,7 @@ def takes_run(
     ]
 
     def decorate(command: Command) -> Command:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
 
         @functools.wraps(command)
         def run(world_size: int | None, dtype: str, **values: Any) -> None:
@@ -88,7 +88,7 @@ def takes_run(
 
         # Typer reads a command's options from its signature.
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [*(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own), *shared]
+            [*(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters), *shared]
         )
         return run
 

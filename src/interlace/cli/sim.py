@@ -244,11 +244,14 @@ def show_presets(
         str | None,
         typer.Argument(help="Show this preset, each value with its source and confidence."),
     ] = None,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Show its file, to begin one of your own.")
+    ] = False,
 ) -> None:
     """List the presets, or show one."""
     from interlace.cli.sim_files import run_presets
 
-    run_presets(name)
+    run_presets(name, yaml)
 
 
 @reproduce_app.command("sc24")

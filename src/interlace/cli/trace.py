@@ -92,5 +92,5 @@ def case_of(operator: str, shape: str, impl: str, dtype: str, ranks: int) -> Cas
             f"SHAPE must be whole numbers for {' x '.join(names)}, or the first of them; got "
             f"{shape!r}."
         )
-    given: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
-    return dataclasses.replace(case, **given)
+    fields: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
+    return dataclasses.replace(case, **fields)

@@ -89,11 +89,13 @@ def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:
     points = profile_fit.points_of([{"results": results}])
     for operator, compositions in profile.compositions.items():
         for name in compositions:
-            own = [
-                each for each in points if (each.operator, each.implementation) == (operator, name)
+            matching = [
+                point
+                for point in points
+                if (point.operator, point.implementation) == (operator, name)
             ]
-            if own:
-                table.add_row(operator, name, str(len(own)), _median_error(profile, own))
+            if matching:
+                table.add_row(operator, name, str(len(matching)), _median_error(profile, matching))
     return table
 
 

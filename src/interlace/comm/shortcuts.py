@@ -186,10 +186,10 @@ def _quick_promotion(promote: Callable[..., Any]) -> Callable[..., Any]:
             if type(rhs) is core.tensor:
                 # Equal shapes are the same object, as _cached_tensor_init gives them.
                 if lhs.shape is rhs.shape:
-                    other = rhs.dtype.name
-                    if name in _CLOSED and name == other:
+                    rhs_name = rhs.dtype.name
+                    if name in _CLOSED and name == rhs_name:
                         return lhs, rhs
-                    if rules[:1] == (True,) and other in _INTEGERS and lhs.dtype.is_ptr():
+                    if rules[:1] == (True,) and rhs_name in _INTEGERS and lhs.dtype.is_ptr():
                         return lhs, rhs
             elif (
                 type(rhs) is int

@@ -98,7 +98,10 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
     name, unmet = choice.accepted(operator, terms)
     is_faster = name in choice.faster or product.device.type == "cpu"
     if is_faster and not operator.is_pair(name):
-        return str(choice.reason)
+        if product.device.type != "cpu":
+            return str(choice.reason)
+        # The sizes are those that `interlace explain` takes for the times on a GPU.
+        return f"{choice.reason}: {rows}x{product.columns}x{product.inner} -n {ranks}"
     if unmet:
         refusals = (f"impl={each!r}, which must have {lacks}" for each, lacks in unmet.items())
         raise LeftAlone(f"{operator.name} would be faster by {' or '.join(refusals)}")

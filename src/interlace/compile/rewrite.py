@@ -52,8 +52,8 @@ def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = True) ->
     try:
         findings = _fuse_all(graph, direction)
     finally:
-        for each in spelled:
-            each.finish()
+        for spelling in spelled:
+            spelling.finish()
     findings += [
         Finding(**_description(node, direction), operator=None, reason=reason)
         for node, reason in refused

@@ -105,8 +105,8 @@ class ExpertsCall:
     @property
     def _reach(self) -> float:
         """Return the probability that a token has an expert on a given rank."""
-        others = self.experts - self.experts // self.world_size
-        return 1 - math.comb(others, self.top_k) / math.comb(self.experts, self.top_k)
+        remote_experts = self.experts - self.experts // self.world_size
+        return 1 - math.comb(remote_experts, self.top_k) / math.comb(self.experts, self.top_k)
 
     @property
     def _chances(self) -> tuple[int, float]:

@@ -31,9 +31,9 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
         gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
         processors: its number of streaming multiprocessors, for a guess.
     """
-    own = own_profile(gpu)
-    if own is not None:
-        return own
+    measured = own_profile(gpu)
+    if measured is not None:
+        return measured
     shipped = shipped_profile(gpu)
     if shipped is not None:
         return shipped
@@ -100,6 +100,17 @@ def profiled_gpus() -> list[str]:
     return sorted(parse_profile(file.read_text(encoding="utf-8")).gpu for file in files)
 
 
+def own_gpus() -> list[str]:
+    """Return the names of the GPUs whose profiles this user has measured."""
+    names = []
+    for file in sorted(cache_folder("profiles").glob("*.json")):
+        try:
+            names.append(parse_profile(file.read_text(encoding="utf-8")).gpu)
+        except (OSError, ConfigError):
+            continue  # own_profile says what is wrong with it, to those who need it
+    return [name for name in names if own_profile(name) is not None]
+
+
 def parse_profile(text: str) -> MachineProfile:
     """Return the profile that a JSON text describes.
 
@@ -109,7 +120,7 @@ def parse_profile(text: str) -> MachineProfile:
     try:
         values = json.loads(text)
         corrections = {
-            operator: Corrections(**each) for operator, each in values["corrections"].items()
+            operator: Corrections(**fields) for operator, fields in values["corrections"].items()
         }
         product = ProductRates(**values["product"])
         return MachineProfile(**values | {"product": product, "corrections": corrections})

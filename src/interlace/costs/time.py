@@ -87,7 +87,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class ProductRates:
-    """How fast a GPU multiplies.
+    """Describe the speed of a GPU's matrix products.
 
     The library's time for a product is modelled as waves of tiles: the GPU's processors compute one
     tile each at a time, of the shape and with the split of K that take the least time.
@@ -267,11 +267,11 @@ class MachineProfile:
 
     def composition(self, operator: str, implementation: str, itemsize: int) -> Composition | None:
         """Return the composition of an implementation, or None if the profile has none."""
-        own = self.other_compositions.get(str(itemsize), {})
-        for compositions in (own, self.compositions):
-            found = compositions.get(operator, {}).get(implementation)
-            if found is not None:
-                return found
+        special = self.other_compositions.get(str(itemsize), {})
+        for compositions in (special, self.compositions):
+            composition = compositions.get(operator, {}).get(implementation)
+            if composition is not None:
+                return composition
         return None
 
     def predict_us(

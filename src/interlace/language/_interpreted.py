@@ -14,6 +14,7 @@ import triton.language as tl
 from triton._C.libtriton import interpreter
 
 from interlace.comm import context, cpu_faults
+from interlace.comm.memory import NOT_SYMMETRIC, is_memory_of
 from interlace.errors import ArgumentError
 
 # A look at a signal keeps a core busy for as long as the shortest pause, and other ranks need the
@@ -155,7 +156,11 @@ def signal_peer(ptr, epoch, peer, rank, mask, ORDER):
 
 
 def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
-    """Send one message per peer: a tile for several peers leaves as several messages."""
+    """Send one message per peer: a tile for several peers leaves as several messages.
+
+    Raises:
+        ArgumentError: an address is not of the peer's symmetric memory.
+    """
     me = np.asarray(_plain(rank)).item()
     peers = np.broadcast_to(np.asarray(_plain(peer)), addresses.shape)
     for destination in np.unique(peers[selected]).tolist():
@@ -165,6 +170,9 @@ def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
         if destination == me:
             store()
             continue
+        sent_to = addresses[part]
+        if not is_memory_of(destination, int(sent_to.min()), int(sent_to.max())):
+            raise ArgumentError(NOT_SYMMETRIC)
         count(destination, int(part.sum()) * values.dtype.itemsize)
         cpu_faults.deliver(store, ordered=ordered)
 

@@ -9,7 +9,7 @@ import triton.language as tl
 
 from interlace.comm import context
 from interlace.comm.interpreter import interpreting
-from interlace.language._instructions import clock_ns, num_threads
+from interlace.language._instructions import clock_ns, num_threads, pause
 from interlace.language.addresses import rank
 
 # Looks at a signal between two looks at the clock and at the broken flag, which cost more.
@@ -63,6 +63,29 @@ def has_expired(start, group):
     broken = tl.load(flag + lanes * 0, volatile=True)
     deadline = tl.load(group[0] + _DEADLINE_NS + lanes * 0, volatile=True).to(tl.int64)
     return tl.max(((broken != 0) | (clock_ns(lanes) - start > deadline)).to(tl.int32), 0)
+
+
+@triton.jit
+def after_look(absent_count, looks, start, expired, group):
+    """End a look at what a wait awaits: pause if something is absent, and see now and then whether
+    the wait must end.
+
+    Args:
+        absent_count: number of elements that were absent (int32 scalar).
+        looks: number of looks before this one.
+        start, expired: as the last call has returned them; 0 at first.
+        group: the value of :func:`join`.
+
+    Returns:
+        The same four for the next look; ``absent_count`` is 0 if there is to be none.
+    """
+    looks += 1
+    if absent_count > 0:
+        pause()
+    if (absent_count > 0) & (looks % LOOKS_PER_CHECK == 0):
+        start = start_of_wait(start)
+        expired = has_expired(start, group)
+    return absent_count * (1 - expired), looks, start, expired
 
 
 @triton.jit

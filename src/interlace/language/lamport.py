@@ -14,11 +14,9 @@ in each call, all that it is sent.
 import triton
 import triton.language as tl
 
-from interlace.language._instructions import num_threads, pause, records
+from interlace.language._instructions import num_threads, records
 from interlace.language.addresses import peer_pointer, rank
-from interlace.language.deadlines import (
-    LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
-)
+from interlace.language.deadlines import LATE, NO_RANK, after_look, report
 from interlace.language.primitives import put
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
 
@@ -90,13 +88,7 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
             value = tl.where(awaited, value, 0.0)
             total += value if own is None else tl.where(me == source, own, value)
         absent_count = tl.sum(tl.ravel(absent))
-        looks += 1
-        if absent_count > 0:
-            pause()
-        if (absent_count > 0) & (looks % LOOKS_PER_CHECK == 0):
-            start = start_of_wait(start)
-            expired = has_expired(start, group)
-        absent_count = absent_count * (1 - expired)
+        absent_count, looks, start, expired = after_look(absent_count, looks, start, expired, group)
     if expired > 0:
         late = NO_RANK
         for step in tl.static_range(WORLD_SIZE):

@@ -10,11 +10,9 @@ its values have arrived, and words need no order among themselves or with anythi
 import triton
 import triton.language as tl
 
-from interlace.language._instructions import num_threads, pause, records
+from interlace.language._instructions import num_threads, records
 from interlace.language.addresses import peer_pointer, rank
-from interlace.language.deadlines import (
-    HIGHEST_INT32, LATE, LOOKS_PER_CHECK, NO_RANK, has_expired, report, start_of_wait,
-)
+from interlace.language.deadlines import HIGHEST_INT32, LATE, NO_RANK, after_look, report
 from interlace.language.epochs import EPOCH_MASK
 from interlace.language.primitives import put
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
@@ -191,13 +189,7 @@ def sum_words(
             else:
                 total += tl.where((me == source)[:, :, :, None], kept[:, :, None, :], value)
         absent_count = tl.sum(tl.ravel(absent))
-        looks += 1
-        if absent_count > 0:
-            pause()
-        if (absent_count > 0) & (looks % LOOKS_PER_CHECK == 0):
-            start = start_of_wait(start)
-            expired = has_expired(start, group)
-        absent_count = absent_count * (1 - expired)
+        absent_count, looks, start, expired = after_look(absent_count, looks, start, expired, group)
     if expired > 0:
         sources = first[:, :, None] + copy * 0
         _report_absent_words(words, stride, sources, epoch, slice, group, unmasked, SOURCES, VALUES)

@@ -67,10 +67,10 @@ def append(lane, kind: tl.constexpr, peer, number, group):
     count = tl.load(counter, mask=mask, other=0)
     slot = 1 + (count & (_EVENTS - 1)).to(tl.int64)
     event = (ring + slot * _EVENT_BYTES).to(tl.pointer_type(tl.int64))
-    what = (lane * 0 + number).to(tl.int64) & _LOW_32_BITS
-    who = (lane * 0 + peer).to(tl.int64)
+    low_bits = (lane * 0 + number).to(tl.int64) & _LOW_32_BITS
+    peers = (lane * 0 + peer).to(tl.int64)
     tl.store(event, clock_ns(lane), mask=mask)
-    tl.store(event + 1, (what << 32) | (processor(lane) << 16) | (who << 8) | kind, mask=mask)
+    tl.store(event + 1, (low_bits << 32) | (processor(lane) << 16) | (peers << 8) | kind, mask=mask)
     tl.store(counter, count + 1, mask=mask)
 
 

@@ -23,7 +23,7 @@ Confidence = Literal["measured", "published", "derived", "assumed"]
 
 
 class Source(BaseModel):
-    """Where a value comes from, and the confidence in it.
+    """Name the source of a value, and the confidence in it.
 
     Confidences are: measured by us, published by others, derived from such figures, assumed.
     """
@@ -48,13 +48,12 @@ class Sourced(Source):
 
 def with_source(value: Any) -> Any:
     """Give a bare number, or a bare list, the source of a value whose file names none."""
+    if isinstance(value, dict | Source):
+        return value
     # YAML's true and false are ints in Python, and no value of a machine.
-    plain = isinstance(value, int | float | list) and not isinstance(value, bool)
-    return (
-        {"value": value, "source": "given without a source", "confidence": "assumed"}
-        if plain
-        else value
-    )
+    if not isinstance(value, int | float | list) or isinstance(value, bool):
+        raise ValueError("it must be a number, or have value, source and confidence")
+    return {"value": value, "source": "given without a source", "confidence": "assumed"}
 
 
 Given = Annotated[Sourced, BeforeValidator(with_source)]

@@ -320,7 +320,7 @@ def build(
             result = FatTree(leaves, down, int(up or down), bytes_per_s, latency_ns)
         else:
             raise ConfigError(
-                "--topology must be ring, torus2d, torus3d, torus:AxB, switch, full or "
+                "topology must be ring, torus2d, torus3d, torus:AxB, switch, full or "
                 f"fattree[:LEAVESxDOWN/UP]; got {text!r}."
             )
     except ValueError as error:
@@ -328,7 +328,7 @@ def build(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"--topology must have sizes such as torus:8x16 or fattree:8x16/8; got {text!r}."
+            f"topology must have sizes such as torus:8x16 or fattree:8x16/8; got {text!r}."
         ) from error
     if min(result.shape) < 1 or result.ranks != ranks:
         raise ConfigError(

@@ -18,12 +18,13 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from interlace.comm import cpu_faults, shortcuts
+from interlace.comm.memory import NOT_SYMMETRIC
 from interlace.errors import ArgumentError
-from interlace.language import packed, primitives
+from interlace.language import lamport, packed, primitives
 from interlace.testing.host_operations import HostOperations
 from interlace.testing.operations import Kind, Words
 from interlace.testing.ranks import Run, current
-from interlace.testing.waits import Judge, sum_words, wait
+from interlace.testing.waits import Judge, sum_lamport, sum_words, wait
 
 _builder = interpreter.interpreter_builder
 
@@ -40,7 +41,7 @@ class _World:
         run = current()
         assert run is not None
         if not run.tree.view.holds(addresses).all():
-            raise ArgumentError("a put must go to symmetric memory; got other addresses.")
+            raise ArgumentError(NOT_SYMMETRIC)
         if len(addresses):
             run.send(addresses, values, kind)
 
@@ -105,7 +106,11 @@ def installed() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         # The interpreter keeps a rewritten Python function for each Triton function that it has
         # called. Replacing it there reaches every kernel, however it imported the primitive.
-        for function, wrapper in ((primitives.wait, wait), (packed.sum_words, sum_words)):
+        for function, wrapper in (
+            (primitives.wait, wait),
+            (packed.sum_words, sum_words),
+            (lamport.sum_lamport, sum_lamport),
+        ):
             original = function.rewrite()
             table = interpreter.InterpretedFunction.rewritten_fn
             stack.callback(table.__setitem__, function.fn, original)

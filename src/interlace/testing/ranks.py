@@ -107,8 +107,9 @@ class Run:
 
     Details of operations, by kind: PUT and RELAXED: True if the memory is the rank's own. ATOMIC:
     the new value as a function of the old one, its dtype, True if it acquires, True if it releases.
-    PROGRAM: the program's number. POST: the value. COLLECT: number of the exchange. WORDS: number
-    of values per word. END: the exception that ended the program, or None.
+    PROGRAM: the program's number. POST: the value. COLLECT: number of the exchange. WAIT and WORDS:
+    number of values per packed word, or 0, and the bytes of a signal or word. END: the exception
+    that ended the program, or None.
 
     Args:
         tree: the rank's tree.

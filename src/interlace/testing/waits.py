@@ -32,7 +32,7 @@ def wait(
     pointers = language.peer_pointer(ptr, language.rank(group), group).handle.data
     selected = np.broadcast_to(_plain(mask), pointers.shape).astype(bool)
     stamps = np.broadcast_to(np.asarray(_plain(epoch)).astype(np.int32), pointers.shape)[selected]
-    _await(run, Kind.WAIT, pointers[selected], stamps, None)
+    _await(run, Kind.WAIT, pointers[selected], stamps, (0, 4))
     # The primitive shall see signals that have just arrived. Their true values may be a call ahead,
     # which would make runs differ that are otherwise the same.
     with _having_seen(run, pointers[selected], stamps):
@@ -53,25 +53,61 @@ def sum_words(
     VALUES: Any,
 ) -> Any:
     """Wait for packed words as one operation, then call ``original``, which adds them."""
+    with _having_awaited(ptr, kept, stride, epoch, group, mask, SOURCES, int(_plain(VALUES))):
+        return original(ptr, kept, stride, first, epoch, slice, group, mask, SOURCES, VALUES)
+
+
+def sum_lamport(
+    original: Callable[..., Any],
+    ptr: Any,
+    own: Any,
+    stride: Any,
+    epoch: Any,
+    slice: Any,
+    group: Any,
+    mask: Any,
+    WORLD_SIZE: Any,
+) -> Any:
+    """Wait for values that show by themselves that they have arrived, then call ``original``."""
+    with _having_awaited(ptr, own, stride, epoch, group, mask, WORLD_SIZE, 0):
+        return original(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE)
+
+
+@contextlib.contextmanager
+def _having_awaited(
+    ptr: Any, kept: Any, stride: Any, epoch: Any, group: Any, mask: Any, sources: Any, values: int
+) -> Iterator[None]:
+    """Wait for one tile from every source as one operation; loads see it within the block.
+
+    Args:
+        ptr, kept, stride, epoch, group, mask, sources: as ``sum_words`` takes them.
+        values: number of values per packed word; 0 for values that are not packed.
+    """
     run = current()
     assert run is not None
     me = language.rank(group)
     pointers = language.peer_pointer(ptr, me, group).handle.data
+    itemsize = ptr.dtype.element_ty.primitive_bitwidth // 8
     selected = np.broadcast_to(_plain(mask), pointers.shape).astype(bool)
-    rank, step = int(np.asarray(_plain(me)).item()), int(np.asarray(_plain(stride)).item()) * 8
-    sources = [source for source in range(int(_plain(SOURCES))) if kept is None or source != rank]
+    rank, step = (int(np.asarray(_plain(each)).item()) for each in (me, stride))
+    others = [source for source in range(int(_plain(sources))) if kept is None or source != rank]
     addresses = np.concatenate(
-        [pointers[selected] + np.uint64(source * step) for source in sources]
+        [pointers[selected] + np.uint64(source * step * itemsize) for source in others]
         or [pointers[:0].ravel()]
     )
     stamps = np.full(len(addresses), np.asarray(_plain(epoch)).item(), np.int32)
-    response = _await(run, Kind.WORDS, addresses, stamps, int(_plain(VALUES)))
-    with _having_seen(run, addresses, np.frombuffer(response or b"", np.int64)):
-        return original(ptr, kept, stride, first, epoch, slice, group, mask, SOURCES, VALUES)
+    response = _await(run, Kind.WORDS, addresses, stamps, (values, itemsize))
+    with _having_seen(run, addresses, np.frombuffer(response or b"", f"i{itemsize}")):
+        yield
 
 
-def _await(run: Run, kind: Kind, addresses: Addresses, stamps: Words, detail: Any) -> Any:
+def _await(
+    run: Run, kind: Kind, addresses: Addresses, stamps: Words, detail: tuple[int, int]
+) -> Any:
     """Do a wait and return the words that it has seen; None for signals.
+
+    Args:
+        detail: Number of values per packed word, or 0, and the bytes of a signal or word.
 
     Raises:
         ArgumentError: an address is not of symmetric memory.
@@ -81,7 +117,7 @@ def _await(run: Run, kind: Kind, addresses: Addresses, stamps: Words, detail: An
     if not run.tree.view.holds(addresses).all():
         raise ArgumentError("a kernel must wait for symmetric memory; got other addresses.")
     offsets = run.tree.view.offsets_of(addresses)
-    cells = run.tree.cells.cells_at(offsets, 4 if kind == Kind.WAIT else 8)
+    cells = run.tree.cells.cells_at(offsets, detail[1])
     return run.perform(kind, cells, stamps, detail)
 
 
@@ -112,8 +148,10 @@ class Judge:
     def __call__(self, node: Operation, seen: Words) -> bool:
         """Tell if the wait ``node`` is over when its cells hold ``seen``."""
         assert node.values is not None
-        values = 0 if node.kind == Kind.WAIT else int(node.detail)
-        words = seen.view(np.int32 if node.kind == Kind.WAIT else np.int64)
+        values, itemsize = node.detail
+        words = seen.view(f"i{itemsize}")
+        if node.kind == Kind.WORDS and not values:
+            return bool((words != 0).all())
         # The epoch is in the low bits of a packed word. The other bits hold its value, and would
         # make the remembered answers useless.
         keys = [

@@ -1,4 +1,4 @@
-"""What ``impl="auto"`` chose for a call, and the choice by a tuned table."""
+"""Describe what ``impl="auto"`` chose for a call, and choose by a tuned table."""
 
 from __future__ import annotations
 
@@ -94,7 +94,8 @@ def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:
     return Choice(
         impl,
         config,
-        "the cpu backend exists to run the kernels; no time measured on it means anything",
+        "the cpu backend exists to run the kernels; no time measured on it means anything "
+        "(`interlace explain` predicts a GPU's)",
     )
 
 

@@ -106,8 +106,8 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     y = output.tensor(shape, call.dtype, group.device)
     remote, _ = in_turn(group)
     staging = _bytes(call, len(remote) * cut.count * cut.pitch(call.rank))
-    places = landing_places(cut, remote)
-    landing = _bytes(call, places[-1])
+    starts = landing_places(cut, remote)
+    landing = _bytes(call, starts[-1])
     blocks_of_slice = cut.rows // config.block_bags
     counters = group.network().counters(_NAME, cut.count)
     value = len(call.weights) * blocks_of_slice * len(remote)
@@ -156,7 +156,7 @@ def steps_of(
         counters: Address of the counters, one per slice.
         value: Number of blocks of a slice, of all destinations.
     """
-    pitch, places = cut.pitch(rank), landing_places(cut, remote)
+    pitch, starts = cut.pitch(rank), landing_places(cut, remote)
     steps = []
     for number in range(cut.count):
         departures, arrivals = [], []
@@ -168,8 +168,8 @@ def steps_of(
                 )
             received = cut.nbytes(peer, rank, number)
             if received:
-                place = places[index] + number * cut.pitch(peer)
-                arrivals.append(Message(peer, landing.narrow(0, place, received)))
+                start = starts[index] + number * cut.pitch(peer)
+                arrivals.append(Message(peer, landing.narrow(0, start, received)))
         triggers = (Trigger(counters + 4 * number, value),) if departures else ()
         steps.append(Step(triggers, tuple(departures), tuple(arrivals)))
     return steps
@@ -177,10 +177,10 @@ def steps_of(
 
 def landing_places(cut: Cut, remote: Sequence[int]) -> list[int]:
     """Return the offset of each source's slices in the landing, and the landing's size."""
-    places = [0]
+    starts = [0]
     for source in remote:
-        places.append(places[-1] + cut.count * cut.pitch(source))
-    return places
+        starts.append(starts[-1] + cut.count * cut.pitch(source))
+    return starts
 
 
 def _bytes(call: Call, nbytes: int) -> torch.Tensor:
@@ -304,10 +304,16 @@ def prepare_collect(
     layout, (remote, _) = call.layout, in_turn(group)
     if not y.numel() or not any(layout.rank_columns[source] for source in remote):
         return None
-    places = landing_places(cut, remote)
+    starts = landing_places(cut, remote)
     sources = [
-        (source, place, layout.rank_columns[source], layout.first_column(source), cut.pitch(source))
-        for source, place in zip(remote, places[:-1], strict=True)
+        (
+            source,
+            start,
+            layout.rank_columns[source],
+            layout.first_column(source),
+            cut.pitch(source),
+        )
+        for source, start in zip(remote, starts[:-1], strict=True)
     ]
     on_cpu = group.backend == "cpu"
     rows = next_power_of_2(cut.rows) if on_cpu else _COLLECT_ROWS

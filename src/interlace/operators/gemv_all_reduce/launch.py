@@ -34,7 +34,7 @@ MAX_RANKS = 8
 
 
 class Decision(NamedTuple):
-    """What ranks have agreed on for calls of one kind.
+    """Hold the choices that ranks have agreed on for calls of one kind.
 
     Attributes:
         impl: The implementation.

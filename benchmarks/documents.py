@@ -1,0 +1,33 @@
+"""Files of results as the scripts of this folder write them, with what ``interlace bench`` adds."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from interlace.cli.console import now
+from interlace.cli.machine import describe
+
+
+def write(file: Path, results: Any, **more: Any) -> None:
+    """Write results with the machine, the command and the date.
+
+    Args:
+        file: Where they go.
+        results: What ``json`` can write.
+        more: Further fields of the document.
+    """
+    script, *arguments = sys.argv
+    # A folder of the machine that measured says nothing to those who read the file.
+    command = [Path(each).name if each.startswith("/") else each for each in arguments]
+    document = {
+        "machine": describe(),
+        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *command]),
+        "date": now(),
+        **more,
+        "results": results,
+    }
+    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")

@@ -55,10 +55,11 @@ def main() -> None:
 
 
 def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
-    """Run ``measure`` on two ranks that are two hosts for NCCL; write what rank 0 returns."""
+    """Run ``measure`` on ranks of two hosts for NCCL, and write what rank 0 returns."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="where results go")
     parser.add_argument("--backend", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks, half on each host")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(
@@ -71,7 +72,7 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
             NCCL_DEBUG_FILE=f"{folder}/nccl.%p",
             INTERLACE_DEADLINE_S="20",
         )
-        results = interlace.launch(measure, 2, backend=arguments.backend, nodes=2)
+        results = interlace.launch(measure, arguments.ranks, backend=arguments.backend, nodes=2)
         log = "".join(file.read_text(errors="replace") for file in Path(folder).glob("nccl.*"))
     transports = sorted(set(re.findall(r"via (\S+)", log)))
     networks = sorted(set(re.findall(r"Using network (\S+)", log)))
@@ -82,6 +83,7 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
         document = {
             "machine": machine.describe(),
             "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "ranks": arguments.ranks,
             "network": {"NCCL": networks, "transports": transports},
             "sizes": sizes,
             "results": results[0],

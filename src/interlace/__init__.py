@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
     from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+    from interlace.operators.mixture_of_experts.activation import ExpertActivation
     from interlace.operators.mixture_of_experts.api import mixture_of_experts
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
     from interlace.registry import operator
@@ -98,6 +99,7 @@ _PUBLIC = {
     "gemv_all_reduce": "interlace.operators.gemv_all_reduce.api",
     "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
     "mixture_of_experts": "interlace.operators.mixture_of_experts.api",
+    "ExpertActivation": "interlace.operators.mixture_of_experts.activation",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
     "trace": "interlace.tracing",
 }
@@ -111,6 +113,7 @@ __all__ = [
     "BackendError",
     "DataError",
     "EmbeddingAllToAllConfig",
+    "ExpertActivation",
     "Faults",
     "GemmAllReduceConfig",
     "GemmAllReduceNormConfig",

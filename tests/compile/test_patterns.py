@@ -765,6 +765,10 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         consider()
     with monkeypatch.context() as patch:
+        # Two torchrun agents of one machine.
+        patch.setattr(choice, "known_nodes", lambda group: 2)
+        consider()
+    with monkeypatch.context() as patch:
         patch.delenv("TRITON_INTERPRET")
         consider()
     with monkeypatch.context() as patch:
@@ -789,9 +793,14 @@ def _reasons_elsewhere() -> list[str]:
 
 
 def test_groups_and_tables_that_forbid_it(ranks: Any) -> None:
+    between = (
+        "its group's 2 ranks are on 2 machines, between which impl='auto' takes the pair; call "
+        "the operator with impl='chunked' for slices"
+    )
     for reasons in ranks(2).run(_reasons_elsewhere):
         assert reasons == [
-            "its group spans 2 machines of 1 ranks (by LOCAL_WORLD_SIZE, or GPUs in sight)",
+            between,
+            between,
             "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set",
             "its group has 2 ranks; operators take at most 1",
             "gemm_reduce_scatter is not faster: measured: the pair takes half the time",

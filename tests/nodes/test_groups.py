@@ -190,7 +190,7 @@ def _refused(operator, impl):
         (
             "gemm_reduce_scatter",
             "fused",
-            "'auto' or 'measured' or 'batch_invariant' or 'unfused' or 'nccl'",
+            "'auto' or 'measured' or 'batch_invariant' or 'chunked' or 'unfused' or 'nccl'",
         ),
         (
             "gemv_all_reduce",

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from interlace.bench.benchmark import (
     Benchmark,
@@ -32,8 +31,9 @@ from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.gemm.autotune import sets_past_cache
 from interlace.gemm.reference import gather_rows
-from interlace.operators.mixture_of_experts import decode, launch
+from interlace.operators.mixture_of_experts import decode, launch, reference
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import Parameters
 from interlace.registry import operator_named
 
 TOKENS = (1, 4, 16, 64, 256)
@@ -199,7 +199,7 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
         def products(i: int) -> None:
             layer, routed = self.layer(i), kept[i % self.operand_sets]
             layer.grouped(routed.rows, layer.in_first)
-            layer.grouped(layer.swiglu(routed.both), layer.out_first)
+            layer.grouped(layer.activate(routed.both), layer.out_first)
 
         def exchanges(i: int) -> None:
             layer, routed = self.layer(i), kept[i % self.operand_sets]
@@ -324,8 +324,8 @@ def _exact(layer: Calls) -> torch.Tensor:
         names = experts == layer.rank * layer.local + local
         tokens = names.any(1).nonzero()[:, 0]
         if len(tokens):
-            gate, up = (F.linear(x[tokens], layer.w_in[local, :, i].float()) for i in (0, 1))
-            result = F.linear(F.silu(gate) * up, layer.w_out[local].float())
+            of_expert = (None if p is None else p[local, None].float() for p in layer.parameters)
+            result = reference.expert(0, x[tokens], Parameters._make(of_expert), layer.activation)
             sums[tokens] += (weights * names).sum(1)[tokens, None] * result
     dist.all_reduce(sums, group=layer.group)
     first = layer.rank * len(layer.x)

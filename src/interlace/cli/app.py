@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 from interlace.cli.console import print_error
 from interlace.cli.operator_commands import BenchCommands, TuneCommands
-from interlace.cli.options import HalfDtype, JsonFile, Ranks, Run, takes_run
+from interlace.cli.options import HalfDtype, JsonFile, PlotFile, Ranks, Run, takes_run
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim import sim_app
 from interlace.errors import InterlaceError
@@ -151,14 +151,41 @@ def trace(
         str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")
     ] = "auto",
     calls: Annotated[int, typer.Option(min=1, help="Calls in the trace.")] = 1,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Draw the simulated timeline under the measured.")
+    ] = False,
+    gpu: Annotated[
+        str, typer.Option(help="Simulate only, without a GPU: one whose profile is shipped, h200.")
+    ] = "",
     trace_file: Annotated[
         Path, typer.Option("--trace", metavar="FILE", help="The file for Perfetto.")
     ] = Path("trace.json"),
+    plot: PlotFile = None,
 ) -> None:
     """Record when each program of a call computes, puts and waits, for Perfetto and in words."""
-    from interlace.cli.trace import run_trace
+    from interlace.cli.trace import Request, run_trace
 
-    run_trace(operator, shape, impl, dtype, world_size, backend, calls, trace_file)
+    request = Request(operator, shape, impl, dtype, world_size, backend, calls, simulated, gpu)
+    run_trace(request, Outputs(trace=trace_file, plot=plot))
+
+
+@app.command()
+def picture(
+    trace_file: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A file that `interlace trace` wrote.")
+    ],
+    plot: Annotated[
+        Path, typer.Option("--plot", metavar="FILE", help="The picture: PNG, SVG or PDF.")
+    ] = Path("trace.png"),
+    rows: Annotated[
+        int, typer.Option(min=1, help="Programs of each rank; of more, some are drawn.")
+    ] = 12,
+    width: Annotated[float, typer.Option(min=4, help="Inches.")] = 12,
+) -> None:
+    """Draw a trace: what programs, copies and links do, and who waits for whom."""
+    from interlace.cli.trace_picture import run_picture
+
+    run_picture(trace_file, rows, width, Outputs(plot=plot))
 
 
 @app.command()

@@ -10,17 +10,15 @@ from rich.table import Table
 
 from interlace.cli.bench_products import parse_work
 from interlace.cli.console import make_console
+from interlace.cli.gpus import gpu_named
 from interlace.cli.tables import make_table
-from interlace.costs.known_profiles import own_gpus, profile_of, profiled_gpus
+from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named, operators
-
-_SHARED_BYTES = 227 << 10
-"""Shared memory of a program on the GPUs whose profiles are shipped."""
 
 
 def run_explain(
@@ -42,7 +40,8 @@ def run_explain(
             f"operator must be one around one product, such as {', '.join(products)}; got "
             f"{operator!r}. docs/results.md has what was measured of the others."
         )
-    name = _gpu_named(gpu)
+    device = gpu_named(gpu)
+    name = device.name
     console = make_console()
     for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
         call = Call.of_dtype(dtype, rows, columns, inner, world_size)
@@ -50,7 +49,7 @@ def run_explain(
         console.print(
             f"{title} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, {name}"
         )
-        console.print(_table(declaration, name, call, dtype))
+        console.print(_table(declaration, device, call, dtype))
         console.print()
     console.print(
         f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
@@ -60,27 +59,10 @@ def run_explain(
     console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
 
 
-def _gpu_named(text: str) -> str:
-    """Return the one profiled GPU whose name contains a text.
-
-    Raises:
-        ArgumentError: There is none, or several.
-    """
-    known = sorted({*profiled_gpus(), *own_gpus()})
-    matching = [name for name in known if text.lower() in name.lower()]
-    if len(matching) != 1:
-        raise ArgumentError(
-            f"--gpu must name one GPU whose profile is known: {', '.join(known)}; got {text!r}. "
-            "`interlace tune machine` on a GPU measures its profile; until then impl='auto' goes "
-            "by the H200's."
-        )
-    return matching[0]
-
-
-def _table(declaration: GemmOperator, gpu: str, call: Call, dtype: str) -> Table:
-    profile, tiled = profile_of(gpu), declaration.config_type
+def _table(declaration: GemmOperator, gpu: Gpu, call: Call, dtype: str) -> Table:
+    profile, tiled = profile_of(gpu.name), declaration.config_type
     choice = choose_on(
-        Gpu(gpu, profile.processors, _SHARED_BYTES),
+        gpu,
         declaration.name,
         # The tiles of a kernel whose configuration has none are not asked for.
         cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig),

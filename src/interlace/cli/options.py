@@ -21,6 +21,9 @@ TableFile = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")
 ]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw a picture: PNG, SVG or PDF.")
+]
 Ranks = Annotated[
     int | None,
     typer.Option("--world-size", "-n", min=1, help="Ranks; default: all GPUs, at most 8."),

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
+from interlace.costs.gemm import STAMP_BYTES, ProductCost, ProductSizes, leaving, takes_sizes
 from interlace.costs.registry import cost_of
-
-STAMP_BYTES = 16
-"""Bytes of the message by which a peer of another node knows the call."""
 
 
 def network_traffic(

@@ -208,7 +208,8 @@ def _decide(
         implementations: tuple[Implementation, ...] = (implementation,)
         chosen = operator.invariant_config(operands, group.world_size)
     else:
-        implementations = resolve(operator, impl, choice, operands.terms(rows.is_even))
+        terms = operands.terms(rows.is_even, group.members.node_of_rank)
+        implementations = resolve(operator, impl, choice, terms)
         chosen = choice.config
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and not is_invariant and not config
@@ -243,7 +244,9 @@ def resolve(
     refusal = implementation.refusal(terms)
     if refusal is None:
         return (implementation,)
+    # The first implementation takes any call, but not between nodes.
+    any_call = "" if terms.node_of_rank else f", {operator.implementations[0].name!r}"
     raise ArgumentError(
         f"{operator.name}: impl={impl!r} must have {refusal}. "
-        f"Take impl='auto', {operator.implementations[0].name!r} or 'unfused'."
+        f"Take impl='auto'{any_call} or 'unfused'."
     )

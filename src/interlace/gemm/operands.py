@@ -288,11 +288,12 @@ class Operands:
         """Return where the operands lie, by which ``Replays.run`` tells calls apart."""
         return *places(self.x, self.w, self.bias, self.x_scale, self.w_scale), self.out_dtype
 
-    def terms(self, is_even: bool) -> Terms:
+    def terms(self, is_even: bool, node_of_rank: tuple[int, ...] = ()) -> Terms:
         """Return the properties by which an implementation may refuse a call of these operands.
 
         Args:
             is_even: Whether every rank gets as many rows from every rank.
+            node_of_rank: Number of each rank's node; empty if all ranks are on one node.
         """
         terms = Terms.of_sizes(self.rows, self.columns, self.x.dtype, self.x.device.type)
         return dataclasses.replace(
@@ -300,6 +301,7 @@ class Operands:
             has_bias=self.bias is not None,
             converts=self.out_dtype != self.x.dtype,
             is_even=is_even,
+            node_of_rank=node_of_rank,
             result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
         )
 

@@ -203,7 +203,9 @@ class GemmOperator(Operator):
             return described, f"{name} ({config})", "calls must be batch-invariant"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
         choice = self.choose(**operands.sizes(rows), world_size=world_size).between(self, nodes)
-        name, unmet = choice.accepted(self, operands.terms(is_even))
+        node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
+        terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
+        name, unmet = choice.accepted(self, terms)
         reason = choice.reason
         for refusing, lacks in unmet.items():
             reason = f"{refusing} must have {lacks}; {reason}"

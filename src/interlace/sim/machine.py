@@ -84,6 +84,10 @@ class Gpu(Strict):
     """Nanoseconds from one kernel to the next: launch, ramp, tail."""
     host_link_bytes_per_s: Given
     """Bytes per second from host memory by a copy engine."""
+    load_ns: Given = Field(default=Sourced(value=0, source="not known", confidence="assumed"))
+    """Nanoseconds from a program's request for a tile's operands until it has them, in a kernel
+    that uses all SMs; a simulated call's small tiles wait for it.
+    """
 
     @field_validator("profile")
     @classmethod

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Group
+from interlace.comm import Group, Workspace
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows
 from interlace.comm.replays import places
+from interlace.comm.within_node import WithinNode
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.refusals import needs
@@ -34,7 +35,7 @@ _CPU_PROGRAMS = 8
 
 
 def push_rows(
-    group: Group,
+    group: Group | WithinNode,
     operator: str,
     x: torch.Tensor,
     gathered: torch.Tensor,
@@ -43,12 +44,14 @@ def push_rows(
     *,
     share: int | None = None,
     distance: int = 0,
+    offsets: Sequence[int] | None = None,
 ) -> Callable[[], None]:
     """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
 
     Collective when the workspace must grow.
 
     Args:
+        group: The ranks that exchange rows.
         operator: The operator that the deadline's error names, and whose memory it is.
         x: This rank's rows, contiguous along K.
         gathered: ``[..., padded K]``, contiguous: where all ranks' rows arrive; NaN where they do
@@ -59,6 +62,8 @@ def push_rows(
             the ranks before it. Else x has ``rows`` for rank 0, then for rank 1; each ``share`` of
             them lie together, and rank r's begin at row ``r * share``.
         distance: Rows from one share to the next.
+        offsets: The row at which each rank's rows arrive, of a gather; default: behind those of the
+            ranks before it.
     """
     ranks, columns = group.world_size, x.shape[1]
     memory = _memory(group, operator, gathered, mark)
@@ -67,8 +72,10 @@ def push_rows(
         from interlace.gemm.kernels import staged
 
         # A route is the row at which a source's rows begin in ``gathered``, and their number.
-        offsets = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
-        routes = [(offset, count, 0) for offset, count in zip(offsets, rows, strict=True)]
+        starts = offsets
+        if starts is None:
+            starts = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
+        routes = [(start, count, 0) for start, count in zip(starts, rows, strict=True)]
         # The same number of programs on every rank: each meets those of its index.
         programs, tile = cut_rows(max(rows), columns, group)
         arguments = memory | {
@@ -88,13 +95,59 @@ def push_rows(
     return enqueue
 
 
-def _memory(group: Group, operator: str, arriving: torch.Tensor, mark: int) -> dict[str, Any]:
-    """Return the kernels' arguments for symmetric memory in which ``arriving`` lands.
+def push_and_sum(
+    group: Group | WithinNode,
+    operator: str,
+    parts: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    mark: int,
+) -> Callable[[], None]:
+    """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
 
-    Collective when the workspace must grow, so it comes before anything is enqueued.
+    Collective when the workspace must grow.
+
+    Args:
+        group: The ranks that sum.
+        operator: The operator that the deadline's error names, and whose memory it is.
+        parts: ``[R, rows, N]``, contiguous: this rank's part of every rank's sum.
+        y: ``[rows, N]``, contiguous: where this rank's sum goes, float32 in rank order and rounded
+            once; NaN where parts do not come.
+        bias: ``[N]``, added to the sum; None for none.
+        mark: The number from ``Group.agree``.
     """
-    signals = MOST_MOVERS * 2 * group.world_size
-    workspace = group.workspace(f"{operator}, spread", arriving.nbytes, signals)
+    rows, columns = y.shape
+    arguments = _memory(group, operator, parts, mark) | {
+        "parts": parts,
+        "bias": bias,
+        "y": y,
+        "rows": rows,
+        "columns": columns,
+    }
+
+    def enqueue() -> None:
+        from interlace.gemm.kernels import staged
+
+        programs, tile = cut_rows(rows, columns, group)
+        constants = {"WORLD_SIZE": group.world_size, **tile}
+        Launch(staged.scatter_and_sum, (programs,), arguments, constants)()
+
+    return enqueue
+
+
+def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> Workspace:
+    """Return the symmetric memory of these kernels for calls of at most ``nbytes``.
+
+    Collective when it must grow, so it comes before anything is enqueued.
+    """
+    return group.workspace(f"{operator}, spread", nbytes, MOST_MOVERS * 2 * group.world_size)
+
+
+def _memory(
+    group: Group | WithinNode, operator: str, arriving: torch.Tensor, mark: int
+) -> dict[str, Any]:
+    """Return the kernels' arguments for symmetric memory in which ``arriving`` lands."""
+    workspace = reserve(group, operator, arriving.nbytes)
     return {
         "landing_address": workspace.data.address,
         "half_bytes": workspace.half_bytes,
@@ -148,23 +201,8 @@ def _prepare_all_to_all(
 def _prepare_reduce_scatter(
     call: GemmCall, parts: torch.Tensor, y: torch.Tensor
 ) -> Callable[[], None]:
-    group, (rows, columns) = call.group, y.shape
-    arguments = _memory(group, call.operator.name, parts, call.mark) | {
-        "parts": parts,
-        "bias": call.operands.bias,
-        "y": y,
-        "rows": rows,
-        "columns": columns,
-    }
-
-    def enqueue() -> None:
-        from interlace.gemm.kernels import staged
-
-        programs, tile = cut_rows(rows, columns, group)
-        constants = {"WORLD_SIZE": group.world_size, **tile}
-        Launch(staged.scatter_and_sum, (programs,), arguments, constants)()
-
-    return enqueue
+    name, bias = call.operator.name, call.operands.bias
+    return push_and_sum(call.group, name, parts, y, bias, call.mark)
 
 
 def _prepare_all_reduce(call: GemmCall, part: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:

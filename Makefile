@@ -84,11 +84,13 @@ test-gpu: setup
 # what they ask for beside, which would be another PyTorch and much that is not used.
 TORCHREC = torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict torchmetrics lightning-utilities pyre-extensions \
 	typing-inspect mypy-extensions iopath portalocker pyvers cloudpickle
-TORCHTITAN = torchtitan==0.3.0 spmd-types torchdata tyro docstring-parser typeguard tomli
+TORCHTITAN = torchtitan==0.3.0 spmd-types==0.2.3 torchdata tyro docstring-parser typeguard tomli
 
 test-integrations: setup
-	$(BIN)/python -m pip install --quiet --editable '.[test,integrations]'
-	$(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) $(TORCHTITAN)
+	@{ $(BIN)/python -m pip install --quiet --editable '.[test,integrations]' && \
+		$(BIN)/python -m pip install --quiet --no-deps $(TORCHREC) $(TORCHTITAN); } || { \
+		echo 'make test-integrations: the package index cannot be reached, or has not these packages.' \
+			'Run it again.' >&2; exit 1; }
 	$(PYTEST) tests/integrations -m 'not gpu'
 
 # GPU-initiated puts are compiled with the device code of NCCL's wheel, 216 MB, which is kept outside of the tree; no

@@ -134,6 +134,13 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(M, K), (N, K)],
         ["gemm_all_reduce"],
     ),
+    "a reduce-scatter into new memory, as Dynamo traces it": (
+        lambda x, w: (lambda y: aten.copy(y.new_empty(FEW // 2, N), reduce_scatter(y)).relu())(
+            x @ w.t()
+        ),
+        [(FEW, K), (N, K)],
+        ["gemm_reduce_scatter"],
+    ),
     "all-reduces added, of which one is used": (
         lambda x, w, u: (lambda total: (total + all_reduce(x @ u), total.exp()))(
             all_reduce(x @ w.t())

@@ -111,6 +111,20 @@ def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None
     _rounds(rank, make)
 
 
+def two_levels(rank: Rank, collective: str) -> None:
+    """A sum within nodes and then between them: few rows, since messages must be small."""
+    rows = 4 * rank.world_size
+
+    def make(kind: int, turn: int) -> Call:
+        x, w, total = _product(rank, rows, 16, (16, 48)[kind], turn)
+        if collective == "reduce_scatter":
+            total = total.tensor_split(rank.world_size)[rank.rank]
+        function = getattr(interlace, f"gemm_{collective}")
+        return functools.partial(function, x, w, impl="chunked"), total
+
+    _rounds(rank, make)
+
+
 def all_reduce(rank: Rank, impl: str = "fused") -> None:
     config, rows = interlace.GemmAllReduceConfig(**_TILES), _rows(rank, impl)
 
@@ -454,6 +468,9 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "embedding forward, between nodes": functools.partial(embedding_forward, protocol="sliced"),
     "embedding backward, between nodes": embedding_backward,
     "gemm_all_to_all, between nodes": functools.partial(all_to_all, impl="chunked"),
+    "gemm_reduce_scatter, two levels": functools.partial(two_levels, collective="reduce_scatter"),
+    "gemm_all_reduce, two levels": functools.partial(two_levels, collective="all_reduce"),
+    "all_gather_gemm, two levels": functools.partial(all_gather, impl="chunked"),
     "embedding backward": embedding_backward,
     "embedding backward, a rank without tables": functools.partial(embedding_backward, without=1),
     "mixture_of_experts": experts,
@@ -472,5 +489,9 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
 
 
 def nodes_of(name: str, ranks: int) -> tuple[int, ...]:
-    """The node of each rank: the first one is on a node by itself, if the program is of several."""
+    """The node of each rank, of at least so many ranks, if the program is of several nodes."""
+    if "two levels" in name:
+        # As many ranks on every node.
+        return (0, 1) if ranks == 2 else (0, 0, 1, 1)
+    # The first rank is on a node by itself.
     return (0,) + (1,) * (ranks - 1) if "between nodes" in name else ()

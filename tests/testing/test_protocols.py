@@ -37,6 +37,9 @@ _NAMES = [
     "embedding forward, between nodes",
     "embedding backward, between nodes",
     "gemm_all_to_all, between nodes",
+    "gemm_reduce_scatter, two levels",
+    "gemm_all_reduce, two levels",
+    "all_gather_gemm, two levels",
     "embedding backward",
     "embedding backward, a rank without tables",
     "mixture_of_experts",
@@ -59,12 +62,13 @@ def _explore(name: str) -> int:
     from tests.testing.programs import PROGRAMS, nodes_of
 
     count = 2 + dist.get_rank()
+    nodes = nodes_of(name, count)
     report = explore(
         PROGRAMS[name],
-        ranks=count,
+        ranks=len(nodes) or count,
         schedules=SCHEDULES[count],
         seed=count,
-        node_of_rank=nodes_of(name, count),
+        node_of_rank=nodes,
     )
     report.raise_if_failed()
     return report.schedules

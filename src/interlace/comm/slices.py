@@ -148,7 +148,7 @@ class SliceQueue:
         if self._start is not None:
             self._group.streams.current().wait_event(self._arrived[number])
         if self._thread is not None:
-            self._thread.arrived[number].wait()
+            self._thread.await_step(number)
             self._require_arrivals(self._thread)
 
     def join(self) -> None:
@@ -209,7 +209,6 @@ class SliceThread(threading.Thread):
         cancelled: Set to end the thread as no kernel will count.
         failure: Peer and step of the first transfer that failed, and its error; None without one.
         sent: Messages that were sent.
-        arrived: Set for each step that has ended; for all steps once the thread ends.
     """
 
     def __init__(
@@ -221,7 +220,8 @@ class SliceThread(threading.Thread):
         self.cancelled = False
         self.failure: tuple[int, int, BaseException] | None = None
         self.sent: list[Message] = []
-        self.arrived = [threading.Event() for _ in steps]
+        # Set for each step that has ended; for all steps once the thread ends.
+        self._arrived = [threading.Event() for _ in steps]
 
     def run(self) -> None:
         """Exchange one step after another until all are done, one fails, or no kernel counts."""
@@ -231,14 +231,18 @@ class SliceThread(threading.Thread):
                     if self.cancelled:
                         return
                     time.sleep(_POLL_INTERVAL_S)
-                if not self._exchange(number, step):
+                if not self.exchange(number, step):
                     return
-                self.arrived[number].set()
+                self._arrived[number].set()
         finally:
-            for event in self.arrived:
+            for event in self._arrived:
                 event.set()
 
-    def _exchange(self, number: int, step: Step) -> bool:
+    def await_step(self, number: int) -> None:
+        """Wait until the exchange of a step has ended, or will never."""
+        self._arrived[number].wait()
+
+    def exchange(self, number: int, step: Step) -> bool:
         """Exchange the slices of a step; return whether all have arrived in time."""
         end = time.monotonic() + self._deadline_s
         peer = -1

@@ -53,8 +53,8 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
     machines = max(machines, known_nodes(group))
     if machines > 1:
         raise LeftAlone(
-            f"its group's {len(ranks)} ranks are on {machines} machines, between which "
-            "impl='auto' takes the pair; call the operator with impl='chunked' for slices"
+            f"its group's {len(ranks)} ranks are on {machines} machines, and the pass fuses within "
+            "one; an operator that is called itself may take slices between them"
         )
     if len(ranks) > MAX_RANKS:
         raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")

@@ -119,30 +119,39 @@ class _Arrival:
 
 
 class InlineSlices(SliceThread):
-    """Exchange slices in the rank's own thread, when it joins them: its kernels have ended by then.
+    """Exchange slices in the rank's own thread, when it waits for them: its kernels have ended by
+    then.
 
     Explored kernels of a rank run one after another, so a real thread would see nothing else.
     """
 
-    def start(self) -> None:
-        """Wait for :meth:`join`."""
+    _ended = 0
+    """Number of steps that have ended."""
 
-    def join(self, timeout: float | None = None) -> None:
-        """Exchange all slices, unless no kernel has counted.
+    def start(self) -> None:
+        """Wait for :meth:`await_step` and :meth:`join`."""
+
+    def await_step(self, number: int) -> None:
+        """Exchange the slices of all steps up to this one.
 
         Raises:
             AssertionError: A counter has not reached its value, so its slice would never leave.
         """
-        if self.cancelled:
-            return
-        for step in self.steps:
+        for index in range(self._ended, number + 1):
+            step = self.steps[index]
             for trigger in step.triggers:
                 if not has_reached(trigger):
                     raise AssertionError(
                         "a slice's counter must have reached its value when the kernel has ended; "
                         f"it must be {trigger.value}. The slice would never leave."
                     )
-        self.run()
-        if self.failure is not None:
-            # Nothing fails here but what the explorer raises.
-            raise self.failure[2]
+            self.exchange(index, step)
+            if self.failure is not None:
+                # Nothing fails here but what the explorer raises.
+                raise self.failure[2]
+            self._ended = index + 1
+
+    def join(self, timeout: float | None = None) -> None:
+        """Exchange all slices, unless no kernel has counted."""
+        if not self.cancelled:
+            self.await_step(len(self.steps) - 1)

@@ -249,7 +249,11 @@ class SliceThread(threading.Thread):
         try:
             # Messages of another call have another tag: they stay where they are.
             tag = self._mark >> 24
-            works = self._carrier.exchange((), step.arrivals, tag)
+            works = []
+            # One by one: where a connection has broken, asking for a message fails at once.
+            for message in step.arrivals:
+                peer = message.peer
+                works.extend(self._carrier.exchange((), (message,), tag))
             for message in step.departures:
                 peer = message.peer
 

@@ -20,7 +20,7 @@ from interlace.gemm.implementations import network
 from interlace.testing.cases import every_case
 from tests.errors import error_of
 from tests.gemm.calls import Call, check_all
-from tests.nodes.groups import process_group_of
+from tests.nodes.groups import call_without_one, process_group_of
 from tests.pool import fork_server
 
 OPERATORS = ["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce"]
@@ -228,20 +228,6 @@ def test_calls_that_need_the_pair_are_refused_on_every_rank_and_run_by_auto(
 # Failures
 
 
-def _late(call, late, nodes):
-    with process_group_of(nodes) as process_group:
-        call.make(process_group)
-        interlace.set_deadline(4.0, process_group)
-        start, error = time.monotonic(), None
-        if dist.get_rank() != late:
-            error = error_of(call.make, process_group)
-        took_s = time.monotonic() - start
-        dist.barrier()
-        interlace.set_deadline(60.0, process_group)
-        interlace.recover(process_group)
-        return error, took_s, call.make(process_group)
-
-
 @pytest.mark.parametrize(
     ("operator", "nodes"),
     [*((each, (0, 0, 1, 1)) for each in OPERATORS), (OPERATORS[1], (0, 1, 0, 1))],
@@ -249,7 +235,7 @@ def _late(call, late, nodes):
 def test_a_late_rank_is_named_by_all(ranks, operator, nodes):
     """Also by the ranks that have waited for another one, of their node or of their rail."""
     call = _calls(operator, 4)[0]
-    outcomes = ranks(4).run(_late, call, 3, nodes)
+    outcomes = ranks(4).run(call_without_one, call, 3, nodes)
     for rank, (error, took_s, _) in enumerate(outcomes):
         if rank != 3:
             kind, _, fields = error

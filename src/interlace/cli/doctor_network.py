@@ -11,11 +11,12 @@ import os
 import re
 import socket
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from interlace.bench.network import SIZES, TOGETHER, ExchangeTime, measure_exchanges
@@ -48,20 +49,9 @@ def run(
         PeerTimeoutError: A rank did not come.
     """
     console = make_console()
-    ranks = number_of_ranks(world_size)
-    with nccl_logs() as folder:
-        reports = run_ranks(
-            console,
-            f"Measuring the network between {ranks} ranks",
-            2 * len(SIZES) - 2,
-            run_rank,
-            ranks,
-            str(folder),
-            deadline_s,
-            backend=backend,
-            nodes=nodes,
-            join_timeout_s=deadline_s,
-        )
+    reports = run_measurement(
+        console, run_rank, world_size, deadline_s, backend=backend, nodes=nodes
+    )
     document = {
         "machine": machine.describe(),
         "command": command_line(),
@@ -82,6 +72,39 @@ def run(
     console.print(machine_line(document["machine"], document["date"]))
     outputs.say_written(console, "All numbers")
     return 0
+
+
+def run_measurement(
+    console: Console,
+    rank_function: Callable[..., Any],
+    world_size: int | None,
+    deadline_s: float,
+    *,
+    backend: str,
+    nodes: int | None,
+) -> list[Any]:
+    """Run ``rank_function(progress, logs, deadline_s)`` on every rank; return its results.
+
+    The first two are folders: of the progress bar, and of NCCL's logs.
+
+    Args:
+        world_size: Number of ranks; None for those of the launcher, else one per GPU.
+        backend, nodes: As :func:`run` takes them.
+    """
+    ranks = number_of_ranks(world_size)
+    with nccl_logs() as folder:
+        return run_ranks(
+            console,
+            f"Measuring the network between {ranks} ranks",
+            2 * len(SIZES) - 2,
+            rank_function,
+            ranks,
+            str(folder),
+            deadline_s,
+            backend=backend,
+            nodes=nodes,
+            join_timeout_s=deadline_s,
+        )
 
 
 def number_of_ranks(world_size: int | None) -> int:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, cast
 
 import torch
 from rich.table import Table
 
 from interlace.cli.bench_products import parse_work
 from interlace.cli.console import make_console
-from interlace.cli.gpus import gpu_named
+from interlace.cli.gpus import choice_on, gpu_named
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError, ConfigError
 from interlace.gemm.between_nodes import predicted_times
-from interlace.gemm.choice import Gpu, choose_on
-from interlace.gemm.config import GemmConfig
+from interlace.gemm.choice import Gpu
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named, operators
 
@@ -88,18 +86,8 @@ def run_explain(
 
 
 def _table(declaration: GemmOperator, gpu: Gpu, call: Call, dtype: str) -> Table:
-    profile, tiled = profile_of(gpu.name), declaration.config_type
-    choice = choose_on(
-        gpu,
-        declaration.name,
-        # The tiles of a kernel whose configuration has none are not asked for.
-        cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig),
-        rows=call.rows,
-        columns=call.columns,
-        inner=call.inner,
-        dtype=getattr(torch, dtype),
-        world_size=call.world_size,
-    )
+    profile = profile_of(gpu.name)
+    choice = choice_on(gpu, declaration, call, getattr(torch, dtype))
     table = make_table("implementation", "us", "of the best stock pair")
     pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
     for name, us in choice.times_us.items():

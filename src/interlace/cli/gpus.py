@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any, cast
+
+import torch
+
 from interlace.costs.known_profiles import own_gpus, profile_of, profiled_gpus
+from interlace.costs.time import Call
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Gpu
+from interlace.gemm.choice import Gpu, choose_on
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operator import GemmOperator
+from interlace.tuning.choice import Choice
 
 _SHARED_BYTES = 227 << 10
 """Shared memory of a program on the GPUs whose profiles are known."""
@@ -25,3 +33,19 @@ def gpu_named(text: str) -> Gpu:
             "by the H200's."
         )
     return Gpu(matching[0], profile_of(matching[0]).processors, _SHARED_BYTES)
+
+
+def choice_on(gpu: Gpu, declaration: GemmOperator, call: Call, dtype: torch.dtype) -> Choice[Any]:
+    """Return what ``impl="auto"`` would run on a GPU, with the tiles of the operator's kernel."""
+    tiled = declaration.config_type
+    return choose_on(
+        gpu,
+        declaration.name,
+        # The tiles of a kernel whose configuration has none are not asked for.
+        cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig),
+        rows=call.rows,
+        columns=call.columns,
+        inner=call.inner,
+        dtype=dtype,
+        world_size=call.world_size,
+    )

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 from rich.table import Table
 
+from interlace.cli.gpus import choice_on
 from interlace.cli.tables import make_table
 from interlace.comm import MAX_PROGRAMS
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Gpu, choose_on
-from interlace.gemm.config import GemmConfig
+from interlace.gemm.choice import Gpu
 from interlace.operators.gemv_all_reduce.config import default_config
 from interlace.sim import call as simulated
 from interlace.sim import operators as simulated_operators
@@ -61,18 +61,7 @@ def simulate(case: Case, ranks: int, gpu: Gpu) -> Trace:
 
 def _tiling(case: ProductCase, sizes: Call, gpu: Gpu) -> simulated.Tiling:
     """Return how the case's kernel cuts its product on a GPU."""
-    tiled = case.declaration.config_type
-    config = choose_on(
-        gpu,
-        case.operator,
-        # The tiles of a kernel whose configuration has none are not asked for.
-        cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig),
-        rows=sizes.rows,
-        columns=sizes.columns,
-        inner=sizes.inner,
-        dtype=DTYPES[case.dtype],
-        world_size=sizes.world_size,
-    ).config
+    config = choice_on(gpu, case.declaration, sizes, DTYPES[case.dtype]).config
     # A gather's kernel leaves an SM to the kernels around its copies.
     spared = 1 if case.collective == "all_gather" else 0
     return simulated.Tiling(

@@ -16,8 +16,8 @@ from interlace.bench.network import (
     measure_exchanges,
 )
 from interlace.cli import machine
-from interlace.cli.console import command_line, make_console, now, run_ranks
-from interlace.cli.doctor_network import nccl_logs, networks_in_use, number_of_ranks, times_table
+from interlace.cli.console import command_line, make_console, now
+from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.cli.tune_machine import write
@@ -46,21 +46,10 @@ def run_network(
         GroupError: All ranks are on one node.
         PeerTimeoutError: A rank did not come.
     """
-    console, ranks = make_console(), number_of_ranks(world_size)
-    with nccl_logs() as folder:
-        reports = run_ranks(
-            console,
-            f"Measuring the network between {ranks} ranks",
-            2 * len(SIZES) - 2,
-            run_rank,
-            ranks,
-            str(folder),
-            deadline_s,
-            backend="cuda",
-            nodes=nodes,
-            join_timeout_s=deadline_s,
-        )
-    report = reports[0]
+    console = make_console()
+    report, *_ = run_measurement(
+        console, run_rank, world_size, deadline_s, backend="cuda", nodes=nodes
+    )
     document = {
         "machine": machine.describe(),
         "command": command_line(),

@@ -1,9 +1,7 @@
 """``embedding_all_to_all`` between nodes: the bits of one node, bytes by the costs, and faults."""
 
 import dataclasses
-import json
-import os
-import signal
+import functools
 import time
 
 import pytest
@@ -13,9 +11,8 @@ import torch.distributed as dist
 import interlace
 from interlace.costs.embedding_all_to_all import forward
 from tests.errors import error_of
-from tests.nodes.groups import process_group_of
+from tests.nodes.groups import errors_after_a_death, process_group_of
 from tests.operators.embedding_all_to_all.calls import Call, check_all, run_one
-from tests.pool import fork_server
 
 SHAPES = [(4, 2), (2, 2)]
 
@@ -171,40 +168,9 @@ def test_delays_and_slow_ranks_change_nothing(ranks, world_size):
         call.check([results[turn] for results in outcomes])
 
 
-def _rank_of_four(rank, folder, call):
-    """A process of its own: rank 3 is killed, and the others write down what they raise."""
-    from interlace.comm import init_process_group
-
-    os.environ["INTERLACE_NODES"] = "2"
-    store = f"file://{folder}/store"
-    init_process_group("cpu", rank=rank, world_size=4, init_method=store, local_rank=rank)
-    torch.set_num_threads(1)
-    run_one(call)
-    interlace.set_deadline(30.0)
-    start = time.monotonic()
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    kind, message, fields = error_of(run_one, call)
-    took_s = time.monotonic() - start
-    text = json.dumps([kind, fields.get("peer"), fields.get("node"), took_s, message])
-    (folder / f"rank-{rank}").write_text(text)
-    time.sleep(5)  # the others say first on whom they gave up
-    os._exit(0)
-
-
 def test_a_dead_rank_is_named_by_the_ranks_of_both_nodes(tmp_path):
     """The other node's ranks notice the closed connection at once, this node's by the deadline."""
-    context = fork_server()
-    call = _calls(4)[1]
-    processes = [
-        context.Process(target=_rank_of_four, args=(rank, tmp_path, call)) for rank in range(4)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode is not None
-    for rank in range(3):
-        kind, peer, node, took_s, message = json.loads((tmp_path / f"rank-{rank}").read_text())
-        assert (kind, peer, node) == ("PeerTimeoutError", 3, 1), (rank, message)
-        assert took_s < 60
+    make = functools.partial(run_one, _calls(4)[1])
+    for kind, message, peer, node, took_s in errors_after_a_death(make, tmp_path):
+        assert (kind, peer, node) == ("PeerTimeoutError", 3, 1), message
+        assert took_s < 30

@@ -21,7 +21,7 @@ from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
 _MOVERS_OF_FEW_ROWS = 132  # one program per SM of an H200
-_CPU_MOVERS = 8
+_CPU_MOVERS = 4
 _TILE = {"ROWS": 4, "COLS": 1024}
 _SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no second rank
 _MAX_COMPILED = 4096  # calls whose compiled kernel is remembered

@@ -31,7 +31,7 @@ _MOST_SUMMED_BYTES = 16 << 20
 """Of a result that every rank sums for itself: with more, each rank should sum a share of it."""
 
 _CHUNK = 2048
-_CPU_PROGRAMS = 8
+_CPU_PROGRAMS = 4
 
 
 def push_rows(

@@ -24,7 +24,7 @@ MOST_COLUMNS = 1 << 16
 """Columns of the sums that a program can normalise: a row is in registers."""
 
 _COLUMNS_PER_THREAD = 16
-_CPU_PROGRAMS = 8
+_CPU_PROGRAMS = 4
 
 
 def run_fused(call: GemmCall) -> Normed:

@@ -82,7 +82,7 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
     shows here too.
     """
 
-    @settings(max_examples=8 if world_size == 2 else 3)
+    @settings(max_examples=4 if world_size == 2 else 2)
     @given(batch=st.lists(_calls(world_size), min_size=1, max_size=4))
     def check(batch):
         _check(batch, ranks(world_size).run(with_traffic, run_one, batch))
@@ -111,7 +111,7 @@ def _backward_traffic(calls):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_backward_passes_cost_what_is_predicted(ranks, world_size):
-    @settings(max_examples=6 if world_size == 2 else 3)
+    @settings(max_examples=3 if world_size == 2 else 2)
     @given(batch=st.lists(_calls(world_size), min_size=1, max_size=3))
     def check(batch):
         for rank, answers in enumerate(ranks(world_size).run(_backward_traffic, batch)):
@@ -158,13 +158,13 @@ def _back_to_back(call, count, faults):
     Numbers change from call to call, so that what an earlier one left in a buffer is not taken for
     right.
     """
-    calls = [dataclasses.replace(call, seed=seed) for seed in range(5)]
+    calls = [dataclasses.replace(call, seed=seed) for seed in range(3)]
     expected = [run_one(each).clone() for each in calls]
     with interlace.inject(dataclasses.replace(faults, seed=dist.get_rank())):
         wrong = [
             i
             for i in range(count)
-            if not run_one(calls[i % 5], check_indices=False).equal(expected[i % 5])
+            if not run_one(calls[i % 3], check_indices=False).equal(expected[i % 3])
         ]
     return wrong, expected[0]
 
@@ -175,7 +175,7 @@ def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
     call = Call(
         ((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, protocol=protocol, max_programs=2)
     )
-    results = ranks(3).run(_back_to_back, call, 15, interlace.Faults(max_delay_s=0.001))
+    results = ranks(3).run(_back_to_back, call, 9, interlace.Faults(max_delay_s=0.001))
     assert [wrong for wrong, _ in results] == [[]] * 3
     call.check([expected for _, expected in results])
 
@@ -189,7 +189,7 @@ def test_puts_may_arrive_in_any_order(ranks, protocol):
         ((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, protocol=protocol, block_bags=1)
     )
     results = ranks(2).run(
-        _back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
+        _back_to_back, call, 6, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
     )
     assert [wrong for wrong, _ in results] == [[]] * 2
     call.check([expected for _, expected in results])
@@ -212,4 +212,4 @@ def test_calls_of_different_shapes_share_memory(ranks):
         )
         for protocol in PROTOCOLS
     ]
-    assert ranks(2).run(changing_shapes, run_one, batch, 18) == [[]] * 2
+    assert ranks(2).run(changing_shapes, run_one, batch, 12) == [[]] * 2

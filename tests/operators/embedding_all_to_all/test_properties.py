@@ -158,13 +158,13 @@ def _back_to_back(call, count, faults):
     Numbers change from call to call, so that what an earlier one left in a buffer is not taken for
     right.
     """
-    calls = [dataclasses.replace(call, seed=seed) for seed in range(3)]
+    calls = [dataclasses.replace(call, seed=seed) for seed in range(5)]
     expected = [run_one(each).clone() for each in calls]
     with interlace.inject(dataclasses.replace(faults, seed=dist.get_rank())):
         wrong = [
             i
             for i in range(count)
-            if not run_one(calls[i % 3], check_indices=False).equal(expected[i % 3])
+            if not run_one(calls[i % 5], check_indices=False).equal(expected[i % 5])
         ]
     return wrong, expected[0]
 
@@ -189,7 +189,7 @@ def test_puts_may_arrive_in_any_order(ranks, protocol):
         ((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, protocol=protocol, block_bags=1)
     )
     results = ranks(2).run(
-        _back_to_back, call, 6, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
+        _back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
     )
     assert [wrong for wrong, _ in results] == [[]] * 2
     call.check([expected for _, expected in results])

@@ -74,7 +74,8 @@ def test_the_workspace_grows_on_demand_and_goes(ranks, protocol):
     """It grows for a larger call, stays for a smaller one, and after a release starts again at
     epoch 1.
     """
-    calls = [Call(1, rows, 16, config=_config(protocol)) for rows in (9, 200, 9)]
+    config = GemvAllReduceConfig(protocol, block_n=64, block_k=16)
+    calls = [Call(1, rows, 16, config=config) for rows in (9, 400, 9)]
     outcomes = ranks(2).run(_grow, calls)
     for i, call in enumerate([*calls, calls[0]]):
         call.check([results[i] for results, _ in outcomes])

@@ -63,7 +63,7 @@ def _grow(calls):
 
 
 def test_buffers_grow_on_demand_and_go(ranks):
-    calls = [Call(((4,), (2,)), batch) for batch in (3, 200, 3)]
+    calls = [Call(((4,), (2,)), batch) for batch in (3, 700, 3)]
     outcomes = ranks(2).run(_grow, calls)
     for i, call in enumerate([*calls, calls[0]]):
         call.check([copies[i] for copies, *_ in outcomes])

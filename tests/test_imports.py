@@ -1,7 +1,10 @@
-"""What importing brings along, each in a fresh process."""
+"""What importing brings along, mostly in fresh processes."""
 
+import contextlib
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -101,6 +104,14 @@ def test_every_public_name_can_be_had_without_other_programs():
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == ""
+
+
+def test_what_gpu_tests_import_is_there():
+    """A run on the CPU does not collect them; see ``tests/conftest.py``."""
+    for file in Path(__file__).with_name("gpu").glob("test_*.py"):
+        # Some need another program, and skip themselves without it.
+        with contextlib.suppress(pytest.skip.Exception):
+            importlib.import_module(f"tests.gpu.{file.stem}")
 
 
 def test_an_unknown_name_is_an_attribute_error():

@@ -13,6 +13,7 @@ from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.group import Workspace
 from interlace.comm.kernels import (
+    CPU_PROGRAMS,
     Launch,
     addressable,
     describe_matrix,
@@ -29,15 +30,12 @@ from interlace.units import ceil_div, round_up
 _DESCRIPTOR_CAPABILITY = (9, 0)
 # Throughput of one SM of an H200 that computes and sends tiles (decision 0009).
 _FLOP_PER_NS = 5600
-# Enough for programs to take turns, and more than one tile each.
-_CPU_PROGRAMS = 4
 
 
 def programs(group: Group, config: GemmConfig) -> int:
     """Return the number of programs to launch: one per SM, or fewer if ``config`` says so."""
     if group.backend == "cpu":
-        # The interpreter runs programs one after another; more of them only take longer.
-        return min(config.max_programs or MAX_PROGRAMS, _CPU_PROGRAMS)
+        return min(config.max_programs or MAX_PROGRAMS, CPU_PROGRAMS)
     processor_count = processors(group.device)
     return min(config.max_programs or processor_count, processor_count, MAX_PROGRAMS)
 

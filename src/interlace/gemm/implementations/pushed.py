@@ -16,7 +16,7 @@ import torch
 from interlace.comm import Group, Workspace
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows
+from interlace.comm.kernels import CPU_PROGRAMS, MOST_MOVERS, Launch, cut_rows
 from interlace.comm.replays import places
 from interlace.comm.within_node import WithinNode
 from interlace.gemm.call import GemmCall
@@ -31,7 +31,6 @@ _MOST_SUMMED_BYTES = 16 << 20
 """Of a result that every rank sums for itself: with more, each rank should sum a share of it."""
 
 _CHUNK = 2048
-_CPU_PROGRAMS = 4
 
 
 def push_rows(
@@ -217,7 +216,7 @@ def _prepare_all_reduce(call: GemmCall, part: torch.Tensor, y: torch.Tensor) -> 
         "N": part.shape[1],
     }
     chunks = ceil_div(part.numel(), _CHUNK)
-    programs = min(chunks, _CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
+    programs = min(chunks, CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
 
     def enqueue() -> None:
         from interlace.gemm.kernels.sum_parts import sum_parts

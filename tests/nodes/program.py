@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -34,7 +35,9 @@ def main(folder: Path) -> None:
     assert [rank for rank, _ in results] == [0, 1]
     assert results[int(os.environ["RANK"])][1] == os.getpid()
     assert not dist.is_initialized()
-    # As programs do that know torchrun.
+    # As programs do that know torchrun. Rank 0 is late: the others must not take the address that
+    # it had in the group before, where nobody listens any more.
+    time.sleep(1.0 if os.environ["RANK"] == "0" else 0.0)
     dist.init_process_group("gloo")
     assert work(folder) == (dist.get_rank(), os.getpid())
     dist.destroy_process_group()

@@ -119,6 +119,7 @@ def _run_agents(folder: Path, hosts: list[Host]) -> None:
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path])),
     }
     port = _free_port()
+    outputs = [folder / f"agent-{agent}" for agent in range(_AGENTS)]
     agents = [
         subprocess.Popen(
             [
@@ -129,16 +130,25 @@ def _run_agents(folder: Path, hosts: list[Host]) -> None:
                 *(str(_PROGRAM), str(folder)),
             ],
             env=environment | {"GLOO_SOCKET_IFNAME": host.interface},
-            stdout=subprocess.PIPE,
+            stdout=output.open("w"),
             stderr=subprocess.STDOUT,
-            text=True,
         )
-        for agent, host in enumerate(hosts)
+        for agent, (host, output) in enumerate(zip(hosts, outputs, strict=True))
     ]
+    end = time.monotonic() + 600
     try:
-        for agent in agents:
-            said, _ = agent.communicate(timeout=600)
-            assert agent.returncode == 0, said
+        # An agent whose peer has failed waits for it: whoever fails first ends the test.
+        while any(agent.poll() is None for agent in agents) and not any(
+            agent.returncode for agent in agents
+        ):
+            assert time.monotonic() < end, _said(outputs)
+            time.sleep(0.1)
+        assert all(agent.returncode == 0 for agent in agents), _said(outputs)
     finally:
         for agent in agents:
             agent.kill()
+            agent.wait()
+
+
+def _said(outputs: list[Path]) -> str:
+    return "\n".join(f"{output.name}:\n{output.read_text()}" for output in outputs)

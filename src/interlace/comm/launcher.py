@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -26,6 +27,8 @@ _UNGUARDED = (
     "The start of a program must be guarded, since every rank imports the program. Call launch "
     "below `if __name__ == '__main__':`."
 )
+# Numbers the process groups that `launch` makes in ranks which another launcher has started.
+_launches = itertools.count()
 
 
 def launch(
@@ -255,7 +258,8 @@ def init_process_group(
     *,
     rank: int,
     world_size: int,
-    init_method: str,
+    init_method: str | None = None,
+    store: dist.Store | None = None,
     local_rank: int,
     ranks_here: int | None = None,
     timeout_s: float | None = None,
@@ -267,6 +271,7 @@ def init_process_group(
         rank: Rank of this process.
         world_size: Number of ranks.
         init_method: URL at which the ranks meet, as in ``torch.distributed``.
+        store: Store in which the ranks meet, instead of a URL.
         local_rank: Rank of this process on its machine; GPUs are dealt out round robin.
         ranks_here: Number of ranks on this machine. Default: all of them.
         timeout_s: Seconds in which all ranks must join, and that torch's collectives of this group
@@ -297,6 +302,7 @@ def init_process_group(
         dist.init_process_group(
             "cpu:gloo,cuda:nccl",
             init_method=init_method,
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timeout,
@@ -304,7 +310,12 @@ def init_process_group(
         )
     else:
         dist.init_process_group(
-            "gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+            "gloo",
+            init_method=init_method,
+            store=store,
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
         )
 
 
@@ -339,7 +350,7 @@ def _run_as_rank(
         os.environ.update(environment)
         try:
             init_process_group(
-                backend, rank=rank, world_size=ranks, init_method="env://",
+                backend, rank=rank, world_size=ranks, store=_store_of_a_launch(join_timeout_s),
                 local_rank=local_rank, ranks_here=ranks_here, timeout_s=join_timeout_s,
             )  # fmt: skip
         except dist.DistError as error:
@@ -361,3 +372,23 @@ def _run_as_rank(
     finally:
         if started:
             dist.destroy_process_group()
+
+
+def _store_of_a_launch(timeout_s: float | None) -> dist.Store:
+    """Return the launcher's store under keys that no other process group uses.
+
+    Process groups leave the addresses of their ranks in the store. A later group under the same
+    keys, of this function or of the program's own ``init_process_group``, would read the addresses
+    of a group that is gone, and wait for it for ever.
+
+    Args:
+        timeout_s: Seconds in which the store must answer. Default: torch's.
+
+    Raises:
+        torch.distributed.DistError: The store does not answer.
+    """
+    timeout: dict[str, Any] = {}
+    if timeout_s is not None:
+        timeout["timeout"] = datetime.timedelta(seconds=timeout_s)
+    store, _, _ = next(dist.rendezvous("env://", **timeout))
+    return dist.PrefixStore(f"interlace/launch/{next(_launches)}", store)

@@ -30,7 +30,7 @@ _BASE_FIELDS = {field.name for field in dataclasses.fields(Case)}
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What the command has been asked for.
+    """The options of ``interlace trace``.
 
     Attributes:
         operator: Name of the operator.

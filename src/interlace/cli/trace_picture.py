@@ -54,7 +54,7 @@ class _Arrow(NamedTuple):
 
 @dataclasses.dataclass
 class _Trace:
-    """What a document holds: names, bars of each row, arrows, and bytes in flight; times in ns."""
+    """A document's names, bars of each row, arrows, and bytes in flight; times in nanoseconds."""
 
     processes: dict[int, str]
     names: dict[_Key, str]

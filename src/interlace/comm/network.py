@@ -1,4 +1,4 @@
-"""What a group of several nodes has for its slices: a carrier, counters, and a watch on a GPU."""
+"""Carry a group's slices between nodes: a carrier, counters, and a watch on a GPU."""
 
 from __future__ import annotations
 

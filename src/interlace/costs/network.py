@@ -26,7 +26,7 @@ MOST_SLICES = 16
 
 @dataclasses.dataclass(frozen=True)
 class NetworkRates:
-    """How long exchanges between nodes take, measured while all ranks exchange at once.
+    """Measured times of exchanges between nodes, while all ranks exchange at once.
 
     Attributes:
         network: the network, such as ``"NCCL over NET/Socket"``.

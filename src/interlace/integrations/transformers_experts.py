@@ -1,4 +1,4 @@
-"""What modules of experts in ``transformers`` compute, and how they keep their parameters."""
+"""Read from modules of experts in ``transformers`` what they compute and how they are laid out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NUMBERS = ("alpha", "swiglu_alpha", "limit", "swiglu_limit")
 
 
 class Layout(NamedTuple):
-    """How a module of experts keeps what :func:`interlace.mixture_of_experts` computes with.
+    """The layout in which a module keeps the weights of :func:`interlace.mixture_of_experts`.
 
     Attributes:
         activation: What lies between the two products.

@@ -29,7 +29,7 @@ _SLOT_WORDS = 1024  # of four bytes of a message each
 
 
 class ExploredNetwork:
-    """What a group of several nodes has for its slices; see the module.
+    """The network of an explored group of several nodes; see the module.
 
     Attributes:
         carrier: This object, which sends and receives.

@@ -89,7 +89,7 @@ class Trace:
 
     @functools.cached_property
     def work(self) -> Work:
-        """What programs did with their time, their puts and waits, and which put ended which."""
+        """Each program's use of time, its puts and waits, and which put ended which wait."""
         error_ns = max((clock.error_ns for clock in self.clocks), default=0.0)
         return work_of(self.launches, 2 * error_ns + _STORE_NS if self.is_timed else 0.0)
 
@@ -107,7 +107,7 @@ class Trace:
 
     @functools.cached_property
     def account(self) -> Account | None:
-        """Where the time of the rank that ends last went; None if times mean nothing."""
+        """The time of the rank that ends last, by cause; None if times mean nothing."""
         return account(self.work, self.others) if self.is_timed else None
 
     def finding(self) -> str:

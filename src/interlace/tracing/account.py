@@ -1,4 +1,4 @@
-"""Where one rank's time went: the product, and everything that made the call longer than it.
+"""Account for one rank's time: the product, and all that made the call longer than it.
 
 Every nanosecond from the first event of all ranks to the last one belongs to one *phase*. So the
 phases of two timelines of one call, a measured and a simulated one, can be compared line by line.

@@ -66,7 +66,7 @@ class Launch:
 
 
 class Packed(NamedTuple):
-    """What one rank hands to the others: JSON values.
+    """One rank's events for the other ranks, as JSON values.
 
     Attributes:
         launches: The values of :func:`pack`.

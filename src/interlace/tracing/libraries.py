@@ -1,4 +1,4 @@
-"""What runs on a GPU beside the kernels that record events: cuBLAS, NCCL, copy engines.
+"""Record what runs on a GPU beside kernels that record events: cuBLAS, NCCL, copy engines.
 
 CUPTI reports it, through torch.profiler, on a clock of its own. Kernels that record events are seen
 by both, which gives the distance of the clocks.

@@ -27,7 +27,7 @@ Json = dict[str, Any]
 
 
 class Timeline(NamedTuple):
-    """What a document shows of one call.
+    """The contents of a document about one call.
 
     Attributes:
         launches: The launches of each rank.

@@ -1,4 +1,4 @@
-"""What a trace says, in words: where the time went, who waited for whom, and the use of links."""
+"""Say in words where a trace's time went, who waited for whom, and how links were used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each program did with its time, and which put or signal ended which wait."""
+"""Find each program's use of its time, and which put or signal ended which wait."""
 
 from __future__ import annotations
 

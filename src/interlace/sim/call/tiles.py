@@ -12,7 +12,7 @@ from interlace.units import ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class Tiling:
-    """How a fused kernel cuts its product.
+    """The tiles of a fused kernel's product.
 
     Attributes:
         block_m, block_n: rows and columns of a tile.
@@ -253,7 +253,7 @@ class TiledKernel:
 
 
 class _Sent:
-    """What one program has sent: a tile leaves shared memory before the next one enters it."""
+    """The tiles that one program has sent: each leaves shared memory before the next one enters."""
 
     def __init__(self, kernel: TiledKernel, program: Program) -> None:
         self._kernel, self._program = kernel, program

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -26,8 +25,10 @@ from interlace.gemm.operands import FLOATS
 from interlace.registry import Implementation
 from interlace.units import ceil_div, round_up
 
-_MOST_SUMMED_BYTES = 16 << 20
-"""Of a result that every rank sums for itself: with more, each rank should sum a share of it."""
+_MOST_BYTES = 16 << 20
+"""Of a product: with more, signals cost less than memory that is read again and again and freed,
+and of an all-reduce each rank should sum a share.
+"""
 
 _CHUNK = 2048
 _CPU_PROGRAMS = 8
@@ -61,7 +62,8 @@ def push_rows(
         distance: Rows from one share to the next.
     """
     ranks, columns = group.world_size, x.shape[1]
-    memory = _memory(group, operator, gathered, mark)
+    slot_bytes = ceil_div(gathered.nbytes, ranks)
+    memory = lamport_arguments(group, operator, "pushed", slot_bytes, mark)
 
     def enqueue() -> None:
         from interlace.gemm.kernels import staged
@@ -69,7 +71,6 @@ def push_rows(
         # A route is the row at which a source's rows begin in ``gathered``, and their number.
         offsets = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
         routes = [(offset, count, 0) for offset, count in zip(offsets, rows, strict=True)]
-        # The same number of programs on every rank: each meets those of its index.
         programs, tile = cut_rows(max(rows), columns, group)
         arguments = memory | {
             "x": x,
@@ -80,29 +81,14 @@ def push_rows(
             "K": columns,
             "x_stride": row_stride(x),
             "gathered_stride": gathered.shape[-1],
+            "cells": gathered.numel(),
         }
         # With a share every rank gets other rows of x; without, every rank gets all rows.
         constants = {"WORLD_SIZE": ranks, "SCATTER": share is not None, **tile}
-        Launch(staged.spread_rows, (programs,), arguments, constants)()
+        # The program behind them finds out whether the ranks are in the same call.
+        Launch(staged.spread_rows, (programs + 1,), arguments, constants)()
 
     return enqueue
-
-
-def _memory(group: Group, operator: str, arriving: torch.Tensor, mark: int) -> dict[str, Any]:
-    """Return the kernels' arguments for symmetric memory in which ``arriving`` lands.
-
-    Collective when the workspace must grow, so it comes before anything is enqueued.
-    """
-    signals = MOST_MOVERS * 2 * group.world_size
-    workspace = group.workspace(f"{operator}, spread", arriving.nbytes, signals)
-    return {
-        "landing_address": workspace.data.address,
-        "half_bytes": workspace.half_bytes,
-        "signals": workspace.signals.address,
-        "epochs": workspace.epochs,
-        "ctx": group.context(operator),
-        "call": mark,
-    }
 
 
 Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
@@ -145,46 +131,27 @@ def _prepare_all_to_all(
     return push_rows(group, call.operator.name, product, y, rows, call.mark, share=share)
 
 
-def _prepare_reduce_scatter(
-    call: GemmCall, parts: torch.Tensor, y: torch.Tensor
+def _prepare_sum(
+    call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool
 ) -> Callable[[], None]:
-    group, (rows, columns) = call.group, y.shape
-    arguments = _memory(group, call.operator.name, parts, call.mark) | {
-        "parts": parts,
-        "bias": call.operands.bias,
-        "y": y,
-        "rows": rows,
-        "columns": columns,
-    }
-
-    def enqueue() -> None:
-        from interlace.gemm.kernels import staged
-
-        programs, tile = cut_rows(rows, columns, group)
-        constants = {"WORLD_SIZE": group.world_size, **tile}
-        Launch(staged.scatter_and_sum, (programs,), arguments, constants)()
-
-    return enqueue
-
-
-def _prepare_all_reduce(call: GemmCall, part: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+    """Prepare the sum of all ranks' parts; with ``scatter``, each rank sums its share of rows."""
     group = call.group
-    operator = f"{call.operator.name}, summed"
-    slot_bytes = round_up(part.numel(), 16) * part.element_size()
-    arguments = lamport_arguments(group, operator, slot_bytes, call.mark) | {
+    slot_bytes = round_up(y.numel(), 16) * y.element_size()
+    arguments = lamport_arguments(group, call.operator.name, "pushed", slot_bytes, call.mark)
+    arguments |= {
         "part": part,
         "bias": call.operands.bias,
         "y": y,
-        "elements": part.numel(),
+        "elements": y.numel(),
         "N": part.shape[1],
     }
-    chunks = ceil_div(part.numel(), _CHUNK)
+    chunks = ceil_div(y.numel(), _CHUNK)
     programs = min(chunks, _CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
 
     def enqueue() -> None:
         from interlace.gemm.kernels.sum_parts import sum_parts
 
-        constants = {"WORLD_SIZE": group.world_size, "CHUNK": _CHUNK}
+        constants = {"WORLD_SIZE": group.world_size, "SCATTER": scatter, "CHUNK": _CHUNK}
         # The program behind them finds out whether the ranks are in the same call.
         Launch(sum_parts, (programs + 1,), arguments, constants)()
 
@@ -194,18 +161,18 @@ def _prepare_all_reduce(call: GemmCall, part: torch.Tensor, y: torch.Tensor) -> 
 PUSHED_ALL_REDUCE = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the parts in the peers' memory and sums them",
-    functools.partial(_run, prepare=_prepare_all_reduce),
-    needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_SUMMED_BYTES),
+    functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=False)),
+    needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
 )
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory",
     functools.partial(_run, prepare=_prepare_all_to_all),
-    needs(even_rows=True, same_dtype=True),
+    needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory and sums them",
-    functools.partial(_run, prepare=_prepare_reduce_scatter),
-    needs(even_rows=True, same_dtype=True),
+    functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=True)),
+    needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
 )

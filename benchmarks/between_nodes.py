@@ -12,13 +12,14 @@ timed. Times are those of the slowest rank: medians of samples, each the mean of
 
 The number of lookups at which pooling takes as long as the exchange is found first. At the end rank
 1 does not come to a call: rank 0 must say so within the deadline, and both must recover.
+
+``between_nodes_causes.py`` measures why slices take as long as they do.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import faulthandler
 import itertools
 import json
@@ -32,12 +33,14 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import documents
 import torch
 import torch.distributed as dist
 
 import interlace
 from interlace.comm import carrier
 from interlace.operators.embedding_all_to_all import between_nodes
+from interlace.operators.embedding_all_to_all.layout import Layout
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (1, 4, 8, 20, 64)
@@ -55,10 +58,11 @@ def main() -> None:
 
 
 def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
-    """Run ``measure`` on two ranks that are two hosts for NCCL; write what rank 0 returns."""
+    """Run ``measure`` on ranks of two hosts for NCCL, and write what rank 0 returns."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, help="where results go")
     parser.add_argument("--backend", default="cuda", choices=["cuda", "cpu"])
+    parser.add_argument("--ranks", type=int, default=2, help="number of ranks, half on each host")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(
@@ -71,22 +75,20 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
             NCCL_DEBUG_FILE=f"{folder}/nccl.%p",
             INTERLACE_DEADLINE_S="20",
         )
-        results = interlace.launch(measure, 2, backend=arguments.backend, nodes=2)
+        results = interlace.launch(measure, arguments.ranks, backend=arguments.backend, nodes=2)
         log = "".join(file.read_text(errors="replace") for file in Path(folder).glob("nccl.*"))
     transports = sorted(set(re.findall(r"via (\S+)", log)))
     networks = sorted(set(re.findall(r"Using network (\S+)", log)))
     print(f"NCCL: network {networks}, transports {transports}", flush=True)
     if arguments.json is not None:
-        from interlace.cli import machine
-
-        document = {
-            "machine": machine.describe(),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "network": {"NCCL": networks, "transports": transports},
-            "sizes": sizes,
-            "results": results[0],
-        }
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        # As a file of its own, a network is what ``interlace sim nodes --network`` takes.
+        if "network" in results[0]:
+            rates = {**results[0].pop("network"), "network": f"NCCL over {', '.join(transports)}"}
+            file = arguments.json.with_suffix(".network.json")
+            file.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
+        network = {"NCCL": networks, "transports": transports}
+        more = {"ranks": arguments.ranks, "network": network, "sizes": sizes}
+        documents.write(arguments.json, results[0], **more)
     if arguments.backend == "cuda" and not any("NET/Socket" in name for name in transports):
         raise SystemExit("NCCL's log must say NET/Socket; the times above are of something else.")
 
@@ -144,15 +146,8 @@ def measure() -> dict[str, Any]:
     """On a rank: find the balance, measure every number of lookups, and try a late rank."""
     begun = time.monotonic()
     faulthandler.dump_traceback_later(_STACKS_S)  # where it hangs, if it does
-    group = interlace.group_of()
-    on_gpu = group.backend == "cuda"
-    rows, tables = (ROWS, TABLES) if on_gpu else (50, 2)
-    generator = torch.Generator(group.device).manual_seed(dist.get_rank())
-    weights = [
-        torch.randn(rows, WIDTH, device=group.device, generator=generator).half()
-        for _ in range(tables)
-    ]
-    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    on_gpu = interlace.group_of().backend == "cuda"
+    weights, alone = tables_of_rank()
     first = Workload.of(20, weights, alone)
     pooled = first.pool()
     exchange_us = timed(lambda: first.exchange(pooled))
@@ -173,6 +168,19 @@ def measure() -> dict[str, Any]:
     faulthandler.cancel_dump_traceback_later()
     say(f"{time.monotonic() - begun:.0f} s in all")
     return results
+
+
+def tables_of_rank() -> tuple[list[torch.Tensor], dist.ProcessGroup]:
+    """Return a rank's tables, and a group of this rank alone."""
+    group = interlace.group_of()
+    rows, tables = (ROWS, TABLES) if group.backend == "cuda" else (50, 2)
+    generator = torch.Generator(group.device).manual_seed(dist.get_rank())
+    weights = [
+        torch.randn(rows, WIDTH, device=group.device, generator=generator).half()
+        for _ in range(tables)
+    ]
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
+    return weights, alone[dist.get_rank()]
 
 
 def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
@@ -208,7 +216,15 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     ratio = times["fused"] / times["pair"]
     said = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
     say(f"{lookups} lookups, us: {said}; fused / pair {ratio:.3f}")
-    return {"us": times, "fused / pair": ratio}
+    return {"us": times, "fused / pair": ratio, "slices": slices_of(workload)}
+
+
+def slices_of(workload: Workload) -> int:
+    """Return the number of slices of a call without a configuration."""
+    widths = (tuple(table.shape[1] for table in workload.tables),) * dist.get_world_size()
+    layout = Layout(widths, _batch(workload.tables))
+    itemsize = workload.tables[0].element_size()
+    return between_nodes.Cut.of(layout, itemsize, None).count
 
 
 def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:

@@ -144,7 +144,9 @@ class Pool:
 @contextlib.contextmanager
 def _environment_of(backend: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("TRITON_INTERPRET", raising=False)
+        # A launch of several nodes may be what starts the server, whose later processes are of one.
+        for name in ("TRITON_INTERPRET", "INTERLACE_NODES"):
+            patch.delenv(name, raising=False)
         for name, value in _ENVIRONMENTS[backend].items():
             patch.setenv(name, value)
         yield

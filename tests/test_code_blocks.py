@@ -309,11 +309,16 @@ def _commands() -> list[object]:
 @pytest.mark.parametrize("words", _commands())
 def test_command_exists(words: list[str]) -> None:
     """Commands of Interlace are parsed with their options; programs and targets exist."""
-    if words[0] == "interlace":
-        _parse(typer.main.get_command(app), words[1:])
+    is_launched = words[0] == "torchrun" and "-m" in words
+    if words[0] == "interlace" or is_launched:
+        start = words.index("-m") + 2 if is_launched else 1
+        assert words[start - 1] == "interlace"
+        _parse(typer.main.get_command(app), words[start:])
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert words[1] in targets
+    elif words[0] == "torchrun" and "-m" in words:
+        _parse(typer.main.get_command(app), words[words.index("interlace") + 1 :])
     elif words[0] in ("python", "torchrun", "srun"):
         program = next(word for word in words if word.endswith(".py"))
         if "/" not in program:

@@ -58,6 +58,13 @@ def _cases_of(kernel):
                 {"OUT": _dtype("bfloat16")},
             )
         ],
+        "void_message": lambda: [
+            (
+                {"is_valid": "*i32", "landing": "i64", "ctx": "*i64", "elements": kind},
+                {"OUT": _dtype("bfloat16"), "num_warps": 4},
+            )
+            for kind in ("i32", "i64")
+        ],
         "stamp_messages": lambda: [
             (_MEETING | {"stamps": "i64", "count": "i32"}, {"num_warps": 1})
         ],
@@ -118,7 +125,8 @@ def _cases_of(kernel):
         "spread_rows": _spread_rows,
         "stage_rows": _stage_rows,
         "sum_results": lambda: _mixture_of_experts_rows(),
-        "swiglu_backward": lambda: _mixture_of_experts_rows(),
+        "activation_backward": lambda: _mixture_of_experts_rows(),
+        "bias_gradient": lambda: _mixture_of_experts_rows(),
     }[kernel]()
 
 
@@ -463,7 +471,7 @@ def _gemv_all_reduce_two_phase():
 
 _MOE_TABLES = ("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met", "epochs")
 _MOE_MATRICES = ("a", "b", "out", "kept", "results", "product_gradient", "inner_gradient")
-_MOE_MEMORY = ("numbers", "gradients", "buffers", "signals", "scaled", "received")
+_MOE_MEMORY = ("numbers", "gradients", "buffers", "signals", "scaled", "received", "rows_of")
 _MOE_SIZES = ("arrivals", "slots", "capacity", "tokens", "E", "L", "hidden_groups", "spread_ns")
 _MOE_NUMBERS = (
     "call",
@@ -475,6 +483,7 @@ _MOE_NUMBERS = (
     "wide",
     "narrow",
     "width",
+    "hidden",
 )
 _MOE_TYPES = {
     "ctx": "*i64",
@@ -486,6 +495,19 @@ _MOE_TYPES = {
 _MOE_LANES = {"WORLD_SIZE": 4, "L_LANES": 16, "E_LANES": 64}
 
 
+def _swiglu(**changes):
+    from interlace.operators.mixture_of_experts.kernels.activation import Form
+
+    return Form(2, "silu", 1.0, None, 0.0)._replace(**changes)
+
+
+def _expert_forms():
+    """That of gpt-oss, and one without a gate of each other kind."""
+    yield _swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
+    for kind in ("gelu", "gelu_tanh", "relu", "relu2"):
+        yield _swiglu(gates=1, kind=kind)
+
+
 def _mixture_of_experts_numbers():
     yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128}
 
@@ -495,8 +517,13 @@ def _mixture_of_experts_rows():
     import triton.language as tl
 
     blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 1024, "TOP_K": 6}
+    absent = dict.fromkeys(("bias", "factors"))
+    types = _MOE_TYPES | {"y": "*bf16", "out": "*bf16"}
     for halves in (False, True):
-        yield _MOE_TYPES | {"y": "*bf16"}, _MOE_LANES | blocks | {"HALVES": halves}
+        yield dict(types), _MOE_LANES | blocks | absent | {"HALVES": halves, "FORM": _swiglu()}
+    types |= {"bias": "*bf16", "factors": "*fp32"}
+    for form in _expert_forms():
+        yield dict(types), _MOE_LANES | blocks | {"HALVES": False, "FORM": form}
 
 
 def _mixture_of_experts_products(kernel):
@@ -534,21 +561,41 @@ def _mixture_of_experts_products(kernel):
             "FORWARD": forward,
             "EVEN": forward,
             "HALVES": halves,
+            "FORM": _swiglu(),
             "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward, precision="ieee"),
             "num_warps": 8,
         }
-        absent = ("scales", "met") if forward else ("grants", "kept")
+        absent = ("scales", "met", "bias") if forward else ("grants", "kept", "bias")
         yield types, constants | dict.fromkeys(absent)
+        if kernel == "dispatch_grouped_gemm" and forward:
+            # The layouts of gpt-oss and of openai_privacy_filter: biases, weights along N.
+            blocks = {"b": "64, 128" if halves else "64, 256"}
+            more = {name: f"tensordesc<bf16[{block}]>" for name, block in blocks.items()}
+            constants |= dict.fromkeys(("scales", "met"))
+            constants["TILING"] = constants["TILING"]._replace(w_along_k=False)
+            constants["FORM"] = _swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
+            yield types | more | {"bias": "*bf16"}, constants
+        elif kernel == "grouped_gemm_combine" and not forward:
+            # Forward too, if the weight lies as [L, F, hidden]; then there may be a bias.
+            yield types | {"bias": "*bf16"}, constants | {"met": None}
     forward = kernel == "dispatch_grouped_gemm"
     constants = shared | {
         "DTYPE": tl.float32,
         "FORWARD": forward,
         "EVEN": False,
         "HALVES": forward,
+        "FORM": _swiglu(),
         "TILING": Tiling(64, 64, 32, 8, False, w_along_k=forward, precision="ieee"),
         "a_tiles": None,
     }
-    absent = ("scales", "met") if forward else ("grants",)
+    if kernel == "dispatch_grouped_gemm":
+        # Pointers to weights along N, and experts without a gate.
+        along_n = constants["TILING"]._replace(w_along_k=False)
+        for halves, form in ((True, _swiglu()), (False, _swiglu(gates=1, kind="gelu"))):
+            changed = {"TILING": along_n, "HALVES": halves, "FORM": form}
+            types = _MOE_TYPES | {"x": "*fp32", "bias": "*fp32"}
+            yield types, constants | changed | dict.fromkeys(("scales", "met"))
+    absent = ("scales", "met", "bias") if forward else ("grants", "bias")
     yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
 
 
@@ -582,8 +629,14 @@ def _mixture_of_experts_decoding():
             "TILING": Tiling(*tile, 1, False, w_along_k=True, precision="ieee"),
             "EVEN": align == 8,
             "HALVES": halves,
+            "FORM": _swiglu(),
         }
-        yield types | {"x": name, "y": name}, shared | constants
+        pointers = {"x": name, "y": name, "bias": name}
+        yield types | pointers, shared | constants | {"bias": None}
+        # Weights along N, with biases; the last without a gate.
+        along_n = constants["TILING"]._replace(w_along_k=False)
+        form = _swiglu(gates=1, kind="relu2") if align == 1 else next(_expert_forms())
+        yield types | pointers, shared | constants | {"TILING": along_n, "FORM": form}
 
 
 def kernels():

@@ -18,7 +18,7 @@ from interlace.bench import machine_profile
 from interlace.bench.machine_profile import ProductTime
 from interlace.cache_folder import cache_folder
 from interlace.cli import bench
-from interlace.cli.tune_machine import write
+from interlace.cli.tune_machine import is_between_nodes, write
 from interlace.comm import identity
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
@@ -113,6 +113,7 @@ def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     write(known_profiles.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
     profile_of.cache_clear()
     assert profile_of("Another GPU", 132) == dataclasses.replace(SLOW, gpu="Another GPU")
+    assert known_profiles.own_gpus() == ["Another GPU"], "which interlace explain --gpu takes"
     assert known_profiles.own_file("Another GPU").parent.stat().st_mode & 0o077 == 0
     assert digest(gpu), "ranks that have different profiles must not be a group"
 
@@ -145,3 +146,23 @@ def test_only_measured_times_are_forgotten(tmp_path: Path) -> None:
         assert not profile_of("Another GPU").is_guess
         assert not cache_folder("measured").exists()
     assert cache_folder("measured") == tmp_path / "measured"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "environment", "expected"),
+    [
+        (None, {}, False),
+        (1, {}, False),
+        (2, {}, True),
+        (None, {"RANK": "0", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "8"}, False),
+        (None, {"RANK": "0", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, True),
+    ],
+)
+def test_ranks_on_several_nodes_measure_the_network(
+    monkeypatch: pytest.MonkeyPatch, nodes: int | None, environment: dict[str, str], expected: bool
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert is_between_nodes(nodes) is expected

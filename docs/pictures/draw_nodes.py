@@ -50,9 +50,9 @@ def nodes() -> None:
         block(axes, end + _WIDTH - 4, 8.6, 3.7, 4.0, SHADES[2])
     x = _LEFT + _WIDTH * _SLICES
     block(axes, x, 29.2, 2 * _WIDTH - 0.3, 4.6, SHADES[0])
-    label(axes, x + _WIDTH, 31.5, "this node's samples", ha="center", size=8)
-    block(axes, x + 2 * _WIDTH, 29.2, 6.0, 4.6, SUM)
-    label(axes, x + 2 * _WIDTH + 3, 31.5, "collect", ha="center", size=8, color="white")
+    label(axes, x + _WIDTH, 31.5, "this node's rows", ha="center", size=8)
+    block(axes, x + 2 * _WIDTH, 29.2, 13.0, 4.6, SUM)
+    label(axes, x + 2 * _WIDTH + 6.5, 31.5, "collect or add", ha="center", size=8, color="white")
     label(axes, 2, 4.6, "The kernel counts each block that it has staged; a stream operation (a thread on the", size=8.5)
     label(axes, 2, 2.2, "CPU backend) waits for the count, then one exchange sends and receives a slice per peer.", size=8.5)
     save(figure, "nodes")

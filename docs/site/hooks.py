@@ -86,6 +86,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown
 
 
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Return a page's HTML with a link from each picture to the picture in full size."""
+    return re.sub(r'(?<!">)(<img [^>]*\bsrc="([^"]+)"[^>]*>)', r'<a href="\2">\1</a>', html)
+
+
 def _fill(items: list[Any], contents: dict[str, list[Any]]) -> None:
     """Put the contents into the empty sections of their names."""
     for entry in items:

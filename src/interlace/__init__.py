@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         set_deadline,
         synchronize,
     )
+    from interlace.comm.gin import open_gin
     from interlace.errors import (
         ArgumentError,
         BackendError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
     from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+    from interlace.operators.mixture_of_experts.activation import ExpertActivation
     from interlace.operators.mixture_of_experts.api import mixture_of_experts
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
     from interlace.registry import operator
@@ -63,6 +65,7 @@ _PUBLIC = {
     "group_of": "interlace.comm",
     "inject": "interlace.comm",
     "launch": "interlace.comm",
+    "open_gin": "interlace.comm.gin",
     "recover": "interlace.comm",
     "set_deadline": "interlace.comm",
     "synchronize": "interlace.comm",
@@ -98,6 +101,7 @@ _PUBLIC = {
     "gemv_all_reduce": "interlace.operators.gemv_all_reduce.api",
     "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
     "mixture_of_experts": "interlace.operators.mixture_of_experts.api",
+    "ExpertActivation": "interlace.operators.mixture_of_experts.activation",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
     "trace": "interlace.tracing",
 }
@@ -111,6 +115,7 @@ __all__ = [
     "BackendError",
     "DataError",
     "EmbeddingAllToAllConfig",
+    "ExpertActivation",
     "Faults",
     "GemmAllReduceConfig",
     "GemmAllReduceNormConfig",
@@ -152,6 +157,7 @@ __all__ = [
     "mixture_of_experts",
     "models",
     "nn",
+    "open_gin",
     "operator",
     "optim",
     "recover",

@@ -189,9 +189,11 @@ class Operator(abc.ABC):
             terms: The properties of a call, which it must not refuse; None if they do not matter.
         """
         able = (
-            each.name
-            for each in self.implementations
-            if each.is_stock and each.spans_nodes and (terms is None or each.refusal(terms) is None)
+            implementation.name
+            for implementation in self.implementations
+            if implementation.is_stock
+            and implementation.spans_nodes
+            and (terms is None or implementation.refusal(terms) is None)
         )
         return next(able, "unfused")
 

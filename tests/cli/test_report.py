@@ -493,7 +493,7 @@ def test_study_of_embeddings(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--shape", "64x200000"], "--shape must be TxNxD"),
+        (["--shape", "64x200000"], "a shape must be TxNxD"),
         (["--lookups", "1,9-3"], "--lookups must be numbers or ranges"),
         (["--dtype", "int8"], "--dtype must be one of"),
         (["--plot", "x.png"], "--plot must go with --study"),

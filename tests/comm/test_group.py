@@ -3,6 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import interlace
 from interlace import ArgumentError, BackendError, Faults
@@ -35,6 +37,25 @@ def test_different_exchanges_do_not_mix(ranks):
     assert [error[:2] for error in ranks(2).run(_different_exchanges)] == [
         ("RankMismatchError", message)
     ] * 2
+
+
+def _groups_that_are_none():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    x = torch.ones(2, 4)
+    return [
+        error_of(interlace.gemm_all_reduce, x, x, group=group)
+        for group in (mesh, "tp", 0, dist.GroupMember.NON_GROUP_MEMBER)
+    ] + [error_of(interlace.gemm_all_reduce, distribute_tensor(x, mesh, [Shard(1)]), x)]
+
+
+def test_what_is_no_process_group_or_no_plain_tensor_is_refused(ranks):
+    for mesh, name, number, other, dtensor in ranks(2).run(_groups_that_are_none):
+        for error in (mesh, name, number):
+            assert error[:1] == ("ArgumentError",)
+            assert error[1].startswith("group must be a torch.distributed.ProcessGroup, or None")
+        assert "mesh.get_group(name)" in mesh[1]
+        assert other[0] == "GroupError"
+        assert dtensor[1].startswith("gemm_all_reduce: x must be this rank's tensor; got a DTensor")
 
 
 def test_marks_of_calls():

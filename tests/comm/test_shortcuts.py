@@ -98,23 +98,48 @@ def test_promotion_is_triton_s(rules: tuple[bool, ...]) -> None:
         _operand(block.astype(np.float32), tl.float32), _operand(np.int32(7), tl.int32),
         _operand(block.astype(np.uint64), core.pointer_type(tl.float32)),
         _operand(block.astype(np.uint32), tl.uint32), _operand(block > 1, tl.int1),
+        _operand(np.bool_(True), tl.int1), _operand(np.float32(0.5), tl.float32),
+        _operand(np.arange(4, dtype=np.int32)[:, None], tl.int32),
+        _operand(np.uint64(64), core.pointer_type(tl.float32)),
         0, -3, 1 << 40, 2.5, True,
     ]  # fmt: skip
-    triton_s = semantic.TritonSemantic.binary_op_type_checking_impl
-    quick = shortcuts._quick_promotion(triton_s)
 
-    def outcome(promote: Any, *pair: Any) -> Any:
+    def outcome(*pair: Any) -> Any:
         try:
-            promoted = promote(interpreter.interpreter_semantic, *pair, *rules)
+            promoted = interpreter.interpreter_semantic.binary_op_type_checking_impl(*pair, *rules)
         except Exception as error:
             return type(error), str(error)
         return [
             (str(one.type), one.handle.data.tolist(), one.handle.data.dtype) for one in promoted
         ]
 
-    for lhs in operands[:7]:
-        for rhs in operands:
-            assert outcome(quick, lhs, rhs) == outcome(triton_s, lhs, rhs)
+    pairs = [
+        (lhs, rhs)
+        for lhs in operands
+        for rhs in operands
+        if isinstance(lhs, core.tensor) or isinstance(rhs, core.tensor)
+    ]
+    expected = [outcome(*pair) for pair in pairs]
+    with shortcuts.taken():
+        assert [outcome(*pair) for pair in pairs] == expected
+
+
+@pytest.mark.parametrize("kind", [tl.float32, tl.bfloat16, core.dtype("bf16"), tl.int64])
+def test_conversion_is_triton_s(kind: Any) -> None:
+    """Also of a value to the dtype that it has, however that is written."""
+    values = [
+        _operand(np.arange(4, dtype=np.float32), tl.float32),
+        _operand(np.arange(4, dtype=np.uint16) << 12, tl.bfloat16),
+        _operand(np.int32(3), tl.int32),
+    ]
+
+    def outcome(value: Any) -> Any:
+        made = interpreter.interpreter_semantic.cast(value, kind)
+        return str(made.type), made.handle.data.tolist(), made.handle.data.dtype, made is value
+
+    expected = [outcome(value) for value in values]
+    with shortcuts.taken():
+        assert [outcome(value) for value in values] == expected
 
 
 @triton.jit
@@ -133,8 +158,9 @@ def _of_triton() -> tuple[Any, ...]:
     return (
         core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype,
         interpreter._patch_lang, builder.options,
-        semantic.TritonSemantic.binary_op_type_checking_impl, tl.load, tl.range,
-        core.tensor.__add__,
+        interpreter._patch_attr, semantic.TritonSemantic.binary_op_type_checking_impl,
+        semantic.TritonSemantic.broadcast_impl_value, semantic.TritonSemantic.cast, tl.load,
+        tl.range, core.tensor.__add__,
     )  # fmt: skip
 
 

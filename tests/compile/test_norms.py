@@ -4,6 +4,7 @@ spelling of a norm; graphs that need a value from in between keep their norm.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -230,6 +231,7 @@ def test_the_norm_as_one_call(ranks: Any) -> None:
     for (names, reason, error), (left, why, same) in ranks(2).run(_one_call):
         assert names == [NORMED]
         assert reason.startswith("with the residual and RMSNorm that follow: the cpu backend")
+        assert re.search(r"`interlace explain` predicts a GPU's\): \d+x\d+x\d+ -n 2$", reason)
         assert left == ["gemv_all_reduce"]
         assert "a part of the norm" in why
         assert max(error, same) < 1e-6

@@ -134,6 +134,13 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(M, K), (N, K)],
         ["gemm_all_reduce"],
     ),
+    "a reduce-scatter into new memory, as Dynamo traces it": (
+        lambda x, w: (lambda y: aten.copy(y.new_empty(FEW // 2, N), reduce_scatter(y)).relu())(
+            x @ w.t()
+        ),
+        [(FEW, K), (N, K)],
+        ["gemm_reduce_scatter"],
+    ),
     "all-reduces added, of which one is used": (
         lambda x, w, u: (lambda total: (total + all_reduce(x @ u), total.exp()))(
             all_reduce(x @ w.t())
@@ -758,6 +765,10 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
         consider()
     with monkeypatch.context() as patch:
+        # Two torchrun agents of one machine.
+        patch.setattr(choice, "known_nodes", lambda group: 2)
+        consider()
+    with monkeypatch.context() as patch:
         patch.delenv("TRITON_INTERPRET")
         consider()
     with monkeypatch.context() as patch:
@@ -782,9 +793,14 @@ def _reasons_elsewhere() -> list[str]:
 
 
 def test_groups_and_tables_that_forbid_it(ranks: Any) -> None:
+    between = (
+        "its group's 2 ranks are on 2 machines, and the pass fuses within one; an operator that "
+        "is called itself may take slices between them"
+    )
     for reasons in ranks(2).run(_reasons_elsewhere):
         assert reasons == [
-            "its group spans 2 machines of 1 ranks (by LOCAL_WORLD_SIZE, or GPUs in sight)",
+            between,
+            between,
             "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set",
             "its group has 2 ranks; operators take at most 1",
             "gemm_reduce_scatter is not faster: measured: the pair takes half the time",

@@ -129,7 +129,7 @@ def test_shapes_that_are_none(text):
     from interlace.cli.bench import parse_sizes
     from interlace.errors import ArgumentError
 
-    with pytest.raises(ArgumentError, match="--shape must be MxNxK"):
+    with pytest.raises(ArgumentError, match="a shape must be MxNxK"):
         parse_sizes(text, "MxNxK, the sizes of one rank's product", "8x8x8")
 
 

@@ -25,6 +25,7 @@ def _t(*shape, dtype=f32, device="cpu"):
 
 
 ONE = {"x_scale": torch.ones(1), "w_scale": torch.ones(1)}
+CAST = "Cast one of them: autocast reaches the layers of interlace.nn, and no operators."
 SCALES = "must be [] or [1], or"
 
 
@@ -33,13 +34,19 @@ SCALES = "must be [] or [1], or"
     [
         (_t(4), _t(5, 4), {}, "x must be [M, K]; got shape [4]. Flatten leading dimensions first."),
         (_t(2, 4), _t(4), {}, "w must be [N, K]; got shape [4]."),
+        ([[1.0]], _t(5, 4), {}, "x must be a torch.Tensor; got list."),
+        (_t(2, 4).to_sparse(), _t(5, 4), {},
+            "x must be dense; got torch.sparse_coo. Call .to_dense()."),
         (_t(2, 3), _t(5, 4), {}, "x and w must have the same last dimension, K; got 3 and 4."),
+        (_t(2, 4), _t(4, 5), {},
+            "x and w must have the same last dimension, K; got 4 and 5. Pass w.T: w is [N, K], "
+            "as in nn.Linear."),
         (_t(2, 4, dtype=f64), _t(5, 4, dtype=f64), {},
             "x must be float16, bfloat16, float32 or float8_e4m3fn; got torch.float64."),
         (_t(2, 4), _t(5, 4, dtype=bf16), {},
-            "w must have the dtype of x, torch.float32; got torch.bfloat16."),
+            f"w must have the dtype of x, torch.float32; got torch.bfloat16. {CAST}"),
         (_t(2, 4, dtype=f8), _t(5, 4, dtype=torch.float8_e5m2), ONE,
-            "w must have the dtype of x, torch.float8_e4m3fn; got torch.float8_e5m2."),
+            f"w must have the dtype of x, torch.float8_e4m3fn; got torch.float8_e5m2. {CAST}"),
         (_t(2, 4), _t(5, 4, device="meta"), {}, "w must be on the device of x, cpu; got meta."),
         (_t(2, 4), _t(5, 8)[:, ::2], {},
             "w must be contiguous along K or along N; got strides [8, 2]. Keep w as nn.Linear "

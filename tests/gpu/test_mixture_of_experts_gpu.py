@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import MixtureOfExpertsConfig
+from interlace import ExpertActivation, MixtureOfExpertsConfig
 from tests.gpu.absent import call_without
-from tests.operators.mixture_of_experts.calls import Call, check_all, forward
+from tests.operators.mixture_of_experts.calls import Call, check_all, forward, leaves_of
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def _inputs(call):
 
 
 def _step(call, tensors):
-    leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(tensors)]
     y = forward(call, tensors)
     return [y.detach(), *torch.autograd.grad(y, leaves, tensors[5])]
 
@@ -68,6 +68,42 @@ def _calls(world_size):
     ]
 
 
+GPT_OSS = ExpertActivation("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+
+
+def _forms(world_size):
+    """Biases, activations, orders of weights in memory, no gate; descriptors and pointers. First
+    gpt-oss's layer with its own sizes, which tiles do not divide, and few experts.
+    """
+    of_gpt_oss = {"along_k": False, "biases": True, "activation": GPT_OSS}
+    # Rounded numbers may pass the limit, where the derivative jumps, so that is for float32.
+    smooth = of_gpt_oss | {"activation": ExpertActivation(alpha=1.702, up_offset=1.0)}
+    forms = [
+        (0, "bfloat16", smooth | {"hidden": 2880, "ffn": 2880, "local": 4, "top_k": 4}),
+        (0, "bfloat16", smooth | {"halves": True, "local": 3}),
+        (1, "float16", {"halves": True, "biases": True, "factor": 0.5}),
+        (0, "bfloat16", {"biases": True, "activation": ExpertActivation("gelu_tanh")}),
+        (0, "bfloat16", {"gates": 1, "activation": ExpertActivation("relu2"), "biases": True}),
+        (2, "bfloat16", {"gates": 1, "activation": ExpertActivation("gelu"), "along_k": False}),
+        (2, "float32", of_gpt_oss | {"halves": True}),
+        (2, "float32", of_gpt_oss | {"hidden": 100, "ffn": 60, "routing": "holes"}),
+        (0, "bfloat16", {"activation": ExpertActivation("relu"), "routing": "few"}),
+    ]
+    base = Call(world_size, tokens=333, hidden=256, ffn=320)
+    return [
+        dataclasses.replace(base, dtype=dtype, config=CONFIGS[number], seed=seed, **more)
+        for seed, (number, dtype, more) in enumerate(forms, 40)
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(_forms(2))))
+def test_forms_match_float64(ranks, world_size, number):
+    """Forward and backward, gradients of biases too."""
+    for size in (1, world_size):
+        calls = [_forms(size)[number]]
+        check_all(calls, ranks(size).run(matches, calls))
+
+
 @pytest.mark.parametrize("number", range(len(_calls(2))))
 def test_matches_float64(ranks, world_size, number):
     for size in (1, world_size):
@@ -78,6 +114,7 @@ def test_matches_float64(ranks, world_size, number):
 def _decoding_calls(world_size):
     """Tiles of 16, 32, 64 and 128 tokens; sizes that divide and others; every routing and dtype."""
     base = Call(world_size, impl="decode", config=None, hidden=256, ffn=320, local=4)
+    of_gpt_oss = {"along_k": False, "biases": True, "activation": GPT_OSS}
     tall = MixtureOfExpertsConfig(block_m=128, block_n=128, block_k=64, num_stages=3)
     changes = [
         {"tokens": 1, "dtype": "bfloat16"},
@@ -87,6 +124,11 @@ def _decoding_calls(world_size):
         {"tokens": 300, "dtype": "bfloat16", "config": tall},
         {"tokens": 33, "dtype": "bfloat16", "routing": "holes", "hidden": 100, "ffn": 60},
         {"tokens": 7, "hidden": 7, "ffn": 3, "halves": True},
+        {"tokens": 16, "dtype": "bfloat16", "hidden": 2880, "ffn": 2880, "top_k": 4} | of_gpt_oss,
+        {"tokens": 256, "dtype": "bfloat16", "hidden": 2880, "ffn": 2880, "top_k": 4} | of_gpt_oss,
+        {"tokens": 33, "dtype": "bfloat16", "halves": True} | of_gpt_oss,
+        {"tokens": 33, "hidden": 100, "ffn": 60} | of_gpt_oss,
+        {"tokens": 9, "dtype": "float16", "gates": 1, "activation": ExpertActivation("relu2")},
     ]
     return [dataclasses.replace(base, seed=20 + i, **more) for i, more in enumerate(changes)]
 

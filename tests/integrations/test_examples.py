@@ -13,9 +13,13 @@ FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 NEEDED = {
     "async_tp": (),
     "torchrec_dlrm": ("torchrec", "fbgemm_gpu"),
+    "torchtitan_llama": ("torchtitan",),
     "transformers_llama": ("transformers", "accelerate"),
     "transformers_mixtral": ("transformers.distributed.expert_parallel", "accelerate"),
 }
+
+# These compile by Inductor, which takes half a minute on the CPU.
+COMPILED = ("torchtitan_llama", "transformers_llama")
 
 
 def _is_installed(module: str) -> bool:
@@ -29,7 +33,13 @@ def test_every_example_is_run() -> None:
     assert sorted(path.stem for path in FOLDER.glob("*.py")) == sorted(NEEDED)
 
 
-@pytest.mark.parametrize("example", NEEDED)
+@pytest.mark.parametrize(
+    "example",
+    [
+        pytest.param(name, marks=pytest.mark.inductor) if name in COMPILED else name
+        for name in NEEDED
+    ],
+)
 def test_example(example: str, tmp_path: Path) -> None:
     absent = [module for module in NEEDED[example] if not _is_installed(module)]
     if absent:

@@ -226,19 +226,34 @@ def test_state_dicts(ranks: Any) -> None:
         assert all(name.endswith(".momentum1") for name in state_names)
 
 
-def _shared() -> str:
-    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+def _refusal(case: str) -> str:
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 
-    config = EmbeddingBagConfig(
-        name="t", embedding_dim=4, num_embeddings=5, feature_names=["f", "g"]
-    )
     try:
-        shard(EmbeddingBagCollection(tables=[config]))
+        if case == "a table of two features":
+            config = EmbeddingBagConfig(
+                name="t", embedding_dim=4, num_embeddings=5, feature_names=["f", "g"]
+            )
+            shard(EmbeddingBagCollection(tables=[config]))
+        else:
+            lengths = torch.ones(4, dtype=torch.int32)
+            samples = [[2], [1], [1]]
+            features = KeyedJaggedTensor(
+                list("abc"), torch.zeros(4).long(), None, lengths, stride_per_key_per_rank=samples
+            )
+            shard(_collection())(features)
     except ArgumentError as refusal:
         return str(refusal)
-    return "sharded"
+    return "taken"
 
 
-def test_a_table_of_two_features_is_refused(ranks: Any) -> None:
-    for message in ranks(2).run(_shared):
-        assert "table 't' must have one feature" in message
+@pytest.mark.parametrize(
+    ("case", "rule"),
+    [
+        ("a table of two features", "table 't' must have one feature"),
+        ("different numbers of samples", "must have as many samples for every key"),
+    ],
+)
+def test_what_is_refused(ranks: Any, case: str, rule: str) -> None:
+    for message in ranks(2).run(_refusal, case):
+        assert rule in message

@@ -4,6 +4,7 @@ and gradients are those of transformers' own implementation.
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import torch.distributed as dist
 import interlace
 import interlace.integrations.transformers
 from interlace.errors import ArgumentError
+from interlace.integrations.transformers_experts import Layout
+from interlace.operators.mixture_of_experts import layout as memory_order
 
 pytest.importorskip("transformers", minversion="5.23", reason="make test-integrations installs it")
 pytest.importorskip("accelerate", reason="transformers needs it to shard a model")
@@ -33,7 +36,21 @@ MODELS = {
         "OlmoeConfig",
         {"intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": None},
     ),
-}
+    "gpt-oss": (
+        "GptOssConfig",
+        {
+            "intermediate_size": 24, "num_local_experts": 8, "num_experts_per_tok": 3,
+            "swiglu_limit": 0.1, "initializer_range": 0.3,  # so that some gates are clamped
+        },
+    ),
+    "Nemotron-H": (
+        "NemotronHConfig",
+        {
+            "moe_intermediate_size": 24, "n_routed_experts": 4, "num_experts_per_tok": 2,
+            "moe_shared_expert_intermediate_size": 8, "layers_block_type": ["attention", "moe"],
+        },
+    ),
+}  # fmt: skip
 
 
 def _model(name: str, sizes: dict[str, Any], folder: str, parallel: dict[str, Any]) -> Any:
@@ -104,7 +121,7 @@ def test_training(ranks: Any, tmp_path: Path, name: str, rows: int) -> None:
     parallel = {"tp_size": 2, "ep_size": 2}
     for errors, messages in ranks(2).run(_training, config, sizes, str(tmp_path), parallel, rows):
         assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
-        assert any("experts.gate_up_proj" in key for key in errors)
+        assert any("experts.down_proj" in key for key in errors)
         assert messages > 0
 
 
@@ -126,10 +143,10 @@ def test_training_with_a_batch_for_each_half_of_the_ranks(ranks: Any, tmp_path: 
         assert messages > 0
 
 
-def _generating(folder: str) -> tuple[bool, int]:
+def _generating(name: str, folder: str) -> tuple[bool, int]:
     """Whether the same tokens are generated, and the messages that Interlace sent."""
     interlace.integrations.transformers.register()
-    config, sizes = MODELS["Mixtral"]
+    config, sizes = MODELS[name]
     parallel = {"tp_size": 2, "ep_size": 2}
     prompt = torch.arange(5).view(1, 5)
     traffic, outputs = interlace.group_of().traffic, []
@@ -140,11 +157,79 @@ def _generating(folder: str) -> tuple[bool, int]:
     return torch.equal(*outputs), traffic.messages
 
 
-def test_generating(ranks: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
+def test_generating(ranks: Any, tmp_path: Path, name: str) -> None:
     """One token at a time, of which one rank has a share and the other a row to fill it up."""
-    for same, messages in ranks(2).run(_generating, str(tmp_path)):
+    for same, messages in ranks(2).run(_generating, name, str(tmp_path)):
         assert same
         assert messages > 0
+
+
+# Modules of experts that differ from Mixtral's: the model, the class's beginning, its
+# configuration, and what is not transformers' default.
+OTHERS = {
+    "gpt_oss": ("GptOss", "GptOssConfig", {"swiglu_limit": 1.0}),
+    "openai_privacy_filter": (
+        "OpenAIPrivacyFilter", "OpenAIPrivacyFilterConfig", {"swiglu_limit": 1.0},
+    ),
+    "aria": ("Aria", "AriaTextConfig", {}),
+    "nemotron_h": ("NemotronH", "NemotronHConfig", {}),
+    "gemma4": ("Gemma4Text", "Gemma4TextConfig", {}),
+    "deepseek_v4": ("DeepseekV4", "DeepseekV4Config", {"swiglu_limit": 1.0}),
+    "minimax_m3_vl": ("MiniMaxM3VL", "MiniMaxM3VLTextConfig", {"swiglu_limit": 1e3}),
+    "beam": ("Beam", "BeamConfig", {}),
+    "mixtral": ("Mixtral", "MixtralConfig", {"hidden_act": "quick_gelu"}),
+}  # fmt: skip
+
+
+def _difference(model: str) -> dict[str, float]:
+    """The relative errors of the results and gradients of a module of experts."""
+    name, config_name, changes = OTHERS[model]
+    module = f"transformers.models.{model}"
+    config = getattr(importlib.import_module(f"{module}.configuration_{model}"), config_name)()
+    sizes = {"hidden_size": 16, "intermediate_size": 12, "moe_intermediate_size": 12} | changes
+    counts = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    for key, value in (sizes | dict.fromkeys(counts, 4)).items():
+        setattr(config, key, value)
+    config._experts_implementation = "eager"
+    experts = getattr(importlib.import_module(f"{module}.modeling_{model}"), f"{name}Experts")(
+        config
+    )
+    torch.manual_seed(0)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = torch.randn(9, 16, requires_grad=True)
+    weights, index = torch.rand(9, 4).topk(2)
+    weights.requires_grad_()
+    layout = Layout.of(experts, "interlace")
+    w_in, w_out, *biases = parameters = layout.parameters(experts)
+    memory = [memory_order.in_memory_order(weight)[0] for weight in (w_in, w_out)]
+    memory += [memory_order.bias_in_order(bias, memory_order.order_of(w_in)) for bias in biases[:1]]
+    copies = [
+        read.data_ptr() != own.data_ptr() for read, own in zip(memory, parameters, strict=False)
+    ]
+    assert not any(copies)
+    results = []
+    for y in (
+        experts(x, index, weights),
+        interlace.mixture_of_experts(x, index, weights, *parameters, activation=layout.activation),
+    ):
+        leaves = [x, weights, *experts.parameters()]
+        results.append([y, *torch.autograd.grad(y.square().sum(), leaves)])
+    names = ["y", "x", "weights", *(name for name, _ in experts.named_parameters())]
+    return {
+        name: float((found - expected).norm() / expected.norm())
+        for name, expected, found in zip(names, *results, strict=True)
+    }
+
+
+@pytest.mark.parametrize("model", OTHERS)
+def test_other_experts(ranks: Any, model: str) -> None:
+    """Their activation is recognised, and their parameters are read in the right order, without a
+    copy.
+    """
+    errors = ranks(1).run(_difference, model)[0]
+    assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
 
 
 def _refused(name: str, sizes: dict[str, Any], folder: str) -> str:
@@ -160,11 +245,10 @@ def _refused(name: str, sizes: dict[str, Any], folder: str) -> str:
 @pytest.mark.parametrize(
     ("name", "sizes", "rule"),
     [
-        ("GptOssConfig", {"intermediate_size": 24, "num_local_experts": 4}, "have no biases"),
         (
             "MixtralConfig",
-            {"intermediate_size": 24, "num_local_experts": 4, "hidden_act": "gelu"},
-            "have SiLU as their activation",
+            {"intermediate_size": 24, "num_local_experts": 4, "hidden_act": "tanh"},
+            "have SiLU, GELU or ReLU as their activation",
         ),
     ],
 )

@@ -57,6 +57,12 @@ def use_peer(data, signals, ctx, first, COUNT: tl.constexpr, PRIMITIVE: tl.const
 
 
 @triton.jit
+def wait_for_a_scalar(signals, ctx):
+    """Wait for one signal, which is no tile."""
+    il.wait(il.pointer(signals, tl.int32), 1, 0, 0, il.join(ctx), True)
+
+
+@triton.jit
 def scatter(data, ctx, WORLD_SIZE: tl.constexpr):
     """Put element i to rank i: one put whose peer is a tile."""
     group = il.join(ctx)

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.comm.memory import NOT_SYMMETRIC
 from tests.errors import error_of
 
 BLOCK = 8
@@ -129,6 +130,31 @@ def test_a_peer_that_the_group_does_not_have(ranks):
                     f"{primitive}: peer must be a rank of the group, 0 to 1; got {peer} on rank "
                     f"{rank}. Take it modulo the number of ranks, or leave it out by the mask."
                 )
+
+
+def _misuse():
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data, signals = _symmetric(BLOCK, torch.float32), _symmetric(1, torch.int32)
+    context = group.context("test")
+    with pytest.raises(Exception, match=r"ptr must be a 1-D tile of signals") as scalar:
+        _launch(group, kernels.wait_for_a_scalar, signals.address, context)
+    peer = (group.rank + 1) % group.world_size
+    tensor = error_of(
+        _launch, group, kernels.masked_put, data.local, context, peer, COUNT=BLOCK, BLOCK=BLOCK
+    )
+    return str(scalar.value), tensor
+
+
+def test_a_tensor_in_place_of_its_address_and_a_scalar_signal(ranks):
+    """The first one would store to this rank, or to the memory of nobody; only rank 0's own tensor
+    has the address that a kernel expects.
+    """
+    outcomes = ranks(2).run(_misuse)
+    assert all("ptr + tl.arange(0, 1)" in scalar for scalar, _ in outcomes)
+    assert outcomes[0][1] is None
+    assert outcomes[1][1][:2] == ("ArgumentError", NOT_SYMMETRIC)
 
 
 def _gather():

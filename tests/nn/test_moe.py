@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import interlace
+from interlace import ExpertActivation
 from interlace.nn import MoE, Routing
 
 HIDDEN, FFN, EXPERTS, TOP_K = 16, 12, 4, 2
@@ -97,8 +98,15 @@ def test_equals_all_experts_for_all_tokens(ranks: Any, normalize: bool) -> None:
     )
 
 
-def _load(state: dict[str, torch.Tensor]) -> Any:
-    layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, capacity_factor=0.5, seed=9)
+FORMS = [
+    {},
+    {"bias": True, "activation": ExpertActivation(alpha=1.702, limit=0.3, up_offset=1.0)},
+    {"gated": False, "activation": "relu2"},
+]
+
+
+def _load(state: dict[str, torch.Tensor], form: dict[str, Any]) -> Any:
+    layer = MoE(HIDDEN, FFN, EXPERTS, TOP_K, capacity_factor=0.5, seed=9, **form)
     layer.load_state_dict(state)
     layer.impl = "unfused"
     x = torch.randn(8, HIDDEN, generator=torch.Generator().manual_seed(1))
@@ -107,11 +115,12 @@ def _load(state: dict[str, torch.Tensor]) -> Any:
     return layer.state_dict(), unfused, layer(x)[0].detach()
 
 
-def test_a_state_dict_loads_on_any_number_of_ranks(ranks: Any) -> None:
+@pytest.mark.parametrize("form", FORMS)
+def test_a_state_dict_loads_on_any_number_of_ranks(ranks: Any, form: dict[str, Any]) -> None:
     """Each rank takes its own experts, and both implementations drop the same tokens."""
-    state = MoE(HIDDEN, FFN, EXPERTS, TOP_K, seed=3).state_dict()
+    state = MoE(HIDDEN, FFN, EXPERTS, TOP_K, seed=3, **form).state_dict()
     for world_size in (1, 2):
-        outcomes = ranks(world_size).run(_load, state)
+        outcomes = ranks(world_size).run(_load, state, form)
         merged = {name: value for saved, *_ in outcomes for name, value in saved.items()}
         assert merged.keys() == state.keys()
         for name, value in state.items():
@@ -142,7 +151,7 @@ def test_load_balancing_loss() -> None:
     [
         ((0, 8, 4), "hidden, ffn and experts must be positive; got 0, 8 and 4."),
         ((8, 8, 4, 5), "top_k must be from 1 to 4 of 4 experts; got 5."),
-        ((8, 8, 16, 9), "top_k must be from 1 to 8 of 16 experts; got 9."),
+        ((8, 8, 32, 17), "top_k must be from 1 to 16 of 32 experts; got 17."),
     ],
 )
 def test_rejected_sizes(arguments: tuple[int, ...], message: str) -> None:

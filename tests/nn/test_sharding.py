@@ -155,6 +155,11 @@ def test_kinds_come_one_after_another() -> None:
             "ShardingPlan: there must be tables, each of another name; got [].",
         ),
         (
+            lambda: make_plan([(5, 4)], 2),
+            "ShardingPlan: tables must be of interlace.nn.EmbeddingTable; got (5, 4). Say "
+            'EmbeddingTable("user", rows=1000, width=64).',
+        ),
+        (
             lambda: make_plan(_tables((5, 4)) * 2, 2),
             "ShardingPlan: there must be tables, each of another name; got ['t0', 't0'].",
         ),

@@ -1,6 +1,7 @@
 """A rank of ``test_torchrun``: what it finds out about its nodes, and whether a call is right."""
 
 import json
+import socket
 import sys
 from pathlib import Path
 
@@ -20,7 +21,8 @@ def main(folder: Path) -> None:
     y = run_one(call)
     mine = call.samples(rank)
     error = float((y.double() - call.expected()[mine]).abs().max())
-    found = [group.members.node_of_rank, error, float(call.bound()[mine].max())]
+    interfaces = [name for _, name in socket.if_nameindex()]
+    found = [group.members.node_of_rank, error, float(call.bound()[mine].max()), interfaces]
     (folder / f"rank-{rank}").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -1,7 +1,6 @@
 """``gemm_all_to_all`` between nodes in slices: results, bytes by the costs, a late rank."""
 
 import dataclasses
-import time
 
 import pytest
 import torch
@@ -10,9 +9,8 @@ import torch.distributed as dist
 import interlace
 from interlace.costs.gemm_all_to_all import network_traffic
 from interlace.gemm.implementations import network
-from tests.errors import error_of
 from tests.gemm.calls import Call, check_all
-from tests.nodes.groups import process_group_of
+from tests.nodes.groups import call_without_one, process_group_of
 
 SHAPES = [(4, 2), (2, 2)]
 
@@ -90,30 +88,18 @@ def _explained():
 
 
 def test_explain_says_that_the_pair_runs(ranks):
-    reason = "no other time is known between nodes, of which there are 2"
+    reason = (
+        "no network between the 2 nodes was measured, which `interlace tune machine` on them does"
+    )
     for said in ranks(2).run(_explained):
         assert ": unfused, because" in said
         assert reason in said
 
 
-def _late(call, late):
-    with process_group_of(2) as process_group:
-        call.make(process_group)
-        interlace.set_deadline(4.0, process_group)
-        start, error = time.monotonic(), None
-        if dist.get_rank() != late:
-            error = error_of(call.make, process_group)
-        took_s = time.monotonic() - start
-        dist.barrier()
-        interlace.set_deadline(60.0, process_group)
-        interlace.recover(process_group)
-        return error, took_s, call.make(process_group)
-
-
 @pytest.mark.parametrize(("world_size", "late"), [(4, 3), (2, 0)])
 def test_a_late_rank_is_named(ranks, world_size, late):
     call = _calls(world_size)[0]
-    outcomes = ranks(world_size).run(_late, call, late)
+    outcomes = ranks(world_size).run(call_without_one, call, late)
     for rank, (error, took_s, _) in enumerate(outcomes):
         if rank != late:
             kind, _, fields = error

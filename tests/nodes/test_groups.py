@@ -16,6 +16,10 @@ from interlace.testing.cases import IMPLEMENTATIONS, every_case
 from tests.errors import error_of
 from tests.nodes.groups import process_group_of
 
+UNMEASURED = (
+    "no network between the 2 nodes was measured, which `interlace tune machine` on them does"
+)
+
 SHAPES = [(4, 2), (2, 2)]
 """Ranks, and the nodes that they are on: 2 x 2 and 2 x 1."""
 
@@ -190,7 +194,7 @@ def _refused(operator, impl):
         (
             "gemm_reduce_scatter",
             "fused",
-            "'auto' or 'measured' or 'batch_invariant' or 'unfused' or 'nccl'",
+            "'auto' or 'measured' or 'batch_invariant' or 'chunked' or 'unfused' or 'nccl'",
         ),
         (
             "gemv_all_reduce",
@@ -224,7 +228,7 @@ def test_explain_says_what_runs_between_nodes(ranks):
     for texts in ranks(2).run(_explained):
         for said in texts:
             assert said.startswith("2 ranks of 2 nodes: unfused, because")
-            assert said.endswith("no other time is known between nodes, of which there are 2.")
+            assert said.endswith(f"{UNMEASURED}.")
 
 
 def test_explain_says_that_embeddings_take_the_pair():
@@ -235,7 +239,7 @@ def test_explain_says_that_embeddings_take_the_pair():
     _, between, reason = declaration.explain(*call, world_size=8, nodes=2)
     assert within.startswith("fused (")
     assert between == "unfused"
-    assert reason == "no other time is known between nodes, of which there are 2"
+    assert reason == UNMEASURED
 
 
 # Deadlines

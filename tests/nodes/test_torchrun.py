@@ -1,14 +1,34 @@
 """Two agents of torchrun are two nodes, as on two machines."""
 
+import contextlib
+import dataclasses
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 _PROGRAM = Path(__file__).parent / "program.py"
 _AGENTS, _RANKS = 2, 1
+_NETWORK = "10.213.77"
+
+
+@dataclasses.dataclass(frozen=True)
+class Host:
+    """Where an agent runs.
+
+    Attributes:
+        prefix: Words before its command.
+        interface, address: Its end of the network.
+    """
+
+    prefix: tuple[str, ...]
+    interface: str
+    address: str
 
 
 def _free_port() -> int:
@@ -17,12 +37,84 @@ def _free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@contextlib.contextmanager
+def _hosts() -> Iterator[list[Host]]:
+    """Two hosts: network namespaces with a cable between them where this machine lets us make them,
+    else twice this machine.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts = _namespaces(stack)
+        except (OSError, subprocess.SubprocessError) as error:
+            print(f"no network namespaces: {error}")  # beside a failure
+            hosts = [Host((), "lo", "127.0.0.1")] * _AGENTS
+        yield hosts
+
+
+def _namespaces(stack: contextlib.ExitStack) -> list[Host]:
+    if any(shutil.which(tool) is None for tool in ("unshare", "nsenter", "ip")):
+        raise OSError("namespaces need util-linux and iproute2")
+    keepers = []
+    for _ in range(_AGENTS):
+        # A namespace is there as long as a process is in it.
+        keeper = subprocess.Popen(["unshare", "--net", "sleep", "600"], stderr=subprocess.DEVNULL)
+        stack.callback(keeper.wait)
+        stack.callback(keeper.kill)
+        keepers.append(keeper)
+    _wait_until_apart(keepers)
+
+    def run(agent: int, *words: str) -> None:
+        command = [*_within(keepers[agent]), "ip", *words]
+        subprocess.run(command, check=True, timeout=20, capture_output=True)
+
+    far_end = ("peer", "name", "cable1", "netns", str(keepers[1].pid))
+    run(0, "link", "add", "cable0", "type", "veth", *far_end)
+    for agent in range(_AGENTS):
+        cable = f"cable{agent}"
+        run(agent, "address", "add", f"{_NETWORK}.{agent + 1}/24", "dev", cable)
+        for device in ("lo", cable):
+            run(agent, "link", "set", device, "up")
+    return [
+        Host(_within(keeper), f"cable{agent}", f"{_NETWORK}.{agent + 1}")
+        for agent, keeper in enumerate(keepers)
+    ]
+
+
+def _within(keeper: "subprocess.Popen[bytes]") -> tuple[str, ...]:
+    return "nsenter", "--net", "--target", str(keeper.pid)
+
+
+def _wait_until_apart(keepers: "list[subprocess.Popen[bytes]]") -> None:
+    """Wait until each keeper has a network namespace of its own.
+
+    Raises:
+        OSError: A keeper has ended, or none is made in time: it is not allowed here.
+    """
+    end = time.monotonic() + 20
+    own = os.readlink("/proc/self/ns/net")
+    while any(os.readlink(f"/proc/{keeper.pid}/ns/net") == own for keeper in keepers):
+        if time.monotonic() > end or any(keeper.poll() is not None for keeper in keepers):
+            raise OSError("network namespaces are not allowed")
+        time.sleep(0.05)
+
+
 def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
+    with _hosts() as hosts:
+        _run_agents(tmp_path, hosts)
+    for rank in range(_AGENTS * _RANKS):
+        nodes, error, bound, interfaces = json.loads((tmp_path / f"rank-{rank}").read_text())
+        assert nodes == [agent for agent in range(_AGENTS) for _ in range(_RANKS)]
+        assert error <= bound
+        # In a namespace there is nothing but the cable.
+        assert hosts[rank // _RANKS].interface in interfaces
+        assert not hosts[0].prefix or "eth0" not in interfaces
+
+
+def _run_agents(folder: Path, hosts: list[Host]) -> None:
     environment = os.environ | {
         "INTERLACE_BACKEND": "cpu",
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
         "INTERLACE_DEADLINE_S": "90",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path])),
     }
@@ -30,21 +122,23 @@ def test_two_agents_are_two_nodes(tmp_path: Path) -> None:
     agents = [
         subprocess.Popen(
             [
+                *host.prefix,
                 *(sys.executable, "-m", "torch.distributed.run", f"--nnodes={_AGENTS}"),
                 *(f"--nproc-per-node={_RANKS}", f"--node-rank={agent}"),
-                *("--master-addr=127.0.0.1", f"--master-port={port}", str(_PROGRAM), str(tmp_path)),
+                *(f"--master-addr={hosts[0].address}", f"--master-port={port}"),
+                *(str(_PROGRAM), str(folder)),
             ],
-            env=environment,
+            env=environment | {"GLOO_SOCKET_IFNAME": host.interface},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for agent in range(_AGENTS)
+        for agent, host in enumerate(hosts)
     ]
-    for agent in agents:
-        said, _ = agent.communicate(timeout=170)
-        assert agent.returncode == 0, said
-    for rank in range(_AGENTS * _RANKS):
-        nodes, error, bound = json.loads((tmp_path / f"rank-{rank}").read_text())
-        assert nodes == [agent for agent in range(_AGENTS) for _ in range(_RANKS)]
-        assert error <= bound
+    try:
+        for agent in agents:
+            said, _ = agent.communicate(timeout=170)
+            assert agent.returncode == 0, said
+    finally:
+        for agent in agents:
+            agent.kill()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
@@ -175,6 +176,42 @@ def test_forward_mode_is_refused(ranks: Any) -> None:
                 )
 
 
+def _by_torch_func() -> dict[str, Any]:
+    return {
+        name: error_of(torch.func.grad(lambda value: call(value).sum()), argument)  # noqa: B023
+        for name, (call, argument) in _calls().items()
+    }
+
+
+def test_gradients_by_torch_func_are_refused(ranks: Any) -> None:
+    for errors in ranks(2).run(_by_torch_func):
+        for operator, error in errors.items():
+            assert error is not None, operator
+            assert error[0] == "ArgumentError"
+            assert error[1].startswith(f"{operator}: this operator cannot be differentiated by ")
+
+
+def _checkpointed() -> dict[str, bool]:
+    outcomes = {}
+    for name, (call, argument) in _calls().items():
+        x = argument.clone().requires_grad_()
+        (wanted,) = torch.autograd.grad(call(x).sum(), x)
+        for reentrant in (False, True):
+            y = checkpoint(call, x, use_reentrant=reentrant)
+            y.sum().backward()
+            outcomes[f"{name}, {reentrant=}"] = torch.equal(x.grad, wanted)
+            x.grad = None
+    return outcomes
+
+
+def test_activation_checkpoints(ranks: Any) -> None:
+    """The non-reentrant one ends the second forward pass by an exception, which unwinds torch's C++
+    while it holds results in symmetric memory.
+    """
+    for outcomes in ranks(2).run(_checkpointed):
+        assert all(outcomes.values()), outcomes
+
+
 def _without_a_gradient() -> dict[str, Any]:
     """On a rank: errors of the operators that the pass for ``torch.compile`` makes, if they are
     called with autograd.
@@ -277,7 +314,7 @@ def _mixed() -> dict[str, Any]:
             several[0].flatten(0, 1), several[1], name, "auto"
         ),
         "mixture_of_experts": lambda: ops.mixture_of_experts(
-            x, experts, weights, w_in, w_out, 2, 4, name, "auto", "", False
+            x, experts, weights, w_in, w_out, no, no, 2, 4, name, "auto", "", "", False
         ),
     }
     for plain in (x, w):  # calls of one dtype, which must not be taken for these

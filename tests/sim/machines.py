@@ -31,6 +31,7 @@ def machine(**changes: Any) -> Machine:
             "fused_efficiency": 1,
             "fused_slowdown": 1,
             "slice_ns": 0,
+            "message_ns": 0,
             "skew": 0,
         },
         "network": {"topology": "switch", "link_bytes_per_s": 1e9, "latency_ns": 0},

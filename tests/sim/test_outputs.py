@@ -366,6 +366,12 @@ def test_commands(arguments: tuple[Any, ...]) -> None:
     assert command(*arguments).output
 
 
+def test_a_preset_becomes_a_file_of_ones_own(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text(command("presets", "sc24-torus", "--yaml").output, encoding="utf-8")
+    command("collective", "all_reduce", "--size", "1MiB", "--nodes", 4, "--machine", file)
+
+
 def test_collective_command_shows_every_algorithm(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     done = command(

@@ -116,7 +116,7 @@ def test_names(text: str, ranks: int, shape: tuple[int, ...]) -> None:
             r"topology torus:8x8 must have as many ranks as the run; "
             r"got 64 for 128. Say --nodes 64",
         ),
-        ("mesh", 4, r"--topology must be ring, .*; got 'mesh'"),
+        ("mesh", 4, r"topology must be ring, .*; got 'mesh'"),
         ("torus:8xA", 8, r"must have sizes such as torus:8x16"),
         ("fattree:2x4/3", 8, r"must divide evenly over its uplinks; got 4 and 3"),
     ],

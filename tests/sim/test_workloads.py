@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 from pathlib import Path
 from typing import Any
 
@@ -382,6 +383,15 @@ def write(path: Path, folder: str, preset: str, **changes: Any) -> str:
             r"or use one of: name, .*tables",
         ),
         ({"tables": ...}, r"file.yaml: tables must be given; it is missing"),
+        (
+            {"tables": ..., "bottom_mlp": ...},
+            r"file.yaml: tables, bottom_mlp must be given; they are missing",
+        ),
+        (
+            {"tables": "four"},
+            r"file.yaml: tables is wrong: it must be a number, or have value, source and "
+            r"confidence; got 'four'",
+        ),
         ({"tables": -3}, r"file.yaml: tables is wrong: value must not be negative; got"),
         ({"tables": 2.5}, r"tables must be a whole number of at least 1; got 2.5"),
         (
@@ -398,6 +408,15 @@ def write(path: Path, folder: str, preset: str, **changes: Any) -> str:
 def test_model_files(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         Scenario("dlrm", model=write(tmp_path, "dlrm", "model-i", **changes)).simulate()
+
+
+@pytest.mark.parametrize("number", ["2e12", "2.0e12", "2.0e+12", "2000000000000"])
+def test_numbers_with_exponents(tmp_path: Path, number: str) -> None:
+    """Also those that YAML 1.1 takes for texts."""
+    file = tmp_path / "machine.yaml"
+    preset = find("machines", "sc24-torus").read_text(encoding="utf-8")
+    file.write_text(re.sub(r"(memory_bytes_per_s:) {.*}", rf"\1 {number}", preset), "utf-8")
+    assert load_machine(str(file)).gpu.memory_bytes_per_s.value == 2e12
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,8 @@ class Mutant:
         mistake: ``"no release"``: a signal becomes relaxed; ``"no fence"``; ``"signal before
             put"``; ``"half reused"``: both halves are the same; ``"wrong epoch"``: a wait is for
             the epoch two calls before; ``"no wait"``: a wait or a barrier is left out; ``"not
-            freed"``: memory that has been read is not set to zero.
+            counted"``: so is the count of a slice's block; ``"not freed"``: memory that has been
+            read is not set to zero.
         which: the primitive that it is made at, and the number of its call in that function.
         ranks: how many it takes.
     """
@@ -185,6 +186,7 @@ _MISTAKES: dict[str, Callable[[ast.FunctionDef, str, int], None]] = {
     "no release": _relax,
     "no fence": _leave_out,
     "no wait": _leave_out,
+    "not counted": _leave_out,
     "not freed": _leave_out,
     "wrong epoch": _wait_for_another,
     "signal before put": _signal_first,
@@ -212,6 +214,9 @@ _EMBEDDING, _EXPERTS = (
 _FORWARD, _BACKWARD = (
     f"{_EMBEDDING}.forward:embedding_all_to_all_forward",
     f"{_EMBEDDING}.backward:embedding_all_to_all_backward",
+)
+_BETWEEN, _CLOSE = (
+    f"{_EMBEDDING}.between_nodes:embedding_all_to_all_{name}" for name in ("between_nodes", "close")
 )
 _STAGED, _MAPPED = "gemm.kernels.staged", "mapped.kernel"
 # Of every operator whose ranks write into results that their owner has granted them.
@@ -321,6 +326,17 @@ MUTANTS = [
         (_BACKWARD, "wrong epoch", ("wait", 0)),
         (f"{_EMBEDDING}.transfer:await_tables", "no wait", ("wait", 0)),
         (f"{_EMBEDDING}.transfer:await_tables", "wrong epoch", ("wait", 0)),
+    ),
+    *_of(
+        "embedding forward, between nodes",
+        (_BETWEEN, "no release", ("signal", 0), 3),
+        (_BETWEEN, "signal before put", ("signal", 0), 3),
+        (_BETWEEN, "no wait", ("wait", 0), 3),
+        (_BETWEEN, "wrong epoch", ("wait", 0), 3),
+        (_BETWEEN, "not counted", ("count", 0), 2),
+        (_CLOSE, "no release", ("signal", 0), 3),
+        (_CLOSE, "no wait", ("wait", 0), 3),
+        (_CLOSE, "wrong epoch", ("wait", 0), 3),
     ),
     *_of("embedding backward, a rank without tables", (_BACKWARD, "signals reused")),
     *_of(

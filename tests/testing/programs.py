@@ -111,6 +111,20 @@ def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None
     _rounds(rank, make)
 
 
+def two_levels(rank: Rank, collective: str) -> None:
+    """A sum within nodes and then between them: few rows, since messages must be small."""
+    rows = 4 * rank.world_size
+
+    def make(kind: int, turn: int) -> Call:
+        x, w, total = _product(rank, rows, 16, (16, 48)[kind], turn)
+        if collective == "reduce_scatter":
+            total = total.tensor_split(rank.world_size)[rank.rank]
+        function = getattr(interlace, f"gemm_{collective}")
+        return functools.partial(function, x, w, impl="chunked"), total
+
+    _rounds(rank, make)
+
+
 def all_reduce(rank: Rank, impl: str = "fused") -> None:
     config, rows = interlace.GemmAllReduceConfig(**_TILES), _rows(rank, impl)
 
@@ -235,6 +249,7 @@ def embedding_forward(rank: Rank, protocol: str = "direct", order: str = "interl
             [tables[rank.rank]],
             _lookups(rank.rank, batch, turn),
             torch.arange(batch + 1),
+            impl="fused",
             config=config,
             name=f"width {width}",
             check_indices=False,
@@ -258,6 +273,7 @@ def embedding_backward(rank: Rank, without: int = -1) -> None:
             tables,
             _lookups(rank.rank, batch, turn)[: len(tables) * batch],
             torch.arange(len(tables) * batch + 1),
+            impl="fused",
             config=config,
             name=f"width {width}",
             batch_size=batch,
@@ -449,6 +465,12 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "embedding forward, sliced, own samples first": functools.partial(
         embedding_forward, protocol="sliced", order="local_first"
     ),
+    "embedding forward, between nodes": functools.partial(embedding_forward, protocol="sliced"),
+    "embedding backward, between nodes": embedding_backward,
+    "gemm_all_to_all, between nodes": functools.partial(all_to_all, impl="chunked"),
+    "gemm_reduce_scatter, two levels": functools.partial(two_levels, collective="reduce_scatter"),
+    "gemm_all_reduce, two levels": functools.partial(two_levels, collective="all_reduce"),
+    "all_gather_gemm, two levels": functools.partial(all_gather, impl="chunked"),
     "embedding backward": embedding_backward,
     "embedding backward, a rank without tables": functools.partial(embedding_backward, without=1),
     "mixture_of_experts": experts,
@@ -464,3 +486,12 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "a kernel of the language's README": readme,
 }
 """Every protocol, by a name."""
+
+
+def nodes_of(name: str, ranks: int) -> tuple[int, ...]:
+    """The node of each rank, of at least so many ranks, if the program is of several nodes."""
+    if "two levels" in name:
+        # As many ranks on every node.
+        return (0, 1) if ranks == 2 else (0, 0, 1, 1)
+    # The first rank is on a node by itself.
+    return (0,) + (1,) * (ranks - 1) if "between nodes" in name else ()

@@ -221,3 +221,37 @@ def test_refusals(ranks: Any) -> None:
     assert all(message.startswith("explore: ranks must be at least 2") for message in numbers)
     assert "replay must be the schedule of a failure" in text
     assert "one that it cannot follow" in steps
+
+
+# Several nodes
+
+
+def _straying(rank: Rank) -> None:
+    """Every rank puts to the last one, which is on a node of its own."""
+    from tests.testing import kernels
+
+    block = rank.group.allocate(64)
+    with rank.group.running():
+        kernels.put_to_last[(1,)](
+            block.address, rank.group.context("test"), WORLD_SIZE=rank.world_size
+        )
+
+
+def _found() -> tuple[str, str]:
+    failure = explore(_straying, ranks=3, schedules=5, node_of_rank=(0, 0, 1)).failure
+    assert failure is not None
+    return failure.kind, str(failure)
+
+
+def test_a_store_to_another_node_is_found(ranks: Any) -> None:
+    [(kind, text)] = ranks(1).run(_found)
+    assert kind == "error"
+    assert "a store must stay within its node; got one to rank 2 of node 1" in text
+
+
+@pytest.mark.parametrize("nodes", [(0, 0), (1, 0), (0, 1, 1)])
+def test_nodes_must_be_those_of_the_ranks(nodes: tuple[int, ...]) -> None:
+    with pytest.raises(
+        interlace.ArgumentError, match="node_of_rank must number the nodes of 2 ranks"
+    ):
+        explore(_straying, ranks=2, node_of_rank=nodes)

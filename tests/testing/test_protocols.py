@@ -34,6 +34,12 @@ _NAMES = [
     "embedding forward, direct",
     "embedding forward, sliced",
     "embedding forward, sliced, own samples first",
+    "embedding forward, between nodes",
+    "embedding backward, between nodes",
+    "gemm_all_to_all, between nodes",
+    "gemm_reduce_scatter, two levels",
+    "gemm_all_reduce, two levels",
+    "all_gather_gemm, two levels",
     "embedding backward",
     "embedding backward, a rank without tables",
     "mixture_of_experts",
@@ -53,10 +59,17 @@ def _explore(name: str) -> int:
     import torch.distributed as dist
 
     from interlace.testing import explore
-    from tests.testing.programs import PROGRAMS
+    from tests.testing.programs import PROGRAMS, nodes_of
 
     count = 2 + dist.get_rank()
-    report = explore(PROGRAMS[name], ranks=count, schedules=SCHEDULES[count], seed=count)
+    nodes = nodes_of(name, count)
+    report = explore(
+        PROGRAMS[name],
+        ranks=len(nodes) or count,
+        schedules=SCHEDULES[count],
+        seed=count,
+        node_of_rank=nodes,
+    )
     report.raise_if_failed()
     return report.schedules
 
@@ -91,14 +104,19 @@ def _lost(part: int, parts: int) -> list[str]:
 
     from interlace.testing import explore
     from tests.testing.mutants import MUTANTS
-    from tests.testing.programs import PROGRAMS
+    from tests.testing.programs import PROGRAMS, nodes_of
 
     lost = []
     for mutant in MUTANTS[
         part * dist.get_world_size() + dist.get_rank() :: parts * dist.get_world_size()
     ]:
         with mutant.applied():
-            failure = explore(PROGRAMS[mutant.protocol], ranks=mutant.ranks, schedules=300).failure
+            failure = explore(
+                PROGRAMS[mutant.protocol],
+                ranks=mutant.ranks,
+                schedules=300,
+                node_of_rank=nodes_of(mutant.protocol, mutant.ranks),
+            ).failure
         if failure is None or failure.kind == "error":
             lost.append(f"{mutant.name}: {failure}")
     return lost

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from interlace.cli.app import app
-from interlace.testing.cases import Prepared
+from interlace.testing.cases import Prepared, between_nodes
 from interlace.testing.soak import ROUND_CALLS, Plan, make_round, run_rank
 
 QUICK = ("gemv_all_reduce", "put_signal kernel", "bmm_all_to_all")
@@ -41,6 +41,39 @@ def test_rounds_depend_on_seed_and_number_alone(backend):
             assert graph.graph == number
             assert len({(calls.slots[i].group, calls.slots[i].stream) for i in graph.slots}) == 1
             assert all(calls.slots[i].case.capturable for i in graph.slots)
+
+
+def test_between_nodes_all_calls_send_something_of_ours():
+    able = between_nodes()
+    assert {"embedding_all_to_all", "gemm_all_to_all"} <= able.keys()
+    assert "unfused" in between_nodes(["gemm_all_to_all"])["gemm_all_to_all"]
+    groups = (4, 4, 2, 2)
+    calls = [
+        make_round(number, Plan(1), "cpu", groups, spanning=(0, 1)).slots for number in range(20)
+    ]
+    for slot in (slot for slots in calls for slot in slots):
+        if slot.group in (0, 1):
+            assert slot.case.impl in able[slot.case.operator]
+    within = {slot.case.operator for slots in calls for slot in slots if slot.group > 1}
+    assert within - able.keys(), "ranks of one node call everything"
+
+
+@pytest.mark.usefixtures("quick_launches")
+def test_slices_between_nodes(tmp_path):
+    file = tmp_path / "soak.json"
+    arguments = ("--backend", "cpu", "--nodes", 2, "--calls", 8, "--seed", 2, "--json", file)
+    sliced = ("--operators", "embedding_all_to_all", "--operators", "gemm_all_to_all")
+    done = _soak(*arguments, *sliced)
+    assert done.exit_code == 0, done.output
+    (result,) = json.loads(file.read_text(encoding="utf-8"))["results"]
+    assert (result["nodes"], result["world_size"], result["groups"]) == (2, 2, [[0, 1], [0, 1]])
+    assert {"fused direct", "chunked"} & {
+        impl for implementations in result["by_operator"].values() for impl in implementations
+    }
+    assert "2 ranks on the cpu backend, of 2 nodes" in " ".join(done.output.split())
+    refused = _soak(*arguments, "--operators", "put_signal kernel")
+    assert refused.exit_code == 1
+    assert "on several nodes" in " ".join(refused.output.split())
 
 
 def test_right_calls_are_reported(ranks, tmp_path):

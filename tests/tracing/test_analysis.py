@@ -8,7 +8,7 @@ from interlace.tracing import clocks
 from interlace.tracing.events import Event, Launch
 from interlace.tracing.libraries import Activity, beside
 from interlace.tracing.path import critical_path
-from interlace.tracing.perfetto import to_perfetto
+from interlace.tracing.perfetto import Timeline, to_perfetto
 from interlace.tracing.summary import summary
 from interlace.tracing.work import Place, arrivals, work_of
 
@@ -82,7 +82,7 @@ def test_the_summary_names_the_late_rank() -> None:
 
 def test_bytes_are_in_flight_until_the_wait_is_over() -> None:
     launches = _two_ranks()
-    document = to_perfetto(launches, work_of(launches, 0.0), [], {})
+    document = to_perfetto(Timeline(launches, work_of(launches, 0.0), []), {})
     counters = [
         (event["ts"], event["args"]["bytes"])
         for event in document["traceEvents"]
@@ -114,7 +114,7 @@ def test_nothing_recorded() -> None:
     work = work_of(launches, 0.0)
     assert critical_path(work) == []
     assert summary(launches, work, is_timed=True) == "No kernel has recorded an event."
-    assert to_perfetto(launches, work, [], {})["traceEvents"]
+    assert to_perfetto(Timeline(launches, work, []), {})["traceEvents"]
 
 
 def test_clocks_are_compared_by_the_shortest_round_trip() -> None:
@@ -139,6 +139,8 @@ def test_libraries_are_on_the_clock_of_the_kernels() -> None:
         Activity("product", 7, far + 900, 50), Activity("copy", 9, far + 1100, 30),
     ]  # fmt: skip
     assert beside(seen, [("another", far)]) == []
-    document = to_perfetto([[]], work_of([[]], 0.0), [[Activity("copy", 9, 2000.0, 500.0)]], {})
+    document = to_perfetto(
+        Timeline([[]], work_of([[]], 0.0), [[Activity("copy", 9, 2000.0, 500.0)]]), {}
+    )
     [bar] = [event for event in document["traceEvents"] if event["ph"] == "X"]
     assert (bar["name"], bar["ts"], bar["dur"]) == ("copy", 2.0, 0.5)

@@ -18,6 +18,7 @@ from interlace.errors import ArgumentError
 from interlace.testing.cases import Case, every_case
 from interlace.tracing import Trace
 from interlace.tracing.events import NAMES
+from tests.tracing.chrome_format import violations
 
 _KINDS = set(NAMES.values())
 
@@ -47,34 +48,11 @@ def _check_events(trace: Trace) -> None:
 def _check_document(trace: Trace, ranks: int) -> Counter[str]:
     """The document keeps to the format; return how many events there are of each phase."""
     document = trace.to_perfetto()
-    assert document.keys() == {"traceEvents", "displayTimeUnit", "otherData"}
-    rows = set()
-    opened: dict[int, float] = {}
-    for event in document["traceEvents"]:
-        assert {"ph", "pid", "tid", "name"} <= event.keys()
-        assert type(event["pid"]) is int
-        assert type(event["tid"]) is int
-        if event["ph"] == "M":
-            rows.add((event["pid"], event["tid"], event["name"]))
-            continue
-        assert event["ts"] >= 0
-        if event["ph"] != "C":
-            assert (event["pid"], event["tid"], "thread_name") in rows
-        if event["ph"] == "X":
-            assert event["dur"] >= 0
-        elif event["ph"] == "C":
-            assert all(value >= 0 for value in event["args"].values())
-        elif event["ph"] == "s":
-            assert event["id"] not in opened
-            opened[event["id"]] = event["ts"]
-        elif event["ph"] == "f":
-            assert event["ts"] >= opened.pop(event["id"])
-        else:
-            assert event["ph"] == "i"
-            assert event["s"] == "t"
-    assert not opened
-    assert {pid for pid, _, kind in rows if kind == "process_name"} >= set(range(ranks))
-    return Counter(event["ph"] for event in document["traceEvents"])
+    assert violations(document) == []
+    events = document["traceEvents"]
+    named = {event["pid"] for event in events if event["name"] == "process_name"}
+    assert named >= set(range(ranks))
+    return Counter(event["ph"] for event in events)
 
 
 def _trace_of(case: Case) -> Trace:

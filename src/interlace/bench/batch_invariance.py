@@ -1,4 +1,4 @@
-"""What batch invariance costs: the same calls by ``impl="auto"`` and ``"batch_invariant"``."""
+"""Measure what batch invariance costs: equal calls by ``impl="auto"`` and ``"batch_invariant"``."""
 
 from __future__ import annotations
 

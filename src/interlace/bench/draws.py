@@ -108,7 +108,7 @@ def _draw(
     multiple = chance.choice((1, 8, 128))
     rows = tokens | 1 if multiple == 1 else round_up(tokens, multiple)
     model = chance.choice(known)
-    shards = chance.choice([each for each in _SHARDS if model.heads % each == 0])
+    shards = chance.choice([count for count in _SHARDS if model.heads % count == 0])
     layer, columns, inner = chance.choice(_layers(pattern, model, shards))
     if layer == "experts":
         rows *= model.top_k

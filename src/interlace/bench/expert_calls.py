@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
 from interlace.bench.benchmark import Benchmark
 from interlace.comm import Group
@@ -17,12 +16,22 @@ from interlace.comm.group import solo_group
 from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
+from interlace.operators.mixture_of_experts.call import Call, Saved
 from interlace.operators.mixture_of_experts.choice import Terms, choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, Parameters, Sizes
 from interlace.registry import operator_named
 
 ROUTINGS = ("balanced", "skewed")
+
+FORMS = {
+    "swiglu": ExpertActivation(),
+    "gpt-oss": ExpertActivation("silu", alpha=1.702, limit=7.0, up_offset=1.0),
+}
+"""Activations of experts. Those of gpt-oss have biases too, and weights ``[L, hidden, 2 F]`` with a
+column of the gate and one of up in turn, and ``[L, F, hidden]``, as transformers keeps them.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Shape:
     Attributes:
         routing: ``"balanced"`` if each token's experts are drawn evenly; ``"skewed"`` if an order
             of experts, common to all tokens, gives the i-th one the weight 1 / i.
+        form: One of ``FORMS``.
     """
 
     tokens: int = 4096
@@ -43,15 +53,19 @@ class Shape:
     top_k: int = 2
     routing: str = "balanced"
     dtype: torch.dtype = torch.bfloat16
+    form: str = "swiglu"
 
     def __post_init__(self) -> None:
+        if self.form not in FORMS:
+            raise ArgumentError(f"form must be one of {', '.join(FORMS)}; got {self.form!r}.")
         if self.routing not in ROUTINGS:
             raise ArgumentError(
                 f"routing must be one of {', '.join(ROUTINGS)}; got {self.routing!r}."
             )
-        if not 1 <= self.top_k <= min(8, self.experts):
+        if not 1 <= self.top_k <= min(MAX_TOP_K, self.experts):
             raise ArgumentError(
-                f"top_k must be from 1 to 8 and at most the number of experts; got {self.top_k}."
+                f"top_k must be from 1 to {MAX_TOP_K} and at most the number of experts; got "
+                f"{self.top_k}."
             )
 
     @property
@@ -64,11 +78,12 @@ class Shape:
 
     def __str__(self) -> str:
         experts = f"{self.experts} x {self.hidden} x {self.ffn}"
-        return f"{self.tokens} tokens, {experts}, top {self.top_k}, {self.routing}"
+        form = "" if self.form == "swiglu" else f", {self.form}"
+        return f"{self.tokens} tokens, {experts}, top {self.top_k}, {self.routing}{form}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Alone(launch.Call):
+class _Alone(Call):
     """A call of this rank without its peers, whatever the group is."""
 
     @functools.cached_property
@@ -126,6 +141,14 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         self.x, self.grad = random(shape.tokens, shape.hidden), random(shape.tokens, shape.hidden)
         self.w_in = random(self.local, shape.ffn, 2, shape.hidden, scale=shape.hidden**-0.5)
         self.w_out = random(self.local, shape.hidden, shape.ffn, scale=shape.ffn**-0.5)
+        self.activation = FORMS[shape.form]
+        self.b_in: torch.Tensor | None = None
+        self.b_out: torch.Tensor | None = None
+        if shape.form == "gpt-oss":
+            self.w_in = self.w_in.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+            self.w_out = self.w_out.transpose(1, 2).contiguous().transpose(1, 2)
+            self.b_in = random(self.local, shape.ffn, 2, scale=0.1)
+            self.b_out = random(self.local, shape.hidden, scale=0.1)
         self.experts, self.weights = self._route(generator)
         sizes = Sizes(
             shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.ffn, self.ranks,
@@ -151,24 +174,29 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         chosen, experts = scores.topk(shape.top_k)
         return experts, torch.softmax(chosen, -1)
 
+    @property
+    def parameters(self) -> Parameters:
+        """The experts' weights and biases."""
+        return Parameters(self.w_in, self.w_out, self.b_in, self.b_out)
+
     # Fused
 
     def call(
         self, keeps: bool, impl: str = "fused", config: MixtureOfExpertsConfig | None = None
-    ) -> launch.Call:
+    ) -> Call:
         """Return a call; ``keeps`` if its backward pass will run."""
         name = "" if self.group is None else self.group.group_name
         capacity = max(1, self.shape.tokens)
-        return launch.Call(
+        return Call(
             self.x,
             self.experts,
             self.weights,
-            self.w_in,
-            self.w_out,
+            *self.parameters,
             capacity,
             name,
             impl,
             str(config or self.config),
+            str(self.activation),
             keeps,
         )
 
@@ -177,7 +205,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         call = dataclasses.replace(self.call(False, impl), config="")
         return call.chosen[1]
 
-    def alone(self) -> launch.Call:
+    def alone(self) -> Call:
         """Return a call of this rank's part of the work, in which nothing is sent."""
         rows = [
             sum(source[self.rank * self.local + expert] for source in self.counts)
@@ -191,16 +219,16 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             x,
             experts,
             weights,
-            self.w_in,
-            self.w_out,
+            *self.parameters,
             max(1, len(experts)),
             "",
             "fused",
             str(self.config),
+            str(self.activation),
             False,
         )
 
-    def prepared(self, call: launch.Call) -> tuple[list[Launch], torch.Tensor]:
+    def prepared(self, call: Call) -> tuple[list[Launch], torch.Tensor]:
         """Run a call once; return its launches, of which the last two may be repeated."""
         launches, y, _, _ = launch.prepare_forward(call, call.agree(OPERATOR))
         with call.group.running():
@@ -208,7 +236,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
                 step()
         return launches, y
 
-    def forward(self, keeps: bool) -> tuple[torch.Tensor, launch.Saved]:
+    def forward(self, keeps: bool) -> tuple[torch.Tensor, Saved]:
         """Run the layer."""
         return launch.run(self.call(keeps))
 
@@ -235,6 +263,9 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         # All gates, then all ups, in place of one of each in turn.
         gate_up = self.w_in.transpose(1, 2).reshape(self.local, 2 * shape.ffn, shape.hidden)
         self.in_first, self.out_first = gate_up.transpose(1, 2), self.w_out.transpose(1, 2)
+        self.owner_of = torch.repeat_interleave(torch.tensor(self.rows_of)).to(device)
+        if self.b_in is not None:
+            self.bias_first = self.b_in.transpose(1, 2).reshape(self.local, 2 * shape.ffn)
 
     def order(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the slots sorted by expert, and each slot's position in that order."""
@@ -288,10 +319,19 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         """The name of the grouped product, as tables show it."""
         return "torch._grouped_mm" if self.has_grouped_mm else "grouped F.linear"
 
-    def swiglu(self, both: torch.Tensor) -> torch.Tensor:
+    def first(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return gate and up of rows that are sorted by expert, side by side."""
+        both = self.grouped(rows, self.in_first)
+        return both if self.b_in is None else both + self.bias_first[self.owner_of]
+
+    def activate(self, both: torch.Tensor) -> torch.Tensor:
         """Apply the activation to gate and up, side by side."""
-        gate, up = both.chunk(2, 1)
-        return F.silu(gate) * up
+        return self.activation(*both.chunk(2, 1))
+
+    def second(self, active: torch.Tensor) -> torch.Tensor:
+        """Return the experts' results of their activations."""
+        results = self.grouped(active, self.out_first)
+        return results if self.b_out is None else results + self.b_out[self.owner_of]
 
     def weighted_sum(self, returned: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Add each token's results with its router's weights."""
@@ -300,7 +340,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
 
     def unfused_combine(self, active: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Run the second product and the combine as a program without Interlace would."""
-        results = self.grouped(active, self.out_first)[self.by_source]
+        results = self.second(active)[self.by_source]
         return self.weighted_sum(self.exchange(results, back=True), positions)
 
     def unfused_forward(self) -> torch.Tensor:
@@ -312,12 +352,12 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         """Run an unfused forward pass and return what it keeps for the backward pass."""
         order, positions = self.order()
         rows = self.exchange(self.x[order // self.shape.top_k], back=False)[self.by_expert]
-        both = self.grouped(rows, self.in_first)
-        results = self.grouped(self.swiglu(both), self.out_first)[self.by_source]
+        both = self.first(rows)
+        results = self.second(self.activate(both))[self.by_source]
         return Kept(order, positions, rows, both, self.exchange(results, back=True))
 
     def unfused_backward(self, kept: Kept) -> tuple[torch.Tensor, ...]:
-        """Return the gradients of x, the router's weights, w_in and w_out."""
+        """Return the gradients of x, the router's weights, w_in, w_out and the biases."""
         order, positions, rows, both, returned = kept
         upstream = self.grad[order // self.shape.top_k]
         weight_grads = (
@@ -325,14 +365,35 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         )
         scaled = upstream * self.weights.flatten()[order, None].to(upstream.dtype)
         arrived = self.exchange(scaled, back=False)[self.by_expert]
-        gate, up = both.chunk(2, 1)
-        active = self.grouped(arrived, self.out_first.transpose(1, 2))
-        # The derivative of silu(gate) * up by gate and by up.
-        sigmoid = gate.sigmoid()
-        silu = gate * sigmoid
-        inner = torch.cat([active * up * sigmoid * (1 + gate * (1 - sigmoid)), active * silu], 1)
-        w_out_grad = self.grouped_gradient(silu * up, arrived)
+        active, inner = self.activate_again(
+            both, self.grouped(arrived, self.out_first.transpose(1, 2))
+        )
+        w_out_grad = self.grouped_gradient(active, arrived)
         w_in_grad = self.grouped_gradient(rows, inner)
         back = self.grouped(inner, self.in_first.transpose(1, 2))[self.by_source]
         x_grad = self.exchange(back, back=True)[positions].view(*self.experts.shape, -1).sum(1)
-        return x_grad, weight_grads, w_in_grad, w_out_grad
+        gradients = x_grad, weight_grads, w_in_grad, w_out_grad
+        if self.b_in is None:
+            return gradients
+        # A product with ones adds in float32; grouped products take rows of 16 bytes.
+        ones = rows.new_ones(len(rows), 8)
+        sums = (self.grouped_gradient(ones, grad)[..., 0] for grad in (inner, arrived))
+        return *gradients, *sums
+
+    def activate_again(
+        self, both: torch.Tensor, upstream: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the activation of ``both``, and the gradient of ``both`` for that of the
+        activation.
+        """
+        if self.shape.form == "swiglu":
+            # The derivative of silu(gate) * up by gate and by up.
+            gate, up = both.chunk(2, 1)
+            sigmoid = gate.sigmoid()
+            silu = gate * sigmoid
+            of_gate = upstream * up * sigmoid * (1 + gate * (1 - sigmoid))
+            return silu * up, torch.cat([of_gate, upstream * silu], 1)
+        leaf = both.detach().requires_grad_()
+        with torch.enable_grad():
+            active = self.activate(leaf)
+        return active.detach(), torch.autograd.grad(active, leaf, upstream)[0]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn import functional as F
 
 from interlace.bench.benchmark import (
     Benchmark,
@@ -32,8 +31,9 @@ from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.gemm.autotune import sets_past_cache
 from interlace.gemm.reference import gather_rows
-from interlace.operators.mixture_of_experts import decode, launch
+from interlace.operators.mixture_of_experts import decode, launch, reference
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import Parameters
 from interlace.registry import operator_named
 
 TOKENS = (1, 4, 16, 64, 256)
@@ -68,16 +68,16 @@ def candidates(layer: Calls) -> Candidates:
             {"block_m": 128, "block_n": 128, "block_k": 64, "num_stages": 4, "num_warps": 8},
         ],
     }
-    found: dict[str, tuple[str, MixtureOfExpertsConfig]] = {}
+    configurations: dict[str, tuple[str, MixtureOfExpertsConfig]] = {}
     for impl, of_impl in changes.items():
         default = layer.default_config(impl)
         for change in of_impl:
             config = dataclasses.replace(default, **change)
             fields = ", ".join(f"{name}={value}" for name, value in change.items())
             # A change may lead to the default again.
-            if (impl, config) not in found.values():
-                found[f"{impl} ({fields})" if fields else impl] = impl, config
-    return found
+            if (impl, config) not in configurations.values():
+                configurations[f"{impl} ({fields})" if fields else impl] = impl, config
+    return configurations
 
 
 class Case(Benchmark[MixtureOfExpertsConfig]):
@@ -192,19 +192,19 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
         product = self.layers[0].product
         kept = [layer.keep() for layer in self.layers]
         sent = [
-            layer.x[own.order // self.shape.top_k]
-            for layer, own in zip(self.layers, kept, strict=True)
+            layer.x[routed.order // self.shape.top_k]
+            for layer, routed in zip(self.layers, kept, strict=True)
         ]
 
         def products(i: int) -> None:
-            layer, own = self.layer(i), kept[i % self.operand_sets]
-            layer.grouped(own.rows, layer.in_first)
-            layer.grouped(layer.swiglu(own.both), layer.out_first)
+            layer, routed = self.layer(i), kept[i % self.operand_sets]
+            layer.grouped(routed.rows, layer.in_first)
+            layer.grouped(layer.activate(routed.both), layer.out_first)
 
         def exchanges(i: int) -> None:
-            layer, own = self.layer(i), kept[i % self.operand_sets]
+            layer, routed = self.layer(i), kept[i % self.operand_sets]
             layer.exchange(sent[i % self.operand_sets], back=False)
-            layer.exchange(own.rows, back=True)
+            layer.exchange(routed.rows, back=True)
 
         return [
             Way(f"both {product} alone", "compute", products),
@@ -315,7 +315,8 @@ def _exact(layer: Calls) -> torch.Tensor:
     """
     splits = [len(layer.x)] * layer.ranks
     x, experts, weights = (
-        gather_rows(own, splits, layer.group) for own in (layer.x, layer.experts, layer.weights)
+        gather_rows(rank_input, splits, layer.group)
+        for rank_input in (layer.x, layer.experts, layer.weights)
     )
     x = x.float()
     sums = torch.zeros_like(x)
@@ -323,8 +324,8 @@ def _exact(layer: Calls) -> torch.Tensor:
         names = experts == layer.rank * layer.local + local
         tokens = names.any(1).nonzero()[:, 0]
         if len(tokens):
-            gate, up = (F.linear(x[tokens], layer.w_in[local, :, i].float()) for i in (0, 1))
-            result = F.linear(F.silu(gate) * up, layer.w_out[local].float())
+            of_expert = (None if p is None else p[local, None].float() for p in layer.parameters)
+            result = reference.expert(0, x[tokens], Parameters._make(of_expert), layer.activation)
             sums[tokens] += (weights * names).sum(1)[tokens, None] * result
     dist.all_reduce(sums, group=layer.group)
     first = layer.rank * len(layer.x)

@@ -42,15 +42,15 @@ class ProductTime:
 def measure_products() -> list[ProductTime]:
     """Return times of random products on this rank's GPU; collective."""
     chance = random.Random(0)
-    found: list[ProductTime] = []
-    while len(found) < _PRODUCTS:
+    times: list[ProductTime] = []
+    while len(times) < _PRODUCTS:
         rows, columns, inner = (
             round_up(round(2 ** chance.uniform(low, high)), 8)
             for low, high in ((3, 14), (9, 14), (8, 14))
         )
         if 2 * rows * columns * inner <= _MOST_FLOPS:
-            found.append(ProductTime(rows, columns, inner, _product_us(rows, columns, inner)))
-    return found
+            times.append(ProductTime(rows, columns, inner, _product_us(rows, columns, inner)))
+    return times
 
 
 def _product_us(rows: int, columns: int, inner: int) -> float:
@@ -91,7 +91,7 @@ def measure_link(group: Group) -> float:
 def measure_rates() -> dict[str, Any]:
     """Return times of products and the rate of a link, as JSON can hold them; collective."""
     return {
-        "products": [dataclasses.asdict(each) for each in measure_products()],
+        "products": [dataclasses.asdict(time) for time in measure_products()],
         "link_bytes_per_s": measure_link(group_of()),
         "world_size": group_of().world_size,
     }
@@ -118,7 +118,7 @@ def profile_from(
         results: Results of calls, as those of :func:`interlace.bench.sweep.bench`.
         source: Where and when it was measured.
     """
-    products = [ProductTime(**each) for each in rates["products"]]
+    products = [ProductTime(**fields) for fields in rates["products"]]
     machine = dataclasses.replace(
         start,
         gpu=gpu,
@@ -152,11 +152,11 @@ def fit_rates(machine: MachineProfile, products: Sequence[ProductTime]) -> Produ
         profile = dataclasses.replace(machine, product=candidate)
         return math.fsum(
             math.log(
-                profile.library_product_us(Call(each.rows, each.columns, each.inner, 2, 1))
-                / each.us
+                profile.library_product_us(Call(product.rows, product.columns, product.inner, 2, 1))
+                / product.us
             )
             ** 2
-            for each in products
+            for product in products
         )
 
     least = error(rates)
@@ -170,10 +170,10 @@ def fit_rates(machine: MachineProfile, products: Sequence[ProductTime]) -> Produ
                 if name == "small_tile_efficiency" and value > 1:
                     break
                 candidate = dataclasses.replace(rates, **{name: value})
-                found = error(candidate)
-                if found >= least * (1 - 1e-6):
+                candidate_error = error(candidate)
+                if candidate_error >= least * (1 - 1e-6):
                     break
-                rates, least = candidate, found
+                rates, least = candidate, candidate_error
     change = rates.flops_per_s / machine.product.flops_per_s
     return dataclasses.replace(
         rates,

@@ -189,7 +189,11 @@ class Case(Benchmark[GemmConfig]):
 
         ``"nccl"`` is left out, since on a GPU it is what ``"unfused"`` is.
         """
-        names = [each.name for each in self.operator.implementations if each.name != "nccl"]
+        names = [
+            implementation.name
+            for implementation in self.operator.implementations
+            if implementation.name != "nccl"
+        ]
         return {name: self.operator.refusal(name, self.terms) for name in names}
 
     def implementations(self, config: GemmConfig) -> list[Way]:

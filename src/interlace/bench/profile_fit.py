@@ -110,12 +110,12 @@ def _time_of(
     """
     names = {impl, *implementation.former_names} - {""}
     displayed = {*implementation.former_names, *_PAIR_NAMES.get(impl, ())}
-    found = [
+    times_us = [
         float(time["median_us"])
         for name, time in times.items()
         if role_of(name, time)[1] in names or name in displayed
     ]
-    return min(found, default=None)
+    return min(times_us, default=None)
 
 
 def tile_of(config: str) -> tuple[int, int]:
@@ -142,9 +142,9 @@ def fit(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
     for point in points:
         grouped[point.operator, point.implementation].append(point)
     compositions: Compositions = defaultdict(dict)
-    for (operator, implementation), own in sorted(grouped.items()):
-        if len(own) >= _LEAST_POINTS:
-            compositions[operator][implementation] = _composition(profile, own)
+    for (operator, implementation), points_of_one in sorted(grouped.items()):
+        if len(points_of_one) >= _LEAST_POINTS:
+            compositions[operator][implementation] = _composition(profile, points_of_one)
     return dict(compositions)
 
 
@@ -159,20 +159,20 @@ def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
         other_compositions={},
         corrections={},
     )
-    others = {
-        str(itemsize): _merged(scaled(wide, own), fit(profile, own))
-        for itemsize, own in sorted(by_itemsize.items())
+    by_size = {
+        str(itemsize): _merged(scaled(wide, points_of_size), fit(profile, points_of_size))
+        for itemsize, points_of_size in sorted(by_itemsize.items())
         if itemsize != 2
     }
-    composed = dataclasses.replace(wide, other_compositions=others)
+    composed = dataclasses.replace(wide, other_compositions=by_size)
     return dataclasses.replace(composed, corrections=corrections_of(composed, by_itemsize[2]))
 
 
-def _merged(first: Compositions, then: Compositions) -> Compositions:
+def _merged(first: Compositions, second: Compositions) -> Compositions:
     """Return the compositions of both, those of ``then`` where both have one."""
     return {
-        operator: first.get(operator, {}) | then.get(operator, {})
-        for operator in sorted({*first, *then})
+        operator: first.get(operator, {}) | second.get(operator, {})
+        for operator in sorted({*first, *second})
     }
 
 
@@ -216,12 +216,15 @@ def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str
             grouped[point.operator, point.implementation][point.call] = ratio
     corrections = {}
     for operator in sorted({operator for operator, _ in grouped}):
-        own = {name: ratios for (each, name), ratios in grouped.items() if each == operator}
+        by_implementation = {
+            name: ratios for (each, name), ratios in grouped.items() if each == operator
+        }
         calls = sorted(
-            {call for ratios in own.values() for call in ratios}, key=lambda call: call.size
+            {call for ratios in by_implementation.values() for call in ratios},
+            key=lambda call: call.size,
         )
         weights = {}
-        for implementation, ratios in sorted(own.items()):
+        for implementation, ratios in sorted(by_implementation.items()):
             by_call = dict(zip(ratios, _weights(ratios), strict=True))
             weights[implementation] = [by_call.get(call, 0.0) for call in calls]
         corrections[operator] = Corrections([call.size for call in calls], weights)
@@ -230,9 +233,9 @@ def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str
 
 def _weights(ratios: Mapping[TimedCall, float]) -> list[float]:
     """Return the weight of each call in the mean of the Gaussian process through the ratios."""
-    places = np.array([place_of(call.size) for call in ratios])
-    distances = ((places[:, None] - places[None]) ** 2).sum(axis=-1)
-    covariance = np.exp(-distances / 2) + np.eye(len(places))
+    positions = np.array([place_of(call.size) for call in ratios])
+    distances = ((positions[:, None] - positions[None]) ** 2).sum(axis=-1)
+    covariance = np.exp(-distances / 2) + np.eye(len(positions))
     weights = np.linalg.solve(covariance, np.array(list(ratios.values())))
     return [round(float(weight), 4) for weight in weights]
 

@@ -73,9 +73,9 @@ def summarise(result: Result) -> Summary:
     has_communication = any(
         role_of(name, time)[0] == "communication" for name, time in result["times"].items()
     )
-    times, own = impl_times(result), _require(own_impls(result), "fused", result)
+    times, own_names = impl_times(result), _require(own_impls(result), "fused", result)
     return Summary(
-        fused_us=times["fused"] if "fused" in times else min(times[impl] for impl in own),
+        fused_us=times["fused"] if "fused" in times else min(times[impl] for impl in own_names),
         unfused=fastest("pair", "an unfused pair"),
         compute=fastest("compute", "compute alone"),
         communication=(

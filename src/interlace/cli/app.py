@@ -14,7 +14,16 @@ from typer.core import TyperGroup
 
 from interlace.cli.console import print_error
 from interlace.cli.operator_commands import BenchCommands, TuneCommands
-from interlace.cli.options import HalfDtype, JsonFile, Ranks, Run, takes_run
+from interlace.cli.options import (
+    Backend,
+    HalfDtype,
+    JsonFile,
+    Nodes,
+    PlotFile,
+    Ranks,
+    Run,
+    takes_run,
+)
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim import sim_app
 from interlace.errors import InterlaceError
@@ -83,12 +92,24 @@ def tune_machine(
         typer.Option(min=1, help="Seconds after which no further call is measured."),
     ] = 20,
     world_size: Ranks = None,
+    nodes: Nodes = None,
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that each step between nodes may last.")
+    ] = 60.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Measure this machine's profile, by which impl="auto" predicts times, and keep it for you."""
-    from interlace.cli.tune_machine import run_machine
+    """Measure this machine's profile, by which impl="auto" predicts times, and keep it for you; on
+    several nodes, under torchrun or Slurm, measure the network between them.
+    """
+    from interlace.cli import tune_machine
 
-    run_machine(budget, world_size, Outputs(json=json_file))
+    outputs = Outputs(json=json_file)
+    if tune_machine.is_between_nodes(nodes):
+        from interlace.cli.tune_network import run_network
+
+        run_network(world_size, nodes, deadline, outputs)
+    else:
+        tune_machine.run_machine(budget, world_size, outputs)
 
 
 def _show_version(is_asked_for: bool) -> None:
@@ -115,11 +136,34 @@ def root(
 
 
 @app.command()
-def doctor(json_file: JsonFile = None) -> None:
-    """Say what this machine can do, what is missing, and what to do about it."""
+def doctor(
+    network: Annotated[
+        bool,
+        typer.Option(
+            "--network",
+            help="Measure the network between nodes instead: on the ranks of torchrun or Slurm, or "
+            "on ranks that are started here.",
+        ),
+    ] = False,
+    world_size: Ranks = None,
+    nodes: Nodes = None,
+    backend: Backend = "auto",
+    deadline: Annotated[
+        float, typer.Option(min=0.1, help="Seconds that each step with --network may last.")
+    ] = 60.0,
+    json_file: JsonFile = None,
+) -> None:
+    """Say what this machine can do, what is missing, and what to do about it; with --network, what
+    the network between nodes does.
+    """
+    outputs = Outputs(json=json_file)
+    if network:
+        from interlace.cli import doctor_network
+
+        raise typer.Exit(doctor_network.run(world_size, nodes, backend, deadline, outputs))
     from interlace.cli.doctor import run
 
-    raise typer.Exit(run(Outputs(json=json_file)))
+    raise typer.Exit(run(outputs))
 
 
 @app.command()
@@ -131,11 +175,19 @@ def explain(
     gpu: Annotated[str, typer.Option(help="A GPU whose profile is shipped.")] = "h200",
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=2, max=8, help="Ranks.")] = 4,
     dtype: HalfDtype = "bfloat16",
+    nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on.")] = 1,
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The network between nodes: a profile that has one. \\[default: the GPU's]",
+        ),
+    ] = None,
 ) -> None:
     """Say what impl="auto" takes, and the predicted time of every implementation. Needs no GPU."""
     from interlace.cli.explain import run_explain
 
-    run_explain(operator, shapes, gpu, world_size, dtype)
+    run_explain(operator, shapes, gpu, world_size, dtype, nodes, network)
 
 
 @app.command()
@@ -147,18 +199,43 @@ def trace(
     impl: Annotated[str, typer.Option(help="The implementation. \\[default: the first one]")] = "",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "",
     world_size: Ranks = None,
-    backend: Annotated[
-        str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")
-    ] = "auto",
+    backend: Backend = "auto",
     calls: Annotated[int, typer.Option(min=1, help="Calls in the trace.")] = 1,
+    simulated: Annotated[
+        bool, typer.Option("--simulated", help="Draw the simulated timeline under the measured.")
+    ] = False,
+    gpu: Annotated[
+        str, typer.Option(help="Simulate only, without a GPU: one whose profile is shipped, h200.")
+    ] = "",
     trace_file: Annotated[
         Path, typer.Option("--trace", metavar="FILE", help="The file for Perfetto.")
     ] = Path("trace.json"),
+    plot: PlotFile = None,
 ) -> None:
     """Record when each program of a call computes, puts and waits, for Perfetto and in words."""
-    from interlace.cli.trace import run_trace
+    from interlace.cli.trace import Request, run_trace
 
-    run_trace(operator, shape, impl, dtype, world_size, backend, calls, trace_file)
+    request = Request(operator, shape, impl, dtype, world_size, backend, calls, simulated, gpu)
+    run_trace(request, Outputs(trace=trace_file, plot=plot))
+
+
+@app.command()
+def picture(
+    trace_file: Annotated[
+        Path, typer.Argument(metavar="TRACE", help="A file that `interlace trace` wrote.")
+    ],
+    plot: Annotated[
+        Path, typer.Option("--plot", metavar="FILE", help="The picture: PNG, SVG or PDF.")
+    ] = Path("trace.png"),
+    rows: Annotated[
+        int, typer.Option(min=1, help="Programs of each rank; of more, some are drawn.")
+    ] = 12,
+    width: Annotated[float, typer.Option(min=4, help="Inches.")] = 12,
+) -> None:
+    """Draw a trace: what programs, copies and links do, and who waits for whom."""
+    from interlace.cli.trace_picture import run_picture
+
+    run_picture(trace_file, rows, width, Outputs(plot=plot))
 
 
 @app.command()
@@ -168,16 +245,24 @@ def demo(
         str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs enough.")
     ] = "auto",
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens decoded at once.")] = 1,
+    nodes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Show slices between so many nodes instead, say 2."),
+    ] = None,
     json_file: JsonFile = None,
     plot: Annotated[
         str, typer.Option(metavar="FILE", help="Where to draw the picture (PNG), or none.")
     ] = "demo-gemv_all_reduce.png",
 ) -> None:
     """Run a Transformer's down projection on several ranks and draw who sent what when; then train
-    a recommendation model.
+    a recommendation model. With --nodes, send slices between nodes.
     """
     from interlace.cli.demo import run
 
+    if nodes is not None:
+        from interlace.cli import demo_nodes
+
+        raise typer.Exit(demo_nodes.run(world_size, nodes, backend, Outputs(json=json_file)))
     outputs = Outputs(json=json_file, plot=None if plot == "none" else Path(plot))
     raise typer.Exit(run(world_size, backend, tokens, outputs))
 
@@ -193,9 +278,8 @@ def soak(
         int | None,
         typer.Option(min=1, max=8, help="Ranks; default: all GPUs, or 2 on the cpu backend."),
     ] = None,
-    backend: Annotated[
-        str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")
-    ] = "auto",
+    nodes: Nodes = None,
+    backend: Backend = "auto",
     seed: Annotated[
         int | None,
         typer.Option(help="Seed of all random choices. \\[default: another one each time]"),
@@ -228,7 +312,7 @@ def soak(
     if add:
         raise typer.Exit(run_add(add, outputs))
     raise typer.Exit(
-        run(seconds, calls, ranks, backend, seed, start, operators or (), deadline, outputs)
+        run(seconds, calls, ranks, nodes, backend, seed, start, operators or (), deadline, outputs)
     )
 
 

@@ -118,7 +118,7 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     if len(parts) != len(example.split("x")) or not all(
         part.isdecimal() and int(part) for part in parts
     ):
-        raise ArgumentError(f"--shape must be {meaning}; got {text!r}. Say --shape {example}.")
+        raise ArgumentError(f"a shape must be {meaning}; got {text!r}. Say {example}.")
     return tuple(map(int, parts))
 
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from interlace.bench.expert_calls import FORMS
 from interlace.bench.expert_decoding import TOKENS
 from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
 from interlace.cli import bench
@@ -21,6 +22,9 @@ SHAPES = ("8x4096x14336x2", "64x2048x1408x6")
 
 DECODING_SHAPES = ("8x4096x14336x2", "128x2048x768x8")
 """The layers of Mixtral 8x7B and of Qwen3-30B-A3B."""
+
+GPT_OSS_SHAPES = ("128x2880x2880x4", "32x2880x2880x4")
+"""The layers of gpt-oss-120b and of gpt-oss-20b."""
 
 _TOKENS = 4096
 
@@ -53,6 +57,10 @@ def bench_operator(
     part: Annotated[
         str, typer.Option(help="combine, forward, backward, all of these, or decoding.")
     ] = "all",
+    form: Annotated[
+        str,
+        typer.Option(help="swiglu, or gpt-oss: its activation, biases and order of the weights."),
+    ] = "swiglu",
     config: Annotated[
         str, typer.Option(help="The fused kernels' configuration, as results show it.")
     ] = "",
@@ -62,14 +70,20 @@ def bench_operator(
 
     Without --shape: Mixtral's 8 experts of 4096 x 14336, top 2, and 64 experts of 2048 x 1408, top
     6. With --part decoding: few tokens and cold weights, the time of each kernel, and in place of
-    the second layer that of Qwen3-30B-A3B, 128 experts of 2048 x 768, top 8.
+    the second layer that of Qwen3-30B-A3B, 128 experts of 2048 x 768, top 8. With --form gpt-oss:
+    128 and 32 experts of 2880 x 2880, top 4.
     """
     known = ("all", *PARTS, "decoding")
     if part not in known:
         raise ArgumentError(f"--part must be one of {', '.join(known)}; got {part!r}.")
+    if form not in FORMS:
+        raise ArgumentError(f"--form must be one of {', '.join(FORMS)}; got {form!r}.")
+    if form == "gpt-oss":
+        shape = shape or list(GPT_OSS_SHAPES)
     if part == "decoding":
         shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
     work = parse_work(shape, tokens or [_TOKENS], routing, run.dtype)
+    work = [sizes | {"form": form} for sizes in work]
     measure = functools.partial(measure_experts, part=part, config=config)
     bench.run_bench(OPERATOR, work, measure, run)
 

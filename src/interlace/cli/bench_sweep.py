@@ -133,9 +133,9 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
     if all("measured" in result for result in results):
         choices["measured"] = "measured"
     columns = [
-        f"{name} / {other} | worst"
+        f"{name} / {baseline} | worst"
         for name in choices
-        for other in ("best stock pair", "best of all")
+        for baseline in ("best stock pair", "best of all")
     ]
     lines = [
         f"| operator | calls | {' | '.join(columns)} |",

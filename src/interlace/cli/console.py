@@ -58,8 +58,12 @@ def run_ranks(
     world_size: int,
     *args: Any,
     backend: str,
+    nodes: int | None = None,
+    join_timeout_s: float | None = None,
 ) -> list[Any]:
     """Run ``interlace.launch(worker, world_size, folder, *args)`` under a progress bar.
+
+    The ranks count as ``nodes`` nodes; None stands for the nodes that they are on.
 
     Ranks say how far they are by :func:`interlace.cli.ranks.advance` ``(folder)``, ``steps`` times
     each.
@@ -70,7 +74,15 @@ def run_ranks(
         tempfile.TemporaryDirectory(prefix="interlace-") as folder,
         _progress(console, title, Path(folder), steps * world_size),
     ):
-        return launch(worker, world_size, folder, *args, backend=backend)
+        return launch(
+            worker,
+            world_size,
+            folder,
+            *args,
+            backend=backend,
+            nodes=nodes,
+            join_timeout_s=join_timeout_s,
+        )
 
 
 @contextlib.contextmanager

@@ -21,9 +21,19 @@ TableFile = Annotated[
 JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write everything to FILE as JSON.")
 ]
+PlotFile = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Draw a picture: PNG, SVG or PDF.")
+]
 Ranks = Annotated[
     int | None,
     typer.Option("--world-size", "-n", min=1, help="Ranks; default: all GPUs, at most 8."),
+]
+Backend = Annotated[str, typer.Option(help="auto, cpu or cuda; auto is cuda where there are GPUs.")]
+Nodes = Annotated[
+    int | None,
+    typer.Option(
+        min=1, help="Nodes that the ranks count as. \\[default: the nodes that they are on]"
+    ),
 ]
 Dtype = Annotated[str, typer.Option(help="bfloat16, float16 or float32.")]
 HalfDtype = Annotated[str, typer.Option(help="bfloat16 or float16.")]
@@ -48,7 +58,7 @@ def declare(name: str, annotation: Any, default: Any = None) -> inspect.Paramete
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What every ``interlace bench`` and ``interlace tune`` of an operator is told.
+    """Hold the options that every ``interlace bench`` and ``interlace tune`` of an operator has.
 
     Attributes:
         world_size: number of ranks; None for all GPUs, at most 8.
@@ -79,7 +89,7 @@ def takes_run(
     ]
 
     def decorate(command: Command) -> Command:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
+        _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
 
         @functools.wraps(command)
         def run(world_size: int | None, dtype: str, **values: Any) -> None:
@@ -88,7 +98,7 @@ def takes_run(
 
         # Typer reads a command's options from its signature.
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [*(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in own), *shared]
+            [*(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters), *shared]
         )
         return run
 

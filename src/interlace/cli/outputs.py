@@ -84,8 +84,8 @@ class Outputs:
         self._write(self.csv, lambda file: _write_text(file, text()))
 
     def write_trace(self, document: Callable[[], object]) -> None:
-        """Write the trace to ``--trace``."""
-        self._write(self.trace, lambda file: _write_text(file, to_json(document())))
+        """Write the trace to ``--trace``, on one line: it may have 100000 events."""
+        self._write(self.trace, lambda file: _write_text(file, json.dumps(document()) + "\n"))
 
     def write_table(self, document: Callable[[], object]) -> None:
         """Write the tuned table to ``--table``."""

@@ -121,6 +121,29 @@ sim_app.command("t3-sensitivity")(sim_t3_commands.t3_sensitivity)
 sim_app.command("t3-measured")(sim_t3_commands.t3_measured)
 
 
+@sim_app.command("nodes")
+@options("machine", "changes", files=("json",), machine="h200-two-hosts")
+def between_nodes(
+    document: Annotated[
+        Path,
+        typer.Argument(metavar="FILE", help="What benchmarks/between_nodes.py wrote with --json."),
+    ],
+    network: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="The network, measured by interlace tune machine. \\[default: two H200s over "
+            "sockets]",
+        ),
+    ] = None,
+    **shared: Any,
+) -> None:
+    """Put embeddings between two nodes side by side: measured, simulated, and as auto predicts."""
+    from interlace.cli.sim_nodes import run_nodes
+
+    run_nodes(document, network=network, **shared)
+
+
 @sim_app.command()
 @options(files=("json", "trace"))
 def astra(
@@ -244,11 +267,14 @@ def show_presets(
         str | None,
         typer.Argument(help="Show this preset, each value with its source and confidence."),
     ] = None,
+    yaml: Annotated[
+        bool, typer.Option("--yaml", help="Show its file, to begin one of your own.")
+    ] = False,
 ) -> None:
     """List the presets, or show one."""
     from interlace.cli.sim_files import run_presets
 
-    run_presets(name)
+    run_presets(name, yaml)
 
 
 @reproduce_app.command("sc24")

@@ -9,8 +9,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
@@ -19,7 +17,7 @@ from interlace.sim import calibrate, plot, validate
 from interlace.sim.astra import chakra
 from interlace.sim.astra.config import Network, System
 from interlace.sim.astra.workload import run as run_graphs
-from interlace.sim.configfile import load
+from interlace.sim.configfile import load, read
 from interlace.sim.machine import find, load_machine, presets
 from interlace.sim.trace import report_to_perfetto
 
@@ -189,14 +187,18 @@ def run_calibrate(
     console.print(f"Written: {out}")
 
 
-def run_presets(name: str | None) -> None:
-    """List the presets, or show one preset with the source of each value."""
+def run_presets(name: str | None, yaml: bool) -> None:
+    """List the presets, or show one preset: the source of each value, or its file as it is."""
     console = make_console()
     folders = ("machines", "dlrm", "transformer", "moe", "t3_machines", "t3_models")
     if name is None:
         for folder in folders:
             console.print(f"{folder}: {', '.join(presets(folder))}")
-        console.print("Show one with its sources: interlace sim presets NAME", style="dim")
+        console.print(
+            "Show one with its sources: interlace sim presets NAME; begin a file of your own: "
+            "interlace sim presets NAME --yaml > mine.yaml",
+            style="dim",
+        )
         return
     # A name in several folders shows the first of them, in the order of the list above.
     folder = next((candidate for candidate in folders if name in presets(candidate)), "")
@@ -205,7 +207,11 @@ def run_presets(name: str | None) -> None:
             f"a preset must be one of {', '.join(p for f in folders for p in presets(f))}; got "
             f"{name!r}."
         )
-    document = yaml.safe_load(find(folder, name).read_text(encoding="utf-8"))
+    file = find(folder, name)
+    if yaml:
+        print(file.read_text(encoding="utf-8"), end="")
+        return
+    document = read(file)
     headings = ("key", "value", "confidence", "source")
     table = make_table(
         *headings, left=headings, title=f"{folder}: {document['name']}", overflow="fold"

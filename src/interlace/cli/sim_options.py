@@ -174,7 +174,7 @@ def options(
         return declare(name, annotation, defaults.get(name, default))
 
     def decorate(command: Command) -> Command:
-        own = [
+        parameters = [
             parameter
             for parameter in inspect.signature(command, eval_str=True).parameters.values()
             if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
@@ -187,7 +187,7 @@ def options(
             command(*args, **values, **({"outputs": Outputs(**paths)} if paths else {}))
 
         # Typer reads a command's options from its signature.
-        run.__signature__ = inspect.Signature([*own, *shared])  # type: ignore[attr-defined]
+        run.__signature__ = inspect.Signature([*parameters, *shared])  # type: ignore[attr-defined]
         return run
 
     return decorate

@@ -1,4 +1,4 @@
-"""How far a simulation is, on stderr: a bar on a terminal, elsewhere a line every few seconds."""
+"""Show the progress of a simulation on stderr: a bar on a terminal, elsewhere a line at times."""
 
 from __future__ import annotations
 

@@ -193,8 +193,8 @@ def _layers(unfused: Result, result: Result) -> Table:
             lines.append(([name], cells))
     for names, cells in lines:
         # Of 40 equal layers the first and the last say it, and how many they are.
-        each = f" ({len(names)}, each)" if len(names) > 1 else ""
-        table.add_row(" to ".join(dict.fromkeys([names[0], names[-1]])) + each, *cells)
+        suffix = f" ({len(names)}, each)" if len(names) > 1 else ""
+        table.add_row(" to ".join(dict.fromkeys([names[0], names[-1]])) + suffix, *cells)
     return table
 
 

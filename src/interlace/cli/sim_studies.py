@@ -39,9 +39,9 @@ def run_sweep(
     if value not in sweeps.VALUES:
         raise ConfigError(f"--value must be one of {', '.join(sweeps.VALUES)}; got {value!r}.")
     values = dict(sweeps.parse_parameter(text) for text in parameters)
-    given = {name: option for name, option in options.items() if option is not None}
+    chosen = {name: option for name, option in options.items() if option is not None}
     # A collective has no passes, and one result under whatever is asked of them.
-    base = scenario(kind, given | ({"fused": "none"} if kind == "collective" else {}), changes)
+    base = scenario(kind, chosen | ({"fused": "none"} if kind == "collective" else {}), changes)
     # --no-cache wins over --cache, so that a script can add it to any command.
     folder = None if no_cache else cache or cache_folder("sim")
     started = time.perf_counter()

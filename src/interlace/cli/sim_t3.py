@@ -1,4 +1,4 @@
-"""``interlace sim t3``, ``t3-layer``, ``t3-sensitivity``, ``t3-measured`` and ``reproduce t3``."""
+"""``interlace sim t3``, ``t3-layer`` and ``t3-measured``."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from interlace.sim.t3 import (
 from interlace.sim.t3.endtoend import REDUCED
 from interlace.sim.t3.gpu import Part
 from interlace.sim.t3.measured import compare
-from interlace.sim.t3.outputs import draw, draw_figures, draw_measured, trace
-from interlace.sim.t3.reproduce import Figure, Study, study
-from interlace.sim.t3.sensitivity import sensitivity
+from interlace.sim.t3.outputs import SPENT, draw, draw_measured, trace
 from interlace.units import format_bytes, format_ns
 
 SHOWN = ("sequential", "t3", "t3-mca")
 """Configurations in pictures and traces: those that take place, not bounds on them."""
+BOUNDS = ("ideal", "ideal-nmc")
+"""Configurations that bound the others: in tables and bars, without traffic of their own."""
 CHANGE = "tracker.sets=64"
 """An example of ``--set`` for error messages."""
 FASTER = ("t3", "t3-mca", "ideal")
@@ -81,44 +81,18 @@ def run_t3(
     console = make_console()
     print_product(console, product, tensor, loaded, results["t3"].result.topology)
     console.print(_times(results))
+    console.print(_spent(results))
     console.print(_traffic(results))
     console.print(_occupancy(results))
     console.print(
         f"{sum(result.result.events for result in results.values()):,} events in {seconds:.1f} s.",
         style="dim",
     )
-    # Bounds have no events of their own, so pictures and traces leave them out.
-    shown = [results[name] for name in SHOWN]
+    # Bounds have no events of their own: a bar in the picture, and no trace.
+    shown, bounds = ([results[name] for name in names] for names in (SHOWN, BOUNDS))
     outputs.write_json(lambda: {name: result.to_json() for name, result in results.items()})
-    outputs.write_plot(lambda file: draw(shown, file))
+    outputs.write_plot(lambda file: draw(shown, bounds, file))
     outputs.write_trace(lambda: trace(shown))
-    outputs.say_written(console)
-
-
-def run_sensitivity(
-    *,
-    model: str,
-    tensor: int,
-    sublayer: str,
-    shape: str | None,
-    machine: str,
-    changes: Changes,
-    outputs: Outputs,
-) -> None:
-    """Simulate one sub-layer with each assumption changed in turn; print the speed-ups."""
-    pairs = parse_changes(changes, CHANGE)
-    product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, tensor)
-    loaded = load_t3_machine(machine, pairs)
-    with show_progress("t3-sensitivity") as runs:
-        rows = sensitivity(machine, pairs, product, tensor, runs)
-    console = make_console()
-    print_product(console, product, tensor, loaded, loaded.network.topology)
-    table = make_table("value", "changed to", *(f"{name}, faster" for name in rows[0].speed_ups))
-    for row in rows:
-        gains = (f"{100 * (gain - 1):.1f} %" for gain in row.speed_ups.values())
-        table.add_row(row.key, "" if row.value is None else f"{row.value:g}", *gains)
-    console.print(table)
-    outputs.write_json(lambda: [dataclasses.asdict(row) for row in rows])
     outputs.say_written(console)
 
 
@@ -295,6 +269,18 @@ def _times(results: dict[str, SubLayer]) -> Table:
     return table
 
 
+def _spent(results: dict[str, SubLayer]) -> Table:
+    """Make the table of what the time is spent on; causes that nobody meets are left out."""
+    names = (*SHOWN, *BOUNDS)
+    table = make_table("where the time goes", *names)
+    for cause, (meaning, _) in SPENT.items():
+        times = [results[name].spent_ns.get(cause, 0.0) for name in names]
+        if max(times) >= 1:
+            table.add_row(meaning, *(format_ns(round(time)) for time in times))
+    table.add_row("all", *(format_ns(results[name].total_ns) for name in names), style="bold")
+    return table
+
+
 def _traffic(results: dict[str, SubLayer]) -> Table:
     table = make_table("DRAM traffic", *SHOWN)
     shown = [results[name] for name in SHOWN]
@@ -324,56 +310,3 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
     for name, show in rows.items():
         table.add_row(name, *(show(results[shown].fused) for shown in SHOWN))
     return table
-
-
-def run_reproduce(*, every_case: bool, outputs: Outputs, workers: int | None) -> None:
-    """Compare every published figure with ours, and list the assumptions with their sources."""
-    started = time.perf_counter()
-    with show_progress("reproduce t3") as runs:
-        done = study(every_case=every_case, workers=workers, progress=runs)
-    console = make_console()
-    headings = ("figure", "published", "ours", "difference", "tolerance", "met", "note")
-    table = make_table(*headings, left=("figure", "note"))
-    for figure in done.figures:
-        table.add_row(
-            figure.name,
-            *_cells(figure),
-            "yes" if figure.met else "NO",
-            figure.note,
-            style=None if figure.met else "bold",
-        )
-    console.print(table)
-    console.print(
-        f"{sum(figure.met for figure in done.figures)} of {len(done.figures)} figures within "
-        "tolerance.\n"
-    )
-    console.print(_assumptions(done))
-    console.print(f"{time.perf_counter() - started:.1f} s.", style="dim")
-    outputs.write("t3.json", done.to_json())
-    outputs.write("t3.png", lambda file: draw_figures(done.figures, file))
-    outputs.say_written(console)
-
-
-def _assumptions(done: Study) -> Table:
-    headings = ("assumption", "value", "confidence", "source")
-    table = make_table(*headings, left=headings, overflow="fold")
-    for key, value, confidence, source in done.assumptions:
-        table.add_row(
-            key,
-            f"{value:g}" if isinstance(value, float) else ", ".join(f"{v:g}" for v in value),
-            confidence,
-            source,
-        )
-    return table
-
-
-def _cells(figure: Figure) -> tuple[str, str, str, str]:
-    # Ratios need two digits where percentages need one.
-    digits = 2 if figure.unit == "x" else 1
-    unit = "x" if figure.unit == "x" else f" {figure.unit}"
-    return (
-        f"{figure.published:g}{unit}",
-        f"{figure.ours:.{digits}f}{unit}",
-        f"{figure.difference:+.{digits}f}",
-        f"{figure.tolerance:g}",
-    )

@@ -16,7 +16,7 @@ _SHARED: dict[str, Any] = {"model": "T-NLG", "machine": "t3-paper"}
 @options(
     *_PRODUCT,
     files=("json", "plot", "trace"),
-    helps={"plot": "Draw DRAM and link traffic over time, by cause."},
+    helps={"plot": "Draw where the time goes, and DRAM and link traffic over time, by cause."},
     **_SHARED,
 )
 def t3(
@@ -66,11 +66,17 @@ def t3_layer(
 
 
 @options(*_PRODUCT, files=("json",), **_SHARED)
-def t3_sensitivity(**shared: Any) -> None:
+def t3_sensitivity(
+    pairs: Annotated[
+        bool,
+        typer.Option("--pairs", help="Change assumed values two at a time. Several minutes."),
+    ] = False,
+    **shared: Any,
+) -> None:
     """Change each of T3's assumptions in turn, and show the speed-ups. A minute or two."""
-    from interlace.cli.sim_t3 import run_sensitivity
+    from interlace.cli.sim_t3_studies import run_sensitivity
 
-    run_sensitivity(**shared)
+    run_sensitivity(pairs=pairs, **shared)
 
 
 @options(
@@ -95,7 +101,7 @@ def t3_measured(
     run_measured(documents, **shared)
 
 
-@options("workers", files=("folder",), folder=Path("interlace-sim-t3"))
+@options("changes", "workers", files=("folder",), folder=Path("interlace-sim-t3"))
 def reproduce_t3(
     every_case: Annotated[
         bool,
@@ -109,6 +115,6 @@ def reproduce_t3(
     """Compare the figures of tracked and triggered communication (Pati et al., ASPLOS'24) with
     ours, and list every assumption.
     """
-    from interlace.cli.sim_t3 import run_reproduce
+    from interlace.cli.sim_t3_studies import run_reproduce
 
     run_reproduce(every_case=every_case, **shared)

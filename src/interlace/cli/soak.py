@@ -41,6 +41,7 @@ def run(
     seconds: float | None,
     calls: int | None,
     ranks: int | None,
+    nodes: int | None,
     backend: str,
     seed: int | None,
     start: int,
@@ -50,14 +51,17 @@ def run(
 ) -> int:
     """Make calls until ``seconds`` or ``calls`` are spent; return 1 if anything was wrong.
 
+    Args:
+        nodes: number of nodes that the ranks count as; None for those that they are on.
+
     Raises:
-        ArgumentError: an operator or a start that there is not.
+        ArgumentError: an operator or a start that there is not, or none between nodes.
         BackendError: no GPUs for backend cuda.
     """
     import torch
 
     from interlace.cli import machine
-    from interlace.testing.cases import IMPLEMENTATIONS
+    from interlace.testing.cases import IMPLEMENTATIONS, between_nodes
     from interlace.testing.soak import ROUND_CALLS, Plan, on_interrupt, run_rank
 
     gpus = torch.cuda.device_count()
@@ -74,6 +78,11 @@ def run(
             raise ArgumentError(
                 f"--operators must be among {', '.join(IMPLEMENTATIONS)}; got {operator!r}."
             )
+    if (nodes or 1) > 1 and not between_nodes(operators):
+        raise ArgumentError(
+            f"--operators must be among {', '.join(between_nodes())} on several nodes; got "
+            f"{', '.join(operators)}."
+        )
     if start % ROUND_CALLS[backend]:
         nearest = start - start % ROUND_CALLS[backend]
         raise ArgumentError(
@@ -81,7 +90,7 @@ def run(
             f"{nearest}."
         )
     # Two ranks are the fewest that communicate, and the CPU has no room for many.
-    world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else 2)
+    world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else max(2, nodes or 1))
     plan = Plan(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
         start=start,
@@ -96,7 +105,9 @@ def run(
     console = make_console()
     title = f"Soak of {world_size} ranks on the {backend} backend, seed {plan.seed}"
     with on_interrupt(_pass_on_interrupt):
-        result = run_ranks(console, title, 100, run_rank, world_size, plan, backend=backend)[0]
+        result = run_ranks(
+            console, title, 100, run_rank, world_size, plan, backend=backend, nodes=nodes
+        )[0]
     document = {**header, "results": [result]}
     outputs.write_json(lambda: document)
     return show(console, document, outputs)
@@ -139,8 +150,11 @@ def run_add(files: Sequence[Path], outputs: Outputs) -> int:
 
 def _overlap(left: dict[str, Any], right: dict[str, Any]) -> bool:
     """Return whether two results contain some of the same calls."""
+    # Soaks of before there were nodes are of one.
+    left, right = ({"nodes": 1} | result for result in (left, right))
     is_same_plan = all(
-        left[name] == right[name] for name in ("seed", "backend", "world_size", "operators")
+        left[name] == right[name]
+        for name in ("seed", "backend", "world_size", "nodes", "operators")
     )
     first, second = sorted((left, right), key=lambda result: int(result["start"]))
     return is_same_plan and int(second["start"]) < int(first["start"]) + int(first["calls"])
@@ -161,6 +175,8 @@ def show(console: Console, document: dict[str, Any], outputs: Outputs) -> int:
     )
     for result in results:
         ranks = f"{result['world_size']} ranks on the {result['backend']} backend"
+        if result.get("nodes", 1) > 1:
+            ranks += f", of {result['nodes']} nodes"
         ended = " (interrupted)" if result["interrupted"] else ""
         console.print(
             f"Seed {result['seed']}, from call {result['start']}: {result['calls']:,} calls of "
@@ -208,6 +224,7 @@ def _repeat(result: dict[str, Any], call: int) -> str:
     options = {
         "--backend": result["backend"],
         "--ranks": result["world_size"],
+        **({"--nodes": result["nodes"]} if result.get("nodes", 1) > 1 else {}),
         "--seed": result["seed"],
         "--start": start,
         "--calls": call - start + 1,

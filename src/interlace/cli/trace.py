@@ -3,82 +3,137 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 
 from interlace.cli.console import make_console, run_ranks
+from interlace.cli.gpus import gpu_named
 from interlace.cli.outputs import Outputs
+from interlace.cli.trace_picture import draw_trace
 from interlace.cli.trace_ranks import trace_rank
+from interlace.cli.trace_simulated import comparison, simulate, source_of
 from interlace.errors import ArgumentError, BackendError
+from interlace.gemm.choice import Gpu
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
+from interlace.tracing import simulated_document
+from interlace.units import format_ns
+
+_MODEL = "h200"
+"""The GPU that is simulated beside the CPU backend."""
+
+_SIMULATED_RANKS = 4
 
 _BASE_FIELDS = {field.name for field in dataclasses.fields(Case)}
 
 
-def run_trace(
-    operator: str,
-    shape: str,
-    impl: str,
-    dtype: str,
-    world_size: int | None,
-    backend: str,
-    calls: int,
-    path: Path,
-) -> None:
-    """Trace ``calls`` calls, write the trace for Perfetto, and print its summary.
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What the command has been asked for.
 
-    Args:
+    Attributes:
         operator: Name of the operator.
         shape: Sizes such as ``"8192x8192x2048"``, in the order of the case's fields; empty for
             those of the operator's smallest case.
         impl: The implementation, as ``IMPLEMENTATIONS`` lists it; empty for the first one.
+        dtype: The dtype of the operands; empty for the case's.
+        world_size: Number of ranks; None for all GPUs, at most 8, else 2, or 4 that are simulated.
+        backend: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         calls: Number of calls in the trace; others before it compile the kernels.
-        path: The file.
+        is_simulated: Whether the simulated timeline of the call is drawn under the measured one.
+        gpu: The name of a profiled GPU, if the call is simulated only.
+    """
+
+    operator: str
+    shape: str
+    impl: str
+    dtype: str
+    world_size: int | None
+    backend: str
+    calls: int
+    is_simulated: bool
+    gpu: str
+
+
+def run_trace(request: Request, outputs: Outputs) -> None:
+    """Trace calls, write the trace for Perfetto and a picture, and print the summary.
 
     Raises:
-        ArgumentError: There is no such operator or implementation, or the shape is none.
+        ArgumentError: There is no such operator or implementation, the shape is none, or the
+            simulator has no such call.
         BackendError: There are no GPUs for ``backend="cuda"``.
     """
-    outputs = Outputs(trace=path)
+    console = make_console()
+    if request.gpu:
+        gpu, ranks = gpu_named(request.gpu), request.world_size or _SIMULATED_RANKS
+        case = case_of(request, ranks)
+        simulated = simulate(case, ranks, gpu)
+        title = f"{case.label}, {ranks} x {gpu.name}, simulated"
+        _write(simulated_document(simulated, title), outputs)
+        console.print(title)
+        console.print(simulated.summary(), highlight=False)
+        console.print(f"Simulated, not measured: {source_of(gpu)}.", style="dim")
+    else:
+        _run_measured(request, outputs, console)
+    console.print(f"{outputs.trace}: open it on https://ui.perfetto.dev")
+
+
+def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     gpus = torch.cuda.device_count()
-    if backend == "cuda" and not gpus:
+    if request.backend == "cuda" and not gpus:
         raise BackendError(
             "interlace trace --backend cuda must have CUDA GPUs; got none. `interlace doctor` says "
             "what is missing."
         )
-    backend = ("cuda" if gpus else "cpu") if backend == "auto" else backend
-    ranks = world_size or (min(gpus, 8) if backend == "cuda" else 2)
-    case = case_of(operator, shape, impl, dtype, ranks)
-    console = make_console()
+    backend = ("cuda" if gpus else "cpu") if request.backend == "auto" else request.backend
+    ranks = request.world_size or (min(gpus, 8) if backend == "cuda" else 2)
+    case = case_of(request, ranks)
+    # Refused before anything is measured.
+    gpu = Gpu.of(torch.device("cuda", 0)) if backend == "cuda" else gpu_named(_MODEL)
+    simulated = simulate(case, ranks, gpu) if request.is_simulated else None
     title = f"Trace of {case.label} on {ranks} ranks of the {backend} backend"
-    document, summary = run_ranks(
-        console, title, 1, trace_rank, ranks, case, calls, backend=backend
-    )[0]
-    outputs.write_trace(lambda: document)
+    trace = run_ranks(console, title, 1, trace_rank, ranks, case, request.calls, backend=backend)[0]
+    where = f"{ranks} x {gpu.name}" if backend == "cuda" else f"{ranks} ranks, CPU backend"
+    _write(trace.to_perfetto(simulated, f"{case.label}, {where}"), outputs)
     console.print(case.label)
-    console.print(summary, highlight=False)
-    console.print(f"{path}: open it on https://ui.perfetto.dev")
+    console.print(trace.summary(), highlight=False)
+    if trace.is_timed:
+        errors = ", ".join(format_ns(clock.error_ns) for clock in trace.clocks[1:])
+        console.print(f"clocks against rank 0's: within {errors}")
+        console.print(f"timer: steps of {format_ns(trace.timer_step_ns)}")
+    if simulated is None or simulated.account is None:
+        return
+    if trace.account is None:
+        console.print(f"simulated on {gpu.name}: {simulated.account.finding()}")
+        return
+    console.print()
+    console.print(comparison(trace.account, simulated.account))
 
 
-def case_of(operator: str, shape: str, impl: str, dtype: str, ranks: int) -> Case:
-    """Return the call that the arguments describe.
+def _write(document: dict[str, Any], outputs: Outputs) -> None:
+    outputs.write_trace(lambda: document)
+    outputs.write_plot(lambda file: draw_trace(document, file))
+
+
+def case_of(request: Request, ranks: int) -> Case:
+    """Return the call that a request describes.
 
     Raises:
         ArgumentError: See :func:`run_trace`.
     """
+    operator, shape = request.operator, request.shape
     if operator not in IMPLEMENTATIONS:
         raise ArgumentError(
             f"OPERATOR must be one of {', '.join(IMPLEMENTATIONS)}; got {operator!r}."
         )
-    impl = impl or IMPLEMENTATIONS[operator][0]
+    impl = request.impl or IMPLEMENTATIONS[operator][0]
     cases = [case for case in every_case(ranks, [operator]) if case.impl == impl]
     if not cases:
         raise ArgumentError(
             f"--impl must be one of {', '.join(IMPLEMENTATIONS[operator])}; got {impl!r}."
         )
-    case = dataclasses.replace(cases[0], backward=False, dtype=dtype or cases[0].dtype)
+    case = dataclasses.replace(cases[0], backward=False, dtype=request.dtype or cases[0].dtype)
     if not shape:
         return case
     names = [
@@ -92,5 +147,5 @@ def case_of(operator: str, shape: str, impl: str, dtype: str, ranks: int) -> Cas
             f"SHAPE must be whole numbers for {' x '.join(names)}, or the first of them; got "
             f"{shape!r}."
         )
-    given: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
-    return dataclasses.replace(case, **given)
+    fields: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
+    return dataclasses.replace(case, **fields)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch.distributed as dist
 
 import interlace
 from interlace.cli.ranks import advance
 from interlace.comm import group_of
 from interlace.testing.cases import Case
-from interlace.units import format_ns
+from interlace.tracing import Trace
 
 
-def trace_rank(folder: str, case: Case, calls: int) -> tuple[dict[str, Any], str]:
-    """Trace calls on this rank; return the document for Perfetto, and a summary. Collective."""
+def trace_rank(folder: str, case: Case, calls: int) -> Trace | None:
+    """Trace calls on this rank; return the trace, which has all ranks' events, on the first one.
+
+    Collective.
+    """
     group = group_of(None)
     tensors = case.tensors(group.rank, group.world_size, seed=0)
     inputs = {name: tensor.to(group.device) for name, tensor in tensors.items()}
@@ -27,9 +28,4 @@ def trace_rank(folder: str, case: Case, calls: int) -> tuple[dict[str, Any], str
         for _ in range(calls):
             call(inputs)
     advance(folder)
-    lines = [trace.summary()]
-    if trace.is_timed:
-        errors = [format_ns(clock.error_ns) for clock in trace.clocks[1:]]
-        lines.append(f"clocks against rank 0's: within {', '.join(errors)}")
-        lines.append(f"timer: steps of {format_ns(trace.timer_step_ns)}")
-    return trace.to_perfetto() if group.rank == 0 else {}, "\n".join(lines)
+    return trace if group.rank == 0 else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import os
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,17 @@ from interlace.costs.time import MachineProfile
 from interlace.errors import BackendError
 
 _SEED, _MOST_CALLS = 7, 400
+
+
+def is_between_nodes(nodes: int | None) -> bool:
+    """Return whether ranks are on several nodes, as the command or the launcher says.
+
+    torchrun and Slurm say how many ranks there are, and how many of them are on this node.
+    """
+    if nodes is not None:
+        return nodes > 1
+    ranks, local = (os.environ.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    return "RANK" in os.environ and ranks != local
 
 
 def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> None:
@@ -89,11 +101,13 @@ def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:
     points = profile_fit.points_of([{"results": results}])
     for operator, compositions in profile.compositions.items():
         for name in compositions:
-            own = [
-                each for each in points if (each.operator, each.implementation) == (operator, name)
+            matching = [
+                point
+                for point in points
+                if (point.operator, point.implementation) == (operator, name)
             ]
-            if own:
-                table.add_row(operator, name, str(len(own)), _median_error(profile, own))
+            if matching:
+                table.add_row(operator, name, str(len(matching)), _median_error(profile, matching))
     return table
 
 

@@ -45,12 +45,14 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
     table = make_table("operator", "implementation", "times", "median error", "90 % below")
     for operator, implementations in profile.compositions.items():
         for name in implementations:
-            own = [
+            matching = [
                 each for each in points if (each.operator, each.implementation) == (operator, name)
             ]
-            wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(profile, own))
+            wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(profile, matching))
             figures = statistics.median(wrong), wrong[int(0.9 * (len(wrong) - 1))]
-            table.add_row(operator, name, str(len(own)), *(f"{value:.1%}" for value in figures))
+            table.add_row(
+                operator, name, str(len(matching)), *(f"{value:.1%}" for value in figures)
+            )
     console = make_console()
     console.print(table)
     console.print(

@@ -9,7 +9,7 @@ docs/architecture.md lists every cache with its key.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -153,6 +153,27 @@ class Agreement:
             answer: This rank's answer.
         """
         return any(self._exchange(question, answer))
+
+    def largest(
+        self, operator: str, key: tuple[Hashable, ...], values: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the largest of all ranks' values, one by one, in the first call with this key.
+
+        Later calls with the key get the same result, whatever their values, and exchange nothing.
+
+        Args:
+            operator: Name of the calling operator, for errors.
+            key: Equal on all ranks by contract.
+            values: This rank's values, equally many on every rank.
+        """
+        known = self._cache.measured.get(key)
+        if known is None:
+            with self._health.indivisible(operator):
+                answers = self._exchange(f"{operator} (sizes)", list(values))
+            known = tuple(map(max, zip(*answers, strict=True)))
+            self._cache.measured[key] = known
+        result: tuple[int, ...] = known
+        return result
 
     def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
         """Exchange ``arguments`` on the host and check that they are equal on all ranks.

@@ -51,27 +51,33 @@ class Carrier:
     of a rank must fit the k-th exchange of each of its peers.
     """
 
-    def __init__(self, members: Members, store: dist.Store) -> None:
+    def __init__(self, members: Members, store: dist.Store, deadline_s: float) -> None:
         """Connect to the ranks of all other nodes. Collective.
 
         Args:
             members: The group, which spans nodes.
             store: A store of the group under a prefix that was never used.
+            deadline_s: Seconds in which Gloo must have connected.
+
+        Raises:
+            RuntimeError: On the CPU backend, a peer did not come in time.
         """
         self._on_gpu, self._device = members.backend == "cuda", members.device
         rank, ranks = members.rank, members.world_size
         self._process_group = dist.ProcessGroup(store, rank, ranks)
         kind = dist.ProcessGroup.BackendType
         backend_type = kind.NCCL if self._on_gpu else kind.GLOO
-        make = _nccl if self._on_gpu else _gloo
-        self._backend = make(store, rank, ranks)
+        deadline = datetime.timedelta(seconds=deadline_s)
+        self._backend = (
+            _nccl(store, rank, ranks) if self._on_gpu else _gloo(store, rank, ranks, deadline)
+        )
         self._process_group._set_default_backend(backend_type)
         self._backend._set_sequence_number_for_group()
         kind_of_device = torch.device(self._device.type)
         self._process_group._register_backend(kind_of_device, backend_type, self._backend)
-        self._greet([peer for peer in range(ranks) if peer != rank])
+        self._greet([peer for peer in range(ranks) if peer != rank], deadline)
 
-    def _greet(self, peers: Sequence[int]) -> None:
+    def _greet(self, peers: Sequence[int], deadline: datetime.timedelta) -> None:
         """Send each peer one message and wait for its own.
 
         NCCL makes a connection with the first message, and would make it beside a kernel that
@@ -84,7 +90,10 @@ class Carrier:
             [Message(peer, data) for peer, data in zip(peers, received, strict=True)],
         )
         for _, work in works:
-            work.wait()
+            if self._on_gpu:
+                work.wait()
+            else:
+                work.wait(deadline)
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
 
@@ -123,9 +132,9 @@ class Carrier:
                 self._backend.abort()
 
 
-def _gloo(store: dist.Store, rank: int, ranks: int) -> Any:
+def _gloo(store: dist.Store, rank: int, ranks: int, deadline: datetime.timedelta) -> Any:
     """Return a backend of Gloo, on the interfaces of ``GLOO_SOCKET_IFNAME``."""
-    return dist.ProcessGroupGloo(store, rank, ranks, timeout=_NEVER)
+    return dist.ProcessGroupGloo(store, rank, ranks, timeout=deadline)
 
 
 def _nccl(store: dist.Store, rank: int, ranks: int) -> Any:

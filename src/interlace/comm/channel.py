@@ -15,6 +15,8 @@ from interlace.comm.members import Members, by_rank
 from interlace.comm.rendezvous import meet
 from interlace.errors import PeerTimeoutError, RankMismatchError
 
+_ANSWER_S = 1.0  # in which a peer that gave up says which rank it gave up on
+
 
 class HostChannel:
     """Exchange JSON values between all ranks of a group, one numbered exchange after another.
@@ -80,22 +82,32 @@ class HostChannel:
         self._stores += 1
         return dist.PrefixStore(f"{purpose}/{self._stores}", self._store)
 
-    def blame(self, peer: int, answer_s: float) -> int:
+    def declare_late(self, operator: str, peer: int, slice: int) -> None:
+        """Break the group on account of the rank that was late first, after ``peer`` failed this
+        rank, whether over the network or within the node.
+
+        Args:
+            operator: Name of the operator.
+            peer: Rank that did not send in time.
+            slice: Number of what did not come.
+        """
+        first = self._blame(peer)
+        # A kernel that has recorded this very rank knows more of it.
+        if first != peer or not self._health.broken:
+            self._health.declare_broken(operator, first, slice)
+
+    def _blame(self, peer: int) -> int:
         """Return the rank that was late first, after ``peer`` has failed this rank.
 
         A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
         here on whom it gave up, and this rank follows what they say.
-
-        Args:
-            peer: Rank whose transfer failed.
-            answer_s: Seconds to wait for that rank's own answer.
         """
         self._store.set(f"late/{self.rank}", str(peer))
         chain = [self.rank]
         while peer >= 0 and peer not in chain:
             chain.append(peer)
             try:
-                self._store.wait([f"late/{peer}"], datetime.timedelta(seconds=answer_s))
+                self._store.wait([f"late/{peer}"], datetime.timedelta(seconds=_ANSWER_S))
             except (RuntimeError, TimeoutError):  # torch's DistStoreError is a RuntimeError
                 return peer
             accused = int(self._store.get(f"late/{peer}"))

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm.group import Group
+from interlace.comm.within_node import WithinNode
 
 
-def on_device(group: Group, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+def on_device(group: Group | WithinNode, rows: Sequence[Sequence[int]]) -> torch.Tensor:
     """Return ``rows`` as an int64 tensor on the group's device; see :class:`DeviceTables`.
 
     Raises:

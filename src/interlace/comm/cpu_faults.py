@@ -13,7 +13,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 from interlace.errors import ArgumentError
@@ -58,6 +58,16 @@ class Traffic:
         self.bytes_to[peer] = self.bytes_to.get(peer, 0) + nbytes
         if self.events is not None:
             self.events.append((time.monotonic(), peer, nbytes))
+
+    def add(self, other: Traffic, ranks: Sequence[int]) -> None:
+        """Add what ``other`` has counted, whose peer ``i`` is ``ranks[i]`` here."""
+        self.messages += other.messages
+        self.message_bytes += other.message_bytes
+        self.signals += other.signals
+        for peer, nbytes in other.bytes_to.items():
+            self.bytes_to[ranks[peer]] = self.bytes_to.get(ranks[peer], 0) + nbytes
+        if self.events is not None:
+            self.events += [(when, ranks[peer], size) for when, peer, size in other.events or ()]
 
     def count_fetch(self, peer: int, nbytes: int) -> None:
         """Count a copy of ``nbytes`` from ``peer``'s memory."""

@@ -2,14 +2,18 @@
 
 Several mappings of one range, some of them backed by other GPUs, cannot be described by the usual
 interfaces: ``__cuda_array_interface__`` asks the driver which device owns the address, and gets the
-peer. DLPack states the device, and its deleter runs when the last view of the storage is gone.
+peer. DLPack states the device.
+
+The owner is an attribute of the storage's Python object, which lives as long as the storage. A
+DLPack deleter written in Python could not let go of it: a storage may die while an exception
+unwinds torch's C++ (non-reentrant activation checkpoints stop so), and Python functions must not be
+called then. The deleter is C's ``free``.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack
@@ -45,26 +49,19 @@ class _Tensor(ctypes.Structure):
 
 
 class _Managed(ctypes.Structure):
-    """Mirror ``DLManagedTensor``; its deleter's type refers to it, so its fields follow below."""
+    """Mirror ``DLManagedTensor``."""
+
+    _fields_ = (
+        ("tensor", _Tensor),
+        ("context", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    )
 
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Managed))
-_Managed._fields_ = (("tensor", _Tensor), ("context", ctypes.c_void_p), ("deleter", _Deleter))
-
-# The C structures of each live DLPack tensor and the owner of its memory, by the address of the
-# outermost structure. DLPack holds addresses only, so Python must keep the objects.
-_alive: dict[int, tuple[Any, ...]] = {}
-
-
-def _release(managed: Any) -> None:
-    """Let go of a tensor's structures and owner; DLPack's deleter."""
-    _alive.pop(ctypes.addressof(managed.contents), None)
-
-
-_release_c = _Deleter(_release)
-# The last tensors die while the interpreter shuts down, after this module's globals are gone, so
-# the deleter must never be freed.
-ctypes.pythonapi.Py_IncRef(ctypes.py_object(_release_c))
+_c = ctypes.CDLL(None)
+_c.malloc.restype = ctypes.c_void_p
+_c.malloc.argtypes = (ctypes.c_size_t,)
+_FREE = ctypes.cast(_c.free, ctypes.c_void_p).value
 
 _new_capsule = ctypes.pythonapi.PyCapsule_New
 _new_capsule.restype = ctypes.py_object
@@ -84,25 +81,22 @@ def bytes_at(
         owner: Object that is kept alive as long as any view of the tensor.
     """
     ndim = len(shape)
-    shape_c = (ctypes.c_int64 * ndim)(*shape)
-    strides_c = (ctypes.c_int64 * ndim)(*strides)
     kind = _CPU if device.type == "cpu" else (_ROCM if torch.version.hip else _CUDA)
-    managed = _Managed(
-        tensor=_Tensor(
-            data=address,
-            device=_Device(kind, device.index or 0),
-            ndim=ndim,
-            dtype=_DataType(*_UINT8),
-            shape=shape_c,
-            strides=strides_c,
-            byte_offset=0,
-        ),
-        context=None,
-        deleter=_release_c,
+    address_of_managed = _c.malloc(ctypes.sizeof(_Managed))
+    managed = _Managed.from_address(address_of_managed)
+    managed.tensor = _Tensor(
+        data=address,
+        device=_Device(kind, device.index or 0),
+        ndim=ndim,
+        dtype=_DataType(*_UINT8),
+        # torch copies both while it makes the tensor.
+        shape=(ctypes.c_int64 * ndim)(*shape),
+        strides=(ctypes.c_int64 * ndim)(*strides),
+        byte_offset=0,
     )
-    key = ctypes.addressof(managed)
-    _alive[key] = (managed, shape_c, strides_c, owner)
-    tensor: torch.Tensor = from_dlpack(_new_capsule(key, b"dltensor", None))
+    managed.context, managed.deleter = None, _FREE
+    tensor: torch.Tensor = from_dlpack(_new_capsule(address_of_managed, b"dltensor", None))
+    tensor.untyped_storage()._interlace_owner = owner  # type: ignore[attr-defined]
     return tensor
 
 

@@ -85,7 +85,9 @@ class Health:
         self._members, self._streams, self._replays = members, streams, replays
         self._traffic = traffic
         self._deadline_s = default_deadline()
-        self._operators: list[str] = []  # by their number in the record
+        # By their number in the record: name, and the ranks that its kernels number from 0; none if
+        # those are all ranks.
+        self._operators: list[tuple[str, tuple[int, ...]]] = []
         self._contexts: dict[str, torch.Tensor] = {}
         self._interruption = ""
         on_gpu = members.backend == "cuda"
@@ -114,38 +116,40 @@ class Health:
         for fields in self._contexts.values():
             fields[ctx.DEADLINE_NS] = int(seconds * NS_PER_S)
 
-    def context(self, operator: str, stride: int) -> torch.Tensor:
+    def context(self, operator: str, stride: int, ranks: tuple[int, ...] = ()) -> torch.Tensor:
         """Return the ``ctx`` argument of ``operator``'s kernels: int64 ``[context.LENGTH]``.
 
         Args:
             operator: Name of the operator, which the error of a failed wait will give.
             stride: Bytes between two ranks' copies of a symmetric address.
+            ranks: Ranks that the kernels number from 0, this one among them; empty for all ranks.
 
         Raises:
             WorkspaceError: The operator is new, and a CUDA graph is being captured.
         """
-        if operator not in self._contexts:
+        key = operator if not ranks else f"{operator}, of ranks {ranks}"
+        if key not in self._contexts:
             # A copy from the host's memory cannot be part of the graph.
             if self._streams.capturing():
                 raise WorkspaceError(
                     f"{operator} must be called once before it is captured in a CUDA graph."
                 )
-            self._contexts[operator] = self._make_context(operator, stride)
-        return self._contexts[operator]
+            self._contexts[key] = self._make_context(operator, stride, ranks)
+        return self._contexts[key]
 
     @makes_ordinary_tensors
-    def _make_context(self, operator: str, stride: int) -> torch.Tensor:
+    def _make_context(self, operator: str, stride: int, ranks: tuple[int, ...]) -> torch.Tensor:
         """Return a new ``ctx`` argument; see :meth:`context`."""
-        fields = [0] * ctx.LENGTH
-        fields[ctx.RANK] = self._members.rank
-        fields[ctx.WORLD_SIZE] = self._members.world_size
+        rank, fields = self._members.rank, [0] * ctx.LENGTH
+        fields[ctx.RANK] = ranks.index(rank) if ranks else rank
+        fields[ctx.WORLD_SIZE] = len(ranks) or self._members.world_size
         fields[ctx.STRIDE_BYTES] = stride
         fields[ctx.DEADLINE_NS] = int(self._deadline_s * NS_PER_S)
         fields[ctx.OPERATOR] = len(self._operators)
         fields[ctx.BROKEN_ADDRESS] = self._state.data_ptr()
         fields[ctx.RECORD_ADDRESS] = self._record.data_ptr()
         fields[ctx.SCRATCH_ADDRESS] = self._state.data_ptr() + _SCRATCH_OFFSET_BYTES
-        self._operators.append(operator)
+        self._operators.append((operator, ranks))
         return torch.tensor(fields, dtype=torch.int64, device=self._members.device)
 
     def has_made(self, context: torch.Tensor) -> bool:
@@ -189,9 +193,11 @@ class Health:
         )
         if code == ctx.MISCOUNTED:
             raise MiscountError(rank=self._members.rank, piece=piece, wanted=expected, seen=seen)
+        operator, ranks = self._operators[int(record[ctx.RECORD_OPERATOR])]
         peer = int(record[ctx.RECORD_PEER])
+        peer = ranks[peer] if ranks and peer >= 0 else peer
         error = PeerTimeoutError(
-            operator=self._operators[int(record[ctx.RECORD_OPERATOR])],
+            operator=operator,
             rank=self._members.rank,
             peer=peer,
             node=self._members.node_of(peer),
@@ -212,11 +218,13 @@ class Health:
             peer: Rank that did not come; -1 if that is not known.
             slice: Number of the slice that did not come, from 1; 0 for an exchange on the host.
         """
-        if operator not in self._operators:
-            self._operators.append(operator)
-        self._record_view[ctx.RECORD_OPERATOR] = self._operators.index(operator)
+        entry = operator, ()
+        if entry not in self._operators:
+            self._operators.append(entry)
+        self._record_view[ctx.RECORD_OPERATOR] = self._operators.index(entry)
         self._record_view[ctx.RECORD_PEER] = peer
         self._record_view[ctx.RECORD_SLICE] = slice
+        self._record_view[ctx.RECORD_WANTED] = self._record_view[ctx.RECORD_SEEN] = 0
         self._record_view[ctx.RECORD_CODE] = ctx.LATE
 
     def declare_interrupted(self, step: str, error: BaseException) -> None:

@@ -16,6 +16,7 @@ from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import Group
 from interlace.comm.interpreter import interpreting
 from interlace.comm.launches import launches
+from interlace.comm.within_node import WithinNode
 from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
@@ -166,7 +167,7 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def cut_rows(rows: int, columns: int, group: Group) -> tuple[int, dict[str, int]]:
+def cut_rows(rows: int, columns: int, group: Group | WithinNode) -> tuple[int, dict[str, int]]:
     """Return the number of programs that move rows, and the tile that a program takes at a time.
 
     Args:

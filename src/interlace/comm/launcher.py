@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import multiprocessing
 import os
 import pickle
@@ -34,6 +35,7 @@ def launch(
     backend: str = "auto",
     nodes: int | None = None,
     timeout_s: float | None = None,
+    join_timeout_s: float | None = None,
 ) -> list[Any]:
     """Run ``worker(*args)`` on ``world_size`` ranks and return each rank's result, in rank order.
 
@@ -58,6 +60,8 @@ def launch(
             one machine what runs on several: ranks of different nodes share no memory, and NCCL
             sends through sockets between them. Default: what the ranks are on.
         timeout_s: Seconds after which all processes are ended. Default: no limit.
+        join_timeout_s: Seconds in which ranks of an existing launcher must join the default process
+            group, and that torch's collectives of it may last. Default: torch's.
 
     Raises:
         LaunchError: A rank failed (the message begins with the rank's error, its traceback
@@ -76,7 +80,7 @@ def launch(
     declared = {} if nodes is None else {NODES_VARIABLE: str(nodes)}
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         with _environment(declared):
-            return _run_as_rank(worker, world_size, args, backend)
+            return _run_as_rank(worker, world_size, args, backend, join_timeout_s)
     _require_importable(worker)
     gpus = torch.cuda.device_count()
     if backend == "auto":
@@ -254,6 +258,7 @@ def init_process_group(
     init_method: str,
     local_rank: int,
     ranks_here: int | None = None,
+    timeout_s: float | None = None,
 ) -> None:
     """Join the default process group with Gloo, and with NCCL as well on the cuda backend.
 
@@ -264,10 +269,13 @@ def init_process_group(
         init_method: URL at which the ranks meet, as in ``torch.distributed``.
         local_rank: Rank of this process on its machine; GPUs are dealt out round robin.
         ranks_here: Number of ranks on this machine. Default: all of them.
+        timeout_s: Seconds in which all ranks must join, and that torch's collectives of this group
+            may last. Default: torch's.
 
     Raises:
         BackendError: The backend is cuda and there is no GPU.
     """
+    timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     if backend == "cuda":
         gpus = torch.cuda.device_count()
         if gpus == 0:
@@ -291,14 +299,21 @@ def init_process_group(
             init_method=init_method,
             rank=rank,
             world_size=world_size,
+            timeout=timeout,
             device_id=None if shared else device,
         )
     else:
-        dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=world_size)
+        dist.init_process_group(
+            "gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=timeout
+        )
 
 
 def _run_as_rank(
-    worker: Callable[..., Any], world_size: int, args: tuple[Any, ...], backend: str
+    worker: Callable[..., Any],
+    world_size: int,
+    args: tuple[Any, ...],
+    backend: str,
+    join_timeout_s: float | None,
 ) -> list[Any]:
     """Run the worker in this process, which another launcher has started as a rank.
 
@@ -307,6 +322,7 @@ def _run_as_rank(
 
     Raises:
         ArgumentError: ``world_size`` is not the size of the existing group.
+        LaunchError: Not all ranks came.
     """
     started = not dist.is_initialized()
     if started:
@@ -315,11 +331,23 @@ def _run_as_rank(
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
         if backend == "auto":
             backend = "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
-        os.environ.update(_child_environment(backend))
-        init_process_group(
-            backend, rank=rank, world_size=int(os.environ["WORLD_SIZE"]), init_method="env://",
-            local_rank=local_rank, ranks_here=ranks_here,
-        )  # fmt: skip
+        ranks = int(os.environ["WORLD_SIZE"])
+        environment = _child_environment(backend)
+        if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
+            # Loopback reaches no other machine; Gloo finds the interface by the host's name.
+            environment.pop("GLOO_SOCKET_IFNAME", None)
+        os.environ.update(environment)
+        try:
+            init_process_group(
+                backend, rank=rank, world_size=ranks, init_method="env://",
+                local_rank=local_rank, ranks_here=ranks_here, timeout_s=join_timeout_s,
+            )  # fmt: skip
+        except dist.DistError as error:
+            raise LaunchError(
+                f"launch: all {ranks} ranks must join the process group in time; rank {rank} got: "
+                f"{error}",
+                rank,
+            ) from error
     try:
         if dist.get_world_size() != world_size:
             raise ArgumentError(

@@ -85,6 +85,37 @@ def call_when_gone(owner: object, device: torch.device, release: Callable[[], ob
     finalizer.atexit = False  # the process's end unmaps everything
 
 
+NOT_SYMMETRIC = (
+    "a put must go to the peer's symmetric memory; got other addresses. Give the kernel "
+    "SymmetricTensor.address, for il.pointer, instead of a tensor."
+)
+"""The error of a put whose addresses are not of symmetric memory."""
+
+_ranges: weakref.WeakSet[Range | RangeView] = weakref.WeakSet()
+
+
+def is_memory_of(rank: int, first: int, last: int) -> bool:
+    """Return whether the addresses from ``first`` to ``last`` lie in a rank's part of a range."""
+    for reserved in _ranges:
+        start = reserved.base + rank * reserved.stride
+        if start <= first and last < start + reserved.stride:
+            return True
+    return False
+
+
+class RangeView:
+    """Count the ranks of a range otherwise, as the kernels of one node do.
+
+    Attributes:
+        base: Address of the part of the rank that counts as 0.
+        stride: Bytes from each part to that of the next rank.
+    """
+
+    def __init__(self, base: int, stride: int) -> None:
+        self.base, self.stride = base, stride
+        _ranges.add(self)
+
+
 class Range:
     """Own a reserved address range with room for every rank.
 
@@ -102,6 +133,7 @@ class Range:
         """Own the range at ``base``, which ``free()`` unreserves."""
         self.base, self.stride = base, stride
         self.offsets = FreeList(stride)
+        _ranges.add(self)
         call_when_gone(self, device, free)
 
 

@@ -40,7 +40,7 @@ class Network:
         """Connect to the ranks of other nodes. Collective."""
         self._device = members.device
         self._counters: dict[str, torch.Tensor] = {}
-        self.carrier = Carrier(members, channel.new_store("slices"))
+        self.carrier = Carrier(members, channel.new_store("slices"), health.deadline_s)
         self.watch: Watch | None = None
         if members.backend == "cuda":
             self.watch = Watch(members, health, channel, streams, self)

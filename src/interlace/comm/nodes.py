@@ -45,6 +45,18 @@ def numbered(nodes: Sequence[object]) -> tuple[int, ...]:
     return tuple(map(order.index, first_ranks)) if len(order) > 1 else ()
 
 
+def ranks_of_nodes(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the ranks of each node.
+
+    Args:
+        node_of_rank: As :func:`numbered` returns it.
+    """
+    return [
+        tuple(rank for rank, its_node in enumerate(node_of_rank) if its_node == node)
+        for node in sorted(set(node_of_rank))
+    ]
+
+
 def _by_launcher(environment: Mapping[str, str]) -> str:
     """Return the launcher's number of this process's node, or ``""`` without a launcher."""
     for launched, number in _LAUNCHERS:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.errors import BackendError, GroupError
+from interlace.errors import ArgumentError, BackendError, GroupError
 
 default_group: contextvars.ContextVar[Any] = contextvars.ContextVar("default_group", default=None)
 """The :class:`Group` that is the default group of this thread, for ranks that are threads; None in
@@ -67,18 +67,24 @@ def default_name(group: dist.ProcessGroup | None) -> str:
     return "" if group is None else group.group_name
 
 
-def require_member(group: dist.ProcessGroup | None) -> None:
-    """Refuse a process group that this rank does not belong to.
+def require_member(group: object) -> None:
+    """Refuse a process group that this rank does not belong to, and what is no process group.
 
     Raises:
+        ArgumentError: It is no process group.
         GroupError: This rank is not a member.
     """
-    # torch.distributed.new_group returns the integer GroupMember.NON_GROUP_MEMBER to other ranks.
-    if isinstance(group, int):
+    if group is None or isinstance(group, dist.ProcessGroup):
+        return
+    if group == dist.GroupMember.NON_GROUP_MEMBER:  # what new_group returns to other ranks
         raise GroupError(
             "the calling rank must be a member of the process group; it is not. Call only on "
             "members."
         )
+    raise ArgumentError(
+        f"group must be a torch.distributed.ProcessGroup, or None for the default one; got "
+        f"{group!r}. Of a DeviceMesh, pass mesh.get_group(name)."
+    )
 
 
 def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:

@@ -86,6 +86,8 @@ def register(
         if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
             _refuse(name, "in forward mode", "an argument with a tangent")
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
+            if _C._are_functorch_transforms_active():
+                _refuse(name, "by torch.func", "a call inside of grad, vjp or jacrev")
             return differentiable(keys, *args)
         # No argument requires a gradient, so the kernel is called without the cost of autograd.
         with _C._AutoDispatchBelowAutograd():

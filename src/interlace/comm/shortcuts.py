@@ -5,8 +5,9 @@ Four activities of Python take most of an interpreted kernel's time, and are cut
 - Types, shapes and tables of element types are made anew for every value, though they depend on a
   few numbers. They are cached.
 - Every operation on two values works out the dtype and the shape of its result, though most have
-  two values of the same dtype and shape, or a value and a small integer.
-- The language is patched again at every call of a device function. Once is enough.
+  two values of the same dtype or of the same shape, or a value and a small integer.
+- The language is patched again at every call of a device function, and every function of it is
+  wrapped twice. Once is enough.
 - Every sum and product of integers is checked for overflow. GPUs do not check either.
 
 Triton is unchanged outside of :func:`taken`, so that other kernels of the process keep their
@@ -31,8 +32,11 @@ _BLOCK = {"element_ty", "shape", "numel", "name"}
 _ADDRESS = np.dtype(np.uint64)
 # Dtypes of which two values have a result of the same dtype, whatever the operation. Not float16
 # and its like, which are divided as float32.
-_CLOSED = {"int32", "int64", "fp32"}
+_CLOSED = {"int1", "int32", "int64", "fp32"}
 _INTEGERS = {"int32": range(-(1 << 31), 1 << 31), "int64": range(-(1 << 63), 1 << 63)}
+# What all functions of the language run that are marked as such: they ask for the argument
+# _semantic, which every patched function gives, and call the function itself.
+_MARKED = core.program_id.__code__
 
 _depth = 0
 _originals: list[tuple[Any, str, Any]] = []
@@ -61,8 +65,11 @@ def _shorten() -> None:
         (core.block_type, "__init__", _cached_block_type_init),
         (interpreter, "_get_np_dtype", _cached_np_dtype),
         (interpreter, "_patch_lang", _Patches),
+        (interpreter, "_patch_attr", _patched_once),
         (interpreter.interpreter_builder, "options", _without_checks),
         (semantic.TritonSemantic, "binary_op_type_checking_impl", _quick_promotion),
+        (semantic.TritonSemantic, "broadcast_impl_value", _quick_broadcast),
+        (semantic.TritonSemantic, "cast", _quick_cast),
     ):
         original = getattr(owner, name)
         _originals.append((owner, name, original))
@@ -92,16 +99,20 @@ class _Patches:
     def __init__(self, patch: Callable[[Any], Any]) -> None:
         self._patch = patch
         self._scopes: dict[frozenset[str], Any] = {}
+        self._seen: set[str] = set()
 
     def __call__(self, function: Any) -> _Patches:
-        # Triton patches the modules of its language that the function's own module has imported.
-        languages = frozenset(
-            value.__name__
-            for value in function.__globals__.values()
-            if value is language or value is core
-        )
-        if languages not in self._scopes:
-            self._scopes[languages] = self._patch(function)
+        if function.__module__ not in self._seen:
+            self._seen.add(function.__module__)
+            # Triton patches the modules of its language that the function's own module has
+            # imported.
+            languages = frozenset(
+                value.__name__
+                for value in function.__globals__.values()
+                if value is language or value is core
+            )
+            if languages not in self._scopes:
+                self._scopes[languages] = self._patch(function)
         return self
 
     def restore(self) -> None:
@@ -173,6 +184,25 @@ def _cached_np_dtype(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 @functools.lru_cache(maxsize=4)
+def _patched_once(patch: Callable[..., None]) -> Callable[..., None]:
+    """Return the interpreter's patch of a function of the language without the wrapper below."""
+
+    def patch_once(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        if getattr(member, "__code__", None) is not _MARKED:
+            patch(owner, name, member, builder, scope)
+            return
+        function, rules = member.__wrapped__, semantic.TritonSemantic(builder)
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = rules
+            return function(*args, **kwargs)
+
+        scope.set_attr(owner, name, patched)
+
+    return patch_once
+
+
+@functools.lru_cache(maxsize=4)
 def _quick_promotion(promote: Callable[..., Any]) -> Callable[..., Any]:
     """Return Triton's promotion of two operands with a short way for the most frequent ones.
 
@@ -181,30 +211,74 @@ def _quick_promotion(promote: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def quick_promote(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> Any:
+        if more_rules:
+            return promote(self, lhs, rhs, *rules, **more_rules)
         if type(lhs) is core.tensor:
             name = lhs.dtype.name
             if type(rhs) is core.tensor:
-                # Equal shapes are the same object, as _cached_tensor_init gives them.
-                if lhs.shape is rhs.shape:
-                    other = rhs.dtype.name
-                    if name in _CLOSED and name == other:
-                        return lhs, rhs
-                    if rules[:1] == (True,) and other in _INTEGERS and lhs.dtype.is_ptr():
-                        return lhs, rhs
-            elif (
-                type(rhs) is int
-                and name in _INTEGERS
-                and rhs in _INTEGERS[name]
-                and rules[2:3] != (False,)
-                and not more_rules
-            ):
-                return lhs, _constant(rhs, lhs)
+                other = rhs.dtype.name
+                if (name == other and name in _CLOSED) or (
+                    rules[:1] == (True,) and other in _INTEGERS and lhs.dtype.is_ptr()
+                ):
+                    return self.broadcast_impl_value(lhs, rhs)
+            elif type(rhs) is int:
+                if name in _INTEGERS:
+                    if rhs in _INTEGERS[name] and rules[2:3] != (False,):
+                        return lhs, _constant(rhs, lhs.dtype, lhs)
+                elif rules[:1] == (True,) and rhs in _INTEGERS["int32"] and lhs.dtype.is_ptr():
+                    return lhs, _constant(rhs, core.int32, lhs)
+        elif type(lhs) is int and type(rhs) is core.tensor:
+            name = rhs.dtype.name
+            if name in _INTEGERS and lhs in _INTEGERS[name] and rules[2:3] != (False,):
+                return _constant(lhs, rhs.dtype, rhs), rhs
         return promote(self, lhs, rhs, *rules, **more_rules)
 
     return quick_promote
 
 
-def _constant(number: int, like: Any) -> Any:
-    """Return a tensor of the type of ``like`` with ``number`` in each element."""
-    values = np.full(like.handle.data.shape, number, like.handle.data.dtype)
-    return core.tensor(interpreter.TensorHandle(values, like.dtype), like.type)
+def _constant(number: int, dtype: Any, like: Any) -> Any:
+    """Return a tensor of the shape of ``like`` with ``number`` in each element."""
+    values = np.full(like.handle.data.shape, number, interpreter._get_np_dtype(dtype))
+    return _tensor(values, dtype, dtype, like)
+
+
+def _repeated(scalar: Any, like: Any) -> Any:
+    """Return a tensor of the shape of ``like`` with the value of a scalar in each element."""
+    number = scalar.handle.data
+    values = np.full(like.handle.data.shape, number, number.dtype)
+    # A handle may be of another signedness than its tensor.
+    return _tensor(values, scalar.handle.dtype, scalar.dtype, like)
+
+
+def _tensor(values: Any, stored: Any, dtype: Any, like: Any) -> Any:
+    """Return a tensor of the shape of ``like``."""
+    kind = core.block_type(dtype, like.type.shape) if like.type.is_block() else dtype
+    return core.tensor(interpreter.TensorHandle(values, stored), kind)
+
+
+@functools.lru_cache(maxsize=4)
+def _quick_broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Triton's broadcast of two values with short ways for equal shapes and scalars."""
+
+    def quick_broadcast(self: Any, lhs: Any, rhs: Any) -> Any:
+        # Equal shapes are the same object, as _cached_tensor_init gives them.
+        if lhs.shape is rhs.shape:
+            return lhs, rhs
+        if not rhs.type.is_block() and lhs.type.is_block():
+            return lhs, _repeated(rhs, lhs)
+        if not lhs.type.is_block() and rhs.type.is_block():
+            return _repeated(lhs, rhs), rhs
+        return broadcast(self, lhs, rhs)
+
+    return quick_broadcast
+
+
+@functools.lru_cache(maxsize=4)
+def _quick_cast(cast: Callable[..., Any]) -> Callable[..., Any]:
+    """Return Triton's conversion to another dtype with a short way for values that have it."""
+
+    def quick_cast(self: Any, value: Any, kind: Any, *rounding: Any, **more: Any) -> Any:
+        # Most dtypes exist once; others are compared by Triton.
+        return value if value.dtype is kind.scalar else cast(self, value, kind, *rounding, **more)
+
+    return quick_cast

@@ -14,7 +14,7 @@ that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed* b
 
 Slices are exchanged in *steps*: in step k a rank sends to and receives from each of its peers at
 most one slice, and all ranks have the same steps in the same order. A step begins when its counters
-have reached their values on this rank.
+have reached their values on this rank. What needs one step only calls ``wait(step)`` before.
 
 On CUDA a side stream waits for the counters by the driver's stream memory operations; on the CPU
 backend a thread waits for the same counters.
@@ -38,7 +38,6 @@ from interlace.comm.group import Group
 from interlace.errors import BackendError, PeerTimeoutError
 
 _POLL_INTERVAL_S = 2e-4  # between two reads of a counter, on the CPU backend
-_ANSWER_S = 1.0  # in which a peer that gave up says which rank it gave up on
 
 
 class Trigger(NamedTuple):
@@ -90,8 +89,9 @@ class SliceQueue:
                 "operations; this one has none (see `interlace doctor`). Take impl='unfused'."
             )
         self._network = group.network()
-        self._thread: _SliceThread | None = None
+        self._thread: SliceThread | None = None
         self._start: torch.cuda.Event | None = None
+        self._arrived: list[torch.cuda.Event] = []  # one per step that was enqueued
 
     def arm(self) -> None:
         """Prepare for the kernel that counts, which the current stream gets next.
@@ -99,7 +99,7 @@ class SliceQueue:
         The counters must be zero at this point of the current stream.
         """
         if self._group.backend == "cpu":
-            self._thread = _SliceThread(
+            self._thread = SliceThread(
                 self._network.carrier, self._steps, self._mark, self._group.deadline_s
             )
             self._thread.start()
@@ -108,9 +108,14 @@ class SliceQueue:
         assert self._network.watch is not None
         self._network.watch.begin(self._operator)
         self._start = self._group.streams.current().record_event()
+        self._arrived = []
 
-    def release(self) -> None:
-        """Enqueue the exchanges, after the kernel was launched; end with :meth:`join`.
+    def release(self, steps: int | None = None) -> None:
+        """Enqueue the exchanges, after what counts was enqueued; end with :meth:`join`.
+
+        Args:
+            steps: The number of steps that are to be enqueued by now; default: all. The others
+                need another call, once what counts for them was enqueued.
 
         Raises:
             BackendError: The driver refuses a wait.
@@ -122,13 +127,29 @@ class SliceQueue:
         with self._group.on_device(), torch.cuda.stream(side):
             # The waits come here and not in ``arm``, behind the kernel in every queue of the
             # device: a wait in front of its kernel would hold the kernel back for ever.
-            for step in self._steps:
+            for step in self._steps[len(self._arrived) : steps]:
                 for trigger in step.triggers:
                     stream_waits_for(trigger.counter, trigger.value, side)
                 if step.departures or step.arrivals:
                     works = self._network.carrier.exchange(step.departures, step.arrivals)
                     for _, work in works:
                         work.wait()
+                self._arrived.append(side.record_event())
+
+    def wait(self, number: int) -> None:
+        """Make the current stream wait for the slices of one step; the CPU backend waits itself.
+
+        Args:
+            number: The step, which was released.
+
+        Raises:
+            PeerTimeoutError: As of :meth:`join`.
+        """
+        if self._start is not None:
+            self._group.streams.current().wait_event(self._arrived[number])
+        if self._thread is not None:
+            self._thread.await_step(number)
+            self._require_arrivals(self._thread)
 
     def join(self) -> None:
         """Make the current stream wait for all slices; the CPU backend waits itself.
@@ -148,8 +169,12 @@ class SliceQueue:
             thread.join()
             for message in thread.sent:
                 self._group.traffic.count_put(message.peer, message.data.nbytes)
-            if thread.failure is not None:
-                raise self._late(*thread.failure)
+            self._require_arrivals(thread)
+
+    def _require_arrivals(self, thread: SliceThread) -> None:
+        """Raise the error of a slice that did not come, if there is one."""
+        if thread.failure is not None:
+            raise self._late(*thread.failure)
 
     def disarm(self) -> None:
         """Cancel the exchanges, as no kernel will count."""
@@ -167,8 +192,7 @@ class SliceQueue:
             PeerTimeoutError: A kernel has found out before, and knows better.
         """
         self._group.check()
-        peer = self._group.channel.blame(peer, _ANSWER_S)
-        self._group.health.declare_broken(self._operator, peer, step + 1)
+        self._group.channel.declare_late(self._operator, peer, step + 1)
         try:
             self._group.check()
         except PeerTimeoutError as late:
@@ -177,10 +201,11 @@ class SliceQueue:
         raise AssertionError("a broken group raises")
 
 
-class _SliceThread(threading.Thread):
+class SliceThread(threading.Thread):
     """Exchange slices in a thread, as the CPU backend's network.
 
     Attributes:
+        steps: The exchanges.
         cancelled: Set to end the thread as no kernel will count.
         failure: Peer and step of the first transfer that failed, and its error; None without one.
         sent: Messages that were sent.
@@ -190,30 +215,45 @@ class _SliceThread(threading.Thread):
         self, carrier: Carrier, steps: Sequence[Step], mark: int, deadline_s: float
     ) -> None:
         super().__init__(name="interlace slices", daemon=True)
-        self._carrier, self._steps, self._mark = carrier, steps, mark
+        self._carrier, self.steps, self._mark = carrier, steps, mark
         self._deadline_s = deadline_s
         self.cancelled = False
         self.failure: tuple[int, int, BaseException] | None = None
         self.sent: list[Message] = []
+        # Set for each step that has ended; for all steps once the thread ends.
+        self._arrived = [threading.Event() for _ in steps]
 
     def run(self) -> None:
         """Exchange one step after another until all are done, one fails, or no kernel counts."""
-        for number, step in enumerate(self._steps):
-            while not all(_has_reached(trigger) for trigger in step.triggers):
-                if self.cancelled:
+        try:
+            for number, step in enumerate(self.steps):
+                while not all(has_reached(trigger) for trigger in step.triggers):
+                    if self.cancelled:
+                        return
+                    time.sleep(_POLL_INTERVAL_S)
+                if not self.exchange(number, step):
                     return
-                time.sleep(_POLL_INTERVAL_S)
-            if not self._exchange(number, step):
-                return
+                self._arrived[number].set()
+        finally:
+            for event in self._arrived:
+                event.set()
 
-    def _exchange(self, number: int, step: Step) -> bool:
+    def await_step(self, number: int) -> None:
+        """Wait until the exchange of a step has ended, or will never."""
+        self._arrived[number].wait()
+
+    def exchange(self, number: int, step: Step) -> bool:
         """Exchange the slices of a step; return whether all have arrived in time."""
         end = time.monotonic() + self._deadline_s
         peer = -1
         try:
             # Messages of another call have another tag: they stay where they are.
             tag = self._mark >> 24
-            works = self._carrier.exchange((), step.arrivals, tag)
+            works = []
+            # One by one: where a connection has broken, asking for a message fails at once.
+            for message in step.arrivals:
+                peer = message.peer
+                works.extend(self._carrier.exchange((), (message,), tag))
             for message in step.departures:
                 peer = message.peer
 
@@ -233,9 +273,9 @@ class _SliceThread(threading.Thread):
         return True
 
 
-def _has_reached(trigger: Trigger) -> bool:
+def has_reached(trigger: Trigger) -> bool:
     """Return whether a counter of the CPU backend has reached its value."""
     return bool(ctypes.c_int32.from_address(trigger.counter).value >= trigger.value)
 
 
-__all__ = ["Message", "SliceQueue", "Step", "Trigger"]
+__all__ = ["Message", "SliceQueue", "SliceThread", "Step", "Trigger", "has_reached"]

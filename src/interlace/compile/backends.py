@@ -66,13 +66,13 @@ class InductorPass(CustomGraphPass):
         It covers the package, its libraries, the GPUs, the settings and the groups. None, which
         turns the cache off, if the first pass has no such key.
         """
-        own = (_fingerprint(), self.autotune, self.merge_products) if self._is_on else "off"
+        settings = (_fingerprint(), self.autotune, self.merge_products) if self._is_on else "off"
         if self.first is None:
-            return own
+            return settings
         # A first pass without a key could change its output between runs, and a cached graph would
         # then be the wrong one; so its missing key must disable caching here, too.
         first = self.first.uuid() if isinstance(self.first, CustomGraphPass) else None
-        return None if first is None else (first, own)
+        return None if first is None else (first, settings)
 
 
 def backend(

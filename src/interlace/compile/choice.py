@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import process_group_named
+from interlace.comm.group import known_nodes
 from interlace.comm.interpreter import interpreting
 from interlace.comm.nodes import NODES_VARIABLE
 from interlace.compile.findings import LeftAlone
@@ -46,16 +47,17 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
         raise LeftAlone(f"its group {group_name!r} is not known in this process") from error
     if len(ranks) == 1:
         raise LeftAlone("its group has one rank, which has nothing to send")
-    if len(ranks) > MAX_RANKS:
-        raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
     ranks_per_machine = ranks_of_a_machine(device)
-    # Operators write to peers' memory directly, which only ranks of one machine can map.
     machines = len({rank // ranks_per_machine for rank in ranks}) if ranks_per_machine else 1
+    # A group that has been used knows its nodes, which may be torchrun agents of one machine.
+    machines = max(machines, known_nodes(group))
     if machines > 1:
         raise LeftAlone(
-            f"its group spans {machines} machines of {ranks_per_machine} ranks "
-            "(by LOCAL_WORLD_SIZE, or GPUs in sight)"
+            f"its group's {len(ranks)} ranks are on {machines} machines, and the pass fuses within "
+            "one; an operator that is called itself may take slices between them"
         )
+    if len(ranks) > MAX_RANKS:
+        raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
     return len(ranks)
 
 
@@ -98,7 +100,10 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
     name, unmet = choice.accepted(operator, terms)
     is_faster = name in choice.faster or product.device.type == "cpu"
     if is_faster and not operator.is_pair(name):
-        return str(choice.reason)
+        if product.device.type != "cpu":
+            return str(choice.reason)
+        # The sizes are those that `interlace explain` takes for the times on a GPU.
+        return f"{choice.reason}: {rows}x{product.columns}x{product.inner} -n {ranks}"
     if unmet:
         refusals = (f"impl={each!r}, which must have {lacks}" for each, lacks in unmet.items())
         raise LeftAlone(f"{operator.name} would be faster by {' or '.join(refusals)}")

@@ -112,7 +112,7 @@ def _foreign(node: Node) -> Foreign | None:
 
 def _spell(node: Node, foreign: Foreign) -> Spelled:
     schema = node.target._schema  # type: ignore[union-attr]
-    positions = {each.name: index for index, each in enumerate(schema.arguments)}
+    positions = {parameter.name: index for index, parameter in enumerate(schema.arguments)}
 
     def of(name: str) -> Any:
         if name not in positions:
@@ -120,11 +120,11 @@ def _spell(node: Node, foreign: Foreign) -> Spelled:
         return argument(node, positions[name], name)
 
     # All arguments by position, without the operand, which is the first.
-    given = [
-        argument(node, index, each.name, each.default_value)
-        for index, each in enumerate(schema.arguments)
+    arguments = [
+        argument(node, index, parameter.name, parameter.default_value)
+        for index, parameter in enumerate(schema.arguments)
     ]
-    operand, *others = given
+    operand, *settings = arguments
     name = of("group_name")
     try:
         group = foreign.process_group(name)
@@ -148,4 +148,4 @@ def _spell(node: Node, foreign: Foreign) -> Spelled:
     node.replace_all_uses_with(wait)
     # Without its operand, the call is no use of the product.
     node.args, node.kwargs = (), {}
-    return Spelled(node, start, wait, tuple(others))
+    return Spelled(node, start, wait, tuple(settings))

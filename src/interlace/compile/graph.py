@@ -44,8 +44,8 @@ def cast_source(node: Node) -> Node | None:
         return None
     source = node.args[0]
     assert isinstance(source, Node)
-    same = value(source).device == value(node).device
-    return source if same and value(source).stride() == value(node).stride() else None
+    on_one_device = value(source).device == value(node).device
+    return source if on_one_device and value(source).stride() == value(node).stride() else None
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
@@ -116,17 +116,17 @@ def move_before(anchor: Node, node: Node, barred: Collection[Node]) -> Callable[
     moved: list[Node] = []
     pending = [node]
     while pending:
-        each = pending.pop()
-        if each < anchor or each in moved:
+        candidate = pending.pop()
+        if candidate < anchor or candidate in moved:
             continue
-        if each is anchor or any(source in barred for source in each.all_input_nodes):
+        if candidate is anchor or any(source in barred for source in candidate.all_input_nodes):
             raise LeftAlone(f"{node.name} is computed from the collective's result")
-        moved.append(each)
-        pending += each.all_input_nodes
+        moved.append(candidate)
+        pending += candidate.all_input_nodes
 
     def move() -> None:
-        for each in sorted(moved):
-            anchor.prepend(each)
+        for candidate in sorted(moved):
+            anchor.prepend(candidate)
 
     return move
 

@@ -40,7 +40,7 @@ from interlace.registry import operator_matching
 
 @dataclasses.dataclass(frozen=True)
 class Tail:
-    """What a graph computes from the sum that an all-reduce returns.
+    """Describe what a graph computes from the sum that an all-reduce returns.
 
     Attributes:
         anchor: The first node that needs the total, or the one that adds the residual.
@@ -122,10 +122,10 @@ def _tail(
 
 def _with_views(nodes: list[Node]) -> list[Node]:
     """Return nodes and their views that have the same rows in the same order."""
-    found = list(nodes)
-    for node in found:
-        found += [user for user in node.users if rows.keeps_order(user) and user not in found]
-    return found
+    reached = list(nodes)
+    for node in reached:
+        reached += [user for user in node.users if rows.keeps_order(user) and user not in reached]
+    return reached
 
 
 def _additions(nodes: list[Node]) -> Iterator[tuple[Node, Node]]:
@@ -194,8 +194,8 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
             raise LeftAlone("several sizes change from call to call (dynamic shapes)")
     require_unchanged(product.node, norm.result)
     vectors = [_narrow(vector, product.dtype) for vector in (norm.weight, norm.bias)]
-    earlier = [each for each in (*vectors, norm.scale) if each is not None]
-    moves_before = [move_before(anchor, each, collective.waits) for each in earlier]
+    earlier = [operand for operand in (*vectors, norm.scale) if operand is not None]
+    moves_before = [move_before(anchor, operand, collective.waits) for operand in earlier]
     reason = choose(fused, product, tokens, ranks)
     for move in moves_before:
         move()
@@ -207,13 +207,15 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         product.weight(writer),
         tail.bias,
         None if tail.residual is None else writer.as_rows(tail.residual),
-        *(each and writer.reshape(each, [product.columns]) for each in vectors),
+        *(operand and writer.reshape(operand, [product.columns]) for operand in vectors),
         *[norm.kind, norm.eps, *_scale(norm, writer), collective.group_name, "auto", ""],
     )
     y, total = (writer.call(operator.getitem, triple, index) for index in (0, 1))
-    for node, rows_of_node in [(norm.result, y), *((each, total) for each in tail.totals)]:
+    for node, rows_of_node in [(norm.result, y), *((user, total) for user in tail.totals)]:
         node.replace_all_uses_with(writer.shaped_as(rows_of_node, value(node)))
-    wide = [each for each in (norm.weight, norm.bias) if each and each.op == "call_function"]
+    wide = [
+        operand for operand in (norm.weight, norm.bias) if operand and operand.op == "call_function"
+    ]
     erase_unused([*in_between, *wide, y, total])
     return fused.name, f"with the {tail}: {reason}"
 

@@ -162,15 +162,15 @@ def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
     while len(norm.result.users) == 1:
         (user,) = norm.result.users
         nodes = [*norm.nodes, user]
-        other = _other(user, norm.result)
+        factor = _other(user, norm.result)
         if cast_source(user) is norm.result:
             norm = dataclasses.replace(norm, nodes=nodes)
-        elif other is None or not _is_vector(other, value(user)) or norm.bias is not None:
+        elif factor is None or not _is_vector(factor, value(user)) or norm.bias is not None:
             break
         elif _is(user, aten.mul.Tensor) and norm.weight is None:
-            norm = dataclasses.replace(norm, nodes=nodes, weight=other)
+            norm = dataclasses.replace(norm, nodes=nodes, weight=factor)
         elif _is(user, aten.add.Tensor) and not user.kwargs:
-            norm = dataclasses.replace(norm, nodes=nodes, bias=other)
+            norm = dataclasses.replace(norm, nodes=nodes, bias=factor)
         else:
             break
         if value(user).shape == value(longest.result).shape and value(user).dtype == dtype:
@@ -185,19 +185,19 @@ def _quantised(norm: Norm) -> Norm:
         node = quantised.result
         (user,) = node.users
         quantised = dataclasses.replace(quantised, nodes=[*quantised.nodes, user])
-        other = _other(user, node)
+        operand = _other(user, node)
         if cast_source(user) is node and value(user).dtype == FLOAT8:
             is_saturated = {-_LARGEST, _LARGEST} <= bounds
             return quantised if quantised.scale is not None and is_saturated else norm
         if cast_source(user) is node or rows.keeps_order(user):
             continue
-        if quantised.scale is None and other is not None and _is_scale(other):
+        if quantised.scale is None and operand is not None and _is_scale(operand):
             is_quotient = _is(user, aten.div.Tensor) and user.args[0] is node
             if not (is_quotient or _is(user, aten.mul.Tensor)):
                 break
-            quantised = dataclasses.replace(quantised, scale=other, multiplies=not is_quotient)
+            quantised = dataclasses.replace(quantised, scale=operand, multiplies=not is_quotient)
         elif quantised.scale is not None and _is(user, *_CLAMPS):
-            bounds |= {each for each in user.args[1:] if isinstance(each, (int, float))}
+            bounds |= {bound for bound in user.args[1:] if isinstance(bound, (int, float))}
         else:
             break
     return norm

@@ -52,8 +52,8 @@ def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = True) ->
     try:
         findings = _fuse_all(graph, direction)
     finally:
-        for each in spelled:
-            each.finish()
+        for spelling in spelled:
+            spelling.finish()
     findings += [
         Finding(**_description(node, direction), operator=None, reason=reason)
         for node, reason in refused
@@ -107,7 +107,8 @@ def replace_copies(graph: Graph) -> None:
 
     ``dist.all_reduce(y)`` is traced as a collective of y, a wait, and ``copy(y, waited)``, the new
     y. The copy takes of y only its shape, strides and dtype, which the result has as well; but it
-    is another use of the product.
+    is another use of the product. So is a new tensor that a collective's result is copied to, such
+    as ``product.new_empty(shape)``: it is erased together with the copy.
     """
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
         target, source = (argument(node, 0, "self"), argument(node, 1, "src"))
@@ -118,6 +119,8 @@ def replace_copies(graph: Graph) -> None:
             if _layout(y) == _layout(waited):
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
+                if not target.is_impure():
+                    erase_unused([target])
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:

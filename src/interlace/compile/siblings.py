@@ -79,15 +79,16 @@ def _merge(products: list[Product], direction: str) -> list[Finding]:
     x = products[0].x
     try:
         require_unchanged(first, last)
-        vectors = [each.bias for each in products if each.bias is not None]
+        vectors = [product.bias for product in products if product.bias is not None]
         moving = [
-            move_before(first, node, ()) for node in [*(each.w for each in products), *vectors]
+            move_before(first, node, ())
+            for node in [*(product.w for product in products), *vectors]
         ]
     except LeftAlone:
         return []
     for move in moving:
         move()
-    names = [each.node.name for each in products]
+    names = [product.node.name for product in products]
     finding = Finding(
         graph=direction,
         collective=PRODUCTS,
@@ -101,13 +102,13 @@ def _merge(products: list[Product], direction: str) -> list[Finding]:
     results = writer.call(
         overload(OPERATOR),
         products[0].rows(writer),
-        [each.weight(writer) for each in products],
-        [each.bias for each in products],
+        [product.weight(writer) for product in products],
+        [product.bias for product in products],
     )
-    for index, each in enumerate(products):
+    for index, product in enumerate(products):
         y = writer.call(operator.getitem, results, index)
-        each.node.replace_all_uses_with(writer.shaped_as(y, value(each.node)))
-    operands = [node for each in products for node in (each.x, each.w)]
+        product.node.replace_all_uses_with(writer.shaped_as(y, value(product.node)))
+    operands = [node for product in products for node in (product.x, product.w)]
     leftovers = [node for node in operands if node.op == "call_function"]
-    erase_unused([*(each.node for each in products), *leftovers])
+    erase_unused([*(product.node for product in products), *leftovers])
     return [finding]

@@ -24,6 +24,14 @@ from interlace.costs.registry import (
     cost_of,
     find_cost,
     gradient_cost_of,
+    network_cost_of,
 )
 
-__all__ = ["OPERATOR_COSTS", "OperatorCost", "cost_of", "find_cost", "gradient_cost_of"]
+__all__ = [
+    "OPERATOR_COSTS",
+    "OperatorCost",
+    "cost_of",
+    "find_cost",
+    "gradient_cost_of",
+    "network_cost_of",
+]

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
-from interlace.costs.registry import cost_of
+from interlace.costs.cost import NetworkCost
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, rail_cost, takes_sizes
+from interlace.costs.registry import cost_of, network_cost_of
 from interlace.units import round_up
 
 
@@ -34,3 +35,24 @@ def fused(
         sent = (sizes.world_size - 1) * splits[rank] * row_bytes
     memory_bytes = sizes.operand_bytes + sizes.output_bytes + received
     return ProductCost(sizes.flops, memory_bytes, sent, 0, gathered_bytes)
+
+
+@network_cost_of("all_gather_gemm", "chunked")
+@takes_sizes
+def chunked_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels.
+
+    Each rank's rows go to every other rank of its rail. The rows of this node's ranks are
+    multiplied first, and those of others slice by slice: the order of a reduce-scatter backwards,
+    which takes as long.
+    """
+    nodes = len(set(node_of_rank))
+    return rail_cost(
+        rows=sizes.rows // sizes.world_size,
+        row_bytes=sizes.inner * sizes.itemsize,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=(nodes - 1) / nodes,
+    )

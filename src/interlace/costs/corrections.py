@@ -54,17 +54,17 @@ def place_of(size: Sequence[int]) -> Place:
     return (*map(math.log2, sizes), 2 * math.log2(world_size))
 
 
-def nearness(one: Place, other: Place) -> float:
+def nearness(first: Place, second: Place) -> float:
     """Return how much one call says of another: 1 if they are the same, 0 if they are far apart."""
-    return math.exp(-(math.dist(one, other) ** 2) / 2)
+    return math.exp(-(math.dist(first, second) ** 2) / 2)
 
 
 @dataclasses.dataclass(frozen=True)
 class Corrections:
-    """How far measured calls of one operator were from what compositions say.
+    """Correct one operator's composed times by those of measured calls of similar sizes.
 
-    The nearer a measured call is, the more it counts: at a distance of d, exp(-d**2 / 2) times its
-    weight.
+    The nearer a measured call is, the more it counts: its weight is multiplied by exp(-d**2 / 2),
+    where d is the distance of the two calls' sizes.
 
     Attributes:
         calls: the sizes of the measured calls; of a product, rows, columns, inner and ranks.
@@ -80,10 +80,10 @@ class Corrections:
         weights = self.weights.get(implementation)
         if weights is None:
             return 1.0
-        place = place_of(call.size)
+        position = place_of(call.size)
         return math.exp(
             math.fsum(
-                weight * nearness(place, place_of(tuple(known)))
+                weight * nearness(position, place_of(tuple(known)))
                 for weight, known in zip(weights, self.calls, strict=True)
                 if weight
             )

@@ -26,3 +26,22 @@ class Cost:
     signals: int
     network_bytes: int = 0
     network_messages: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkCost:
+    """The traffic of one rank between nodes, from which the time of a call follows.
+
+    Attributes:
+        network_bytes: bytes that go to ranks of other nodes.
+        network_messages: messages that go there.
+        slices: exchanges that the messages leave in, one after another; 1 for a collective.
+        remote_share: fraction of the computation after which the last of them is complete.
+        landing_bytes: bytes that memory reads and writes to copy what has arrived to its place.
+    """
+
+    network_bytes: int
+    network_messages: int
+    slices: int = 1
+    remote_share: float = 1.0
+    landing_bytes: int = 0

@@ -27,6 +27,7 @@ class ExpertsCall:
         top_k: experts per token.
         world_size: number of ranks.
         itemsize: bytes of an element.
+        gates: 2 if experts have gate and up, 1 if they have no gate.
     """
 
     tokens: int
@@ -36,11 +37,12 @@ class ExpertsCall:
     top_k: int
     world_size: int
     itemsize: int = 2
+    gates: int = 2
 
     @property
     def size(self) -> tuple[int, ...]:
         """Return the sizes by which measured calls are known."""
-        *sizes, _ = dataclasses.astuple(self)
+        *sizes, _, _ = dataclasses.astuple(self)
         return tuple(sizes)
 
     def parts_us(
@@ -78,9 +80,10 @@ class ExpertsCall:
         else:
             sent = 2 * leaving
         link = sent * row_bytes / profile.link_bytes_per_s * 1e6
-        memory = 3 * self.hidden * self.ffn * self.itemsize * self.busy / bytes_per_us
+        weights = (self.gates + 1) * self.hidden * self.ffn * self.busy
+        memory = weights * self.itemsize / bytes_per_us
         block_m, block_n = tile
-        first = self.tiles_of_rows(block_m) * ceil_div(2 * self.ffn, block_n)
+        first = self.tiles_of_rows(block_m) * ceil_div(self.gates * self.ffn, block_n)
         second = self.tiles_of_rows(block_m) * ceil_div(self.hidden, block_n)
         flops = profile.product.flops_per_s
         if self.itemsize == 4:
@@ -105,8 +108,8 @@ class ExpertsCall:
     @property
     def _reach(self) -> float:
         """Return the probability that a token has an expert on a given rank."""
-        others = self.experts - self.experts // self.world_size
-        return 1 - math.comb(others, self.top_k) / math.comb(self.experts, self.top_k)
+        remote_experts = self.experts - self.experts // self.world_size
+        return 1 - math.comb(remote_experts, self.top_k) / math.comb(self.experts, self.top_k)
 
     @property
     def _chances(self) -> tuple[int, float]:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from interlace.costs import gemm_reduce_scatter
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
-from interlace.costs.registry import cost_of
+from interlace.costs.cost import NetworkCost
+from interlace.costs.gemm import (
+    ProductCost,
+    ProductSizes,
+    exchanges_sums,
+    leaving,
+    rail_cost,
+    takes_sizes,
+)
+from interlace.costs.registry import cost_of, network_cost_of
 
 
 @cost_of("gemm_all_reduce", computation="GEMM", collective="all_reduce")
@@ -28,4 +37,33 @@ def fused(sizes: ProductSizes, *, part_itemsize: int | None = None) -> ProductCo
         first,
         link_bytes=first.link_bytes + leaving(sizes.output_bytes, sizes.world_size),
         receive_bytes=first.receive_bytes + peer_sums if sizes.world_size > 1 else 0,
+    )
+
+
+@network_cost_of("gemm_all_reduce", "chunked")
+@takes_sizes
+def chunked_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels; see
+    :func:`interlace.costs.gemm.exchanges_sums`.
+
+    Args:
+        slices: number of slices of the rows of one exchange.
+    """
+    nodes = len(set(node_of_rank))
+    node_ranks = sizes.world_size // nodes
+    row_bytes = sizes.columns * sizes.output_itemsize
+    is_direct = exchanges_sums(
+        rows=sizes.rows, row_bytes=row_bytes, nodes=nodes, node_ranks=node_ranks
+    )
+    rows = sizes.rows // (node_ranks if is_direct else sizes.world_size)
+    return rail_cost(
+        rows=rows,
+        row_bytes=row_bytes,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=1.0 if is_direct else (nodes - 1) / nodes,
+        landing_bytes=(nodes + 1) * rows * row_bytes,
+        exchanges=1 if is_direct else 2,
     )

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
-from interlace.costs.registry import cost_of
-
-STAMP_BYTES = 16
-"""Bytes of the message by which a peer of another node knows the call."""
+from interlace.costs.cost import NetworkCost
+from interlace.costs.gemm import STAMP_BYTES, ProductCost, ProductSizes, leaving, takes_sizes
+from interlace.costs.registry import cost_of, network_cost_of
 
 
 def network_traffic(
@@ -64,3 +62,23 @@ def fused(
     )
     memory_bytes = sizes.operand_bytes + received * row_bytes
     return ProductCost(sizes.flops, memory_bytes, sent, 0, sizes.output_bytes)
+
+
+@network_cost_of("gemm_all_to_all", "chunked")
+@takes_sizes
+def chunked_between_nodes(
+    sizes: ProductSizes, *, rank: int, node_of_rank: Sequence[int], slices: int
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call whose rows leave in slices.
+
+    The rows of all peers are multiplied before this rank's own, and arrive in the result itself.
+    """
+    ranks = sizes.world_size
+    nbytes, messages = network_traffic(
+        rank=rank,
+        sent=[[sizes.rows // ranks] * ranks] * ranks,
+        row_bytes=sizes.columns * sizes.output_itemsize,
+        slices=slices,
+        node_of_rank=node_of_rank,
+    )
+    return NetworkCost(nbytes, messages, slices, (ranks - 1) / ranks)

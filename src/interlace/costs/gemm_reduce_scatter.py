@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.gemm import ProductCost, ProductSizes, leaving, takes_sizes
-from interlace.costs.registry import cost_of
+from interlace.costs.cost import NetworkCost
+from interlace.costs.gemm import ProductCost, ProductSizes, leaving, rail_cost, takes_sizes
+from interlace.costs.registry import cost_of, network_cost_of
 
 
 @cost_of("gemm_reduce_scatter", computation="GEMM", collective="reduce_scatter")
@@ -42,3 +43,25 @@ def fused(
     # of one rank needs no slots to be added.
     received = slots + sums if ranks > 1 else 0
     return ProductCost(sizes.flops, sizes.operand_bytes + slots, sent, received, size)
+
+
+@network_cost_of("gemm_reduce_scatter", "chunked")
+@takes_sizes
+def chunked_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels.
+
+    The sums of a node go to the ranks of the rail that own the rows. Rows that this node's ranks
+    own are multiplied last, and the nodes' sums are added once they have arrived.
+    """
+    nodes, share = len(set(node_of_rank)), sizes.rows // sizes.world_size
+    row_bytes = sizes.columns * sizes.output_itemsize
+    return rail_cost(
+        rows=share,
+        row_bytes=row_bytes,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=(nodes - 1) / nodes,
+        landing_bytes=(nodes + 1) * share * row_bytes,
+    )

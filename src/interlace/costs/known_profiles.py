@@ -15,6 +15,7 @@ from pathlib import Path
 
 from interlace.cache_folder import cache_folder, is_own
 from interlace.costs.corrections import Corrections
+from interlace.costs.network import parse_network
 from interlace.costs.time import MachineProfile, ProductRates
 from interlace.errors import ConfigError
 
@@ -31,9 +32,9 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
         gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
         processors: its number of streaming multiprocessors, for a guess.
     """
-    own = own_profile(gpu)
-    if own is not None:
-        return own
+    measured = own_profile(gpu)
+    if measured is not None:
+        return measured
     shipped = shipped_profile(gpu)
     if shipped is not None:
         return shipped
@@ -100,6 +101,17 @@ def profiled_gpus() -> list[str]:
     return sorted(parse_profile(file.read_text(encoding="utf-8")).gpu for file in files)
 
 
+def own_gpus() -> list[str]:
+    """Return the names of the GPUs whose profiles this user has measured."""
+    names = []
+    for file in sorted(cache_folder("profiles").glob("*.json")):
+        try:
+            names.append(parse_profile(file.read_text(encoding="utf-8")).gpu)
+        except (OSError, ConfigError):
+            continue  # own_profile says what is wrong with it, to those who need it
+    return [name for name in names if own_profile(name) is not None]
+
+
 def parse_profile(text: str) -> MachineProfile:
     """Return the profile that a JSON text describes.
 
@@ -109,10 +121,19 @@ def parse_profile(text: str) -> MachineProfile:
     try:
         values = json.loads(text)
         corrections = {
-            operator: Corrections(**each) for operator, each in values["corrections"].items()
+            operator: Corrections(**fields) for operator, fields in values["corrections"].items()
         }
         product = ProductRates(**values["product"])
-        return MachineProfile(**values | {"product": product, "corrections": corrections})
+        # Profiles of one node have none.
+        network = values.get("network")
+        parsed = {
+            "product": product,
+            "corrections": corrections,
+            "network": None if network is None else parse_network(network),
+        }
+        return MachineProfile(**values | parsed)
+    except ConfigError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(
             f"a machine profile must be JSON with all its fields; {error}."

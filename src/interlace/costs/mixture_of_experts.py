@@ -2,6 +2,8 @@
 
 In all functions ``counts[s][e]`` is the number of rows that rank s sends to expert e, dropped rows
 left out. With L experts per rank, rank r has the experts from ``r L`` to ``(r + 1) L - 1``.
+``gates`` is 2 if experts have gate and up, 1 if they have no gate. Biases, as long as a row of each
+weight, are not counted.
 """
 
 from __future__ import annotations
@@ -41,24 +43,27 @@ def floor_link_bytes(*, counts: Counts, rank: int, hidden: int, itemsize: int) -
     return (leaving(counts, rank) + returning(counts, rank)) * hidden * itemsize
 
 
-def flops(*, counts: Counts, rank: int, hidden: int, ffn: int) -> int:
+def flops(*, counts: Counts, rank: int, hidden: int, ffn: int, gates: int = 2) -> int:
     """Count the FLOPs of the forward pass on ``rank``.
 
-    An expert has three products with ``hidden x ffn`` weights each; the backward pass has twice as
-    many FLOPs.
+    An expert has ``gates + 1`` products with ``hidden x ffn`` weights each; the backward pass has
+    twice as many FLOPs.
     """
-    return 6 * arrivals(counts, rank) * hidden * ffn
+    return 2 * (gates + 1) * arrivals(counts, rank) * hidden * ffn
 
 
-def weight_bytes(*, counts: Counts, rank: int, hidden: int, ffn: int, itemsize: int) -> int:
+def weight_bytes(
+    *, counts: Counts, rank: int, hidden: int, ffn: int, itemsize: int, gates: int = 2
+) -> int:
     """Count the bytes of the weights of ``rank``'s experts that have rows."""
     busy = sum(any(source[expert] for source in counts) for expert in _local(counts, rank))
-    return 3 * busy * hidden * ffn * itemsize
+    return (gates + 1) * busy * hidden * ffn * itemsize
 
 
 def floor_memory_bytes(
-    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, trains: bool
-) -> int:
+    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, trains: bool,
+    gates: int = 2,
+) -> int:  # fmt: skip
     """Count the bytes that ``rank``'s memory must move in the forward pass.
 
     Weights are read once. Tokens are read, written by the rank that they reach, and read there; the
@@ -71,15 +76,16 @@ def floor_memory_bytes(
     """
     # The inner layer is written and read; training writes gate and up as well.
     rows, back = arrivals(counts, rank), sum(counts[rank])
-    numbers = hidden * (2 * tokens + 2 * rows + 2 * back) + ffn * rows * (4 if trains else 2)
-    return (
-        weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
-        + numbers * itemsize
+    inner = 2 + gates if trains else 2
+    numbers = hidden * (2 * tokens + 2 * rows + 2 * back) + ffn * rows * inner
+    weights = weight_bytes(
+        counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize, gates=gates
     )
+    return weights + numbers * itemsize
 
 
 def backward_memory_bytes(
-    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int
+    *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int, gates: int = 2
 ) -> int:
     """Count the bytes that ``rank``'s memory must move in the backward pass.
 
@@ -89,20 +95,20 @@ def backward_memory_bytes(
     the weighted activation.
     """
     rows, back = arrivals(counts, rank), sum(counts[rank])
-    weights = weight_bytes(counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize)
-    # Gradients of all local experts are written, of experts without rows as zeros.
-    written = 3 * len(_local(counts, rank)) * hidden * ffn * itemsize
-    return (
-        weights
-        + written
-        + itemsize * (hidden * (2 * tokens + 4 * rows + 2 * back) + ffn * rows * 12)
+    weights = weight_bytes(
+        counts=counts, rank=rank, hidden=hidden, ffn=ffn, itemsize=itemsize, gates=gates
     )
+    # Gradients of all local experts are written, of experts without rows as zeros.
+    written = (gates + 1) * len(_local(counts, rank)) * hidden * ffn * itemsize
+    inner = ffn * rows * (4 + 4 * gates)
+    return weights + written + itemsize * (hidden * (2 * tokens + 4 * rows + 2 * back) + inner)
 
 
 @cost_of("mixture_of_experts", computation="experts", collective="all_to_all")
 def forward(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
     push_tile: tuple[int, int], product_tile: tuple[int, int], trains: bool = False,
+    gates: int = 2,
 ) -> Cost:  # fmt: skip
     """Compute the cost of the fused forward kernels on ``rank``.
 
@@ -121,7 +127,7 @@ def forward(
     # Every peer gets this rank's counts per expert, and the number of the granted buffer.
     numbers = NUMBER_BYTES * (len(counts[0]) + 1)
     return Cost(
-        flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
+        flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn, gates=gates),
         memory_bytes=floor_memory_bytes(
             counts=counts,
             rank=rank,
@@ -130,6 +136,7 @@ def forward(
             ffn=ffn,
             itemsize=itemsize,
             trains=trains,
+            gates=gates,
         ),
         link_bytes=peers * numbers + (leaving(counts, rank) + returning(counts, rank)) * row_bytes,
         messages=2 * peers + sent + results,
@@ -140,7 +147,7 @@ def forward(
 @gradient_cost_of("mixture_of_experts")
 def backward(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
-    push_tile: tuple[int, int], product_tile: tuple[int, int], number_rows: int,
+    push_tile: tuple[int, int], product_tile: tuple[int, int], number_rows: int, gates: int = 2,
 ) -> Cost:  # fmt: skip
     """Compute the cost of the fused backward kernels on ``rank``.
 
@@ -155,9 +162,15 @@ def backward(
     sent = _pushes(counts, rank, push_tile[0]) * (ceil_div(hidden, push_tile[1]) + 1)
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])
     return Cost(
-        flops=2 * flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
+        flops=2 * flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn, gates=gates),
         memory_bytes=backward_memory_bytes(
-            counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize
+            counts=counts,
+            rank=rank,
+            tokens=tokens,
+            hidden=hidden,
+            ffn=ffn,
+            itemsize=itemsize,
+            gates=gates,
         ),
         link_bytes=(leaving(counts, rank) + returning(counts, rank)) * row_bytes,
         messages=sent + results + _puts(counts, rank, number_rows),
@@ -183,7 +196,7 @@ def copies(chosen: Sequence[Sequence[Sequence[int]]], rank: int, local: int) -> 
 
 def decode(
     *, counts: Counts, copies: int, rank: int, tokens: int, top_k: int, hidden: int, ffn: int,
-    itemsize: int, senders: int, columns: int, product_tile: tuple[int, int],
+    itemsize: int, senders: int, columns: int, product_tile: tuple[int, int], gates: int = 2,
 ) -> Cost:  # fmt: skip
     """Compute the cost of ``impl="decode"`` on ``rank``.
 
@@ -200,10 +213,10 @@ def decode(
     slots = tokens * top_k
     named = peers * ceil_div(slots, min(2048, next_power_of_2(max(16, len(counts) * slots))))
     return Cost(
-        flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
+        flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn, gates=gates),
         memory_bytes=floor_memory_bytes(
             counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize,
-            trains=False,
+            trains=False, gates=gates,
         ),
         link_bytes=peers * NUMBER_BYTES * slots + (copies + returning(counts, rank)) * row_bytes,
         messages=named + copies * ceil_div(hidden, columns) + results,

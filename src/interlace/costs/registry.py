@@ -8,9 +8,10 @@ imported.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
+from interlace.costs.cost import NetworkCost
 from interlace.errors import ArgumentError
 
 Computation = Literal["GEMM", "batched GEMM", "GEMV", "embedding", "experts"]
@@ -30,6 +31,8 @@ class OperatorCost:
             ``"reduce_scatter"`` or ``"all_gather"``.
         collective_first: whether the collective feeds the computation instead of taking its output.
         gradient: cost of the fused backward kernel; None if the operator has none of its own.
+        between_nodes: traffic of each implementation whose results leave for other nodes in slices,
+            by its name; see :func:`network_cost_of`.
     """
 
     operator: str
@@ -38,6 +41,9 @@ class OperatorCost:
     collective: str
     collective_first: bool = False
     gradient: Callable[..., Any] | None = None
+    between_nodes: Mapping[str, Callable[..., NetworkCost]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
 OPERATOR_COSTS: dict[str, OperatorCost] = {}
@@ -77,6 +83,27 @@ def gradient_cost_of(operator: str) -> Callable[[Formula], Formula]:
 
     def declare(formula: Formula) -> Formula:
         OPERATOR_COSTS[operator] = dataclasses.replace(find_cost(operator), gradient=formula)
+        return formula
+
+    return declare
+
+
+def network_cost_of(operator: str, implementation: str) -> Callable[[Formula], Formula]:
+    """Declare the decorated function as the traffic between nodes of an implementation.
+
+    Its time between nodes is predicted from that traffic, so it needs nothing else. The function
+    takes what the operator's forward formula takes, and ``rank``, ``node_of_rank`` and ``slices``
+    by keyword, and returns a :class:`NetworkCost`.
+
+    Raises:
+        ArgumentError: the operator has no forward cost yet.
+    """
+
+    def declare(formula: Formula) -> Formula:
+        declared = find_cost(operator)
+        OPERATOR_COSTS[operator] = dataclasses.replace(
+            declared, between_nodes={**declared.between_nodes, implementation: formula}
+        )
         return formula
 
     return declare

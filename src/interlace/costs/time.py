@@ -18,6 +18,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 from interlace.costs.corrections import Corrections, Schedule, TimedCall
+from interlace.costs.network import NetworkRates
 from interlace.costs.registry import find_cost
 from interlace.units import ceil_div, round_up
 
@@ -87,7 +88,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class ProductRates:
-    """How fast a GPU multiplies.
+    """Describe the speed of a GPU's matrix products.
 
     The library's time for a product is modelled as waves of tiles: the GPU's processors compute one
     tile each at a time, of the shape and with the split of K that take the least time.
@@ -132,6 +133,7 @@ class MachineProfile:
         corrections: what measured calls of 16-bit operands say beside the compositions, by
             operator.
         is_guess: whether the figures are another GPU's, scaled.
+        network: the network between nodes; None where none was measured.
     """
 
     gpu: str
@@ -146,6 +148,7 @@ class MachineProfile:
     corrections: Mapping[str, Corrections] = dataclasses.field(default_factory=dict)
     results: Sequence[str] = ()
     is_guess: bool = False
+    network: NetworkRates | None = None
 
     @property
     def margin(self) -> float:
@@ -267,11 +270,11 @@ class MachineProfile:
 
     def composition(self, operator: str, implementation: str, itemsize: int) -> Composition | None:
         """Return the composition of an implementation, or None if the profile has none."""
-        own = self.other_compositions.get(str(itemsize), {})
-        for compositions in (own, self.compositions):
-            found = compositions.get(operator, {}).get(implementation)
-            if found is not None:
-                return found
+        special = self.other_compositions.get(str(itemsize), {})
+        for compositions in (special, self.compositions):
+            composition = compositions.get(operator, {}).get(implementation)
+            if composition is not None:
+                return composition
         return None
 
     def predict_us(

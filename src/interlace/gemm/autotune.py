@@ -142,7 +142,7 @@ def may_measure(call: GemmCall) -> bool:
 
 
 class Measured(NamedTuple):
-    """What ranks have measured together for one kind of call.
+    """Hold the times that all ranks have measured for one kind of call.
 
     Attributes:
         order: The implementations that may run it: the fastest first, those that were not measured
@@ -170,7 +170,7 @@ def measured(
         predicted_us: The predicted times; candidates without one are not measured.
         worst_error: The factor by which they may be wrong.
     """
-    predicted = [each for each in candidates if each.name in predicted_us]
+    predicted = [candidate for candidate in candidates if candidate.name in predicted_us]
     near = near_the_best(predicted, predicted_us, worst_error)
     if len(near) < 2:
         return Measured(candidates, {})
@@ -191,7 +191,7 @@ def measured(
             times_us = measure(call, near, predicted_us)
         if call.group.rank == 0:
             _memory().write(kind, times_us)
-    order = sorted(candidates, key=lambda each: times_us.get(each.name, math.inf))
+    order = sorted(candidates, key=lambda candidate: times_us.get(candidate.name, math.inf))
     return Measured(tuple(order), times_us)
 
 
@@ -201,15 +201,15 @@ def near_the_best(
     """Return the candidates whose predicted time is at most ``worst_error`` times the shortest, as
     many as fit in the budget. Two always fit.
     """
-    shortest = min((predicted_us[each.name] for each in candidates), default=0.0)
+    shortest = min((predicted_us[candidate.name] for candidate in candidates), default=0.0)
     near: list[Implementation] = []
     total_us = 0.0
-    for each in candidates:
-        total_us += predicted_us[each.name] * (_WARM_UPS + 1)
-        if predicted_us[each.name] <= worst_error * shortest and (
+    for candidate in candidates:
+        total_us += predicted_us[candidate.name] * (_WARM_UPS + 1)
+        if predicted_us[candidate.name] <= worst_error * shortest and (
             len(near) < 2 or total_us <= _BUDGET_US
         ):
-            near.append(each)
+            near.append(candidate)
     return near
 
 
@@ -222,17 +222,17 @@ def measure(
     left_us = _BUDGET_US / len(candidates)
     layers = _layers(call)
     times: dict[str, float] = {}
-    for each in candidates:
-        most = max(1, round(left_us / max(predicted_us[each.name], 1.0)) - _WARM_UPS)
-        calls = max(1, min(_MOST_CALLS, most // _MOST_SAMPLES))
-        graph = _record(each, layers, calls)
+    for candidate in candidates:
+        affordable = max(1, round(left_us / max(predicted_us[candidate.name], 1.0)) - _WARM_UPS)
+        calls = max(1, min(_MOST_CALLS, affordable // _MOST_SAMPLES))
+        graph = _record(candidate, layers, calls)
         # What fails on one rank is no candidate on any.
         if not all(call.group.exchange("what can be measured", graph is not None)):
             continue
         assert graph is not None
-        samples = min(_MOST_SAMPLES, max(1, most // calls))
+        samples = min(_MOST_SAMPLES, max(1, affordable // calls))
         us = _median_us(graph, call, samples) / calls
-        times[each.name] = max(call.group.exchange("a measured time", us))
+        times[candidate.name] = max(call.group.exchange("a measured time", us))
     return times
 
 

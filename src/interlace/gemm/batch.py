@@ -11,6 +11,7 @@ import torch
 from interlace.comm import Group, ranges
 from interlace.costs.gemm import leaving
 from interlace.errors import ArgumentError
+from interlace.gemm.between_nodes import known_network
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
@@ -111,7 +112,7 @@ class BatchOperator(Operator):
                 dtype=x.dtype,
                 world_size=group.world_size,
                 device=x.device,
-            ).between(self, group.nodes)
+            ).between(self, group.nodes, known_network(x.device))
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
                 name = invariant_implementations(self)[0].name

@@ -143,10 +143,12 @@ def predicted_times(
         terms: The properties of the simplest call of these sizes.
     """
     known = []
-    for each in operator_named(operator).implementations:
-        time = profile.predict_us(operator, each.name, call, each.schedule, tile)
-        if time is not None and each.refusal(terms) is None:
-            known.append((time, each.name))
+    for implementation in operator_named(operator).implementations:
+        time = profile.predict_us(
+            operator, implementation.name, call, implementation.schedule, tile
+        )
+        if time is not None and implementation.refusal(terms) is None:
+            known.append((time, implementation.name))
     return {name: time for time, name in sorted(known)}
 
 

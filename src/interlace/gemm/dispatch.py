@@ -13,6 +13,7 @@ from interlace.comm import Group, group_named, ranges
 from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune
+from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
@@ -200,7 +201,12 @@ def _decide(
     rows = operator.plan_rows(operands.rows, splits, group)
     operator.require_nodes(impl, group.nodes)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
-    choice = choice.between(operator, group.nodes)
+    if group.spans_nodes:
+        sizes = operands.sizes(rows.product)
+        times = times_between_nodes(
+            operator.name, group.nodes, **sizes, world_size=group.world_size
+        )
+        choice = choice.between(operator, group.nodes, times)
     is_invariant = impl == BATCH_INVARIANT
     if is_invariant:
         implementation = operator.invariant_implementation(operands)
@@ -208,7 +214,8 @@ def _decide(
         implementations: tuple[Implementation, ...] = (implementation,)
         chosen = operator.invariant_config(operands, group.world_size)
     else:
-        implementations = resolve(operator, impl, choice, operands.terms(rows.is_even))
+        terms = operands.terms(rows.is_even, group.members.node_of_rank)
+        implementations = resolve(operator, impl, choice, terms)
         chosen = choice.config
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and not is_invariant and not config
@@ -222,7 +229,8 @@ def _decide(
         rows,
         implementations,
         operator.config_type.parse(config) if config else chosen,
-        choice.times_us if is_open else {},
+        # Only calls within a node are measured at their first call.
+        choice.times_us if is_open and not group.spans_nodes else {},
         choice.worst_error,
         (operator.name, *agreed.items()),
     )
@@ -243,7 +251,9 @@ def resolve(
     refusal = implementation.refusal(terms)
     if refusal is None:
         return (implementation,)
+    # The first implementation takes any call, but not between nodes.
+    any_call = "" if terms.node_of_rank else f", {operator.implementations[0].name!r}"
     raise ArgumentError(
         f"{operator.name}: impl={impl!r} must have {refusal}. "
-        f"Take impl='auto', {operator.implementations[0].name!r} or 'unfused'."
+        f"Take impl='auto'{any_call} or 'unfused'."
     )

@@ -1,4 +1,4 @@
-"""What follows a sum over ranks in a decoder: residual, norm, and the cast of what comes out."""
+"""Add a residual to a sum over ranks, normalise it, and cast it, as decoders do after a product."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Normed(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What is computed of a sum over ranks, ``total [B, N]``, before it is stored.
+    """Describe the steps between a sum over ranks, ``total [B, N]``, and the stored results.
 
     ``h = total + bias + residual``, rounded to x's dtype, is one result; ``norm(h) * norm_weight +
     norm_bias``, in float32 and rounded once, is the other.
@@ -76,8 +76,8 @@ class Epilogue:
     ) -> Epilogue:
         """Return an epilogue whose tensors are contiguous; y has x's dtype by default."""
         residual, norm_weight, norm_bias = (
-            None if each is None else each.contiguous()
-            for each in (residual, norm_weight, norm_bias)
+            None if tensor is None else tensor.contiguous()
+            for tensor in (residual, norm_weight, norm_bias)
         )
         return Epilogue(residual, norm_weight, norm_bias, norm, eps, scale, out_dtype or x.dtype)
 
@@ -93,7 +93,10 @@ class Epilogue:
         vectors = {"norm_weight": self.norm_weight, "norm_bias": self.norm_bias}
         return {
             "residual": self.residual is not None,
-            **{name: str(each.dtype) if each is not None else "" for name, each in vectors.items()},
+            **{
+                name: str(vector.dtype) if vector is not None else ""
+                for name, vector in vectors.items()
+            },
             "norm": self.norm,
             "eps": self.eps,
             "quantization": self.quantization,

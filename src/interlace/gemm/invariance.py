@@ -96,7 +96,10 @@ def effective_impl(operator: Operator, impl: str) -> str:
         return BATCH_INVARIANT
     if operator.implementation(impl).is_batch_invariant:
         return BATCH_INVARIANT
-    names = ["'auto'", *(repr(each.name) for each in invariant_implementations(operator))]
+    names = [
+        "'auto'",
+        *(repr(implementation.name) for implementation in invariant_implementations(operator)),
+    ]
     raise ArgumentError(
         f"{operator.name}: impl must be {' or '.join(names)} within interlace.batch_invariant(); "
         f"got {impl!r}, which may give a row other bits in another batch."
@@ -110,7 +113,11 @@ def has_one_arithmetic(device: torch.device) -> bool:
 
 def invariant_implementations(operator: Operator) -> tuple[Implementation, ...]:
     """Return the implementations of an operator that are batch-invariant."""
-    return tuple(each for each in operator.implementations if each.is_batch_invariant)
+    return tuple(
+        implementation
+        for implementation in operator.implementations
+        if implementation.is_batch_invariant
+    )
 
 
 def require_invariant(operator: Operator) -> None:

@@ -21,6 +21,7 @@ from interlace.comm.kernels import (
     triton_dtype,
 )
 from interlace.comm.outputs import Destination
+from interlace.comm.within_node import WithinNode
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -266,7 +267,7 @@ def slots_for(
 
 
 def lamport_arguments(
-    group: Group, operator: str, impl: str, slot_bytes: int, mark: int
+    group: Group | WithinNode, operator: str, impl: str, slot_bytes: int, mark: int
 ) -> dict[str, Any]:
     """Return the arguments of a kernel whose values travel by Lamport's protocol, by name.
 

@@ -39,6 +39,24 @@ def require_float(subject: str, dtype: torch.dtype) -> None:
         raise ArgumentError(f"{subject} must be float16, bfloat16 or float32; got {dtype}.")
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def require_tensor(subject: str, value: object) -> None:
+    """Refuse what is no tensor, a DTensor, and tensors that are not dense."""
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{subject} must be a torch.Tensor; got {type(value).__name__}.")
+    # By an attribute: importing DTensor takes longer than importing this package. Every call comes
+    # here, and an attribute that is absent takes long to look for.
+    if type(value) not in _PLAIN and hasattr(value, "to_local"):
+        raise ArgumentError(
+            f"{subject} must be this rank's tensor; got a DTensor. Pass .to_local(), or leave the "
+            'model as it is and call torch.compile(model, backend="interlace").'
+        )
+    if value.layout != torch.strided:
+        raise ArgumentError(f"{subject} must be dense; got {value.layout}. Call .to_dense().")
+
+
 def require_device(subject: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:
     """Refuse a tensor that is not on the device of another one, whose name is ``other``."""
     if tensor.device != device:
@@ -86,6 +104,8 @@ def validate(
 
 def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
     """Refuse matrices that cannot be multiplied with each other, or not by these operators."""
+    require_tensor(f"{operator}: x", x)
+    require_tensor(f"{operator}: w", w)
     if x.dim() != 2:
         raise ArgumentError(
             f"{operator}: x must be [M, K]; got shape {list(x.shape)}. Flatten leading dimensions "
@@ -93,23 +113,38 @@ def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
         )
     if w.dim() != 2:
         raise ArgumentError(f"{operator}: w must be [N, K]; got shape {list(w.shape)}.")
-    if x.shape[1] != w.shape[1]:
-        raise ArgumentError(
-            f"{operator}: x and w must have the same last dimension, K; got {x.shape[1]} and "
-            f"{w.shape[1]}."
-        )
+    require_common_dimension(operator, x, w)
     if x.dtype not in (*FLOATS, FLOAT8):
         raise ArgumentError(
             f"{operator}: x must be float16, bfloat16, float32 or float8_e4m3fn; got {x.dtype}."
         )
-    if w.dtype != x.dtype:
-        raise ArgumentError(f"{operator}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
+    require_common_dtype(operator, x, w)
     require_device(f"{operator}: w", w, "x", x.device)
     if contiguous_dimension(w) is None:
         raise ArgumentError(
             f"{operator}: w must be contiguous along K or along N; got strides {list(w.stride())}. "
             "Keep w as nn.Linear does, [N, K], pass .T of a contiguous [K, N], or call "
             ".contiguous() once."
+        )
+
+
+def require_common_dimension(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+    """Refuse an x and a w ``[N, K]`` whose last dimensions, K, differ."""
+    if x.shape[-1] == w.shape[1]:
+        return
+    remedy = " Pass w.T: w is [N, K], as in nn.Linear." if x.shape[-1] == w.shape[0] else ""
+    raise ArgumentError(
+        f"{operator}: x and w must have the same last dimension, K; got {x.shape[-1]} and "
+        f"{w.shape[1]}.{remedy}"
+    )
+
+
+def require_common_dtype(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+    """Refuse an x and a w of different dtypes."""
+    if w.dtype != x.dtype:
+        raise ArgumentError(
+            f"{operator}: w must have the dtype of x, {x.dtype}; got {w.dtype}. Cast one of them: "
+            "autocast reaches the layers of interlace.nn, and no operators."
         )
 
 
@@ -253,11 +288,12 @@ class Operands:
         """Return where the operands lie, by which ``Replays.run`` tells calls apart."""
         return *places(self.x, self.w, self.bias, self.x_scale, self.w_scale), self.out_dtype
 
-    def terms(self, is_even: bool) -> Terms:
+    def terms(self, is_even: bool, node_of_rank: tuple[int, ...] = ()) -> Terms:
         """Return the properties by which an implementation may refuse a call of these operands.
 
         Args:
             is_even: Whether every rank gets as many rows from every rank.
+            node_of_rank: Number of each rank's node; empty if all ranks are on one node.
         """
         terms = Terms.of_sizes(self.rows, self.columns, self.x.dtype, self.x.device.type)
         return dataclasses.replace(
@@ -265,6 +301,7 @@ class Operands:
             has_bias=self.bias is not None,
             converts=self.out_dtype != self.x.dtype,
             is_even=is_even,
+            node_of_rank=node_of_rank,
             result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
         )
 

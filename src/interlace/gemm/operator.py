@@ -13,6 +13,7 @@ import torch
 from interlace.comm import Group
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
+from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
@@ -202,8 +203,12 @@ class GemmOperator(Operator):
             config = self.invariant_config(operands, world_size)
             return described, f"{name} ({config})", "calls must be batch-invariant"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
-        choice = self.choose(**operands.sizes(rows), world_size=world_size).between(self, nodes)
-        name, unmet = choice.accepted(self, operands.terms(is_even))
+        sizes = operands.sizes(rows) | {"world_size": world_size}
+        predicted = times_between_nodes(self.name, nodes, **sizes) if nodes > 1 else None
+        choice = self.choose(**sizes).between(self, nodes, predicted)
+        node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
+        terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
+        name, unmet = choice.accepted(self, terms)
         reason = choice.reason
         for refusing, lacks in unmet.items():
             reason = f"{refusing} must have {lacks}; {reason}"

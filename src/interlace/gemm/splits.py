@@ -32,8 +32,8 @@ def balanced_tiles(rows: int, world_size: int, block: int) -> list[int]:
     """Return the rows of each rank if whole tiles of ``block`` rows are dealt out evenly: only the
     last rank that has rows may have a tile that is not full.
     """
-    whole = [block * tiles for tiles in balanced(ceil_div(rows, block), world_size)]
-    return [min(count, max(rows - sum(whole[:rank]), 0)) for rank, count in enumerate(whole)]
+    padded = [block * tiles for tiles in balanced(ceil_div(rows, block), world_size)]
+    return [min(count, max(rows - sum(padded[:rank]), 0)) for rank, count in enumerate(padded)]
 
 
 def validate_list(operator: str, name: str, splits: object) -> None:

@@ -22,6 +22,7 @@ class Terms:
         has_bias: Whether there is a bias to add.
         converts: Whether the result's dtype is not that of the operands.
         is_even: Whether every rank gets as many rows from every rank.
+        node_of_rank: Number of each rank's node; empty if all ranks are on one node.
     """
 
     rows: int
@@ -31,6 +32,7 @@ class Terms:
     has_bias: bool = False
     converts: bool = False
     is_even: bool = True
+    node_of_rank: tuple[int, ...] = ()
 
     @staticmethod
     def of_sizes(rows: int, columns: int, dtype: torch.dtype, device_type: str) -> Terms:

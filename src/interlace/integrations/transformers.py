@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interlace.errors import ArgumentError
+from interlace.integrations.transformers_experts import Layout
 from interlace.operators.mixture_of_experts.api import mixture_of_experts
 from interlace.units import ceil_div
 
@@ -21,10 +21,11 @@ def register() -> None:
     """Register Interlace with transformers, as ``ep_implementation="interlace"``.
 
     Experts' tokens then travel inside of the products that compute them, forward and backward, and
-    nothing waits for the host. It takes experts of a gate and an up projection in one weight
-    ``[experts, 2 F, hidden]``, with SiLU and without biases, such as those of Mixtral, Qwen3-MoE
-    and OLMoE; loading a model with other experts raises :class:`interlace.ArgumentError`. All ranks
-    of an expert group must bring equally many tokens, and the group must be on one machine.
+    nothing waits for the host. It takes the experts of nearly all models that transformers has a
+    plan of expert parallelism for, such as Mixtral, Qwen3-MoE, OLMoE and gpt-oss, and reads their
+    weights where they are; loading a model with other experts raises
+    :class:`interlace.ArgumentError`. All ranks of an expert group must bring equally many tokens,
+    and the group must be on one machine.
 
     Raises:
         ArgumentError: This version of transformers has no implementations of expert parallelism.
@@ -60,7 +61,7 @@ def _implementation() -> type:
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            _require_experts(experts)
+            self.layout = Layout.of(experts, NAME)
             self.experts = experts
 
         def __call__(
@@ -82,15 +83,13 @@ def _implementation() -> type:
                 for tensor, fill in ((hidden_states, 0), (top_k_index, -1), (top_k_weights, 0))
             )
             # Parameters are this rank's while the forward pass runs, and torch.Tensors.
-            gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
-            local, both, hidden = gate_up.shape
+            parameters = self.layout.parameters(self.experts)
             y = mixture_of_experts(
-                rows.to(gate_up.dtype),
+                rows.to(parameters[0].dtype),
                 index,
                 weights,
-                # A view: the operator reads gate and up where they are.
-                gate_up.view(local, 2, both // 2, hidden).transpose(1, 2),
-                down,
+                *parameters,
+                activation=self.layout.activation,
                 group=self.ep_mesh.get_group(),
             )
             if self.tp_mesh.size() == 1:
@@ -116,38 +115,3 @@ def _implementation() -> type:
             return share
 
     return InterlaceEP
-
-
-def _require_experts(experts: Any) -> None:
-    """Raise :class:`ArgumentError` unless the operator computes what these experts do."""
-    from transformers import activations
-    from transformers.integrations.moe import _default_apply_gate
-
-    def refuse(rule: str, value: object) -> None:
-        raise ArgumentError(
-            f"{type(experts).__name__} by ep_implementation={NAME!r} must {rule}; got {value}. "
-            'Use ep_implementation="auto".'
-        )
-
-    # What transformers' decorator of experts has set; without it, nothing is known of them.
-    for name, expected, rule in (
-        ("has_gate", True, "have a gate"),
-        ("has_bias", False, "have no biases"),
-        ("has_post_expert_norm", False, "not normalise an expert's output"),
-        ("is_transposed", False, "keep weights as nn.Linear does"),
-        ("is_concatenated", True, "keep the rows of the gate before those of up"),
-    ):
-        found = getattr(experts, name, None)
-        if found is not expected:
-            refuse(rule, f"{name}={found}")
-    if type(experts)._apply_gate is not _default_apply_gate:
-        refuse("multiply up by the activated gate", "an _apply_gate of their own")
-    activation = getattr(experts, "act_fn", None)
-    if not isinstance(activation, (nn.SiLU, getattr(activations, "SiLUActivation", nn.SiLU))):
-        refuse("have SiLU as their activation", activation)
-    weights = [getattr(experts, name, None) for name in ("gate_up_proj", "down_proj")]
-    for weight in weights:
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 3:
-            refuse(
-                "have weights gate_up_proj [E, 2 F, hidden] and down_proj [E, hidden, F]", weight
-            )

@@ -14,6 +14,7 @@ import triton.language as tl
 from triton._C.libtriton import interpreter
 
 from interlace.comm import context, cpu_faults
+from interlace.comm.memory import NOT_SYMMETRIC, is_memory_of
 from interlace.errors import ArgumentError
 
 # A look at a signal keeps a core busy for as long as the shortest pause, and other ranks need the
@@ -64,7 +65,7 @@ def tile_bytes(value):
 
 def kind_of_event(name):
     """Return the number of a kind of events that a kernel may record."""
-    return context.KINDS[_plain(name)]
+    return context.KINDS[plain(name)]
 
 
 def fence_system(scratch):
@@ -108,19 +109,19 @@ def require_peers(primitive, peer, mask, group):
         ArgumentError: a rank within the mask is below 0, or not below the number of ranks.
     """
     # The context is memory of this process. A load by the interpreter takes a hundred times longer.
-    field = int(_plain(group[0]).item()) + context.WORLD_SIZE * 8
+    field = int(plain(group[0]).item()) + context.WORLD_SIZE * 8
     ranks = ctypes.c_int64.from_address(field).value
-    peers = np.asarray(_plain(peer))
+    peers = np.asarray(plain(peer))
     outside = (peers < 0) | (peers >= ranks)
     if not outside.any():
         return
-    mask = _plain(mask)
+    mask = plain(mask)
     if mask is not None:
         outside, peers = np.broadcast_arrays(outside & np.asarray(mask, bool), peers)
     if outside.any():
         raise ArgumentError(
-            f"{_plain(primitive)}: peer must be a rank of the group, 0 to {ranks - 1}; got "
-            f"{peers[outside].flat[0]} on rank {_plain(group[1]).item()}. Take it modulo the "
+            f"{plain(primitive)}: peer must be a rank of the group, 0 to {ranks - 1}; got "
+            f"{peers[outside].flat[0]} on rank {plain(group[1]).item()}. Take it modulo the "
             "number of ranks, or leave it out by the mask."
         )
 
@@ -142,7 +143,7 @@ def signal_peer(ptr, epoch, peer, rank, mask, ORDER):
     Raises:
         ValueError: ``ORDER`` is neither ``"release"`` nor ``"relaxed"``.
     """
-    order = _plain(ORDER)
+    order = plain(ORDER)
     if order not in ("release", "relaxed"):
         raise ValueError("signal: order must be release or relaxed")
     addresses, values, selected = _store_arguments(ptr, epoch, mask)
@@ -155,9 +156,13 @@ def signal_peer(ptr, epoch, peer, rank, mask, ORDER):
 
 
 def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
-    """Send one message per peer: a tile for several peers leaves as several messages."""
-    me = np.asarray(_plain(rank)).item()
-    peers = np.broadcast_to(np.asarray(_plain(peer)), addresses.shape)
+    """Send one message per peer: a tile for several peers leaves as several messages.
+
+    Raises:
+        ArgumentError: an address is not of the peer's symmetric memory.
+    """
+    me = np.asarray(plain(rank)).item()
+    peers = np.broadcast_to(np.asarray(plain(peer)), addresses.shape)
     for destination in np.unique(peers[selected]).tolist():
         part = selected & (peers == destination)
         store = functools.partial(interpreter.store, addresses, values, part)
@@ -165,6 +170,9 @@ def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
         if destination == me:
             store()
             continue
+        sent_to = addresses[part]
+        if not is_memory_of(destination, int(sent_to.min()), int(sent_to.max())):
+            raise ArgumentError(NOT_SYMMETRIC)
         count(destination, int(part.sum()) * values.dtype.itemsize)
         cpu_faults.deliver(store, ordered=ordered)
 
@@ -180,10 +188,10 @@ def _count_signal(peer, nbytes):
 def _store_arguments(ptr, value, mask):
     """Return the numpy arrays of a store, of one shape: addresses, values and the mask."""
     if not isinstance(value, tl.tensor):
-        value = tl.full([], _plain(value), ptr.dtype.element_ty)
+        value = tl.full([], plain(value), ptr.dtype.element_ty)
     value = value.to(ptr.dtype.element_ty)
     addresses = np.asarray(ptr.handle.data)
-    mask = _plain(mask)
+    mask = plain(mask)
     selected = np.asarray(True if mask is None else mask)
     shape = np.broadcast_shapes(addresses.shape, value.handle.data.shape, selected.shape)
     # Copies, because Triton 3.6 asks for arrays that may be written to, even where it only reads
@@ -194,7 +202,7 @@ def _store_arguments(ptr, value, mask):
     )
 
 
-def _plain(x):
+def plain(x):
     """Return a tensor's numpy array, a constexpr's value, or ``x`` itself."""
     if isinstance(x, tl.tensor):
         return x.handle.data

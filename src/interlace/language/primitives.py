@@ -148,6 +148,10 @@ def wait(ptr, epoch, peer, slice, group, mask):
         True once the signals have arrived (bool scalar). False after the deadline, or once the
         group is broken: the program must not use the awaited data, and should end.
     """
+    tl.static_assert(
+        len(ptr.shape) == 1,
+        "wait: ptr must be a 1-D tile of signals; of a single signal, ptr + tl.arange(0, 1)",
+    )
     require_peers("wait", peer, mask, group)
     # A tile that is smaller than the program is held several times over, each copy loaded by
     # another thread, and while signals arrive the copies differ. Copies get a dimension of their

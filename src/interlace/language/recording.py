@@ -67,10 +67,10 @@ def append(lane, kind: tl.constexpr, peer, number, group):
     count = tl.load(counter, mask=mask, other=0)
     slot = 1 + (count & (_EVENTS - 1)).to(tl.int64)
     event = (ring + slot * _EVENT_BYTES).to(tl.pointer_type(tl.int64))
-    what = (lane * 0 + number).to(tl.int64) & _LOW_32_BITS
-    who = (lane * 0 + peer).to(tl.int64)
+    low_bits = (lane * 0 + number).to(tl.int64) & _LOW_32_BITS
+    peers = (lane * 0 + peer).to(tl.int64)
     tl.store(event, clock_ns(lane), mask=mask)
-    tl.store(event + 1, (what << 32) | (processor(lane) << 16) | (who << 8) | kind, mask=mask)
+    tl.store(event + 1, (low_bits << 32) | (processor(lane) << 16) | (peers << 8) | kind, mask=mask)
     tl.store(counter, count + 1, mask=mask)
 
 
@@ -90,6 +90,12 @@ def append_put(value, peer, group):
     here = tl.zeros([], tl.int32)
     # A tile of peers would be an event per element.
     append(here, _PUT, SEVERAL if is_tile(peer) else peer, tile_bytes(value), group)
+
+
+@triton.jit
+def append_range(nbytes, peer, group):
+    """Record that a range of ``nbytes`` bytes (int scalar) leaves for ``peer``."""
+    append(tl.zeros([], tl.int32), _PUT, peer, nbytes, group)
 
 
 @triton.jit

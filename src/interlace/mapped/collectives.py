@@ -75,12 +75,12 @@ class Fused:
             )
         self.producer, self.collective, self.root = producer, collective, root
         self.output: MappedOutput
-        place: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
+        options: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
         if transport == "stores":
             to = root if collective == "gather" else None
-            self.output = MappedOutput(self.shape, root=to, **place)
+            self.output = MappedOutput(self.shape, root=to, **options)
         else:
-            self.output = TriggeredTransfers(self.shape, tiles=tiles, pieces=pieces, **place)
+            self.output = TriggeredTransfers(self.shape, tiles=tiles, pieces=pieces, **options)
         ranks = self.output.group.world_size
         self._parts = (
             self.shape if len(self.shape) != 2 else (ranks, self.shape[0] // ranks, self.shape[1])

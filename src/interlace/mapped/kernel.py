@@ -214,3 +214,17 @@ def check_messages(sources, stamps, landing, is_valid, epochs, ctx, call, count,
             il.fill_nan(place, tl.load(entry + 2))
     tl.store(is_valid, is_right.to(tl.int32))
     il.advance_epoch(epochs, epoch)
+
+
+@triton.jit(do_not_specialize=["landing", "elements"])
+def void_message(is_valid, landing, ctx, elements, OUT: tl.constexpr):
+    """Fill a slice with NaN if its sender made another call, or the group is broken. One program.
+
+    **Protocol.** :func:`check_messages` has compared the stamps before, and the slice has arrived,
+    or the group is broken.
+
+    **Example.** Two ranks in different calls: each multiplies NaN instead of the other's rows.
+    """
+    group = il.join(ctx)
+    if (tl.load(is_valid) == 0) | (il.is_broken(group) != 0):
+        il.fill_nan(landing.to(tl.pointer_type(OUT)), elements)

@@ -39,6 +39,9 @@ class StampedQueue:
     ``Group.running``::
 
         queue.open(); compute and count; queue.release(); is_valid = queue.close()
+
+    What needs the slices of one step only comes after ``queue.wait(step)``, which compares the
+    stamps at the first step.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class StampedQueue:
             operator: Name of the calling operator.
             mark: The number that the ranks' agreement returned for the call.
             steps: The exchanges; see :class:`SliceQueue`.
-            landings: The parts of ``result`` that peers send, one per peer, empty ones too.
+            landings: The parts of ``result`` that peers send, one per peer, empty ones too, which
+                become NaN at the end if the slices are of another call.
             result: Contiguous memory that slices arrive in, of a floating-point dtype.
         """
         require(group.backend)
         from interlace.mapped.kernel import check_messages, stamp_messages
 
+        self._group, self._steps, self._dtype = group, steps, result.dtype
         peers = [landing.peer for landing in landings]
         self._stamps = torch.empty(
             2, len(peers), _STAMP_BYTES, dtype=torch.uint8, device=group.device
@@ -74,7 +79,8 @@ class StampedQueue:
             tuple(Message(peer, self._stamps[1, i]) for i, peer in enumerate(peers)),
         )
         self._queue = SliceQueue(group, operator, [greeting, *steps], mark)
-        name = f"{operator}.stamped"
+        self._is_checked = False
+        self._name = name = f"{operator}.stamped"
         shared = {
             "epochs": group.workspace(name, 4096).epochs,
             "ctx": group.context(name),
@@ -111,9 +117,39 @@ class StampedQueue:
         self._stamp()
         self._queue.arm()
 
-    def release(self) -> None:
-        """Enqueue the exchanges, after what counts was enqueued."""
-        self._queue.release()
+    def release(self, steps: int | None = None) -> None:
+        """Enqueue the exchanges, after what counts was enqueued; by default those of all steps."""
+        self._queue.release(None if steps is None else 1 + steps)
+
+    def wait(self, number: int) -> None:
+        """Wait on the current stream for the slices of one step, which was released.
+
+        Slices of another call, or in a group that is broken, become NaN.
+        """
+        if not self._is_checked:
+            self._queue.wait(0)
+            self._check()
+            self._is_checked = True
+        self._queue.wait(1 + number)
+        for message in self._steps[number].arrivals:
+            self._void(message.data)()
+
+    def _void(self, landing: torch.Tensor) -> Launch:
+        """Return the launch that fills a slice with NaN if it means nothing."""
+        from interlace.mapped.kernel import void_message
+
+        return Launch(
+            void_message,
+            (1,),
+            {
+                "is_valid": self._is_valid,
+                "landing": landing.data_ptr(),
+                "ctx": self._group.context(self._name),
+                "elements": landing.nbytes // self._dtype.itemsize,
+            },
+            {"OUT": triton_dtype(self._dtype), "num_warps": 4},
+            (landing,),
+        )
 
     def abandon(self) -> None:
         """Cancel the exchanges, as nothing will count."""
@@ -126,5 +162,6 @@ class StampedQueue:
             int32 ``[1]`` on the device: 1, or 0 if the result means nothing.
         """
         self._queue.join()
-        self._check()
+        if not self._is_checked:
+            self._check()
         return self._is_valid

@@ -15,6 +15,7 @@ from interlace.comm import rank_and_size
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.group_member import GroupMember
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.api import mixture_of_experts
 from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, capacity_of
 
@@ -61,10 +62,11 @@ class MoE(GroupMember, nn.Module):
                      * w_down[e] @ (silu(w_gate[e] @ x) * (w_up[e] @ x)),  e = experts[..., j]
 
     This is the layer of Mixtral (``normalize=True``) and, but for shared experts, of DeepSeekMoE.
+    With ``activation``, ``bias`` and ``gated`` experts are those of other models.
     The experts are :func:`interlace.mixture_of_experts`: tokens travel during the first matrix
     product, and results during the second.
 
-    **Gradients.** The gradients of ``w_in`` and ``w_out`` hold the sum over all ranks' tokens:
+    **Gradients.** The gradients of experts' parameters hold the sum over all ranks' tokens:
     leave them out of data-parallel reduction, and divide them by R if each rank's loss is the mean
     over its own tokens. The router is the same on every rank, and its gradient is of this rank's
     tokens: reduce it as the gradients of other replicated parameters. The backward pass is
@@ -72,18 +74,23 @@ class MoE(GroupMember, nn.Module):
 
     **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate``
     and ``.w_up`` [F, H], ``.w_down`` [H, F] with e counted over all ranks, and ``router.weight``
-    [E, H]. ``load_state_dict`` takes the experts that this rank holds and ignores others: merge
-    the dictionaries of all ranks that saved, and any number of ranks can load the result.
+    [E, H]; with ``bias``, ``.b_gate`` and ``.b_up`` [F] and ``.b_down`` [H] too; without a gate,
+    no ``.w_gate`` and ``.b_gate``. ``load_state_dict`` takes the experts that this rank holds and
+    ignores others: merge the dictionaries of all ranks that saved, and any number of ranks can load
+    the result.
 
     Args:
         hidden: H.
         ffn: F.
         experts: E, of all ranks; R must divide it.
-        top_k: k, from 1 to 8.
+        top_k: k, from 1 to 16.
         capacity_factor: None: no token is dropped. A number: an expert takes at most the first
             ``ceil(capacity_factor * T * k / E)`` of a rank's T tokens. That bounds memory; without
             a factor there must be memory for all tokens on one rank.
         normalize: if True, the k weights of a token add up to 1.
+        activation: what stands for ``silu(gate) * up``; see :func:`interlace.mixture_of_experts`.
+        bias: whether both products of an expert have a bias.
+        gated: whether experts have a gate; without, they are ``w_down @ activation(w_up @ x)``.
         group: the ranks that share the experts; default: the default process group, or this process
             alone.
         device, dtype: device and dtype of the parameters; float16, bfloat16 or float32.
@@ -93,8 +100,9 @@ class MoE(GroupMember, nn.Module):
     Attributes:
         router: ``nn.Linear(H, E, bias=False)``.
         w_in: ``[E/R, F, 2, H]``: gate and up of expert ``rank * E/R + i`` in ``w_in[i, :, 0]`` and
-            ``w_in[i, :, 1]``.
+            ``w_in[i, :, 1]``; ``[E/R, F, 1, H]`` without a gate.
         w_out: ``[E/R, H, F]``.
+        b_in, b_out: ``[E/R, F, 2]`` and ``[E/R, H]``, or None.
         impl: ``"auto"`` (default), or another of :func:`interlace.mixture_of_experts`; may be set
             at any time, on all ranks alike.
 
@@ -120,6 +128,9 @@ class MoE(GroupMember, nn.Module):
         *,
         capacity_factor: float | None = None,
         normalize: bool = True,
+        activation: str | ExpertActivation = "silu",
+        bias: bool = False,
+        gated: bool = True,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -147,13 +158,26 @@ class MoE(GroupMember, nn.Module):
             )
         self.hidden, self.ffn, self.experts, self.top_k = hidden, ffn, experts, top_k
         self.capacity_factor, self.normalize, self.group = capacity_factor, normalize, group
+        self.activation = ExpertActivation.of(activation)
+        if not gated and self.activation.needs_gate:
+            raise ArgumentError(
+                "MoE: activation must have no limit and no up_offset without a gate; got "
+                f"{self.activation}."
+            )
         self.impl = "auto"
-        local = experts // self.world_size
+        local, gates = experts // self.world_size, 2 if gated else 1
         # Gate and up lie side by side, so that one tile of the first product holds both and the
         # kernel can activate it before it leaves the registers.
         self.router = nn.Linear(hidden, experts, bias=False, device=device, dtype=dtype)
-        self.w_in = nn.Parameter(torch.empty(local, ffn, 2, hidden, device=device, dtype=dtype))
-        self.w_out = nn.Parameter(torch.empty(local, hidden, ffn, device=device, dtype=dtype))
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(local, *shape, device=device, dtype=dtype))
+
+        self.w_in, self.w_out = parameter(ffn, gates, hidden), parameter(hidden, ffn)
+        self.b_in: nn.Parameter | None = None
+        self.b_out: nn.Parameter | None = None
+        if bias:
+            self.b_in, self.b_out = parameter(ffn, gates), parameter(hidden)
         if not self.w_in.is_meta:
             self.reset_parameters(seed)
         self.register_state_dict_post_hook(_name_experts)  # type: ignore[no-untyped-call]
@@ -171,8 +195,15 @@ class MoE(GroupMember, nn.Module):
             self.router.weight.uniform_(-bound, bound, generator=generator)
             for i in range(len(self.w_in)):
                 generator.manual_seed(seed * self.experts + self.rank * len(self.w_in) + i + 1)
-                self.w_in[i].uniform_(-bound, bound, generator=generator)
-                self.w_out[i].uniform_(-(self.ffn**-0.5), self.ffn**-0.5, generator=generator)
+                for parameters, features in (
+                    (self.w_in, self.hidden),
+                    (self.w_out, self.ffn),
+                    (self.b_in, self.hidden),
+                    (self.b_out, self.ffn),
+                ):
+                    if parameters is not None:
+                        bound = features**-0.5
+                        parameters[i].uniform_(-bound, bound, generator=generator)
 
     def route(self, x: torch.Tensor) -> Routing:
         """Choose experts for tokens ``[T, H]``; softmax and weights are in float32."""
@@ -196,7 +227,7 @@ class MoE(GroupMember, nn.Module):
             raise ArgumentError(f"MoE: x must be [..., {self.hidden}]; got shape {list(x.shape)}.")
         # The router is one of torch's layers, which autocast converts by itself.
         tokens = x.reshape(-1, self.hidden)
-        rows, w_in, w_out = operands("MoE", tokens, self.w_in, self.w_out)
+        rows, *parameters = operands("MoE", tokens, self.w_in, self.w_out, self.b_in, self.b_out)
         routing = self.route(tokens)
         capacity = None
         if self.capacity_factor is not None:
@@ -205,8 +236,8 @@ class MoE(GroupMember, nn.Module):
             rows,
             routing.experts,
             routing.weights,
-            w_in,
-            w_out,
+            *parameters,
+            activation=self.activation,
             capacity=capacity,
             group=self.group,
             impl=self.impl,
@@ -222,29 +253,44 @@ class MoE(GroupMember, nn.Module):
         )
 
 
+def _names(module: MoE) -> dict[str, tuple[str, ...]]:
+    """Return the names in state dicts of what each parameter of the experts holds per expert.
+
+    Several names are the parts along the parameter's third dimension.
+    """
+    parts = ("gate", "up")[-module.w_in.shape[2] :]
+    names: dict[str, tuple[str, ...]] = {}
+    for letter in ("w",) if module.b_in is None else ("w", "b"):
+        names[f"{letter}_in"] = tuple(f"{letter}_{part}" for part in parts)
+        names[f"{letter}_out"] = (f"{letter}_down",)
+    return names
+
+
 def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Name every saved expert by its number among all ranks' experts, after saving."""
-    w_in, w_out = state.pop(f"{prefix}w_in"), state.pop(f"{prefix}w_out")
-    for i in range(len(w_in)):
-        name = f"{prefix}experts.{module.rank * len(w_in) + i}"
-        state[f"{name}.w_gate"], state[f"{name}.w_up"], state[f"{name}.w_down"] = (
-            w_in[i, :, 0],
-            w_in[i, :, 1],
-            w_out[i],
-        )
+    for parameter, names in _names(module).items():
+        values = state.pop(f"{prefix}{parameter}")
+        for i, value in enumerate(values):
+            expert = f"{prefix}experts.{module.rank * len(values) + i}"
+            parts = value.unbind(1) if parameter.endswith("_in") else [value]
+            state.update(zip([f"{expert}.{name}" for name in names], parts, strict=True))
 
 
 def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Stack the experts that ``module`` holds, and drop all others, before loading."""
     local = len(module.w_in)
-    names = [f"{prefix}experts.{module.rank * local + i}" for i in range(local)]
+    experts = [f"{prefix}experts.{module.rank * local + i}" for i in range(local)]
     saved = {key: state.pop(key) for key in list(state) if key.startswith(f"{prefix}experts.")}
-    # Without all of this rank's experts nothing is stacked: loading then reports w_in and w_out as
-    # missing.
-    if all(f"{name}.{field}" in saved for name in names for field in ("w_gate", "w_up", "w_down")):
-        both = [torch.stack([saved[f"{name}.w_gate"], saved[f"{name}.w_up"]], 1) for name in names]
-        state[f"{prefix}w_in"] = torch.stack(both)
-        state[f"{prefix}w_out"] = torch.stack([saved[f"{name}.w_down"] for name in names])
+    for parameter, names in _names(module).items():
+        keys = [[f"{expert}.{name}" for name in names] for expert in experts]
+        # Without all of this rank's experts nothing is stacked: loading then reports the parameter
+        # as missing.
+        if all(key in saved for of_expert in keys for key in of_expert):
+            parts = [[saved[key] for key in of_expert] for of_expert in keys]
+            is_first = parameter.endswith("_in")
+            state[f"{prefix}{parameter}"] = torch.stack(
+                [torch.stack(part, 1) if is_first else part[0] for part in parts]
+            )
 
 
 __all__ = ["MoE", "Routing"]

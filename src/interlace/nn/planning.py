@@ -48,8 +48,15 @@ def make_plan(
         The plan: a function of the arguments alone, so it is the same on every rank.
 
     Raises:
-        ArgumentError: there are no tables, two have one name, or they do not fit.
+        ArgumentError: there are no tables, one is no ``EmbeddingTable``, two have one name, or they
+            do not fit.
     """
+    for table in tables:
+        if not isinstance(table, EmbeddingTable):
+            raise ArgumentError(
+                f"ShardingPlan: tables must be of interlace.nn.EmbeddingTable; got {table!r}. Say "
+                'EmbeddingTable("user", rows=1000, width=64).'
+            )
     names = [table.name for table in tables]
     if not names or len(set(names)) != len(names):
         raise ArgumentError(

@@ -174,8 +174,8 @@ def fit_products(products: Sequence[Product], flops_per_s: float, memory_bytes_p
 
     def values(best: np.ndarray) -> dict[str, float]:
         shares = (1 / (1 + math.exp(-x)) for x in best[:2])
-        found = (*shares, math.exp(best[2]), 1 + math.exp(best[3]))
-        return dict(zip(_PARAMETERS, found, strict=True))
+        fitted = (*shares, math.exp(best[2]), 1 + math.exp(best[3]))
+        return dict(zip(_PARAMETERS, fitted, strict=True))
 
     start = np.array([1.0, 1.5, math.log(3000.0), 0.5])
     return _fit("matrix products", products, predict, start, values)

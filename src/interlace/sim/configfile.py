@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +21,18 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which also takes 2.25e15 for a number."""
+
+
+# As YAML 1.2 has it; PyYAML follows 1.1, in which an exponent has a sign and follows a point.
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
 def read(file: Path) -> Any:
     """Read a YAML or JSON file. Nothing in it is executed.
 
@@ -32,7 +45,7 @@ def read(file: Path) -> Any:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ConfigError(f"{file} must be a file that can be read; {reason}.") from error
     try:
-        return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+        return json.loads(text) if file.suffix == ".json" else yaml.load(text, _Loader)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{file}, line {error.lineno}, column {error.colno} must be JSON; {error.msg}."
@@ -74,7 +87,7 @@ def parse(model: type[Model], data: Any, source: str) -> Model:
                 f"{source}: {key} must be a known key; it is not. {_known(model, first['loc'])}"
             ) from error
         if first["type"] == "missing":
-            raise ConfigError(f"{source}: {key} must be given; it is missing. Add it.") from error
+            raise ConfigError(f"{source}: {_missing(error)}") from error
         message = first["msg"].removeprefix("Value error, ")
         ending = "" if message.endswith(".") else "."
         raise ConfigError(
@@ -90,6 +103,14 @@ def load(model: type[Model], file: Path) -> Model:
 def _show(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _missing(error: ValidationError) -> str:
+    """Say which keys a file lacks, all at once for those who begin with an empty one."""
+    keys = [".".join(map(str, e["loc"])) for e in error.errors() if e["type"] == "missing"]
+    if len(keys) == 1:
+        return f"{keys[0]} must be given; it is missing. Add it."
+    return f"{', '.join(keys)} must be given; they are missing. Add them."
 
 
 def _keys(model: type[BaseModel]) -> str:

@@ -1,4 +1,4 @@
-"""What a scenario has if nobody says otherwise, by kind; light enough for the help of commands."""
+"""List the defaults of each kind of scenario; commands import this module to print their help."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from interlace.sim.collectives import Group, Round
 from interlace.sim.engine import Engine
 from interlace.sim.fabric import Fabric
 from interlace.sim.machine import Machine
-from interlace.sim.topology import Topology
+from interlace.sim.topology import Hierarchical, Topology
 from interlace.sim.work import Collective
 
 # A bound on the number of events: large messages in small pieces would be millions.
@@ -84,6 +84,7 @@ class Rounds:
         number: int,
         efficiency: float,
         exchange: bool = False,
+        overhead_ns: int = 0,
     ) -> None:
         """Send to the rank ``to`` further on in the group.
 
@@ -107,6 +108,7 @@ class Rounds:
             lambda: self._arrive(receiver, number),
             traffic=self.kind,
             efficiency=efficiency,
+            overhead_ns=overhead_ns,
         )
 
     def _arrive(self, rank: int, number: int) -> None:
@@ -140,7 +142,12 @@ class Slices:
         self.setting, self.rank, self.shared = setting, rank, shared
         self.block, self.slices = block, slices
         self.peers = shared.group.size - 1
-        self.efficiency = setting.machine.collectives.fused_efficiency.value
+        machine, topology = setting.machine, setting.topology
+        self.efficiency = machine.collectives.fused_efficiency.value
+        message = machine.collectives.message_ns
+        # A single node of several GPUs has only its inner network.
+        has_nodes = machine.node is None or isinstance(topology, Hierarchical)
+        self.overhead_ns = round(message.value) if message is not None and has_nodes else 0
 
     def _piece(self, number: int, block: int) -> int:
         """Return the bytes of a slice of a block; all slices together are the block."""
@@ -184,6 +191,8 @@ class Slices:
                 self._piece(number, self.block),
                 round_of(number),
                 self.efficiency,
+                False,
+                self.overhead_ns,
             )
 
     def all_reduce(
@@ -232,6 +241,8 @@ class Slices:
                             pieces[number],
                             _GATHERED,
                             self.efficiency,
+                            False,
+                            self.overhead_ns,
                         )
                 number += 1
                 state["free"], state["next"] = summed, number
@@ -298,6 +309,7 @@ class Slices:
                 self._piece(number // self.peers, self.block),
                 _PRODUCED,
                 self.efficiency,
+                overhead_ns=self.overhead_ns,
             )
         self.shared.hooks[rank] = work
         if count == 0:

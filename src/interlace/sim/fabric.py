@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from interlace.sim.engine import Engine, Join, Server, duration_ns
-from interlace.sim.topology import Hop, Topology
+from interlace.sim.topology import INSIDE, Hop, Topology
 
 # A link, a rank's share of its bandwidth in bytes per second, its latency, and its class.
 _Resolved = tuple[Server, float, int, int]
@@ -71,6 +71,7 @@ class Fabric:
         *,
         traffic: str = "",
         efficiency: float = 1.0,
+        overhead_ns: int = 0,
     ) -> None:
         """Send ``size`` bytes now, and call ``arrived()`` when the last of them is there.
 
@@ -80,20 +81,25 @@ class Fabric:
             traffic: name of the traffic in results.
             efficiency: share of the links' bandwidth that the sender reaches; below 1 it occupies
                 the links for longer.
+            overhead_ns: nanoseconds by which the message occupies each link beside its bytes; none
+                of the links inside a node.
         """
         paths = self._paths.get((source, destination))
         if paths is None:
             paths = [self._resolve(path) for path in self.topology.paths(source, destination)]
             self._paths[source, destination] = paths
+        if paths[0] and paths[0][0][0].name.startswith(INSIDE):
+            overhead_ns = 0
         if size == 0 or not paths[0]:
             self.engine.after(sum(hop[2] for hop in paths[0]), arrived)
         elif len(paths) == 1:
-            self._hop(paths[0], 0, size, 0, arrived, traffic, efficiency)
+            self._hop(paths[0], 0, size, 0, arrived, traffic, efficiency, overhead_ns)
         else:
             # A tie on a torus that splits it: the message has arrived with its last part.
             both = Join(len(paths), arrived)
             for path in paths:
-                self._hop(path, 0, size / len(paths), 0, both.done, traffic, efficiency)
+                part = size / len(paths)
+                self._hop(path, 0, part, 0, both.done, traffic, efficiency, overhead_ns)
 
     def _resolve(self, path: list[Hop]) -> list[_Resolved]:
         hops = []
@@ -118,11 +124,12 @@ class Fabric:
         arrived: Callable[[], None],
         traffic: str,
         efficiency: float,
+        overhead_ns: int,
     ) -> None:
         """Occupy link ``at``, which the head has reached; the last byte is there at ``tail``."""
         engine = self.engine
         server, bytes_per_s, latency, index = path[at]
-        duration = duration_ns(size, bytes_per_s * efficiency)
+        duration = duration_ns(size, bytes_per_s * efficiency) + overhead_ns
         start = server.reserve(engine.now, duration)
         self.sent_bytes[index] += size
         # A slow link before this one delivers the last byte later than this link could pass it on.
@@ -132,7 +139,18 @@ class Fabric:
         if at + 1 == len(path):
             engine.at(end + latency, arrived)
         elif self.store_and_forward:
-            engine.at(end + latency, self._hop, path, at + 1, size, 0, arrived, traffic, efficiency)
+            engine.at(
+                end + latency,
+                self._hop,
+                path,
+                at + 1,
+                size,
+                0,
+                arrived,
+                traffic,
+                efficiency,
+                overhead_ns,
+            )
         else:
             # Cut-through: the next link begins with the head, and works while this one does.
             engine.at(
@@ -145,4 +163,5 @@ class Fabric:
                 arrived,
                 traffic,
                 efficiency,
+                overhead_ns,
             )

@@ -23,7 +23,7 @@ Confidence = Literal["measured", "published", "derived", "assumed"]
 
 
 class Source(BaseModel):
-    """Where a value comes from, and the confidence in it.
+    """Name the source of a value, and the confidence in it.
 
     Confidences are: measured by us, published by others, derived from such figures, assumed.
     """
@@ -48,13 +48,12 @@ class Sourced(Source):
 
 def with_source(value: Any) -> Any:
     """Give a bare number, or a bare list, the source of a value whose file names none."""
+    if isinstance(value, dict | Source):
+        return value
     # YAML's true and false are ints in Python, and no value of a machine.
-    plain = isinstance(value, int | float | list) and not isinstance(value, bool)
-    return (
-        {"value": value, "source": "given without a source", "confidence": "assumed"}
-        if plain
-        else value
-    )
+    if not isinstance(value, int | float | list) or isinstance(value, bool):
+        raise ValueError("it must be a number, or have value, source and confidence")
+    return {"value": value, "source": "given without a source", "confidence": "assumed"}
 
 
 Given = Annotated[Sourced, BeforeValidator(with_source)]
@@ -85,6 +84,10 @@ class Gpu(Strict):
     """Nanoseconds from one kernel to the next: launch, ramp, tail."""
     host_link_bytes_per_s: Given
     """Bytes per second from host memory by a copy engine."""
+    load_ns: Given = Field(default=Sourced(value=0, source="not known", confidence="assumed"))
+    """Nanoseconds from a program's request for a tile's operands until it has them, in a kernel
+    that uses all SMs; a simulated call's small tiles wait for it.
+    """
 
     @field_validator("profile")
     @classmethod
@@ -162,6 +165,10 @@ class Collectives(Strict):
     """
     slice_ns: Given
     """Nanoseconds from a slice's last store until the receiver sees its signal."""
+    message_ns: Given | None = None
+    """Nanoseconds by which a fused kernel's message occupies a link between nodes beside its bytes:
+    slices that are exchanged by the library, one exchange after another.
+    """
     skew: Given
     """Spread of the ranks' kernel ends, as a share of the kernel; the fused kernel waits for the
     last.

@@ -26,6 +26,7 @@ from interlace.units import GB
 
 __all__ = [
     "FatTree",
+    "INSIDE",
     "FullyConnected",
     "Hierarchical",
     "Hop",
@@ -35,6 +36,9 @@ __all__ = [
     "Torus",
     "build",
 ]
+
+INSIDE = "node "
+"""First word of the names of links inside a node of several."""
 
 
 class Torus(Topology):
@@ -236,7 +240,9 @@ class Hierarchical(Topology):
         self.name = f"nodes:{self.nodes}x{gpus} ({inner.name}, {outer.name})"
         self.classes = [
             *(
-                dataclasses.replace(link, name=f"node {link.name}", count=link.count * self.nodes)
+                dataclasses.replace(
+                    link, name=f"{INSIDE}{link.name}", count=link.count * self.nodes
+                )
                 for link in inner.classes
             ),
             *(dataclasses.replace(link, name=f"net {link.name}") for link in outer.classes),
@@ -320,7 +326,7 @@ def build(
             result = FatTree(leaves, down, int(up or down), bytes_per_s, latency_ns)
         else:
             raise ConfigError(
-                "--topology must be ring, torus2d, torus3d, torus:AxB, switch, full or "
+                "topology must be ring, torus2d, torus3d, torus:AxB, switch, full or "
                 f"fattree[:LEAVESxDOWN/UP]; got {text!r}."
             )
     except ValueError as error:
@@ -328,7 +334,7 @@ def build(
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
-            f"--topology must have sizes such as torus:8x16 or fattree:8x16/8; got {text!r}."
+            f"topology must have sizes such as torus:8x16 or fattree:8x16/8; got {text!r}."
         ) from error
     if min(result.shape) < 1 or result.ranks != ranks:
         raise ConfigError(

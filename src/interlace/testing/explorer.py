@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm.interpreter import require
+from interlace.comm.nodes import numbered
 from interlace.errors import ArgumentError
 from interlace.testing.memory import CellTable, FinerGrain
 from interlace.testing.ranks import Rank
@@ -29,6 +30,7 @@ def explore(
     preemptions: int = 2,
     seed: int = 0,
     replay: str | None = None,
+    node_of_rank: Sequence[int] = (),
 ) -> Report:
     """Run ``program`` on several ranks in this process, under many schedules, until one fails.
 
@@ -52,6 +54,8 @@ def explore(
             could go on.
         seed: seed of the random schedules.
         replay: schedule of a failure; only this one is tried.
+        node_of_rank: number of each rank's node, from 0; by default all are on one. Stores to other
+            nodes are refused, and slices travel as messages.
 
     Returns:
         The report. A failing schedule is no error here; see :meth:`Report.raise_if_failed`.
@@ -75,6 +79,11 @@ def explore(
             "explore: ranks must be at least 2, schedules at least 1, preemptions not negative; "
             f"got {ranks}, {schedules}, {preemptions}."
         )
+    if node_of_rank and (len(node_of_rank) != ranks or numbered(node_of_rank) != (*node_of_rank,)):
+        raise ArgumentError(
+            f"explore: node_of_rank must number the nodes of {ranks} ranks, several of them, in "
+            f"the order in which they come; got {list(node_of_rank)}."
+        )
     require("cpu")
     # Imported here, because it imports Triton, which must not happen before the interpreter is on.
     from interlace.testing import hooks
@@ -89,7 +98,15 @@ def explore(
                 # A tree has a thread that stands still and a mapping, and both must end with it.
                 with contextlib.ExitStack() as stack:
                     trees = [
-                        Tree(rank, ranks, program, cells, hooks.surroundings, hooks.standing_still)
+                        Tree(
+                            rank,
+                            ranks,
+                            program,
+                            cells,
+                            hooks.surroundings,
+                            hooks.standing_still,
+                            tuple(node_of_rank),
+                        )
                         for rank in range(ranks)
                     ]
                     for tree in trees:

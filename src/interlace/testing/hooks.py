@@ -6,7 +6,6 @@ They are in Triton's interpreter, in the primitives' waits, and in PyTorch's ope
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import sys
 from collections.abc import Callable, Iterator
@@ -17,10 +16,13 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from interlace.comm import cpu_faults, shortcuts
+from interlace.comm import cpu_faults, shortcuts, slices
+from interlace.comm.memory import NOT_SYMMETRIC
 from interlace.errors import ArgumentError
 from interlace.language import lamport, packed, primitives
 from interlace.testing.host_operations import HostOperations
+from interlace.testing.memory import process_memory
+from interlace.testing.network import InlineSlices
 from interlace.testing.operations import Kind, Words
 from interlace.testing.ranks import Run, current
 from interlace.testing.waits import Judge, sum_values, sum_words, wait
@@ -40,7 +42,7 @@ class _World:
         run = current()
         assert run is not None
         if not run.tree.view.holds(addresses).all():
-            raise ArgumentError("a put must go to symmetric memory; got other addresses.")
+            raise ArgumentError(NOT_SYMMETRIC)
         if len(addresses):
             run.send(addresses, values, kind)
 
@@ -68,21 +70,16 @@ class _World:
         values = (
             run.load(sources, dtype)
             if run.tree.view.holds(sources).all()
-            else _process_memory(source, nbytes).view(dtype)
+            else process_memory(source, nbytes).view(dtype)
         )
         if run.tree.view.holds(targets).all():
             run.send(targets, values, "release")
         else:
-            _process_memory(target, nbytes)[:] = values.view(np.uint8)
+            process_memory(target, nbytes)[:] = values.view(np.uint8)
 
     def pause(self) -> None:
         """Refuse to pause: the hooks let every wait see what ends it at its first look."""
         raise RuntimeError("a wait of an explored kernel must find what its condition is about.")
-
-
-def _process_memory(address: int, nbytes: int) -> Words:
-    """Return a view of memory of this process."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
 
 
 @contextlib.contextmanager
@@ -100,6 +97,7 @@ def installed() -> Iterator[None]:
             ),
             (interpreter.GridExecutor, "__call__", launch),
             (sys, "excepthook", excepthook),
+            (slices, "SliceThread", InlineSlices),
         ]
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))

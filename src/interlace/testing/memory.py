@@ -6,6 +6,7 @@ machine holds the true contents at any time; a view is brought up to date only w
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 from collections.abc import Callable, Sequence
@@ -199,3 +200,8 @@ def element_addresses(tensor: torch.Tensor) -> Addresses:
         )
     addresses: Addresses = (np.uint64(tensor.data_ptr()) + steps.astype(np.uint64)).ravel()
     return addresses
+
+
+def process_memory(address: int, nbytes: int) -> npt.NDArray[np.uint8]:
+    """Return a view of memory of this process."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from interlace.comm.group import Group, stand_in
-from interlace.errors import RankMismatchError
+from interlace.errors import ArgumentError, RankMismatchError
 from interlace.testing.memory import PART_BYTES, Addresses, ExploredHeap, View
+from interlace.testing.network import ExploredNetwork
 from interlace.testing.operations import NO_CELLS, Cells, Kind, Operation, Words
 
 if TYPE_CHECKING:
@@ -78,9 +79,19 @@ class ExploredGroup(Group):
 
     def __init__(self, run: Run, rank: int, world_size: int, view: View) -> None:
         super().__init__(None, torch.device("cpu"))
-        self.members.rank, self.members.world_size = rank, world_size
+        members = self.members
+        members.rank, members.world_size = rank, world_size
+        members.node_of_rank = run.tree.node_of_rank
+        self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
         self.memory.heap = ExploredHeap(view)
         self._run = run
+
+    def network(self) -> Any:
+        """Return the simulated network; see :class:`ExploredNetwork`."""
+        if self._network is None:
+            # Its slots are allocated where the real one connects.
+            self._network = ExploredNetwork(self._run, self)  # type: ignore[assignment]
+        return self._network
 
     def exchange(self, what: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
         """Exchange values on the host, as :meth:`Group.exchange` does.
@@ -221,12 +232,22 @@ class Run:
         Args:
             addresses: uint64, one per value.
             values: array of values.
-            kind: ``"put"``, ``"store"``, ``"release"`` or ``"relaxed"``.
+            kind: ``"put"``, ``"store"``, ``"release"``, ``"relaxed"``, or ``"network"`` for a
+                message.
+
+        Raises:
+            ArgumentError: the memory is of a rank of another node, which no store reaches.
         """
         offsets = self.tree.view.offsets_of(addresses)
         parts = offsets // PART_BYTES
         values = np.ascontiguousarray(values)
         for part in np.unique(parts).tolist():
+            nodes = self.tree.node_of_rank
+            if nodes and nodes[part] != nodes[self.tree.rank] and kind != "network":
+                raise ArgumentError(
+                    f"a store must stay within its node; got one to rank {part} of node "
+                    f"{nodes[part]}. On real nodes it faults."
+                )
             of_part = parts == part
             cells = self.tree.cells.cells_at(offsets[of_part], values.itemsize)
             words = values[of_part].view(f"u{self.tree.cells.grain}")
@@ -266,7 +287,13 @@ class Run:
         return "at its end"
 
 
-_KINDS = {"put": Kind.PUT, "store": Kind.PUT, "relaxed": Kind.RELAXED, "release": Kind.RELEASE}
+_KINDS = {
+    "put": Kind.PUT,
+    "store": Kind.PUT,
+    "network": Kind.PUT,
+    "relaxed": Kind.RELAXED,
+    "release": Kind.RELEASE,
+}
 # Files whose lines say nothing about the program.
 _MACHINERY = (
     "/interlace/testing/",

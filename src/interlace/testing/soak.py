@@ -14,7 +14,7 @@ import datetime
 import random
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,13 @@ class _Soak:
         self.rank = dist.get_rank()
         self.device = group_of().device
         self.backend = group_of().backend
-        self.members = _memberships(dist.get_world_size())
+        nodes = group_of().members.node_of_rank
+        self.members = _memberships(dist.get_world_size(), nodes)
+        self.spanning = [
+            i
+            for i, ranks in enumerate(self.members)
+            if nodes and len({nodes[rank] for rank in ranks}) > 1
+        ]
         streams: list[torch.cuda.Stream] = []
         if self.backend == "cuda":
             streams = [torch.cuda.Stream(self.device) for _ in range(STREAMS)]
@@ -85,6 +91,7 @@ class _Soak:
             [None, *(dist.new_group(ranks) for ranks in self.members[1:])],
             self.members,
             streams,
+            self.spanning,
         )
         # The groups under test may break. The ranks agree to go on or to end over a group that is
         # not one of them.
@@ -131,6 +138,7 @@ class _Soak:
         return {
             "backend": self.backend,
             "world_size": dist.get_world_size(),
+            "nodes": group_of().nodes,
             "groups": [list(ranks) for ranks in self.members],
             "seed": self.plan.seed,
             "start": self.plan.start,
@@ -154,7 +162,8 @@ class _Soak:
 
     def _run_round(self, number: int) -> bool:
         """Make one round, and tell if another one follows. Collective."""
-        calls = make_round(number, self.plan, self.backend, [len(ranks) for ranks in self.members])
+        sizes = [len(ranks) for ranks in self.members]
+        calls = make_round(number, self.plan, self.backend, sizes, self.spanning)
         first = number * ROUND_CALLS[self.backend]
         wrong = torch.zeros(
             ROUND_CALLS[self.backend], MOST_RESULTS, dtype=torch.int64, device=self.device
@@ -265,13 +274,21 @@ def on_interrupt(handler: Callable[..., object]) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _memberships(ranks: int) -> list[tuple[int, ...]]:
-    """Return the ranks of each group: twice all ranks, and all but the first.
+def _memberships(ranks: int, node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the ranks of each group: twice all ranks, and all but the first; of several nodes,
+    twice all ranks, and those of each node.
 
-    The last group is left out if it would have one rank.
+    Groups of one rank are left out.
     """
     groups = [tuple(range(ranks)), tuple(range(ranks))]
-    return [*groups, tuple(range(1, ranks))] if ranks > 2 else groups
+    if node_of_rank:
+        parts = [
+            tuple(rank for rank, its in enumerate(node_of_rank) if its == node)
+            for node in sorted(set(node_of_rank))
+        ]
+    else:
+        parts = [tuple(range(1, ranks))]
+    return [*groups, *(part for part in parts if len(part) > 1)]
 
 
 __all__ = ["ROUND_CALLS", "Failure", "Plan", "Round", "make_round", "on_interrupt", "run_rank"]

@@ -40,6 +40,7 @@ class Participant:
         groups: all process groups of the soak; None for the default one.
         members: the ranks of each group.
         streams: CUDA streams of the calls; none on the CPU.
+        spanning: indices of the groups whose ranks are on several nodes.
     """
 
     rank: int
@@ -48,6 +49,7 @@ class Participant:
     groups: Sequence[dist.ProcessGroup | None]
     members: Sequence[tuple[int, ...]]
     streams: Sequence[torch.cuda.Stream]
+    spanning: Sequence[int] = ()
 
     def own_groups(self) -> list[dist.ProcessGroup | None]:
         """Return the groups that this rank is a member of."""
@@ -103,8 +105,9 @@ class PreparedRound:
                 torch.cuda._sleep(delays.randrange(_DEVICE_SLEEP_CYCLES))
             # A group orders its calls on several streams, but not those of a replayed graph, which
             # whoever replays it must order. Kernels of several NCCL communicators must not run at
-            # the same time.
-            if step.graph is not None or slot.case.impl == "unfused":
+            # the same time; slices between nodes have one, too.
+            uses_nccl = slot.case.impl == "unfused" or slot.group in self.participant.spanning
+            if step.graph is not None or uses_nccl:
                 with self._alone(slot.stream):
                     self._run(step, offset)
             else:

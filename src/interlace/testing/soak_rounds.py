@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from interlace.testing.cases import Case, draw_case
 
@@ -102,7 +102,13 @@ class Round:
         return [0, *ends][:-1]
 
 
-def make_round(number: int, plan: Plan, backend: str, group_sizes: Sequence[int]) -> Round:
+def make_round(
+    number: int,
+    plan: Plan,
+    backend: str,
+    group_sizes: Sequence[int],
+    spanning: Collection[int] = (),
+) -> Round:
     """Draw round ``number`` of a soak: the same on every rank, whatever came before.
 
     Args:
@@ -110,12 +116,19 @@ def make_round(number: int, plan: Plan, backend: str, group_sizes: Sequence[int]
         plan: the plan.
         backend: ``"cpu"`` or ``"cuda"``.
         group_sizes: number of ranks of each group.
+        spanning: indices of the groups whose ranks are on several nodes.
     """
     source = random.Random(f"{plan.seed} {number}")
     slots = []
     for _ in range(_CASES[backend]):
         group = source.randrange(len(group_sizes))
-        case = draw_case(group_sizes[group], source, plan.operators, large=backend == "cuda")
+        case = draw_case(
+            group_sizes[group],
+            source,
+            plan.operators,
+            large=backend == "cuda",
+            spans_nodes=group in spanning,
+        )
         slots.append(Slot(case, group, source.randrange(STREAMS) if backend == "cuda" else 0))
     graphs = _draw_graphs(slots, source) if backend == "cuda" else []
     # Every slot is called once before graphs are captured: a first call allocates memory, which is

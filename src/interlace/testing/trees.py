@@ -21,6 +21,7 @@ class Tree:
             of simulated memory.
         surroundings: context of a run, entered in its thread.
         standing_still: context of the time in which a run waits for the explorer.
+        node_of_rank: number of each rank's node; empty for one node.
         view: the rank's view of memory.
         runs: number of runs so far.
         response: result of the last operation that was done in the rank's own thread.
@@ -34,9 +35,11 @@ class Tree:
         cells: CellTable,
         surroundings: Callable[[Run], contextlib.AbstractContextManager[None]],
         standing_still: Callable[[], contextlib.AbstractContextManager[None]],
+        node_of_rank: tuple[int, ...] = (),
     ) -> None:
         self.rank, self.world_size, self.program, self.cells = rank, world_size, program, cells
         self.surroundings, self.standing_still = surroundings, standing_still
+        self.node_of_rank = node_of_rank
         self.view = View(world_size)
         self.runs = 0
         self.response: Any = None

@@ -17,14 +17,17 @@ from interlace.comm import group_of
 from interlace.comm import recording as recordings
 from interlace.errors import ArgumentError
 from interlace.tracing import clocks, libraries
+from interlace.tracing.account import PHASES, Account, account
 from interlace.tracing.clocks import Clock
 from interlace.tracing.events import Event, Launch, Packed, first_times, pack, timer_step_ns, unpack
 from interlace.tracing.libraries import Activity
-from interlace.tracing.perfetto import Json, to_perfetto
+from interlace.tracing.perfetto import Json, Timeline, to_perfetto
 from interlace.tracing.summary import summary
 from interlace.tracing.work import Flow, Place, Sent, Span, Wait, Work, work_of
 
 __all__ = [
+    "PHASES",
+    "Account",
     "Activity",
     "Clock",
     "Event",
@@ -36,9 +39,12 @@ __all__ = [
     "Trace",
     "Wait",
     "Work",
+    "simulated_document",
     "trace",
 ]
 
+
+_UNTIMED = "order of events only"
 
 _STORE_NS = 200.0  # between a store and the record of it, at most
 
@@ -55,13 +61,18 @@ class Trace:
             cuBLAS, collectives of NCCL, copies.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        launches: list[list[Launch]] | None = None,
+        others: list[list[Activity]] | None = None,
+    ) -> None:
+        """Hold events, such as a simulator's; those of a trace that is recorded come later."""
         self.clocks: list[Clock] = []
-        self.is_timed = False
+        self.is_timed = launches is not None
         self.timer_step_ns = 0
         self.unrecorded = 0
-        self.others: list[list[Activity]] = []
-        self._launches: list[list[Launch]] | None = None
+        self.others: list[list[Activity]] = others or []
+        self._launches = launches
 
     @property
     def launches(self) -> list[list[Launch]]:
@@ -85,28 +96,72 @@ class Trace:
     def summary(self) -> str:
         """Return in words where the time went.
 
-        The lines say, for each rank, the shares of its programs' time in compute, puts and waits;
-        for each link, its bytes and their mean rate; what the critical path consists of; and which
-        rank the others waited for.
+        The lines say how much longer than its product the call took, and why; for each rank, the
+        shares of its programs' time in compute, puts and waits; for each link, its bytes and their
+        mean rate; what the critical path consists of; and which rank the others waited for.
         """
-        text = summary(self.launches, self.work, is_timed=self.is_timed)
+        text = summary(self.launches, self.work, self.others, is_timed=self.is_timed)
         if self.unrecorded:
             text += f"\n{self.unrecorded} launches of this rank had no memory left to record."
         return text
 
-    def to_perfetto(self) -> Json:
-        """Return the trace in the format of Perfetto and ``chrome://tracing``."""
+    @functools.cached_property
+    def account(self) -> Account | None:
+        """Where the time of the rank that ends last went; None if times mean nothing."""
+        return account(self.work, self.others) if self.is_timed else None
+
+    def finding(self) -> str:
+        """Return in one line why the call takes longer than its product; without times, how many
+        puts left while tiles were still computed.
+        """
+        if self.account is not None:
+            return self.account.finding()
+        last: dict[int, float] = {}
+        for span in self.work.spans:
+            if span.activity == "compute":
+                last[span.place.rank] = max(last.get(span.place.rank, 0.0), span.end_ns)
+        early = sum(put.time_ns < last.get(put.place.rank, 0.0) for put in self.work.puts)
+        return f"{early} of {len(self.work.puts)} puts leave before the last tile is computed"
+
+    def to_perfetto(self, simulated: Trace | None = None, title: str = "") -> Json:
+        """Return the trace in the format of Perfetto and ``chrome://tracing``.
+
+        Args:
+            simulated: The simulated timeline of the same call, to be drawn under this one.
+            title: What was traced, for pictures of it.
+        """
         facts = {
-            "clock": "device" if self.is_timed else "order of events only",
+            "title": title,
+            "finding": self.finding(),
+            "clock": "device" if self.is_timed else _UNTIMED,
             "clock_offsets_ns": [clock.offset_ns for clock in self.clocks],
             "timer_step_ns": self.timer_step_ns,
             "clock_errors_ns": [clock.error_ns for clock in self.clocks],
         }
-        return to_perfetto(self.launches, self.work, self.others, facts)
+        beside = None
+        if simulated is not None and simulated.account is not None:
+            facts["simulated_finding"] = simulated.finding()
+            beside = simulated._timeline()
+        return to_perfetto(self._timeline(), facts, beside)
 
-    def save(self, path: str | Path) -> None:
-        """Write the trace to a JSON file, which https://ui.perfetto.dev opens."""
-        Path(path).write_text(json.dumps(self.to_perfetto()), encoding="utf-8")
+    def _timeline(self) -> Timeline:
+        return Timeline(self.launches, self.work, self.others)
+
+    def save(self, path: str | Path, simulated: Trace | None = None) -> None:
+        """Write the trace to a JSON file, which https://ui.perfetto.dev opens.
+
+        Args:
+            path: The file.
+            simulated: As :meth:`to_perfetto` takes it.
+        """
+        text = json.dumps(self.to_perfetto(simulated))
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def simulated_document(simulated: Trace, title: str = "") -> Json:
+    """Return a simulated timeline alone in the format of Perfetto."""
+    facts = {"title": title, "simulated_finding": simulated.finding(), "clock": "simulated"}
+    return to_perfetto(None, facts, simulated._timeline())
 
 
 @contextlib.contextmanager

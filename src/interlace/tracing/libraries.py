@@ -7,6 +7,7 @@ by both, which gives the distance of the clocks.
 from __future__ import annotations
 
 import contextlib
+import re
 import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +15,12 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm import Group
+
+_KINDS = (
+    ("copy", re.compile("^Mem(cpy|set)")),
+    ("collective", re.compile("nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.I)),
+    ("product", re.compile("gemm|gemv|cutlass|nvjet|xmma|product", re.I)),
+)
 
 
 class Activity(NamedTuple):
@@ -30,6 +37,11 @@ class Activity(NamedTuple):
     stream: int
     start_ns: float
     duration_ns: float
+
+    @property
+    def kind(self) -> str:
+        """Return what it is by its name: a copy, a collective, a product, or other."""
+        return next((kind for kind, pattern in _KINDS if pattern.search(self.name)), "other")
 
 
 @contextlib.contextmanager

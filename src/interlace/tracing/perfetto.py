@@ -2,52 +2,79 @@
 
 A rank is a process, in which each program has a row, with one more for the launches and one for
 each stream of libraries and copies. Links are a process, too. Arrows lead from a put or a signal to
-the wait that it has ended. Times are microseconds from the first event on.
+the wait that it has ended. Times are microseconds from the first event on. A simulated timeline of
+the same call has the same processes and rows, under the measured ones.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from interlace.tracing.events import Launch
 from interlace.tracing.libraries import Activity
 from interlace.tracing.work import Place, Span, Work, arrivals
 
 _LINKS = 1000  # the process of the links
+_SIMULATED = 2000  # is added to a process's number if it is simulated
 _LAUNCHES = 1_000_000  # the row of the launches
 _STREAMS = 2_000_000  # the rows of other kernels and copies
 _PROGRAMS_PER_LAUNCH = 10_000
+_SIMULATED_FLOWS = 1 << 30  # the number of the first arrow
 
 Json = dict[str, Any]
 
 
-def to_perfetto(
-    launches: Sequence[Sequence[Launch]],
-    work: Work,
-    others: Sequence[Sequence[Activity]],
-    facts: Json,
-) -> Json:
-    """Return a trace in Chrome's format.
+class Timeline(NamedTuple):
+    """What a document shows of one call.
 
-    Args:
+    Attributes:
         launches: The launches of each rank.
         work: What they did.
         others: What ran beside them on each rank.
-        facts: What to say about the trace itself.
     """
-    events = [
-        *_names(launches, work),
-        *_launches(launches),
-        *_others(others),
-        *map(_bar, work.spans),
-        *_points(launches),
-        *_flows(work),
-        *_links(work),
-        *_waiting(work),
-    ]
-    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": facts}
+
+    launches: Sequence[Sequence[Launch]]
+    work: Work
+    others: Sequence[Sequence[Activity]]
+
+
+def to_perfetto(measured: Timeline | None, facts: Json, simulated: Timeline | None = None) -> Json:
+    """Return a trace in Chrome's format.
+
+    Args:
+        measured: What was recorded; None if there is only a simulation.
+        facts: What to say about the trace itself.
+        simulated: The simulated timeline of the same call, drawn under the measured one.
+    """
+    events: list[Json] = []
+    if measured is not None:
+        events += _events(measured)
+    if simulated is not None:
+        for event in _events(simulated):
+            event["pid"] += _SIMULATED
+            if event["ph"] in ("s", "f"):
+                event["id"] += _SIMULATED_FLOWS
+            if event["name"] == "process_name":
+                event["args"] = {"name": f"simulated {event['args']['name']}"}
+            events.append(event)
+    pids = {event["pid"] for event in events}
+    # Without an index, Perfetto sorts processes by their first events.
+    order = [_name("process_sort_index", pid, 0, pid, "sort_index") for pid in sorted(pids)]
+    return {"traceEvents": [*order, *events], "displayTimeUnit": "ns", "otherData": facts}
+
+
+def _events(timeline: Timeline) -> Iterator[Json]:
+    launches, work, others = timeline
+    yield from _names(launches, work, len(others))
+    yield from _launches(launches)
+    yield from _others(others)
+    yield from map(_bar, work.spans)
+    yield from _points(launches)
+    yield from _flows(work)
+    yield from _links(work)
+    yield from _waiting(work)
 
 
 def row_of(place: Place) -> int:
@@ -55,11 +82,12 @@ def row_of(place: Place) -> int:
     return place.launch * _PROGRAMS_PER_LAUNCH + place.program
 
 
-def _names(launches: Sequence[Sequence[Launch]], work: Work) -> Iterator[Json]:
+def _names(launches: Sequence[Sequence[Launch]], work: Work, ranks: int) -> Iterator[Json]:
     sms = {span.place: span.sm for span in work.spans}
+    for rank in range(len(launches), ranks):
+        yield _name("process_name", rank, 0, f"rank {rank}")
     for rank, of_rank in enumerate(launches):
         yield _name("process_name", rank, 0, f"rank {rank}")
-        yield _name("thread_name", rank, _LAUNCHES, "launches")
         for number, launch in enumerate(of_rank):
             for program in launch.programs:
                 place = Place(rank, number, program)
@@ -71,8 +99,8 @@ def _names(launches: Sequence[Sequence[Launch]], work: Work) -> Iterator[Json]:
             yield _name("thread_name", _LINKS, _link(source, target), f"{source} to {target}")
 
 
-def _name(kind: str, pid: int, tid: int, text: str) -> Json:
-    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": text}}
+def _name(kind: str, pid: int, tid: int, value: str | int, argument: str = "name") -> Json:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {argument: value}}
 
 
 def _link(source: int, target: int) -> int:
@@ -80,17 +108,29 @@ def _link(source: int, target: int) -> int:
 
 
 def _launches(launches: Sequence[Sequence[Launch]]) -> Iterator[Json]:
-    """Yield a bar for each launch, from its first event to its last."""
+    """Yield a bar for each launch, from its first event to its last.
+
+    Launches on several streams may overlap, and bars of one row must not.
+    """
     for rank, of_rank in enumerate(launches):
+        ends: list[float] = []
+        timed = []
         for number, launch in enumerate(of_rank):
             times = [event.time_ns for events in launch.programs.values() for event in events]
             if times:
-                start, end = min(times), max(times)
-                arguments = {"launch": number, "programs": len(launch.programs)}
-                yield {
-                    "ph": "X", "name": launch.name, "cat": "launch", "pid": rank, "tid": _LAUNCHES,
-                    "ts": start / 1000, "dur": (end - start) / 1000, "args": arguments,
-                }  # fmt: skip
+                timed.append((min(times), max(times), number, launch))
+        for start, end, number, launch in sorted(timed, key=lambda each: each[:3]):
+            free = next((row for row, until in enumerate(ends) if until <= start), len(ends))
+            if free == len(ends):
+                ends.append(end)
+                yield _name("thread_name", rank, _LAUNCHES + free, "launches")
+            ends[free] = end
+            arguments = {"launch": number, "programs": len(launch.programs)}
+            yield {
+                "ph": "X", "name": launch.name, "cat": "launch", "pid": rank,
+                "tid": _LAUNCHES + free, "ts": start / 1000, "dur": (end - start) / 1000,
+                "args": arguments,
+            }  # fmt: skip
 
 
 def _others(others: Sequence[Sequence[Activity]]) -> Iterator[Json]:
@@ -100,7 +140,7 @@ def _others(others: Sequence[Sequence[Activity]]) -> Iterator[Json]:
             yield _name("thread_name", rank, _STREAMS + stream, f"stream {stream}")
         for activity in of_rank:
             yield {
-                "ph": "X", "name": activity.name, "cat": "library", "pid": rank,
+                "ph": "X", "name": activity.name, "cat": activity.kind, "pid": rank,
                 "tid": _STREAMS + activity.stream, "ts": activity.start_ns / 1000,
                 "dur": activity.duration_ns / 1000, "args": {},
             }  # fmt: skip
@@ -143,10 +183,13 @@ def _points(launches: Sequence[Sequence[Launch]]) -> Iterator[Json]:
 def _flows(work: Work) -> Iterator[Json]:
     for number, flow in enumerate(work.flows):
         arrow = {"name": "arrives", "cat": "flow", "id": number}
+        # An arrow leads between the bars that enclose its ends. A put is the end of one bar, and
+        # the beginning of the next, so ends are drawn a nanosecond before.
+        departure = max(flow.departure_ns - 1, 0.0)
+        arrival = max(flow.arrival_ns - 1, departure)
         for phase, place, time_ns in (
-            ({"ph": "s"}, flow.source, flow.departure_ns),
-            # The arrow ends at the bar that encloses its point, and a wait's end is the bar's edge.
-            ({"ph": "f", "bp": "e"}, flow.target, flow.arrival_ns),
+            ({"ph": "s"}, flow.source, departure),
+            ({"ph": "f", "bp": "e"}, flow.target, arrival),
         ):
             yield {
                 **phase, **arrow, "pid": place.rank, "tid": row_of(place), "ts": time_ns / 1000

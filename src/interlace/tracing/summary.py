@@ -6,7 +6,9 @@ import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from interlace.tracing.account import account
 from interlace.tracing.events import Launch
+from interlace.tracing.libraries import Activity
 from interlace.tracing.path import Step, critical_path
 from interlace.tracing.work import ACTIVITIES, Work
 from interlace.units import format_bytes, format_ns
@@ -15,19 +17,28 @@ _MUCH = 1.5
 """How many times as long ranks must have waited for one than for any other, to call it slow."""
 
 
-def summary(launches: Sequence[Sequence[Launch]], work: Work, *, is_timed: bool) -> str:
+def summary(
+    launches: Sequence[Sequence[Launch]],
+    work: Work,
+    others: Sequence[Sequence[Activity]] = (),
+    *,
+    is_timed: bool,
+) -> str:
     """Return the summary of a trace.
 
     Args:
         launches: The launches of each rank.
         work: What they did.
+        others: What ran beside them on each rank.
         is_timed: Whether times mean something; on the CPU backend only the order of events does.
     """
+    spent = account(work, others)
+    whole = list(spent.lines()) if spent is not None and is_timed else []
     if not work.spans:
-        return "No kernel has recorded an event."
+        return "\n".join(["No kernel has recorded an event.", *whole])
     lines = [*_counts(launches, work)]
     if is_timed:
-        lines += [*_shares(work), *_links(work), *_path(work), *_slowest(work)]
+        lines += [*whole, *_shares(work), *_links(work), *_path(work), *_slowest(work)]
     else:
         lines.append("Times are those of Triton's interpreter: only the order of events counts.")
     return "\n".join(lines)

@@ -1,18 +1,50 @@
-"""What ``impl="auto"`` chose for a call, and the choice by a tuned table."""
+"""Describe what ``impl="auto"`` chose for a call, and choose by a tuned table."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from interlace import tuning
+from interlace.costs.network import Prediction
 from interlace.registry import Operator
 from interlace.tuning.configuration import Configuration
 
 Config = TypeVar("Config", bound=Configuration)
+
+
+class NetworkTimes(NamedTuple):
+    """The predicted times of one call between nodes.
+
+    Attributes:
+        network: Name of the measured network.
+        predictions: Predicted time of each implementation of which one is known.
+        margin: The fraction by which slices must be below every stock pair.
+    """
+
+    network: str
+    predictions: Mapping[str, Prediction]
+    margin: float
+
+    def order(self, operator: Operator) -> list[str]:
+        """Return the implementations by their times, a pair before what is hardly shorter."""
+        return sorted(
+            self.predictions,
+            key=lambda name: (
+                self.predictions[name].us * (1 - self.margin if operator.is_pair(name) else 1)
+            ),
+        )
+
+    def __str__(self) -> str:
+        """Return the times in words, the shortest first."""
+        by_time = sorted(self.predictions.items(), key=lambda item: item[1].us)
+        return ", ".join(
+            f"{name} {each.us:.0f} us" + (f" in {each.slices} slices" if each.slices > 1 else "")
+            for name, each in by_time
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,29 +79,50 @@ class Choice(Generic[Config]):
         """
         return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
 
-    def between(self, operator: Operator, nodes: int, terms: Any = None) -> Choice[Config]:
-        """Return this choice, or a stock pair if there are several nodes.
+    def between(
+        self,
+        operator: Operator,
+        nodes: int,
+        times: NetworkTimes | None,
+        terms: Any = None,
+    ) -> Choice[Config]:
+        """Return this choice, or what is predicted to be the fastest if there are several nodes.
 
-        Times that were measured or predicted within a node say nothing about several, and what was
-        measured between nodes so far was slower than the pair (decision 0023).
+        Times that were measured or predicted within a node say nothing about several. A stock pair
+        runs unless a measured network says that slices take less time (decision 0023).
 
         Args:
             operator: The operator's declaration.
             nodes: Number of nodes that the ranks are on.
+            times: Predicted times between the nodes; None if no network was measured.
             terms: The properties of the call by which implementations may refuse it; None where
                 :attr:`candidates` are tried in turn.
         """
         if nodes == 1:
             return self
-        reason = f"no other time is known between nodes, of which there are {nodes}"
-        return dataclasses.replace(
+        between = dataclasses.replace(
             self,
             impl=operator.pair_between_nodes(terms),
-            reason=reason,
             times_us={},
             is_known=False,
             faster=(),
             is_exact=False,
+        )
+        if times is None:
+            reason = (
+                f"no network between the {nodes} nodes was measured, which "
+                "`interlace tune machine` on them does"
+            )
+            return dataclasses.replace(between, reason=reason)
+        if all(map(operator.is_pair, times.predictions)):
+            reason = f"no time in slices is predicted between the {nodes} nodes"
+            return dataclasses.replace(between, reason=reason)
+        order = times.order(operator)
+        return dataclasses.replace(
+            between,
+            impl=order[0],
+            reason=f"predicted between {nodes} nodes over {times.network}: {times}",
+            times_us={name: times.predictions[name].us for name in order},
         )
 
     def accepted(self, operator: Operator, terms: Any) -> tuple[str, dict[str, str]]:
@@ -94,7 +147,8 @@ def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:
     return Choice(
         impl,
         config,
-        "the cpu backend exists to run the kernels; no time measured on it means anything",
+        "the cpu backend exists to run the kernels; no time measured on it means anything "
+        "(`interlace explain` predicts a GPU's)",
     )
 
 

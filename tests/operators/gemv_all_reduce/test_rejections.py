@@ -31,7 +31,7 @@ def _t(*shape, dtype=f32, device="cpu"):
             _t(2, 3),
             _t(5, 4),
             {},
-            "x and w must have the same last dimension, this rank's part of K; got 3 and 4.",
+            "x and w must have the same last dimension, K; got 3 and 4.",
         ),
         (
             _t(4, dtype=f64),
@@ -49,7 +49,8 @@ def _t(*shape, dtype=f32, device="cpu"):
             _t(4),
             _t(5, 4, dtype=bf16),
             {},
-            "w must have the dtype of x, torch.float32; got torch.bfloat16.",
+            "w must have the dtype of x, torch.float32; got torch.bfloat16. Cast one of them: "
+            "autocast reaches the layers of interlace.nn, and no operators.",
         ),
         (_t(4), _t(5, 4, device="meta"), {}, "w must be on the device of x, cpu; got meta."),
         (

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import MixtureOfExpertsConfig
+from interlace import ExpertActivation, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import capacity_of
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -18,7 +18,20 @@ SMALL = MixtureOfExpertsConfig(
     block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8,
     sum_programs=2, stagger=0,
 )  # fmt: skip
-NAMES = ("y", "x", "weights", "w_in", "w_out")
+NAMES = ("y", "x", "weights", "w_in", "w_out", "b_in", "b_out")
+
+SILU = ExpertActivation()
+
+
+def ordered(tensor: torch.Tensor, dimensions: tuple[int, ...]) -> torch.Tensor:
+    """The same numbers, with ``dimensions`` as they follow each other in memory."""
+    inverse = sorted(range(len(dimensions)), key=dimensions.__getitem__)
+    return tensor.permute(dimensions).contiguous().permute(inverse)
+
+
+def leaves_of(inputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """x, weights, w_in, w_out and the biases."""
+    return [inputs[i] for i in (0, 2, 3, 4, *range(6, len(inputs)))]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +42,10 @@ class Call:
         routing: ``"random"``; ``"one"``: all tokens to the last expert first; ``"few"``: every
             second expert gets nothing; ``"holes"``: some slots name no expert.
         halves: Whether the memory of w_in holds an expert's gate before its up.
+        along_k: Whether a token's numbers are multiplied by neighbours in the weights' memory.
+        biases: Whether both products have a bias.
+        activation: The function of gate and up.
+        gates: 2, or 1 for experts without a gate.
     """
 
     world_size: int
@@ -44,6 +61,10 @@ class Call:
     config: MixtureOfExpertsConfig | None = SMALL
     seed: int = 0
     halves: bool = False
+    along_k: bool = True
+    biases: bool = False
+    activation: ExpertActivation = SILU
+    gates: int = 2
 
     @property
     def experts(self) -> int:
@@ -58,7 +79,7 @@ class Call:
         )
 
     def inputs(self, rank: int) -> tuple[torch.Tensor, ...]:
-        """x, experts, weights, w_in, w_out, and the gradient of y."""
+        """x, experts, weights, w_in, w_out, the gradient of y, and the biases if there are any."""
         generator = torch.Generator().manual_seed(1000 * self.seed + rank)
         dtype = DTYPES[self.dtype]
 
@@ -66,10 +87,14 @@ class Call:
             return (torch.randn(size, generator=generator) * scale).to(dtype)
 
         x, grad = random(self.tokens, self.hidden), random(self.tokens, self.hidden)
-        w_in = random(self.local, self.ffn, 2, self.hidden, scale=self.hidden**-0.5)
-        if self.halves:
-            w_in = w_in.transpose(1, 2).contiguous().transpose(1, 2)
+        w_in = random(self.local, self.ffn, self.gates, self.hidden, scale=self.hidden**-0.5)
         w_out = random(self.local, self.hidden, self.ffn, scale=self.ffn**-0.5)
+        if self.activation.limit is not None:
+            w_in *= 2 * self.activation.limit  # some gates and ups are clamped
+        lines = (2, 1) if self.halves else (1, 2)
+        w_in = ordered(w_in, (0, *lines, 3) if self.along_k else (0, 3, *lines))
+        if not self.along_k:
+            w_out = ordered(w_out, (0, 2, 1))
         scores = torch.rand(self.tokens, self.experts, generator=generator)
         if self.routing == "one":
             scores[:, -1] = 2
@@ -78,11 +103,15 @@ class Call:
         weights, experts = scores.topk(self.top_k)
         if self.routing == "holes":
             experts[torch.rand(experts.shape, generator=generator) < 0.5] = -1
-        return x, experts, weights, w_in, w_out, grad
+        biases = ()
+        if self.biases:
+            b_in, b_out = random(self.local, self.ffn, self.gates), random(self.local, self.hidden)
+            biases = ordered(b_in, (0, *lines)), b_out
+        return x, experts, weights, w_in, w_out, grad, *biases
 
     def kept(self, rank: int) -> torch.Tensor:
         """``[T, k]``: which slots are not dropped."""
-        _, experts, *_ = self.inputs(rank)
+        experts = self.inputs(rank)[1]
         flat = experts.flatten()
         kept = torch.zeros_like(flat, dtype=torch.bool)
         for expert in range(self.experts):
@@ -94,35 +123,38 @@ class Call:
         """``[source][expert]``, as ``costs`` wants it."""
         found = []
         for rank in range(self.world_size):
-            _, experts, *_ = self.inputs(rank)
+            experts = self.inputs(rank)[1]
             found.append(torch.bincount(experts[self.kept(rank)], minlength=self.experts).tolist())
         return found
 
     @functools.cached_property
     def expected(self) -> list[list[torch.Tensor]]:
-        """``[rank]``: y and the gradients of x, weights, w_in and w_out: dense products of all
-        tokens with all experts.
+        """``[rank]``: y and the gradients of x, weights, w_in, w_out and the biases: dense products
+        of all tokens with all experts.
         """
         ranks = range(self.world_size)
         every = [self.inputs(rank) for rank in ranks]
         leaves = [
-            [each.double().requires_grad_() for each in (x, weights, w_in, w_out)]
-            for x, _, weights, w_in, w_out, _ in every
+            [each.double().requires_grad_() for each in leaves_of(inputs)] for inputs in every
         ]
-        w_in, w_out = (torch.cat([leaves[rank][i] for rank in ranks]) for i in (2, 3))
+        w_in, w_out, *biases = (
+            torch.cat([leaves[rank][i] for rank in ranks]) for i in range(2, len(leaves[0]))
+        )
         outputs = []
         for rank in ranks:
             x, weights, *_ = leaves[rank]
             both = torch.einsum("th,efgh->etfg", x, w_in)
-            results = torch.einsum(
-                "etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out
-            )
+            if biases:
+                both = both + biases[0][:, None]
+            results = torch.einsum("etf,ehf->teh", self.activation(*both.unbind(-1)), w_out)
+            if biases:
+                results = results + biases[1]
             shares = torch.zeros(self.tokens, self.experts + 1, dtype=torch.float64)
             # Dropped slots in a column of their own
             experts = torch.where(self.kept(rank), every[rank][1], self.experts)
             shares = shares.scatter_add(1, experts, weights)
             outputs.append(torch.einsum("te,teh->th", shares[:, :-1], results))
-        torch.autograd.backward(outputs, [inputs[-1].double() for inputs in every])
+        torch.autograd.backward(outputs, [inputs[5].double() for inputs in every])
         return [
             [y.detach(), *(leaf.grad for leaf in mine)]
             for y, mine in zip(outputs, leaves, strict=True)
@@ -155,16 +187,22 @@ def forward(
     call: Call, tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     return interlace.mixture_of_experts(
-        *tensors[:5], capacity=call.capacity, group=group, impl=call.impl, config=call.config
+        *tensors[:5],
+        *tensors[6:],
+        activation=call.activation,
+        capacity=call.capacity,
+        group=group,
+        impl=call.impl,
+        config=call.config,
     )
 
 
 def run_one(
     call: Call, group: dist.ProcessGroup | None = None, *, backward: bool = True
 ) -> list[torch.Tensor]:
-    """y, and, if ``backward``, the gradients of x, weights, w_in and w_out."""
+    """y, and, if ``backward``, the gradients of x, weights, w_in, w_out and the biases."""
     tensors = call.inputs(dist.get_rank(group))
-    leaves = [tensors[i].requires_grad_(backward) for i in (0, 2, 3, 4)]
+    leaves = [leaf.requires_grad_(backward) for leaf in leaves_of(tensors)]
     y = forward(call, tensors, group)
     grads = torch.autograd.grad(y, leaves, tensors[5]) if backward else ()
     if grads:

@@ -14,18 +14,20 @@ from tests.operators.mixture_of_experts.calls import SMALL
 from tests.untimed import untimed
 
 
-def _bench(routing):
+def _bench(routing, form):
     from interlace.bench import mixture_of_experts as operator
 
     with untimed():
         shape = operator.Shape(
-            tokens=4, hidden=8, ffn=8, experts=4, top_k=2, routing=routing, dtype=torch.float32
-        )
+            tokens=4, hidden=8, ffn=8, experts=4, top_k=2, routing=routing, dtype=torch.float32,
+            form=form,
+        )  # fmt: skip
         return operator.bench(shape, dataclasses.replace(SMALL), dist.new_group())
 
 
-def test_every_way_runs(ranks):
-    first, second = ranks(2).run(_bench, "skewed")
+@pytest.mark.parametrize("form", ["swiglu", "gpt-oss"])
+def test_every_way_runs(ranks, form):
+    first, second = ranks(2).run(_bench, "skewed", form)
     assert first == second
     assert [result["part"] for result in first] == ["combine", "forward", "backward"]
     combine, forward, backward = first
@@ -41,7 +43,8 @@ def test_every_way_runs(ranks):
     assert forward["flops"] == 3 * combine["flops"]
     assert backward["flops"] == 2 * forward["flops"]
     assert 0 < combine["link_bytes"] <= forward["link_bytes"] == backward["link_bytes"]
-    title = "mixture_of_experts: 4 tokens, 4 x 8 x 8, top 2, skewed, combine, float32, 2 ranks"
+    name = "skewed" if form == "swiglu" else "skewed, gpt-oss"
+    title = f"mixture_of_experts: 4 tokens, 4 x 8 x 8, top 2, {name}, combine, float32, 2 ranks"
     assert report.title("mixture_of_experts", combine) == title
 
 
@@ -63,7 +66,11 @@ def test_the_tuner_keeps_what_was_there_in_a_tie(ranks):
 
 @pytest.mark.parametrize(
     ("change", "what"),
-    [({"routing": "even"}, "routing must be one of"), ({"top_k": 9}, "top_k must be")],
+    [
+        ({"routing": "even"}, "routing must be one of"),
+        ({"top_k": 9}, "top_k must be"),
+        ({"form": "gelu"}, "form must be one of"),
+    ],
 )
 def test_shapes_that_are_none(change, what):
     from interlace.bench.mixture_of_experts import Shape
@@ -104,7 +111,7 @@ def _decoding():
             },
         )
         shape = expert_decoding.Shape(
-            tokens=3, hidden=8, ffn=12, experts=4, top_k=2, dtype=torch.float32
+            tokens=3, hidden=8, ffn=12, experts=4, top_k=2, dtype=torch.float32, form="gpt-oss"
         )
         return expert_decoding.bench(shape, group=dist.new_group())
 

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import Faults
+from interlace import ExpertActivation, Faults
 from tests.errors import error_of
-from tests.operators.mixture_of_experts.calls import Call, check_all, forward, run_one
+from tests.operators.mixture_of_experts.calls import Call, check_all, forward, leaves_of, run_one
 
 
 def _with_faults(calls, turns):
@@ -102,7 +102,7 @@ def _left_by_an_absent_peer(call):
     group = interlace.group_of(process_group)
     run_one(call, process_group)
     tensors = call.inputs(rank)
-    leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(tensors)]
     y = forward(call, tensors, process_group)
     interlace.set_deadline(0.5, process_group)
     dist.barrier()
@@ -119,8 +119,10 @@ def _left_by_an_absent_peer(call):
 
 def test_nothing_goes_to_a_peer_that_has_not_granted(ranks):
     """Neither rows nor results: its memory may still be of use to it."""
-    (gradients, sent), _ = ranks(2).run(_left_by_an_absent_peer, Call(2))
-    assert gradients == [True] * 4
+    clamped = ExpertActivation(limit=0.5, up_offset=1.0)
+    call = Call(2, biases=True, activation=clamped)
+    (gradients, sent), _ = ranks(2).run(_left_by_an_absent_peer, call)
+    assert gradients == [True] * 6
     assert sent == 0
 
 
@@ -137,6 +139,13 @@ def _mismatch(call, changed):
             (
                 "the shape of x must be the same on every rank; got [7, 24] on rank 0, [8, 24] on "
                 "rank 1."
+            ),
+        ),
+        (
+            {"biases": True},
+            (
+                "which biases there are must be the same on every rank; got [] on rank 0, "
+                "['b_in', 'b_out'] on rank 1."
             ),
         ),
         ({"factor": 1.0}, "capacity must be the same on every rank; got 7 on rank 0, 4 on rank 1."),

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import interlace
+from interlace import ExpertActivation
 from interlace.costs import mixture_of_experts as costs
 from interlace.operators.mixture_of_experts import decode, layout
 from interlace.operators.mixture_of_experts.layout import capacity_of
@@ -20,6 +21,7 @@ from tests.operators.mixture_of_experts.calls import (
     Call,
     check_all,
     forward,
+    leaves_of,
     run,
     run_one,
 )
@@ -57,7 +59,7 @@ def _calls(world_size):
         {"impl": "unfused", "factor": 0.75, "routing": "holes"},
         {"top_k": 1, "routing": "one"},
         {"top_k": 2, "routing": "one", "factor": 1.25, "tokens": 17},
-        {"top_k": 6, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
+        {"top_k": 10, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
         {"routing": "holes", "local": 3, "factor": 0.5, "hidden": 1, "ffn": 1, "config": None},
         {"tokens": 0},
         {"halves": True, "local": 3, "hidden": 33, "ffn": 70},
@@ -66,6 +68,49 @@ def _calls(world_size):
     ]
     changes = {1: changes[:2], 2: changes, 4: changes[:3]}[world_size]
     return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]
+
+
+GPT_OSS = ExpertActivation("silu", alpha=1.702, limit=1.0, up_offset=1.0)
+
+
+def _form_calls(world_size):
+    """Biases, activations, experts without a gate and orders of the weights in memory; the layout
+    of gpt-oss first.
+    """
+    base = Call(world_size, impl="fused", local=3)
+    of_gpt_oss = {"along_k": False, "biases": True, "activation": GPT_OSS}
+    changes = [
+        of_gpt_oss | {"hidden": 33, "ffn": 70, "factor": 0.75, "tokens": 17},
+        # Rounded numbers may pass the limit, where the derivative jumps.
+        of_gpt_oss
+        | {"halves": True, "dtype": "bfloat16", "activation": ExpertActivation(alpha=1.702)},
+        of_gpt_oss | {"impl": "unfused"},
+        {"biases": True, "halves": True, "activation": ExpertActivation("gelu_tanh")},
+        {"gates": 1, "activation": ExpertActivation("relu2"), "biases": True, "ffn": 70},
+        {"gates": 1, "activation": ExpertActivation("gelu"), "along_k": False},
+        {"biases": True, "activation": ExpertActivation("relu"), "routing": "few"},
+    ]
+    changes = {1: changes[:1], 2: changes, 4: changes[:1]}[world_size]
+    return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes, 30)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_forms_match_float64(ranks, world_size):
+    """Forward and backward, gradients of biases too."""
+    calls = _form_calls(world_size)
+    check_all(calls, ranks(world_size).run(run, calls))
+
+
+def test_forms_in_decoding_match_float64(ranks):
+    changes = [{"impl": "decode"}, {"impl": "nccl", "ffn": 24, "hidden": 24}]
+    calls = [
+        dataclasses.replace(call, factor=None, **change)
+        for call in _form_calls(2)
+        if call.impl == "fused"
+        for change in changes
+    ]
+    calls.append(dataclasses.replace(calls[0], hidden=64, ffn=64, dtype="bfloat16", config=None))
+    check_all(calls, ranks(2).run(_decode, calls))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
@@ -82,7 +127,7 @@ def _decoding_calls(world_size):
         {"top_k": 2, "routing": "few", "dtype": "bfloat16", "hidden": 33, "ffn": 70},
         {"top_k": 1, "routing": "one", "tokens": 40},
         {"routing": "holes", "local": 3, "hidden": 1, "ffn": 1, "config": None},
-        {"top_k": 6, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
+        {"top_k": 10, "local": 6, "dtype": "float16", "hidden": 8, "ffn": 40, "tokens": 3},
         {"halves": True, "local": 3, "hidden": 33, "ffn": 70},
         {"halves": True, "dtype": "bfloat16", "hidden": 64, "ffn": 64, "config": None},
         {"tokens": 1, "hidden": 128, "ffn": 64, "dtype": "bfloat16", "config": None},
@@ -113,8 +158,17 @@ def _with_tiles(call):
         return run([call])
 
 
-@pytest.mark.parametrize("halves", [False, True])
-def test_tiles_of_descriptors(ranks, halves):
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"halves": True, "biases": True},
+        {"along_k": False, "biases": True, "activation": GPT_OSS},
+        {"along_k": False, "biases": True, "halves": True},
+        {"gates": 1, "biases": True},
+    ],
+)
+def test_tiles_of_descriptors(ranks, form):
     """Tiles that hold rows of two sources, or run past an expert's last row: strangers land in rows
     to spare.
     """
@@ -125,7 +179,7 @@ def test_tiles_of_descriptors(ranks, halves):
         ffn=64,
         config=dataclasses.replace(SMALL, block_n=32, block_k=16),
         seed=1,
-        halves=halves,
+        **form,
     )
     check_all([call], ranks(2).run(_with_tiles, call))
 
@@ -143,7 +197,7 @@ def test_reference_and_kernels_drop_the_same_slots():
 def _traffic(call):
     traffic = interlace.group_of().traffic
     tensors = call.inputs(dist.get_rank())
-    leaves = [tensors[i].requires_grad_() for i in (0, 2, 3, 4)]
+    leaves = [leaf.requires_grad_() for leaf in leaves_of(tensors)]
     found = []
 
     def measured(step):
@@ -152,11 +206,7 @@ def _traffic(call):
         found.append((traffic.message_bytes, traffic.messages, traffic.signals))
         return result
 
-    y = measured(
-        lambda: interlace.mixture_of_experts(
-            *tensors[:5], capacity=call.capacity, impl=call.impl, config=call.config
-        )
-    )
+    y = measured(lambda: forward(call, tensors))
     grads = measured(lambda: torch.autograd.grad(y, leaves, tensors[5]))
     return found, [y.detach(), *grads]
 
@@ -166,17 +216,22 @@ def _traffic(call):
     tokens=st.integers(1, 20), top_k=st.integers(1, 4), local=st.integers(2, 3),
     hidden=st.integers(1, 70), ffn=st.integers(1, 40), factor=st.sampled_from([None, 0.6]),
     routing=st.sampled_from(["random", "one", "few"]), seed=st.integers(1, 99),
+    form=st.sampled_from([{}, {"biases": True}, {"gates": 1}]),
 )  # fmt: skip
-def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed):
+def test_traffic_is_what_costs_say(
+    ranks, tokens, top_k, local, hidden, ffn, factor, routing, seed, form
+):
     """Costs equal counted bytes, messages and signals, both ways, and results are correct."""
     top_k = min(top_k, local) if routing == "few" else top_k
-    call = Call(2, tokens, top_k, local, hidden, ffn, factor=factor, routing=routing, seed=seed)
+    call = Call(
+        2, tokens, top_k, local, hidden, ffn, factor=factor, routing=routing, seed=seed, **form
+    )
     outcomes = ranks(2).run(_traffic, call)
     itemsize = DTYPES[call.dtype].itemsize
     sizes = {
         "counts": call.counts, "tokens": tokens, "hidden": hidden, "ffn": ffn, "itemsize": itemsize,
         "push_tile": layout.push_tile(hidden, itemsize, SMALL.num_warps, SMALL.push_rows),
-        "product_tile": (SMALL.block_m, SMALL.block_n),
+        "product_tile": (SMALL.block_m, SMALL.block_n), "gates": call.gates,
     }  # fmt: skip
     for rank, (found, _) in enumerate(outcomes):
         there = costs.forward(rank=rank, **sizes)
@@ -186,7 +241,15 @@ def test_traffic_is_what_costs_say(ranks, tokens, top_k, local, hidden, ffn, fac
             counts=call.counts, rank=rank, hidden=hidden, itemsize=itemsize
         )
         assert there.link_bytes - least == costs.NUMBER_BYTES * (call.experts + 1)
-        assert back.flops == 2 * there.flops
+        assert (
+            back.flops
+            == 2 * there.flops
+            == 4
+            * (call.gates + 1)
+            * hidden
+            * ffn
+            * sum(sum(source[rank * local : (rank + 1) * local]) for source in call.counts)
+        )
     call.check([results for _, results in outcomes])
 
 

@@ -9,15 +9,16 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import ArgumentError, MixtureOfExpertsConfig
+from interlace import ArgumentError, ExpertActivation, MixtureOfExpertsConfig
 from tests.errors import error_of
-from tests.operators.mixture_of_experts.calls import SMALL, Call
+from tests.operators.mixture_of_experts.calls import SMALL, Call, leaves_of
 
 
-def _opcheck():
-    call = Call(1, tokens=2, top_k=1, local=1, hidden=8, ffn=5)
-    x, experts, weights, w_in, w_out, grad = call.inputs(0)
-    leaves = [tensor.requires_grad_() for tensor in (x, weights, w_in, w_out)]
+def _opcheck(form):
+    call = Call(1, tokens=2, top_k=1, local=1, hidden=8, ffn=5, **form)
+    inputs = call.inputs(0)
+    experts, grad = inputs[1], inputs[5]
+    leaves = [tensor.requires_grad_() for tensor in leaves_of(inputs)]
     assert interlace.mixture_of_experts is not None  # the first use of the name registers the op
     ops = torch.ops.interlace
     how = (
@@ -26,21 +27,26 @@ def _opcheck():
         dist.new_group().group_name,
         "fused",
         str(SMALL),
+        str(call.activation),
     )  # its buffers are zero where no row arrives
+    absent = [] if call.biases else [None, None]
+    x, *others = leaves
     outcomes = torch.library.opcheck(
-        ops.mixture_of_experts.default, (x, experts, weights, w_in, w_out, *how, True)
+        ops.mixture_of_experts.default, (x, experts, *others, *absent, *how, True)
     )
-    x, weights, w_in, w_out = (leaf.detach() for leaf in leaves)
-    _, *saved = ops.mixture_of_experts(x, experts, weights, w_in, w_out, *how, True)
-    inputs = (grad, x, experts, weights, w_in, w_out, *saved, *how, [True, False])
+    x, *others = (leaf.detach() for leaf in leaves)
+    _, *saved = ops.mixture_of_experts(x, experts, *others, *absent, *how, True)
+    needed = [True, False, True, call.biases]
+    inputs = (grad, x, experts, *others, *absent, *saved, *how, needed)
     return outcomes, torch.library.opcheck(ops.mixture_of_experts_backward.default, inputs)
 
 
-def test_opcheck(ranks):
+@pytest.mark.parametrize("form", [{}, {"biases": True, "along_k": False, "halves": True}])
+def test_opcheck(ranks, form):
     """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with
     the kernels.
     """
-    for outcome in ranks(1).run(_opcheck)[0]:
+    for outcome in ranks(1).run(_opcheck, form)[0]:
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
@@ -111,7 +117,7 @@ def _arguments(**changes):
         (
             {"w_in": _t(3, 8, 8)},
             "w_in must be [L, F, 2, hidden], gate and up of this rank's L experts, with hidden = "
-            "8; got shape [3, 8, 8]. "
+            "8, or [L, F, 1, hidden] without a gate; got shape [3, 8, 8]. "
             "torch.stack([w_gate, w_up], dim=2) makes it of two [L, F, hidden].",
         ),
         ({"w_out": _t(3, 4, 8)}, "w_out must be [L, hidden, F] = [3, 8, 4]; got shape [3, 4, 8]."),
@@ -139,6 +145,17 @@ def _arguments(**changes):
         (
             {"experts": _t(5, 2, dtype=torch.int64, device="meta")},
             "experts must be on the device of x, cpu; got meta.",
+        ),
+        ({"b_in": _t(3, 8)}, "b_in must be [L, F, 2] = [3, 4, 2]; got shape [3, 8]."),
+        ({"b_out": _t(3, 4)}, "b_out must be [L, hidden] = [3, 8]; got shape [3, 4]."),
+        (
+            {"b_out": _t(3, 8).half()},
+            "b_out must be torch.float32 on cpu, like x; got torch.float16 on cpu.",
+        ),
+        (
+            {"w_in": _t(3, 4, 1, 8), "activation": ExpertActivation(limit=7.0)},
+            "activation must have no limit and no up_offset where experts have no gate; got "
+            "kind=silu, alpha=1.0, limit=7.0, up_offset=0.0.",
         ),
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
         ({"impl": "fast"}, "impl must be one of auto, fused, decode, nccl, unfused; got 'fast'."),
@@ -173,6 +190,41 @@ def test_calls_that_decoding_refuses(ranks, changes, rule):
         "ArgumentError",
         f"mixture_of_experts: impl='decode' must have {rule}. Take impl='auto' or 'fused'.",
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kind": "swish"}, "kind must be one of silu, gelu, gelu_tanh, relu, relu2; got 'swish'."),
+        (
+            {"kind": "gelu", "alpha": 2.0},
+            "alpha must be positive and finite, and 1 for other kinds than 'silu'; got 2.0 for "
+            "'gelu'.",
+        ),
+        ({"limit": 0.0}, "limit must be positive and finite, or None for no limit; got 0.0."),
+        ({"up_offset": float("inf")}, "up_offset must be finite; got inf."),
+    ],
+)
+def test_activations_that_are_none(fields, message):
+    with pytest.raises(ArgumentError, match=re.escape(f"ExpertActivation: {message}")):
+        ExpertActivation(**fields)
+
+
+def test_an_activation_is_its_text():
+    activation = ExpertActivation("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+    assert ExpertActivation.parse(str(activation)) == activation
+    for text in ("silu", "kind=silu, beta=1.0", "kind=silu, limit=high"):
+        with pytest.raises(ArgumentError, match=re.escape(f"of an activation; got {text!r}.")):
+            ExpertActivation.parse(text)
+
+
+def test_explain_takes_biases_and_the_activation():
+    arguments = [*_arguments().values()]
+    further = {"b_in": _t(3, 4, 2), "activation": ExpertActivation(limit=7.0)}
+    text = interlace.explain("mixture_of_experts", *arguments, **further)
+    assert text.startswith("mixture_of_experts of 5 tokens per rank, top 2 of 3 experts 8 x 4")
+    with pytest.raises(ArgumentError, match=re.escape("b_out must be [L, hidden] = [3, 8]")):
+        interlace.explain("mixture_of_experts", *arguments, b_out=_t(3, 4))
 
 
 def _refused(arguments):

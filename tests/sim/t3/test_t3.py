@@ -395,11 +395,12 @@ def test_study_compares_every_figure_that_it_can() -> None:
     assert [case.sublayer for case in done.cases] == ["op", "fc2", "fc1", "ip"]
     assert done.cases[1].total_ns == done.cases[2].total_ns
     assert all(source and confidence for _, _, confidence, source in done.assumptions)
-    (mean,) = figures([*_named(done.cases, "palm"), *_named(done.cases, "mt-nlg")])
+    mean, maximum = figures([*_named(done.cases, "palm"), *_named(done.cases, "mt-nlg")])
     assert mean.ours == pytest.approx(
         100 * (statistics.geometric_mean([case.speed_up("t3-mca") for case in done.cases]) - 1)
     )
     assert mean.met == (abs(mean.ours - 29) <= 3)
+    assert maximum.ours == max(100 * (case.speed_up("t3-mca") - 1) for case in done.cases)
     assert len(figures(_named(done.cases, "t-nlg"))) > 15
 
 
@@ -641,9 +642,6 @@ def test_command_of_what_the_paper_only_discusses(
 
 
 def test_other_commands(tmp_path: Path) -> None:
-    rows = tmp_path / "rows.json"
-    _run("t3-sensitivity", "--shape", "256x256x64", "--tensor", 2, "--json", rows)
-    assert json.loads(rows.read_text())[0]["key"] == "as given"
     bench = _some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048",))
     output = _run("t3-measured", bench, "--json", tmp_path / "m.json", "--plot", tmp_path / "m.png")
     assert "4096 x 8192 x 2048" in output

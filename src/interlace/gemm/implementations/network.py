@@ -1,48 +1,142 @@
-"""``impl="chunked"`` in groups that span nodes: each piece of a product leaves over the network."""
+"""``impl="chunked"`` in groups that span nodes: each piece of a product leaves over the network.
+
+What all of these implementations share is here: how rows are cut into slices, and the exchanges of
+the slices. :mod:`interlace.gemm.implementations.two_levels` has those that sum or gather within the
+node as well.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from interlace.comm.slices import Message, Step, Trigger
+from interlace.gemm.between_nodes import slices_of
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations import chunked
+from interlace.gemm.implementations.chunked import multiply_into
+from interlace.gemm.terms import Terms
 from interlace.mapped.stamped import Landing, StampedQueue
+from interlace.registry import Implementation
 
 SLICE_BYTES = 4 << 20
 """Bytes of a slice at which networks carry nearly as much as by larger messages."""
 
 _MOST_SLICES = 8
 
+Slices = Mapping[int, Sequence[torch.Tensor]]
+"""The slices for each peer, or from it, as many for every one; small ones have no rows."""
 
-@dataclasses.dataclass(frozen=True)
-class Slices:
-    """The division of the rows from every rank to every other one into slices.
 
-    Attributes:
-        sent: Rows that go from rank s to rank d, as ``sent[s][d]``.
-        count: Number of slices of each pair of ranks; small ones have no rows.
+def across_nodes(
+    within: Implementation,
+    run: Callable[[GemmCall], Any],
+    refusal: Callable[[Terms], str | None],
+) -> Implementation:
+    """Return an implementation that runs another way on groups of several nodes.
+
+    Args:
+        within: The implementation on one node.
+        run: Runs a call between nodes that is not refused.
+        refusal: Returns what a call between nodes must have and has not, or None.
     """
 
-    sent: tuple[tuple[int, ...], ...]
-    count: int
+    def run_either(call: GemmCall) -> Any:
+        return run(call) if call.group.spans_nodes else within.run(call)
 
-    @staticmethod
-    def of(sent: tuple[tuple[int, ...], ...], row_bytes: int) -> Slices:
-        """Cut slices of some MiB, as many on every rank."""
-        most_rows = max(
-            (rows for s, counts in enumerate(sent) for d, rows in enumerate(counts) if s != d),
-            default=0,
+    def refuse_either(terms: Terms) -> str | None:
+        return refusal(terms) if terms.node_of_rank else within.refusal(terms)
+
+    return dataclasses.replace(within, run=run_either, refusal=refuse_either, spans_nodes=True)
+
+
+def slice_count(call: GemmCall, implementation: str, rows: int, row_bytes: int) -> int:
+    """Return the number of slices that are cut of so many rows for one peer, alike on every rank.
+
+    It is what a measured network asks for, and without one the number of slices of some MiB.
+    """
+    predicted = slices_of(
+        call.operator.name,
+        implementation,
+        call.group.nodes,
+        **call.operands.sizes(call.rows.product),
+        world_size=call.group.world_size,
+    )
+    if predicted is not None:
+        return predicted
+    return max(1, min(_MOST_SLICES, rows * row_bytes // SLICE_BYTES))
+
+
+def cut(rows: torch.Tensor, count: int, dim: int = 0) -> list[torch.Tensor]:
+    """Cut rows into ``count`` slices of nearly equal size, in order."""
+    total = rows.shape[dim]
+    bounds = [total * number // count for number in range(count + 1)]
+    return [rows.narrow(dim, first, last - first) for first, last in itertools.pairwise(bounds)]
+
+
+def steps_of(sent: Slices, arriving: Slices, counters: torch.Tensor | None) -> list[Step]:
+    """Return the exchanges: slice k of all peers in step k.
+
+    Args:
+        sent: Contiguous slices for each peer.
+        arriving: Contiguous memory for each peer's slices.
+        counters: A slice leaves when its counter is 1; None: at once.
+    """
+    count = len(next(iter(arriving.values()), ()))
+    steps = []
+    for number in range(count):
+        departures, arrivals = (
+            tuple(
+                Message(peer, _bytes(slices[number]))
+                for peer, slices in of_peer.items()
+                if slices[number].numel()
+            )
+            for of_peer in (sent, arriving)
         )
-        return Slices(sent, max(1, min(_MOST_SLICES, most_rows * row_bytes // SLICE_BYTES)))
+        triggers: tuple[Trigger, ...] = ()
+        if counters is not None and departures:
+            triggers = (Trigger(counters[number].data_ptr(), 1),)
+        steps.append(Step(triggers, departures, arrivals))
+    return steps
 
-    def bounds(self, source: int, destination: int, number: int) -> tuple[int, int]:
-        """Return the first row of a slice, and the row after its last one."""
-        rows = self.sent[source][destination]
-        return rows * number // self.count, rows * (number + 1) // self.count
+
+@contextlib.contextmanager
+def exchanging(
+    call: GemmCall,
+    steps: Sequence[Step],
+    counters: torch.Tensor,
+    landings: Sequence[Landing],
+    result: torch.Tensor,
+) -> Iterator[StampedQueue]:
+    """Surround the products of a call whose slices are exchanged, within ``Group.running``.
+
+    Collective in the group's first call.
+
+    Args:
+        steps: The exchanges.
+        counters: What they wait for; zero from here on.
+        landings: See :class:`StampedQueue`.
+        result: Memory of the dtype that slices have.
+    """
+    queue = StampedQueue(call.group, call.operator.name, call.mark, steps, landings, result)
+    with call.group.running():
+        counters.zero_()
+        queue.open()
+        try:
+            yield queue
+        except BaseException:
+            queue.abandon()
+            raise
+        queue.close()
+
+
+def counters_of(call: GemmCall, count: int) -> torch.Tensor:
+    """Return counters for the slices of a call: int32 ``[count]``."""
+    return call.group.network().counters(f"{call.operator.name}.network", count)[:count]
 
 
 def run_all_to_all(call: GemmCall) -> torch.Tensor:
@@ -54,101 +148,40 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
         The rows that all ranks have computed for this one, ``[rows, N]``.
     """
     operands, group, sent = call.operands, call.group, call.rows.sent
-    rank, ranks = group.rank, group.world_size
-    columns = operands.columns
+    rank, ranks, columns = group.rank, group.world_size, operands.columns
+    received = [counts[rank] for counts in sent]
     y = operands.x.new_empty([call.rows.result, columns], dtype=operands.out_dtype)
-    slices = Slices.of(sent, columns * y.element_size())
+    most_rows = max(
+        (rows for s, counts in enumerate(sent) for d, rows in enumerate(counts) if s != d),
+        default=0,
+    )
+    count = slice_count(call, "chunked", most_rows, columns * y.element_size())
     remote = set(group.members.remote_ranks)
     # Ranks of other nodes first, as the network takes longest; from the next rank on, so that no
     # rank is sent to by all at once.
     peers = sorted(
         ((rank + step) % ranks for step in range(1, ranks)), key=lambda peer: peer not in remote
     )
-    staging = y.new_empty([sum(sent[rank]) - sent[rank][rank], columns])
-    name = f"{call.operator.name}.network"
-    counters = group.network().counters(name, slices.count)[: slices.count]
-    landings = _landings(slices, peers, rank, columns)
-    steps = _steps(slices, peers, rank, counters, staging, y)
-    queue = StampedQueue(group, call.operator.name, call.mark, steps, landings, y)
-    with group.running():
-        counters.zero_()
-        queue.open()
-        try:
-            for number in range(slices.count):
-                _multiply(call, slices, peers, number, staging)
-                counters[number : number + 1].add_(1)
-            queue.release()
-            own, start = sum(sent[rank][:rank]), sum(counts[rank] for counts in sent[:rank])
-            rows = sent[rank][rank]
-            if rows:
-                chunked.multiply_into(
-                    y[start : start + rows],
-                    operands.x[own : own + rows],
-                    operands.w.T,
-                    operands.bias,
-                )
-        except BaseException:
-            queue.abandon()
-            raise
-        queue.close()
-    return y
-
-
-def _multiply(
-    call: GemmCall, slices: Slices, peers: Sequence[int], number: int, staging: torch.Tensor
-) -> None:
-    """Multiply one slice of every peer's rows."""
-    operands, rank = call.operands, call.group.rank
-    place = 0
-    for peer in peers:
-        first, last = slices.bounds(rank, peer, number)
-        start = sum(slices.sent[rank][:peer])
-        if last > first:
-            chunked.multiply_into(
-                staging[place + first : place + last],
-                operands.x[start + first : start + last],
-                operands.w.T,
-                operands.bias,
-            )
-        place += slices.sent[rank][peer]
-
-
-def _landings(slices: Slices, peers: Sequence[int], rank: int, columns: int) -> list[Landing]:
-    """Return the place of each peer's rows in the result."""
-    return [
-        Landing(
-            peer,
-            sum(counts[rank] for counts in slices.sent[:peer]) * columns,
-            slices.sent[peer][rank] * columns,
-        )
-        for peer in peers
+    shares, results = operands.x.split(list(sent[rank])), y.split(received)
+    x = {peer: cut(shares[peer], count) for peer in peers}
+    staged = {peer: cut(y.new_empty([len(shares[peer]), columns]), count) for peer in peers}
+    arriving = {peer: cut(results[peer], count) for peer in peers}
+    counters = counters_of(call, count)
+    landings = [
+        Landing(peer, sum(received[:peer]) * columns, received[peer] * columns) for peer in peers
     ]
-
-
-def _steps(
-    slices: Slices,
-    peers: Sequence[int],
-    rank: int,
-    counters: torch.Tensor,
-    staging: torch.Tensor,
-    y: torch.Tensor,
-) -> list[Step]:
-    """Return the exchanges: slice k of all peers in step k, once its products are complete."""
-    steps = []
-    for number in range(slices.count):
-        departures, arrivals, place = [], [], 0
-        for peer in peers:
-            first, last = slices.bounds(rank, peer, number)
-            if last > first:
-                departures.append(Message(peer, _bytes(staging[place + first : place + last])))
-            place += slices.sent[rank][peer]
-            first, last = slices.bounds(peer, rank, number)
-            start = sum(counts[rank] for counts in slices.sent[:peer])
-            if last > first:
-                arrivals.append(Message(peer, _bytes(y[start + first : start + last])))
-        triggers = (Trigger(counters.data_ptr() + 4 * number, 1),) if departures else ()
-        steps.append(Step(triggers, tuple(departures), tuple(arrivals)))
-    return steps
+    weight, bias = operands.w.T, operands.bias
+    steps = steps_of(staged, arriving, counters)
+    with exchanging(call, steps, counters, landings, y) as queue:
+        for number in range(count):
+            for peer in peers:
+                if len(x[peer][number]):
+                    multiply_into(staged[peer][number], x[peer][number], weight, bias)
+            counters[number : number + 1].add_(1)
+        queue.release()
+        if len(shares[rank]):
+            multiply_into(results[rank], shares[rank], weight, bias)
+    return y
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -17,6 +17,7 @@ from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows
 from interlace.comm.replays import places
+from interlace.comm.within_node import WithinNode
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.refusals import needs
@@ -35,7 +36,7 @@ _CPU_PROGRAMS = 8
 
 
 def push_rows(
-    group: Group,
+    group: Group | WithinNode,
     operator: str,
     x: torch.Tensor,
     gathered: torch.Tensor,
@@ -44,12 +45,14 @@ def push_rows(
     *,
     share: int | None = None,
     distance: int = 0,
+    offsets: Sequence[int] | None = None,
 ) -> Callable[[], None]:
     """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
 
     Collective when the workspace must grow.
 
     Args:
+        group: The ranks that exchange rows.
         operator: The operator that the deadline's error names, and whose memory it is.
         x: This rank's rows, contiguous along K.
         gathered: ``[..., padded K]``, contiguous: where all ranks' rows arrive; NaN where they do
@@ -60,6 +63,8 @@ def push_rows(
             the ranks before it. Else x has ``rows`` for rank 0, then for rank 1; each ``share`` of
             them lie together, and rank r's begin at row ``r * share``.
         distance: Rows from one share to the next.
+        offsets: The row at which each rank's rows arrive, of a gather; default: behind those of the
+            ranks before it.
     """
     ranks, columns = group.world_size, x.shape[1]
     slot_bytes = ceil_div(gathered.nbytes, ranks)
@@ -69,8 +74,10 @@ def push_rows(
         from interlace.gemm.kernels import staged
 
         # A route is the row at which a source's rows begin in ``gathered``, and their number.
-        offsets = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
-        routes = [(offset, count, 0) for offset, count in zip(offsets, rows, strict=True)]
+        starts = offsets
+        if starts is None:
+            starts = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
+        routes = [(start, count, 0) for start, count in zip(starts, rows, strict=True)]
         programs, tile = cut_rows(max(rows), columns, group)
         arguments = memory | {
             "x": x,
@@ -89,6 +96,62 @@ def push_rows(
         Launch(staged.spread_rows, (programs + 1,), arguments, constants)()
 
     return enqueue
+
+
+def push_and_sum(
+    group: Group | WithinNode,
+    operator: str,
+    part: torch.Tensor,
+    y: torch.Tensor,
+    bias: torch.Tensor | None,
+    mark: int,
+    *,
+    scatter: bool = True,
+) -> Callable[[], None]:
+    """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
+
+    Collective when the workspace must grow.
+
+    Args:
+        group: The ranks that sum.
+        operator: The operator that the deadline's error names, and whose memory it is.
+        part: Contiguous; this rank's part of every rank's sum, ``[R, rows, N]`` or ``[R * rows,
+            N]``, or without ``scatter`` of the sum that all ranks have, ``[rows, N]``.
+        y: ``[rows, N]``, contiguous: where this rank's sum goes, float32 in rank order and rounded
+            once; NaN where parts do not come.
+        bias: ``[N]``, added to the sum; None for none.
+        mark: The number from ``Group.agree``.
+        scatter: Whether each rank has a sum of its own.
+    """
+    slot_bytes = round_up(y.numel(), 16) * y.element_size()
+    arguments = lamport_arguments(group, operator, "pushed", slot_bytes, mark) | {
+        "part": part,
+        "bias": bias,
+        "y": y,
+        "elements": y.numel(),
+        "N": y.shape[1],
+    }
+    chunks = ceil_div(y.numel(), _CHUNK)
+    programs = min(chunks, _CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
+
+    def enqueue() -> None:
+        from interlace.gemm.kernels.sum_parts import sum_parts
+
+        constants = {"WORLD_SIZE": group.world_size, "SCATTER": scatter, "CHUNK": _CHUNK}
+        # The program behind them finds out whether the ranks are in the same call.
+        Launch(sum_parts, (programs + 1,), arguments, constants)()
+
+    return enqueue
+
+
+def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> None:
+    """Allocate the symmetric memory of these kernels for calls in which ``nbytes`` arrive.
+
+    Collective when it must grow, so it comes before anything is enqueued.
+    """
+    # A slot of a sum is rounded up to 16 elements.
+    slot_bytes = ceil_div(nbytes, group.world_size) + 16 * torch.float32.itemsize
+    lamport_arguments(group, operator, "pushed", slot_bytes, mark=0)
 
 
 Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
@@ -134,28 +197,8 @@ def _prepare_all_to_all(
 def _prepare_sum(
     call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool
 ) -> Callable[[], None]:
-    """Prepare the sum of all ranks' parts; with ``scatter``, each rank sums its share of rows."""
-    group = call.group
-    slot_bytes = round_up(y.numel(), 16) * y.element_size()
-    arguments = lamport_arguments(group, call.operator.name, "pushed", slot_bytes, call.mark)
-    arguments |= {
-        "part": part,
-        "bias": call.operands.bias,
-        "y": y,
-        "elements": y.numel(),
-        "N": part.shape[1],
-    }
-    chunks = ceil_div(y.numel(), _CHUNK)
-    programs = min(chunks, _CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
-
-    def enqueue() -> None:
-        from interlace.gemm.kernels.sum_parts import sum_parts
-
-        constants = {"WORLD_SIZE": group.world_size, "SCATTER": scatter, "CHUNK": _CHUNK}
-        # The program behind them finds out whether the ranks are in the same call.
-        Launch(sum_parts, (programs + 1,), arguments, constants)()
-
-    return enqueue
+    name, bias = call.operator.name, call.operands.bias
+    return push_and_sum(call.group, name, part, y, bias, call.mark, scatter=scatter)
 
 
 PUSHED_ALL_REDUCE = Implementation(

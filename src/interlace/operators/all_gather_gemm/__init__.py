@@ -15,6 +15,7 @@ from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.gradients import save_operands
+from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
@@ -66,13 +67,17 @@ class AllGatherGemm(GemmOperator):
             needs(same_dtype=True, dtypes=FLOATS),
             former_names=("mapped",),
         ),
-        Implementation(
-            "chunked",
-            "torch.mm for each rank's rows once copy engines have brought them",
-            fused.run_chunked,
-            needs(same_dtype=True),
-            schedule="by_rank",
-            former_names=("split",),
+        network.across_nodes(
+            Implementation(
+                "chunked",
+                "torch.mm for each rank's rows once copy engines have brought them",
+                fused.run_chunked,
+                needs(same_dtype=True),
+                schedule="by_rank",
+                former_names=("split",),
+            ),
+            two_levels.run_all_gather,
+            two_levels.needs_rails,
         ),
         UNFUSED,
         NCCL,
@@ -275,8 +280,9 @@ def all_gather_gemm(
             float8.
         return_gathered: whether to return the gathered x too; ranks may differ in it. It is a
             constant to autograd: gradients reach x through the product.
-        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
+            sends slices over the network and ``"unfused"`` takes any call; default: the default
+            process group.
         impl: ``"fused"``, ``"chunked"`` (``torch.mm`` for each rank's rows once copy engines have
             brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then
             ``torch.mm``: for few rows; these two not for float8, nor for another ``out_dtype``),

@@ -75,8 +75,9 @@ def embedding_all_to_all(
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
             group.
         impl: ``"fused"``, ``"unfused"`` (``F.embedding_bag``, ``all_to_all_single``, unpack), or
-            ``"auto"``: the fused kernels, which were faster wherever both were measured. An
-            explicit choice is never replaced.
+            ``"auto"``: the fused kernels, which were faster wherever both were measured; between
+            nodes the pair, unless a measured network predicts slices to be faster. An explicit
+            choice is never replaced.
         config: configuration of the fused kernels; default: from the tuned table. It must be the
             same on every rank.
         check_indices: look for indices and offsets out of range before anything is sent, and tell

@@ -13,7 +13,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, triton_dtype
 from interlace.comm.outputs import Destination
 from interlace.comm.slices import Message, SliceQueue, Step, Trigger
-from interlace.operators.embedding_all_to_all import record
+from interlace.operators.embedding_all_to_all import network_choice, record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.launch import Call, forward_records, lanes_of
 from interlace.operators.embedding_all_to_all.layout import Layout
@@ -46,19 +46,26 @@ class Cut:
     rows: int
 
     @staticmethod
-    def of(layout: Layout, itemsize: int, config: EmbeddingAllToAllConfig | None) -> Cut:
-        """Cut slices of ``slice_blocks`` blocks; without a configuration, of some MiB.
+    def of(
+        layout: Layout,
+        itemsize: int,
+        config: EmbeddingAllToAllConfig | None,
+        predicted: int | None = None,
+    ) -> Cut:
+        """Cut slices of ``slice_blocks`` blocks; without a configuration, as many as a measured
+        network asks for, or of some MiB.
 
         Args:
             layout: The columns of all tables and the samples of all ranks.
             itemsize: Bytes of an element of the output.
             config: The caller's configuration, the same on every rank. A tuned one may differ
                 between ranks, whose tables are looked up differently often, so it says nothing.
+            predicted: Number of slices that takes the least time; None without a measured network.
         """
         if config is not None:
             return Cut(layout, itemsize, config.slice_blocks * config.block_bags)
         most_bytes = layout.chunk * max(layout.rank_columns) * itemsize
-        slices = max(1, min(_MOST_SLICES, most_bytes // _SLICE_BYTES))
+        slices = predicted or max(1, min(_MOST_SLICES, most_bytes // _SLICE_BYTES))
         return Cut(layout, itemsize, round_up(ceil_div(layout.chunk, slices), _SLICE_SAMPLES))
 
     @property
@@ -100,14 +107,16 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     """
     require(group.backend)
     layout = call.layout
-    cut = Cut.of(layout, call.dtype.itemsize, config if call.config else None)
+    times = None if call.config else network_choice.times_of(call, group)
+    predicted = None if times is None else times.predictions["fused"].slices
+    cut = Cut.of(layout, call.dtype.itemsize, config if call.config else None, predicted)
     shape = [layout.samples(call.rank), layout.columns]
     output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
     y = output.tensor(shape, call.dtype, group.device)
     remote, _ = in_turn(group)
     staging = _bytes(call, len(remote) * cut.count * cut.pitch(call.rank))
-    places = landing_places(cut, remote)
-    landing = _bytes(call, places[-1])
+    starts = landing_places(cut, remote)
+    landing = _bytes(call, starts[-1])
     blocks_of_slice = cut.rows // config.block_bags
     counters = group.network().counters(_NAME, cut.count)
     value = len(call.weights) * blocks_of_slice * len(remote)
@@ -156,7 +165,7 @@ def steps_of(
         counters: Address of the counters, one per slice.
         value: Number of blocks of a slice, of all destinations.
     """
-    pitch, places = cut.pitch(rank), landing_places(cut, remote)
+    pitch, starts = cut.pitch(rank), landing_places(cut, remote)
     steps = []
     for number in range(cut.count):
         departures, arrivals = [], []
@@ -168,8 +177,8 @@ def steps_of(
                 )
             received = cut.nbytes(peer, rank, number)
             if received:
-                place = places[index] + number * cut.pitch(peer)
-                arrivals.append(Message(peer, landing.narrow(0, place, received)))
+                start = starts[index] + number * cut.pitch(peer)
+                arrivals.append(Message(peer, landing.narrow(0, start, received)))
         triggers = (Trigger(counters + 4 * number, value),) if departures else ()
         steps.append(Step(triggers, tuple(departures), tuple(arrivals)))
     return steps
@@ -177,10 +186,10 @@ def steps_of(
 
 def landing_places(cut: Cut, remote: Sequence[int]) -> list[int]:
     """Return the offset of each source's slices in the landing, and the landing's size."""
-    places = [0]
+    starts = [0]
     for source in remote:
-        places.append(places[-1] + cut.count * cut.pitch(source))
-    return places
+        starts.append(starts[-1] + cut.count * cut.pitch(source))
+    return starts
 
 
 def _bytes(call: Call, nbytes: int) -> torch.Tensor:
@@ -304,10 +313,16 @@ def prepare_collect(
     layout, (remote, _) = call.layout, in_turn(group)
     if not y.numel() or not any(layout.rank_columns[source] for source in remote):
         return None
-    places = landing_places(cut, remote)
+    starts = landing_places(cut, remote)
     sources = [
-        (source, place, layout.rank_columns[source], layout.first_column(source), cut.pitch(source))
-        for source, place in zip(remote, places[:-1], strict=True)
+        (
+            source,
+            start,
+            layout.rank_columns[source],
+            layout.first_column(source),
+            cut.pitch(source),
+        )
+        for source, start in zip(remote, starts[:-1], strict=True)
     ]
     on_cpu = group.backend == "cpu"
     rows = next_power_of_2(cut.rows) if on_cpu else _COLLECT_ROWS

@@ -41,7 +41,7 @@ def exchange(
     if not layout.batch or not layout.columns:
         return received, sort_lookups(call, rows, run_lookups), None
     staged = _pack(layout, grad, peers)
-    mine = slice(rank * layout.chunk, rank * layout.chunk + layout.samples(rank))
+    own_samples = slice(rank * layout.chunk, rank * layout.chunk + layout.samples(rank))
     first = layout.first_column(rank)
     landings = [
         Landing(peer, peer * layout.chunk * width, layout.samples(peer) * width) for peer in peers
@@ -49,7 +49,7 @@ def exchange(
     steps = [_step(layout, peers, staged, received)]
     queue = StampedQueue(call.group, f"{OPERATOR}.backward", mark, steps, landings, received)
     with call.group.running():
-        received[mine].copy_(grad[:, first : first + width])
+        received[own_samples].copy_(grad[:, first : first + width])
         queue.open()
         queue.release()
         try:

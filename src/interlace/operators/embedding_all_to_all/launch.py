@@ -17,7 +17,7 @@ from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dt
 from interlace.comm.outputs import BUFFERS, Destination
 from interlace.costs.embedding_all_to_all import floor_link_bytes
 from interlace.errors import ArgumentError
-from interlace.operators.embedding_all_to_all import record, reference
+from interlace.operators.embedding_all_to_all import network_choice, record, reference
 from interlace.operators.embedding_all_to_all.config import (
     OPERATOR,
     EmbeddingAllToAllConfig,
@@ -26,6 +26,7 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.operators.embedding_all_to_all.validate import check_values
+from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, next_power_of_2
 
@@ -126,14 +127,17 @@ class Call:
     def runs_unfused(self, group: Group) -> bool:
         """Return whether the pair runs: asked for, or by ``"auto"`` on several nodes.
 
+        Collective in the first call of a kind between nodes, if a network was measured.
+
         Raises:
             ArgumentError: The kernels were asked for, and take fewer ranks.
         """
         if self.impl == "unfused" or not group.spans_nodes:
             return self.impl == "unfused"
-        # Slices over sockets were slower than the pair where they were measured (decision 0023).
         if self.impl == "auto":
-            return True
+            # Slices must be known to be faster than the pair (decision 0023).
+            times = network_choice.times_of(self, group)
+            return times is None or times.order(operator_named(OPERATOR))[0] != "fused"
         if self.layout.world_size > record.MAX_RANKS:
             raise ArgumentError(
                 f"{OPERATOR}: impl={self.impl!r} must have at most {record.MAX_RANKS} ranks; got "

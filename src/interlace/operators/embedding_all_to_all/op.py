@@ -194,9 +194,9 @@ _ANCHOR = 4
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-    weights, indices, offsets, scale, _, states, *others = inputs
-    ctx.exchange, ctx.tables = _Exchange(*others[:_SHARED]), len(weights)
-    ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = others[_SHARED:]
+    weights, indices, offsets, scale, _, states, *options = inputs
+    ctx.exchange, ctx.tables = _Exchange(*options[:_SHARED]), len(weights)
+    ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = options[_SHARED:]
     ctx.trainable = [weight.requires_grad for weight in weights]
     ctx.rows = [weight.shape[0] for weight in weights]
     ctx.table_dtype = weights[0].dtype if weights else ctx.exchange.dtype

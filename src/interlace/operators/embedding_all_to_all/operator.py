@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.operators.embedding_all_to_all import launch
+from interlace.operators.embedding_all_to_all import launch, network_choice
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.validate import batch_of, validate
 from interlace.registry import Implementation, Operator, operator
 from interlace.units import ceil_div, next_power_of_2
@@ -62,7 +63,19 @@ class EmbeddingAllToAll(Operator):
             dtype=dtype,
             world_size=world_size,
             device=indices.device,
-        ).between(self, nodes)
+        )
+        if nodes > 1:
+            # Other ranks' tables are not known here; they are taken to be like this rank's.
+            own = tuple(weight.shape[1] for weight in weights)
+            times = network_choice.times_between_nodes(
+                Layout((own,) * world_size, batch),
+                lookups,
+                dtype.itemsize,
+                dtype.itemsize,
+                nodes,
+                indices.device,
+            )
+            choice = choice.between(self, nodes, times)
         tables = "1 table" if len(weights) == 1 else f"{len(weights)} tables"
         name = str(dtype).removeprefix("torch.")
         call = (

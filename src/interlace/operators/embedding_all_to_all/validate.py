@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device, require_float
+from interlace.gemm.operands import require_device, require_float, require_tensor
 from interlace.operators.embedding_all_to_all.config import (
     MAX_WIDTH,
     OPERATOR,
@@ -38,6 +38,10 @@ def validate(
         raise ArgumentError(
             f"{OPERATOR}: a rank must have at most {MAX_TABLES} tables; got {len(weights)}."
         )
+    for name, tensor in (("indices", indices), ("offsets", offsets)):
+        require_tensor(f"{OPERATOR}: {name}", tensor)
+    for table, weight in enumerate(weights):
+        require_tensor(f"{OPERATOR}: weights[{table}]", weight)
     for table, weight in enumerate(weights):
         _validate_table(table, weight, weights[0].dtype, indices.device)
     for name, numbers in (("indices", indices), ("offsets", offsets)):

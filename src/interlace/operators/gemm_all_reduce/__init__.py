@@ -20,6 +20,7 @@ from interlace.gemm.epilogue import (
     refuse_without_norm,
 )
 from interlace.gemm.gradients import product_gradients, save_operands
+from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.gemv import GEMV
@@ -63,7 +64,11 @@ class GemmAllReduce(GemmOperator):
             REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True), schedule="whole"
         ),
         PUSHED_ALL_REDUCE,
-        dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
+        network.across_nodes(
+            dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),
+            two_levels.run_all_reduce,
+            two_levels.needs_rails,
+        ),
         TRIGGERED,
         UNFUSED,
         NCCL,
@@ -189,8 +194,9 @@ def gemm_all_reduce(
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8. With a norm, the dtype of its result, and
             float8_e4m3fn is one more.
-        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
+            sends slices over the network and ``"unfused"`` takes any call; default: the default
+            process group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
             :func:`interlace.gemv_all_reduce` (16 rows at most). ``"remote_stores"`` is ``torch.mm``
             with the peers' memory as its output (rows split evenly, no bias). ``"pushed"`` is

@@ -99,8 +99,8 @@ def _choose(**call: Any) -> Choice[Any]:
     context = {name: call[name] for name in ("dtype", "world_size", "device")}
     tiles = gemv.choose(**sizes, **context)
     names = {field.name for field in dataclasses.fields(GemmAllReduceNormConfig)}
-    found = dataclasses.asdict(tiles.config)
-    config = GemmAllReduceNormConfig(**{name: found[name] for name in names & found.keys()})
+    fields = dataclasses.asdict(tiles.config)
+    config = GemmAllReduceNormConfig(**{name: fields[name] for name in names & fields.keys()})
     # Beside one program per tile there must be room for the programs that receive.
     while config.block_n < 64 and ceil_div(call["columns"], config.block_n) > _MOST_TILES:
         config = dataclasses.replace(

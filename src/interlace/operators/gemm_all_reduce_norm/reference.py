@@ -23,7 +23,7 @@ def gemm_all_reduce_norm(
     if dist.is_initialized() and dist.get_world_size(group) > 1:
         dist.all_reduce(total, group=group)
     # Added in float32 and rounded once, as the kernels do.
-    added = [each.float() for each in (bias, epilogue.residual) if each is not None]
+    added = [term.float() for term in (bias, epilogue.residual) if term is not None]
     h = sum(added, start=total.float()).to(x.dtype)
     value, vectors = h.float(), (epilogue.norm_weight, epilogue.norm_bias)
     weight, offset = (None if vector is None else vector.float() for vector in vectors)

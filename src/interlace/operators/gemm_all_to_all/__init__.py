@@ -37,10 +37,6 @@ class GemmAllToAllConfig(GemmConfig):
     """
 
 
-def _run_chunked(call: GemmCall) -> torch.Tensor | None:
-    return network.run_all_to_all(call) if call.group.spans_nodes else CHUNKED.run(call)
-
-
 @operator
 class GemmAllToAll(GemmOperator):
     """``all_to_all(x @ w.T + bias)``: the rows that all ranks have computed for this one."""
@@ -52,7 +48,7 @@ class GemmAllToAll(GemmOperator):
         dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
-        dataclasses.replace(CHUNKED, run=_run_chunked, spans_nodes=True),
+        network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
         TRIGGERED,
         UNFUSED,
         NCCL,
@@ -226,8 +222,9 @@ def gemm_all_to_all(
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
         out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
             float8.
-        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
+            sends slices over the network and ``"unfused"`` takes any call; default: the default
+            process group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split

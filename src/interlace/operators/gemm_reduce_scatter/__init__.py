@@ -13,6 +13,7 @@ from interlace.comm import Group
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
+from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_REDUCE_SCATTER
 from interlace.gemm.implementations.refusals import needs
@@ -43,13 +44,17 @@ class GemmReduceScatter(GemmOperator):
         dataclasses.replace(FUSED, is_batch_invariant=True),
         REMOTE_STORES,
         PUSHED_REDUCE_SCATTER,
-        Implementation(
-            "chunked",
-            "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
-            chunked.run,
-            needs(same_dtype=True),
-            schedule="by_peer",
-            former_names=("split",),
+        network.across_nodes(
+            Implementation(
+                "chunked",
+                "torch.mm for the peers' rows, copy engines, and a kernel for this rank's own",
+                chunked.run,
+                needs(same_dtype=True),
+                schedule="by_peer",
+                former_names=("split",),
+            ),
+            two_levels.run_reduce_scatter,
+            two_levels.needs_rails,
         ),
         TRIGGERED,
         UNFUSED,
@@ -161,8 +166,9 @@ def gemm_reduce_scatter(
         w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
         out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
-        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
-            group.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
+            sends slices over the network and ``"unfused"`` takes any call; default: the default
+            process group.
         impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for the peers' rows, which copy engines send, and a kernel

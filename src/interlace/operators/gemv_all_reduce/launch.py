@@ -16,6 +16,7 @@ from interlace.comm.replays import places
 from interlace.costs.gemv_all_reduce import floor_link_bytes
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune
+from interlace.gemm.between_nodes import known_network
 from interlace.gemm.implementations.gemv import GEMV
 from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl
 from interlace.operators.gemv_all_reduce import reference
@@ -34,7 +35,7 @@ MAX_RANKS = 8
 
 
 class Decision(NamedTuple):
-    """What ranks have agreed on for calls of one kind.
+    """Hold the choices that ranks have agreed on for calls of one kind.
 
     Attributes:
         impl: The implementation.
@@ -218,7 +219,7 @@ def _decide(
     }
     declaration = operator_named(OPERATOR)
     declaration.require_nodes(impl, group.nodes)
-    choice = choose(**call).between(declaration, group.nodes)
+    choice = choose(**call).between(declaration, group.nodes, known_network(x.device))
     if impl == BATCH_INVARIANT:
         declaration.require_nodes("fused", group.nodes)
         chosen = GemvAllReduceConfig.parse(config) if config else invariant_config(choice, call)

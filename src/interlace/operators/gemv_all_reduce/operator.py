@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from interlace.gemm.between_nodes import known_network
 from interlace.gemm.invariance import BATCH_INVARIANT, is_enabled
 from interlace.operators.gemv_all_reduce import launch
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
@@ -63,7 +64,7 @@ class GemvAllReduce(Operator):
             "world_size": world_size,
             "device": x.device,
         }
-        choice = self.choose(**sizes).between(self, nodes)
+        choice = self.choose(**sizes).between(self, nodes, known_network(x.device))
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
         if is_enabled():

@@ -5,24 +5,27 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device, require_float
+from interlace.gemm.operands import (
+    require_common_dimension,
+    require_common_dtype,
+    require_device,
+    require_float,
+    require_tensor,
+)
 from interlace.operators.gemv_all_reduce.config import OPERATOR
 
 
 def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
+    require_tensor(f"{OPERATOR}: x", x)
+    require_tensor(f"{OPERATOR}: w", w)
     if x.dim() not in (1, 2):
         raise ArgumentError(f"{OPERATOR}: x must be [K] or [B, K]; got shape {list(x.shape)}.")
     if w.dim() != 2:
         raise ArgumentError(f"{OPERATOR}: w must be [N, K]; got shape {list(w.shape)}.")
-    if x.shape[-1] != w.shape[1]:
-        raise ArgumentError(
-            f"{OPERATOR}: x and w must have the same last dimension, this rank's part of K; got "
-            f"{x.shape[-1]} and {w.shape[1]}."
-        )
+    require_common_dimension(OPERATOR, x, w)
     require_float(f"{OPERATOR}: x", x.dtype)
-    if w.dtype != x.dtype:
-        raise ArgumentError(f"{OPERATOR}: w must have the dtype of x, {x.dtype}; got {w.dtype}.")
+    require_common_dtype(OPERATOR, x, w)
     require_device(f"{OPERATOR}: w", w, "x", x.device)
     if w.shape[1] > 1 and w.shape[0] > 0 and w.stride(1) != 1:
         raise ArgumentError(

@@ -37,7 +37,9 @@ def multiply(
     from interlace.gemm.kernels.gemv import Tiling
     from interlace.operators.linears.kernel import linears
 
-    x, *weights = (each if each.stride(1) == 1 else each.contiguous() for each in (x, *weights))
+    x, *weights = (
+        tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x, *weights)
+    )
     (tokens, columns), rows = x.shape, [w.shape[0] for w in weights]
     if not (tokens and columns and any(rows)):
         return reference.linears(x, weights, biases)
@@ -61,8 +63,8 @@ def multiply(
         "stride": [w.stride(0) for w in weights],
     }
     for name, values in several.items():
-        for index, each in enumerate([*values, *values[-1:] * absent]):
-            arguments[f"{name}_{index}"] = each
+        for index, tensor in enumerate([*values, *values[-1:] * absent]):
+            arguments[f"{name}_{index}"] = tensor
     tiling = Tiling(
         block_n=config.block_n,
         block_b=next_power_of_2(tokens),

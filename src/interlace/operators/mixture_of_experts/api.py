@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name, rank_and_size
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.operator import MixtureOfExperts
 from interlace.operators.mixture_of_experts.validate import validate
@@ -19,7 +20,10 @@ def mixture_of_experts(
     weights: torch.Tensor,
     w_in: torch.Tensor,
     w_out: torch.Tensor,
+    b_in: torch.Tensor | None = None,
+    b_out: torch.Tensor | None = None,
     *,
+    activation: str | ExpertActivation = "silu",
     capacity: int | None = None,
     group: dist.ProcessGroup | None = None,
     impl: str = "auto",
@@ -31,7 +35,8 @@ def mixture_of_experts(
     Dimensions: T tokens of this rank, k experts per token, R ranks, L experts per rank (E = R L in
     total; rank r has those from r L on), F an expert's inner width. ``y[t] = sum over j of
     weights[t, j] * f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x)
-    * (w_in[e, :, 1] @ x))`` (SwiGLU, as in Mixtral).
+    * (w_in[e, :, 1] @ x))`` (SwiGLU, as in Mixtral). Both products may have a bias, ``activation``
+    may be another one, and experts may have no gate.
 
     By default two fused kernels: tokens go to their experts' ranks while the first product works
     on those that have arrived; tiles of the second product go straight to the tokens' ranks.
@@ -44,14 +49,22 @@ def mixture_of_experts(
 
     Args:
         x: ``[T, hidden]``: float16, bfloat16 or float32; T the same on every rank.
-        experts: ``[T, k]``, int32 or int64, 0 to E - 1; k from 1 to 8. A negative number, or one
+        experts: ``[T, k]``, int32 or int64, 0 to E - 1; k from 1 to 16. A negative number, or one
             from E on, drops the slot.
         weights: ``[T, k]``, floating; used as float32.
         w_in: ``[L, F, 2, hidden]`` of x's dtype: ``w_in[e, :, 0]`` is the gate's weight, ``w_in[e,
-            :, 1]`` that of up. Contiguous, or the view ``w.view(L, 2, F, hidden).transpose(1, 2)``
-            of a contiguous ``[L, 2 F, hidden]`` with the gate's rows before those of up; its
+            :, 1]`` that of up; ``[L, F, 1, hidden]`` for experts without a gate. It is read where
+            it is if its memory is a contiguous ``[L, F, 2, hidden]``, ``[L, 2, F, hidden]``,
+            ``[L, hidden, F, 2]`` or ``[L, hidden, 2, F]``, of which w_in is a permuted view; its
             gradient has the same strides. Other strides are copied in each call.
-        w_out: ``[L, hidden, F]`` of x's dtype.
+        w_out: ``[L, hidden, F]`` of x's dtype; also a view of a contiguous ``[L, F, hidden]``.
+        b_in: bias of gate and up, ``[L, F, 2]`` of x's dtype (``[L, F, 1]`` without a gate), or
+            None. It is copied unless its memory has gate and up in the order of w_in's.
+        b_out: bias of the second product, ``[L, hidden]`` of x's dtype, or None. Each of a token's
+            experts adds its own, times its weight.
+        activation: the function of gate and up: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``
+            or ``"relu2"`` of the gate, times up; or an :class:`interlace.ExpertActivation`, which
+            clamps both and has further numbers.
         capacity: maximum number of rows that an expert takes from each rank. Further slots, by
             token and then by j, are dropped: they add nothing to y. None: no limit.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
@@ -67,14 +80,14 @@ def mixture_of_experts(
             every rank.
 
     Returns:
-        ``[T, hidden]`` of x's dtype. Gradients go to x, weights, w_in and w_out. Those of w_in and
-        w_out are sums over the tokens of *all* ranks: do not reduce them again. The backward pass
-        is collective; ranks must agree on whether any argument requires a gradient.
+        ``[T, hidden]`` of x's dtype. Gradients go to x, weights, w_in, w_out, b_in and b_out. Those
+        of the last four are sums over the tokens of *all* ranks: do not reduce them again. The
+        backward pass is collective; ranks must agree on whether any argument requires a gradient.
 
     Raises:
         ArgumentError: shapes, dtypes or devices do not fit.
-        RankMismatchError: ranks differ in sizes, dtype, capacity, impl or config; raised on every
-            rank.
+        RankMismatchError: ranks differ in sizes, dtype, biases, activation, capacity, impl or
+            config; raised on every rank.
         GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernels end, fill their outputs with NaN, and the next call on the group, or
@@ -88,12 +101,14 @@ def mixture_of_experts(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
     """
     _, world_size = rank_and_size(group)
-    validate(x, experts, weights, w_in, w_out, capacity, world_size)
+    the_activation = ExpertActivation.of(activation)
+    validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, capacity, world_size)
     _DECLARATION.validate_options(impl, config)
     maximum = max(1, x.shape[0])
     limit = maximum if capacity is None else min(capacity, maximum)
     keeps = torch.is_grad_enabled() and any(
-        tensor.requires_grad for tensor in (x, weights, w_in, w_out)
+        tensor is not None and tensor.requires_grad
+        for tensor in (x, weights, w_in, w_out, b_in, b_out)
     )
     text = "" if config is None else str(config)
     y, *_ = torch.ops.interlace.mixture_of_experts(
@@ -103,11 +118,14 @@ def mixture_of_experts(
         weights.float().contiguous(),
         w_in,
         w_out,
+        b_in,
+        b_out,
         world_size,
         limit,
         default_name(group),
         impl,
         text,
+        str(the_activation),
         keeps,
     )
     result: torch.Tensor = y

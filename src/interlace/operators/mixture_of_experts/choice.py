@@ -159,7 +159,7 @@ def predicted_times(profile: MachineProfile, terms: Terms) -> dict[str, float]:
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     call = ExpertsCall(
         sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.top_k, sizes.world_size,
-        itemsize,
+        itemsize, sizes.gates,
     )  # fmt: skip
     times_us = {}
     for each in operator_named(OPERATOR).implementations:

@@ -16,7 +16,7 @@ from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDER
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.launch import Call
+    from interlace.operators.mixture_of_experts.call import Call
 
 WORKSPACE = f"{OPERATOR}.decode"
 _RESULTS = f"{WORKSPACE}.results"
@@ -83,8 +83,11 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
     # Each slot of each rank may name an expert of this rank.
     active = torch.empty((length, sizes.ffn), dtype=dtype, device=device)
     y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
-    x, experts, w_out = call.x.contiguous(), call.experts.contiguous(), call.w_out.contiguous()
-    w_in, halves = layout.in_memory_order(call.w_in), layout.has_halves(call.w_in)
+    x, experts = call.x.contiguous(), call.experts.contiguous()
+    w_in, in_order = layout.in_memory_order(call.w_in)
+    w_out, out_order = layout.in_memory_order(call.w_out)
+    b_in = None if call.b_in is None else layout.bias_in_order(call.b_in, in_order)
+    b_out = None if call.b_out is None else call.b_out.contiguous()
     align = layout.alignment(sizes.hidden, itemsize)
     ffn_align = layout.alignment(sizes.ffn, itemsize)
     pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
@@ -138,7 +141,6 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
     products = {
         "DTYPE": triton_dtype(dtype),
         "FFN_ALIGN": ffn_align,
-        "TILING": tiling,
         "L_LANES": next_power_of_2(max(local, 2)),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -149,6 +151,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         {
             **shared,
             "weights": w_in.data_ptr(),
+            "bias": b_in,
             "active": active.data_ptr(),
             "landing": workspace.data.address,
             "half": workspace.half_bytes,
@@ -159,8 +162,10 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         {
             **products,
             "SHARES": shares,
+            "TILING": tiling._replace(w_along_k=in_order.along_k),
             "EVEN": sizes.hidden % config.block_k == 0,
-            "HALVES": halves,
+            "HALVES": in_order.halves,
+            "FORM": call.form,
         },
         (w_in, active),
     )
@@ -170,6 +175,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         {
             **shared,
             "weights": w_out.data_ptr(),
+            "bias": b_out,
             "active": active.data_ptr(),
             "experts": experts,
             "scales": call.weights.contiguous(),
@@ -185,6 +191,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
             **products,
             "WORLD_SIZE": ranks,
             "SHARES": shares,
+            "TILING": tiling._replace(w_along_k=out_order.along_k),
             "EVEN": sizes.ffn % config.block_k == 0,
         },
         (w_out, active),

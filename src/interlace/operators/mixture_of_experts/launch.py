@@ -1,141 +1,27 @@
-"""Calls of ``mixture_of_experts``: implementation, configuration, memory, and their launches."""
+"""Running ``mixture_of_experts``, forward and backward: memory and launches."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Sequence
 
 import torch
 
-from interlace.comm import Group, group_named, process_group_named, ranges
+from interlace.comm import process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
-from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.operators.mixture_of_experts import decode, layout, reference, stock
-from interlace.operators.mixture_of_experts.choice import Terms, choose, configuration
-from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Sizes
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
+from interlace.operators.mixture_of_experts.backward_steps import BackwardSteps
+from interlace.operators.mixture_of_experts.call import Call, Saved
+from interlace.operators.mixture_of_experts.config import OPERATOR
+from interlace.operators.mixture_of_experts.layout import Parameters
 from interlace.operators.mixture_of_experts.steps import Steps
-from interlace.registry import operator_named
 
 _BLOCK_SLOTS = 128
 _BACKWARD = f"{OPERATOR}.backward"
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call whose shapes and devices ``api`` has validated; see ``op`` for the fields.
-
-    Attributes:
-        keeps: Whether a backward pass will follow.
-    """
-
-    x: torch.Tensor
-    experts: torch.Tensor
-    weights: torch.Tensor
-    w_in: torch.Tensor
-    w_out: torch.Tensor
-    capacity: int
-    group_name: str
-    impl: str
-    config: str
-    keeps: bool
-
-    def __post_init__(self) -> None:
-        dtypes = [tensor.dtype for tensor in (self.x, self.w_in, self.w_out)]
-        if len(set(dtypes)) > 1:
-            raise ArgumentError(
-                f"{OPERATOR}: x, w_in and w_out must have the same dtype; got {dtypes}. Convert "
-                "them."
-            )
-
-    @functools.cached_property
-    def group(self) -> Group:
-        return group_named(self.group_name, self.x.device)
-
-    @functools.cached_property
-    def sizes(self) -> Sizes:
-        tokens, hidden = self.x.shape
-        ranks, local = self.group.world_size, self.w_in.shape[0]
-        return Sizes(
-            tokens,
-            self.experts.shape[1],
-            ranks * local,
-            hidden,
-            self.w_in.shape[1],
-            ranks,
-            self.capacity,
-        )
-
-    def agree(self, operator: str) -> int:
-        """Agree on this call with all ranks; return its mark (``Group.agree``)."""
-        self.group.require_size(OPERATOR, MAX_RANKS)
-        return self.group.agree(
-            operator,
-            the_shape_of_x=tuple(self.x.shape),
-            top_k=self.experts.shape[1],
-            experts_of_a_rank=self.w_in.shape[0],
-            the_inner_width=self.w_in.shape[1],
-            dtype=str(self.x.dtype),
-            capacity=self.capacity,
-            whether_gradients_are_needed=self.keeps,
-            impl=self.impl,
-            config=self.config,
-        )
-
-    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
-        """Return the range of this call for profilers, by the name of the operator or its half.
-
-        The bytes that it sends are unknown: only the device knows how many rows go where.
-        """
-        operands = (self.x, self.experts, self.w_in, self.w_out)
-        return ranges.around(name, self.chosen[0], operands, lambda: None)
-
-    @functools.cached_property
-    def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
-        """The implementation and the configuration of this call.
-
-        Raises:
-            ArgumentError: The implementation was asked for and cannot run such a call.
-        """
-        terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
-        declaration = operator_named(OPERATOR)
-        declaration.require_nodes(self.impl, self.group.nodes)
-        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, terms)
-        impl = choice.impl if self.impl == "auto" else self.impl
-        unmet = declaration.refusal(impl, terms)
-        if unmet is not None:
-            raise ArgumentError(
-                f"{OPERATOR}: impl={impl!r} must have {unmet}. Take impl='auto' or 'fused'."
-            )
-        if self.config:
-            return impl, MixtureOfExpertsConfig.parse(self.config)
-        return impl, configuration(impl, terms, self.x.device)
-
-
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
-
-    They are empty if there will be no backward pass.
-
-    Attributes:
-        plan: int32; see ``layout``.
-        slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
-            dropped.
-        slot_at: int32 ``[returns]``: the slot of each row of results.
-        received: ``[arrivals, hidden]``: rows of this rank's experts.
-        kept: ``[2, arrivals, ffn]``: gate and up of these rows.
-    """
-
-    plan: torch.Tensor
-    slot_rows: torch.Tensor
-    slot_at: torch.Tensor
-    received: torch.Tensor
-    kept: torch.Tensor
 
 
 def run(call: Call) -> tuple[torch.Tensor, Saved]:
@@ -177,15 +63,18 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
 
 def run_backward(
     call: Call, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of x, weights, w_in and w_out; the last two only if ``needed``."""
+) -> tuple[torch.Tensor, ...]:
+    """Compute the gradients of x, weights, w_in, w_out, b_in and b_out.
+
+    The last four are empty unless they are ``needed``.
+    """
     group = call.group
     group.check()
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
     if call.sizes.tokens == 0 or impl == "unfused":
         with call.range(_BACKWARD):
-            return _unfused_gradients(call, grad)
+            return _unfused_gradients(call, grad, needed)
     launches, gradients = prepare_backward(call, mark, grad, saved, needed)
     with call.range(_BACKWARD), group.running():
         for launch in launches:
@@ -230,7 +119,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     plan, slot_at = new(sizes.plan, dtype=torch.int32), new(sizes.returns, dtype=torch.int32)
     slot_rows = new((sizes.tokens, sizes.top_k), dtype=torch.int32)
     active = new((sizes.arrivals, sizes.ffn), dtype=call.x.dtype)
-    kept = new((2, sizes.arrivals, sizes.ffn) if call.keeps else 0, dtype=call.x.dtype)
+    kept = new((sizes.gates, sizes.arrivals, sizes.ffn) if call.keeps else 0, dtype=call.x.dtype)
     grants = new(sizes.world_size, dtype=torch.int32)
     saved = Saved(plan, slot_rows, slot_at, received, kept)
     y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
@@ -279,9 +168,9 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     }
     agree = Launch(plan_call, (blocks,), arguments, constants)
     first = tools.dispatch(
-        call.x, saved, tools.w_in, active, space, kept=kept if call.keeps else None, grants=grants
+        call.x, saved, active, space, kept=kept if call.keeps else None, grants=grants
     )
-    second = tools.combine(plan, active, call.w_out, transposed=True)
+    second = tools.combine(plan, active)
     total = tools.sum(saved, call.weights, y, None)
     return [count, agree, first, second, total], y, saved, space.lent
 
@@ -291,19 +180,20 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
 
 def prepare_backward(
     call: Call, mark: int, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
-) -> tuple[list[Launch], tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
     """Prepare the launches of the backward pass, in order.
 
     They are: dispatch of gradients and product with w_out; activation; product with w_in and
-    combine; gradients of the weights, while the peers' results arrive; sum.
+    combine; gradients of the weights and biases, while the peers' results arrive; sum.
     """
     group, sizes = call.group, call.sizes
     require(group.backend)
 
-    tools = Steps(call, _BACKWARD, mark)
+    tools = BackwardSteps(call, _BACKWARD, mark)
     like, rows = call.x, sizes.arrivals
     product_gradient, scaled = like.new_empty(rows, sizes.ffn), like.new_empty(rows, sizes.ffn)
-    inner_gradient = like.new_empty(rows, 2 * sizes.ffn)
+    inner_gradient = like.new_empty(rows, sizes.gates * sizes.ffn)
+    factors = None if call.b_out is None else like.new_empty(rows, dtype=torch.float32)
     grad_x, grad_weights = (
         torch.empty_like(like, memory_format=torch.contiguous_format),
         torch.empty_like(call.weights),
@@ -312,53 +202,67 @@ def prepare_backward(
     met = torch.empty(1, dtype=torch.int32, device=like.device)
     arrived = space.tensor((rows, sizes.hidden), like.dtype, like.device)
     launches = [
-        tools.dispatch(
-            grad, saved, call.w_out, product_gradient, space, scales=call.weights, met=met
-        ),
-        tools.activation(saved, met, product_gradient, inner_gradient, scaled, arrived),
-        tools.combine(saved.plan, inner_gradient, tools.w_in, met=met, transposed=False),
+        tools.dispatch(grad, saved, product_gradient, space, scales=call.weights, met=met),
+        tools.activation(saved, met, product_gradient, inner_gradient, scaled, arrived, factors),
+        tools.combine(saved.plan, inner_gradient, met=met),
     ]
-    grad_in, grad_out = (
-        layout.like(weight) if need else weight.new_empty(0)
-        for weight, need in zip((call.w_in, call.w_out), needed, strict=True)
-    )
+    grads = call.parameters.gradients(needed)
+    grad_in, grad_out, grad_b_in, grad_b_out = grads
     if needed[0]:
-        target = layout.in_memory_order(grad_in)
-        launches.append(tools.gradient(saved.plan, inner_gradient, saved.received, target))
+        # The columns of the gradient in memory are those of the second operand.
+        pair = inner_gradient, saved.received
+        left, right = pair if tools.in_order.along_k else pair[::-1]
+        target, _ = layout.in_memory_order(grad_in)
+        launches.append(tools.gradient(saved.plan, left, right, target))
     if needed[1]:
-        launches.append(tools.gradient(saved.plan, arrived, scaled, grad_out))
+        pair = arrived, scaled
+        left, right = pair if tools.out_order.along_k else pair[::-1]
+        target, _ = layout.in_memory_order(grad_out)
+        launches.append(tools.gradient(saved.plan, left, right, target))
+    if grad_b_in.numel():
+        launches.append(tools.bias_gradient(saved.plan, inner_gradient, None, grad_b_in))
+    if grad_b_out.numel():
+        launches.append(tools.bias_gradient(saved.plan, arrived, factors, grad_b_out))
     launches.append(tools.sum(saved, None, grad_x, grad_weights))
-    return launches, (grad_x, grad_weights, grad_in, grad_out)
+    return launches, (grad_x, grad_weights, *grads)
 
 
 # The unfused way
 
 
 def _unfused(call: Call) -> torch.Tensor:
-    process_group = process_group_named(call.group_name)
     # The operator has a backward pass of its own, so nothing is recorded here.
     with torch.no_grad():
-        return reference.mixture_of_experts(
-            call.x, call.experts, call.weights, call.w_in, call.w_out, call.capacity, process_group
-        )
+        return _reference(call, call.x, call.weights, call.parameters)
+
+
+def _reference(
+    call: Call, x: torch.Tensor, weights: torch.Tensor, parameters: Parameters
+) -> torch.Tensor:
+    activation = ExpertActivation.parse(call.activation)
+    process_group = process_group_named(call.group_name)
+    return reference.mixture_of_experts(
+        x, call.experts, weights, parameters, activation, call.capacity, process_group
+    )
 
 
 def _unfused_gradients(
-    call: Call, grad: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    call: Call, grad: torch.Tensor, needed: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
     """Compute the gradients by running the forward pass again, which saved nothing."""
-    process_group = process_group_named(call.group_name)
-    leaves = [
-        tensor.detach().requires_grad_() for tensor in (call.x, call.weights, call.w_in, call.w_out)
-    ]
-    with torch.enable_grad():
-        x, weights, w_in, w_out = leaves
-        y = reference.mixture_of_experts(
-            x, call.experts, weights, w_in, w_out, call.capacity, process_group
-        )
-    grads = torch.autograd.grad(y, leaves, grad, allow_unused=True)
-    x_grad, weights_grad, w_in_grad, w_out_grad = (
-        torch.zeros_like(leaf) if gradient is None else gradient
-        for gradient, leaf in zip(grads, leaves, strict=True)
+    x, weights = (tensor.detach().requires_grad_() for tensor in (call.x, call.weights))
+    parameters = Parameters._make(
+        None if tensor is None else tensor.detach().requires_grad_() for tensor in call.parameters
     )
-    return x_grad, weights_grad, layout.like(w_in).copy_(w_in_grad), w_out_grad
+    with torch.enable_grad():
+        y = _reference(call, x, weights, parameters)
+    present = [parameter for parameter in parameters if parameter is not None]
+    found = torch.autograd.grad(
+        y, [x, weights, *present], grad, allow_unused=True, materialize_grads=True
+    )
+    of_present = dict(zip(map(id, present), found[2:], strict=True))
+    gradients = call.parameters.gradients(needed)
+    for target, parameter in zip(gradients, parameters, strict=True):
+        if target.numel():
+            target.copy_(of_present[id(parameter)])
+    return found[0], found[1], *gradients

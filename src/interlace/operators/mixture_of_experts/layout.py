@@ -7,7 +7,8 @@ device.
 from __future__ import annotations
 
 import dataclasses
-from typing import Final
+from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 import torch
 
@@ -22,7 +23,7 @@ results come back with as many spare rows between two experts, so that tiles may
 
 MAX_RANKS: Final = 8
 MAX_EXPERTS: Final = 1024
-MAX_TOP_K: Final = 8
+MAX_TOP_K: Final = 16
 MAX_TOKENS: Final = 1 << 17
 MAX_DECODE_TOKENS: Final = 1 << 12
 
@@ -64,6 +65,7 @@ class Sizes:
         ffn: Width of an expert's inner layer.
         world_size: Number of ranks.
         capacity: Maximum number of rows that an expert takes from a rank.
+        gates: 2 if experts have gate and up, 1 if they have no gate.
     """
 
     tokens: int
@@ -73,6 +75,7 @@ class Sizes:
     ffn: int
     world_size: int
     capacity: int
+    gates: int = 2
 
     @property
     def local(self) -> int:
@@ -117,27 +120,100 @@ def capacity_of(tokens: int, top_k: int, experts: int, factor: float | None) -> 
     return max(1, min(tokens, -int(-factor * tokens * top_k // experts)))
 
 
-def has_halves(w_in: torch.Tensor) -> bool:
-    """Return whether the memory of ``w_in [L, F, 2, hidden]`` holds an expert's gate before its up.
+class Order(NamedTuple):
+    """The order of a weight's numbers in memory.
 
-    That is the memory of a contiguous ``[L, 2 F, hidden]``, seen through a transposed view. Memory
-    in w_in's own order has a row of the gate and a row of up in turn.
+    Attributes:
+        along_k: Whether the numbers that a token is multiplied by lie side by side, as in
+            ``nn.Linear``, or else those that it becomes.
+        halves: Whether an expert's gate lies before its up, or else a line of each in turn.
     """
-    return not w_in.is_contiguous() and w_in.transpose(1, 2).is_contiguous()
+
+    along_k: bool
+    halves: bool
 
 
-def in_memory_order(w_in: torch.Tensor) -> torch.Tensor:
-    """Return ``w_in`` contiguous: ``[L, 2, F, hidden]`` if it :func:`has_halves`, else itself, or a
-    copy if its memory has another order.
+# By the dimensions of w_in ([L, F, 2, hidden]) and w_out ([L, hidden, F]) as they follow each other
+# in memory.
+_ORDERS = {
+    (0, 1, 2, 3): Order(True, False),
+    (0, 2, 1, 3): Order(True, True),
+    (0, 3, 1, 2): Order(False, False),
+    (0, 3, 2, 1): Order(False, True),
+    (0, 1, 2): Order(True, False),
+    (0, 2, 1): Order(False, False),
+}
+
+
+def _dimensions(weight: torch.Tensor) -> tuple[int, ...] | None:
+    """Return the dimensions of ``w_in`` or ``w_out`` as they follow each other in memory, or None
+    if kernels cannot read them in that order.
     """
-    return w_in.transpose(1, 2) if has_halves(w_in) else w_in.contiguous()
+    if weight.is_contiguous():
+        return tuple(range(weight.dim()))
+    for dimensions in _ORDERS:
+        if len(dimensions) == weight.dim() and weight.permute(dimensions).is_contiguous():
+            return dimensions
+    return None
+
+
+def order_of(weight: torch.Tensor) -> Order:
+    """Return the order in which kernels read ``w_in`` or ``w_out``.
+
+    It is that of a contiguous copy if they cannot read the weight where it is.
+    """
+    return _ORDERS[_dimensions(weight) or tuple(range(weight.dim()))]
+
+
+def in_memory_order(weight: torch.Tensor) -> tuple[torch.Tensor, Order]:
+    """Return ``w_in`` or ``w_out`` with its dimensions as they follow each other in memory, and
+    their order; a contiguous copy if kernels cannot read the weight in its order.
+    """
+    dimensions = _dimensions(weight)
+    if dimensions is None:
+        weight, dimensions = weight.contiguous(), tuple(range(weight.dim()))
+    return weight.permute(dimensions), _ORDERS[dimensions]
 
 
 def like(weight: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor for the gradient of a weight, its memory in the weight's order."""
-    if weight.dim() == 4 and has_halves(weight):
-        return torch.empty_like(weight.transpose(1, 2)).transpose(1, 2)
-    return torch.empty_like(weight, memory_format=torch.contiguous_format)
+    is_kept = _dimensions(weight) is not None
+    memory_format = torch.preserve_format if is_kept else torch.contiguous_format
+    return torch.empty_like(weight, memory_format=memory_format)
+
+
+def bias_in_order(bias: torch.Tensor, order: Order) -> torch.Tensor:
+    """Return ``b_in [L, F, 2]`` in the order of w_in's lines; a copy if it has another one."""
+    return (bias.transpose(1, 2) if order.halves else bias).contiguous()
+
+
+class Parameters(NamedTuple):
+    """The parameters of a rank's experts, as ``interlace.mixture_of_experts`` takes them."""
+
+    w_in: torch.Tensor
+    w_out: torch.Tensor
+    b_in: torch.Tensor | None
+    b_out: torch.Tensor | None
+
+    def gradients(self, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
+        """Return a tensor for each parameter's gradient, to be written by kernels.
+
+        That of a weight has the weight's order in memory, that of b_in the order of w_in's lines.
+        Those that are not needed, and those of biases that are not there, are empty.
+        """
+        w_in, w_out, b_in, b_out = (
+            parameter if need else None for parameter, need in zip(self, needed, strict=True)
+        )
+        new = self.w_in.new_empty
+        of_b_in = new(0 if b_in is None else b_in.shape)
+        if b_in is not None and order_of(self.w_in).halves:
+            of_b_in = new(b_in.transpose(1, 2).shape).transpose(1, 2)
+        return (
+            new(0) if w_in is None else like(w_in),
+            new(0) if w_out is None else like(w_out),
+            of_b_in,
+            new(0 if b_out is None else b_out.shape),
+        )
 
 
 def alignment(width: int, itemsize: int) -> int:

@@ -2,7 +2,7 @@
 by the first call.
 
 The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``,
-``slot_at``, ``received`` and ``kept`` (``launch.Saved``). They are empty if ``keeps`` is false or
+``slot_at``, ``received`` and ``kept`` (``call.Saved``). They are empty if ``keeps`` is false or
 the implementation is the unfused one.
 """
 
@@ -15,13 +15,16 @@ import torch
 from interlace.comm import process_group_named
 from interlace.comm.group import known_nodes
 from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
-from interlace.operators.mixture_of_experts import layout
-from interlace.operators.mixture_of_experts.launch import Call, Saved, run, run_backward
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.call import Call, Saved
+from interlace.operators.mixture_of_experts.launch import run, run_backward
+from interlace.operators.mixture_of_experts.layout import Parameters, Sizes
 
 _library = torch.library.Library("interlace", "FRAGMENT")
-_INPUTS = "Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor w_out"
-_OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config"
+_INPUTS = (
+    "Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor w_out, Tensor? b_in, "
+    "Tensor? b_out"
+)
+_OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config, str activation"
 # The unfused implementation, which a tuned table may choose, waits for the device, so no CUDA graph
 # can hold the operators.
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
@@ -32,7 +35,7 @@ _library.define(
 )
 _library.define(
     f"mixture_of_experts_backward(Tensor grad, {_INPUTS}, {_SAVED}, {_OPTIONS}, bool[] needed) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=UNCAPTURABLE_TAGS,
 )
 
@@ -47,6 +50,8 @@ class _Inputs(NamedTuple):
     weights: torch.Tensor
     w_in: torch.Tensor
     w_out: torch.Tensor
+    b_in: torch.Tensor | None
+    b_out: torch.Tensor | None
 
 
 class _Options(NamedTuple):
@@ -57,14 +62,14 @@ class _Options(NamedTuple):
     group_name: str
     impl: str
     config: str
+    activation: str
 
 
 _TENSORS, _NUMBERS = len(_Inputs._fields), len(_Options._fields)
 
 
 def _call(inputs: _Inputs, options: _Options, keeps: bool) -> Call:
-    _, capacity, group_name, impl, config = options
-    return Call(*inputs, capacity, group_name, impl, config, keeps)
+    return Call(*inputs, *options[1:], keeps)
 
 
 def _run(*arguments: Any) -> Tensors:
@@ -74,9 +79,9 @@ def _run(*arguments: Any) -> Tensors:
 
 
 def _fake(*arguments: Any) -> Tensors:
-    x, experts, _, w_in, _ = arguments[:_TENSORS]
+    x, experts, _, w_in, *_ = arguments[:_TENSORS]
     *options, keeps = arguments[_TENSORS:]
-    world_size, capacity, group_name, impl, _ = options
+    world_size, capacity, group_name, impl, *_ = options
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     # The shapes depend on impl and on the group alone. Between nodes the unfused implementation
     # runs, which saves nothing.
@@ -93,6 +98,7 @@ def _fake(*arguments: Any) -> Tensors:
         w_in.shape[1],
         world_size,
         capacity,
+        w_in.shape[2],
     )
     numbers = [
         x.new_empty(shape, dtype=torch.int32)
@@ -102,7 +108,7 @@ def _fake(*arguments: Any) -> Tensors:
         y,
         *numbers,
         x.new_empty(sizes.arrivals, hidden),
-        x.new_empty(2, sizes.arrivals, sizes.ffn),
+        x.new_empty(sizes.gates, sizes.arrivals, sizes.ffn),
     )
 
 
@@ -113,24 +119,18 @@ def _run_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
 
 
 def _fake_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
-    x, _, weights, w_in, w_out = arguments[:_TENSORS]
-    needed = arguments[-1]
+    x, _, weights, *parameters = arguments[:_TENSORS]
     like = [
         torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weights)
     ]
-    weight_grads = [
-        layout.like(weight) if need else weight.new_empty(0)
-        for weight, need in zip((w_in, w_out), needed, strict=True)
-    ]
-    return *like, *weight_grads
+    return *like, *Parameters._make(parameters).gradients(arguments[-1])
 
 
 # Autograd
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    *tensors, world_size, capacity, group_name, impl, config, _ = inputs
-    ctx.options = world_size, capacity, group_name, impl, config
+    tensors, ctx.options = inputs[:_TENSORS], inputs[_TENSORS:-1]
     _, *saved = output
     # They are results only so that a graph may keep them until the backward pass.
     ctx.mark_non_differentiable(*saved)
@@ -140,20 +140,19 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 
 @once_differentiable("mixture_of_experts")
 def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
-    nothing: list[Any] = [None] * 6
+    nothing: list[Any] = [None] * (_NUMBERS + 1)
     if grad is None:
-        return None, None, None, None, None, *nothing
+        return *([None] * _TENSORS), *nothing
     tensors = ctx.saved_tensors
-    need_x, _, need_weights, *needed = ctx.needs_input_grad[:5]
-    x, weights, w_in, w_out = torch.ops.interlace.mixture_of_experts_backward(
+    need_x, _, need_weights, *needed = ctx.needs_input_grad[:_TENSORS]
+    x, weights, *parameters = torch.ops.interlace.mixture_of_experts_backward(
         grad, *tensors, *ctx.options, needed
     )
     return (
         x if need_x else None,
         None,
         weights if need_weights else None,
-        w_in if needed[0] else None,
-        w_out if needed[1] else None,
+        *(gradient if need else None for gradient, need in zip(parameters, needed, strict=True)),
         *nothing,
     )
 

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from interlace.costs.expert_time import ExpertsCall
+from interlace.gemm.between_nodes import known_network
 from interlace.operators.mixture_of_experts import stock
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
     Terms,
     choose,
@@ -62,9 +64,11 @@ class MixtureOfExperts(Operator):
 
     def timed_call(self, result: Mapping[str, Any]) -> ExpertsCall | None:
         """Return the call whose times a benchmark's result holds, if it is a forward pass through a
-        layer with even routing.
+        layer of SwiGLU with even routing.
         """
         if result.get("part") not in _TIMED_PARTS or result["routing"] != "balanced":
+            return None
+        if result.get("form", "swiglu") != "swiglu":
             return None
         sizes = {name: int(result[name]) for name in (*self.sizes, "world_size")}
         return ExpertsCall(**sizes, itemsize=4 if result["dtype"] == "float32" else 2)
@@ -75,7 +79,7 @@ class MixtureOfExperts(Operator):
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors and the options that :meth:`explain` takes, by name."""
-        return ("x", "experts", "weights", "w_in", "w_out"), ()
+        return ("x", "experts", "weights", "w_in", "w_out"), ("b_in", "b_out", "activation")
 
     def explain(  # type: ignore[override]
         self,
@@ -85,19 +89,26 @@ class MixtureOfExperts(Operator):
         w_in: torch.Tensor,
         w_out: torch.Tensor,
         *,
+        b_in: torch.Tensor | None = None,
+        b_out: torch.Tensor | None = None,
+        activation: str | ExpertActivation = "silu",
         world_size: int,
         nodes: int = 1,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        validate(x, experts, weights, w_in, w_out, None, world_size)
+        the_activation = ExpertActivation.of(activation)
+        validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, None, world_size)
         tokens, hidden = x.shape
         count, ffn, top_k = world_size * w_in.shape[0], w_in.shape[1], experts.shape[1]
-        sizes = Sizes(tokens, top_k, count, hidden, ffn, world_size, max(1, tokens))
+        capacity = max(1, tokens)
+        sizes = Sizes(tokens, top_k, count, hidden, ffn, world_size, capacity, w_in.shape[2])
         keeps = torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (x, weights, w_in, w_out)
+            tensor is not None and tensor.requires_grad
+            for tensor in (x, weights, w_in, w_out, b_in, b_out)
         )
         terms = Terms(sizes, x.dtype, x.device.type, keeps)
-        choice = self.choose(terms=terms, device=x.device).between(self, nodes, terms)
+        choice = self.choose(terms=terms, device=x.device)
+        choice = choice.between(self, nodes, known_network(x.device), terms)
         chosen = choice.impl
         if chosen in ("fused", "decode"):
             chosen += f" ({choice.config})"

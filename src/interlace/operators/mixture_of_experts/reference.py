@@ -8,13 +8,29 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
+from interlace.operators.mixture_of_experts.layout import Parameters
+
+
+def expert(
+    number: int, rows: torch.Tensor, parameters: Parameters, activation: ExpertActivation
+) -> torch.Tensor:
+    """Return the results ``[M, hidden]`` of one expert's ``rows [M, hidden]``."""
+    w_in, w_out = parameters.w_in[number], parameters.w_out[number]
+    b_in, b_out = (None if each is None else each[number] for each in parameters[2:])
+    gates = [
+        F.linear(rows, w_in[:, i], None if b_in is None else b_in[:, i])
+        for i in range(w_in.shape[1])
+    ]
+    return F.linear(activation(*gates), w_out, b_out)
+
 
 def mixture_of_experts(
     x: torch.Tensor,
     experts: torch.Tensor,
     weights: torch.Tensor,
-    w_in: torch.Tensor,
-    w_out: torch.Tensor,
+    parameters: Parameters,
+    activation: ExpertActivation,
     capacity: int,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
@@ -22,12 +38,12 @@ def mixture_of_experts(
 
     It is differentiable, and the host waits for the device.
     """
-    local = w_in.shape[0]
+    local = parameters.w_in.shape[0]
     ranks = dist.get_world_size(group) if dist.is_initialized() else 1
     rank = dist.get_rank(group) if ranks > 1 else 0
     chosen = experts.reshape(-1)
     # Slots beyond the capacity are dropped by token and then by j, as the kernels drop them.
-    slots = [(chosen == expert).nonzero()[:capacity, 0] for expert in range(ranks * local)]
+    slots = [(chosen == number).nonzero()[:capacity, 0] for number in range(ranks * local)]
     order = torch.cat(slots)
     counts = torch.tensor([len(part) for part in slots], device=x.device)
     of_ranks = [counts]
@@ -40,15 +56,14 @@ def mixture_of_experts(
     received = _exchange(x[order // experts.shape[1]], arriving, sent, group, ranks)
     # Rows arrive by source, and those of a source by expert.
     owner = torch.cat(
-        [torch.full((count,), expert) for part in own_counts for expert, count in enumerate(part)]
+        [torch.full((count,), number) for part in own_counts for number, count in enumerate(part)]
     ).to(x.device)
     results = torch.zeros_like(received)
     # Experts one by one, obviously right; index_copy lets gradients through.
-    for expert in range(local):
-        rows_of_expert = (owner == expert).nonzero()[:, 0]
-        gate = F.linear(received[rows_of_expert], w_in[expert, :, 0])
-        up = F.linear(received[rows_of_expert], w_in[expert, :, 1])
-        results = results.index_copy(0, rows_of_expert, F.linear(F.silu(gate) * up, w_out[expert]))
+    for number in range(local):
+        rows = (owner == number).nonzero()[:, 0]
+        computed = expert(number, received[rows], parameters, activation)
+        results = results.index_copy(0, rows, computed)
     returned = _exchange(results, sent, arriving, group, ranks)
     rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
     return (rows.view(*experts.shape, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)

@@ -1,4 +1,4 @@
-"""The launches of one call, step by step: dispatch, combine, sum, and their backward passes."""
+"""The launches of one call, step by step: dispatch, combine and sum, in both directions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExp
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.launch import Call, Saved
+    from interlace.operators.mixture_of_experts.call import Call, Saved
 
 _RESULTS = f"{OPERATOR}.results"
 
@@ -39,9 +39,9 @@ class Steps:
     """The launches of one call; their common arguments are computed once.
 
     Attributes:
-        w_in: The weight of gate and up, contiguous; see ``layout.in_memory_order``.
-        halves: Whether that is ``[L, 2, F, hidden]``, an expert's gate before its up, or else
-            ``[L, F, 2, hidden]``.
+        w_in, w_out: The weights as they lie in memory; see ``layout.in_memory_order``.
+        in_order, out_order: Their order.
+        b_in, b_out: The biases, that of gate and up in the order of w_in's lines; or None.
         tiles: Whether operands and results are tensor descriptors.
         align: The elements, a power of two, that rows are a multiple of.
         results, gradients: Addresses of the rows that come back, and of their slots' gradients.
@@ -55,7 +55,12 @@ class Steps:
         self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
         _, self.config = call.chosen
         self.dtype = call.x.dtype
-        self.w_in, self.halves = layout.in_memory_order(call.w_in), layout.has_halves(call.w_in)
+        self.w_in, self.in_order = layout.in_memory_order(call.w_in)
+        self.w_out, self.out_order = layout.in_memory_order(call.w_out)
+        self.b_in = None
+        if call.b_in is not None:
+            self.b_in = layout.bias_in_order(call.b_in, self.in_order)
+        self.b_out = None if call.b_out is None else call.b_out.contiguous()
         ranks, experts = sizes.world_size, sizes.experts
         self.workspace = group.workspace(operator, 4 * ranks * (experts + 1), layout.SIGNALS)
         self.context = group.context(operator)
@@ -108,14 +113,15 @@ class Steps:
         return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], block)
 
     def weight(
-        self, weight: torch.Tensor, columns: int, inner: int, transposed: bool, halves: bool = False
+        self, weight: torch.Tensor, columns: int, inner: int, along_k: bool, halves: bool = False
     ) -> Any:
-        """Describe the experts' weights, ``[columns, inner]`` each if ``transposed``.
+        """Describe the experts' weights: ``[columns, inner]`` each if ``along_k``, or else
+        ``[inner, columns]``.
 
         With ``halves``, a tile of gates and one of ups are loaded, each with half of the columns.
         """
         block_n, block_k = self.config.block_n // (2 if halves else 1), self.config.block_k
-        if transposed:
+        if along_k:
             return self.operand(weight, inner, [block_n, block_k])
         return self.operand(weight, columns, [block_k, block_n])
 
@@ -123,7 +129,6 @@ class Steps:
         self,
         x: torch.Tensor,
         saved: Saved,
-        weight: torch.Tensor,
         out: torch.Tensor,
         space: Output,
         *,
@@ -133,6 +138,8 @@ class Steps:
         met: torch.Tensor | None = None,
     ) -> Launch:
         """Send rows of ``x`` to their experts and multiply the rows that arrive.
+
+        Forward, the weight is w_in; backward, where ``x`` is the gradient of y, it is w_out.
 
         Args:
             space: The buffers of all ranks that rows arrive in.
@@ -148,8 +155,12 @@ class Steps:
         )
 
         sizes, config, forward = self.sizes, self.config, grants is not None
-        columns = 2 * sizes.ffn if forward else sizes.ffn
-        width = config.block_n // 2 if forward else config.block_n
+        gates = sizes.gates if forward else 1
+        columns, width = gates * sizes.ffn, config.block_n // gates
+        if forward:
+            weight, along_k, halves = self.w_in, *self.in_order
+        else:
+            weight, along_k, halves = self.w_out, not self.out_order.along_k, False
         own_buffer = (
             space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride
         )
@@ -163,7 +174,7 @@ class Steps:
         rows, row_columns = layout.push_tile(
             sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
         )
-        x, weight = x.contiguous(), weight.contiguous()
+        x = x.contiguous()
         # Programs take tickets for tiles, because experts get different numbers of rows.
         ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
         block = [config.block_m, width]
@@ -174,7 +185,8 @@ class Steps:
             "plan": saved.plan,
             "grants": grants,
             "a_tiles": a_tiles,
-            "b": self.weight(weight, columns, sizes.hidden, forward, forward and self.halves),
+            "b": self.weight(weight, columns, sizes.hidden, along_k, halves),
+            "bias": self.b_in if forward else None,
             "out": self.operand(out, sizes.ffn, block),
             "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
             "ticket": ticket,
@@ -194,9 +206,10 @@ class Steps:
             "hidden_groups": sizes.hidden // self.align,
         }
         constants = self.constants | {
-            "TILING": self.tiling._replace(w_along_k=forward),
+            "TILING": self.tiling._replace(w_along_k=along_k),
             "FORWARD": forward,
-            "HALVES": self.halves,
+            "HALVES": halves,
+            "FORM": self.call.form,
             "PUSHING": Pushing(
                 config.push_programs, push_rows, rows, row_columns, sizes.top_k, self.align
             ),
@@ -206,22 +219,20 @@ class Steps:
         return Launch(dispatch_grouped_gemm, grid, arguments, constants, (weight, out, kept))
 
     def combine(
-        self,
-        plan: torch.Tensor,
-        rows: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        met: torch.Tensor | None = None,
-        transposed: bool,
+        self, plan: torch.Tensor, rows: torch.Tensor, *, met: torch.Tensor | None = None
     ) -> Launch:
         """Multiply ``rows [arrivals, inner]`` by the experts' weights and send the results back.
 
-        ``met`` is as for :meth:`dispatch`.
+        Forward, the weight is w_out; backward, where there is ``met`` as for :meth:`dispatch`, it
+        is w_in.
         """
         from interlace.operators.mixture_of_experts.kernels.combine import grouped_gemm_combine
 
         sizes, config, inner = self.sizes, self.config, rows.shape[1]
-        weight = weight.contiguous()
+        if met is None:
+            weight, along_k = self.w_out, self.out_order.along_k
+        else:
+            weight, along_k = self.w_in, not self.in_order.along_k
         # Programs begin one after another, so that results leave steadily and not in bursts.
         spread_ns = 0
         if sizes.world_size > 1:
@@ -230,7 +241,8 @@ class Steps:
             "plan": plan,
             "met": met,
             "a": self.operand(rows, inner, [config.block_m, config.block_k]),
-            "b": self.weight(weight, sizes.hidden, inner, transposed),
+            "b": self.weight(weight, sizes.hidden, inner, along_k),
+            "bias": self.b_out if met is None else None,
             "results": self.result_tiles() if self.tiles else self.results,
             "signals": self.workspace.signals.address,
             "epochs": self.workspace.epochs,
@@ -242,7 +254,7 @@ class Steps:
             "columns": sizes.hidden,
             "spread_ns": spread_ns,
         }
-        tiling = self.tiling._replace(w_along_k=transposed)
+        tiling = self.tiling._replace(w_along_k=along_k)
         constants = self.constants | {"TILING": tiling}
         return Launch(grouped_gemm_combine, (self.programs,), arguments, constants, (rows, weight))
 
@@ -300,72 +312,3 @@ class Steps:
         }
         programs = min(sizes.tokens, self.config.sum_programs)
         return Launch(sum_results, (programs,), arguments, constants)
-
-    def activation(
-        self,
-        saved: Saved,
-        met: torch.Tensor,
-        product_gradient: torch.Tensor,
-        inner: torch.Tensor,
-        scaled: torch.Tensor,
-        arrived: torch.Tensor,
-    ) -> Launch:
-        """Compute the gradients of SwiGLU."""
-        from interlace.operators.mixture_of_experts.kernels.gradients import swiglu_backward
-
-        sizes = self.sizes
-        rows, columns = layout.activation_tile(sizes.ffn)
-        arguments = {
-            "plan": saved.plan,
-            "met": met,
-            "kept": saved.kept.data_ptr(),
-            "product_gradient": product_gradient.data_ptr(),
-            "inner_gradient": inner.data_ptr(),
-            "scaled": scaled.data_ptr(),
-            "received": arrived.data_ptr(),
-            "gradients": self.gradients,
-            "ctx": self.context,
-            "scale_bytes": self.scale_bytes,
-            "arrivals": sizes.arrivals,
-            "E": sizes.experts,
-            "L": sizes.local,
-            "width": sizes.ffn,
-        }
-        constants = {
-            "WORLD_SIZE": sizes.world_size,
-            "DTYPE": triton_dtype(self.dtype),
-            "L_LANES": self.lanes["L_LANES"],
-            "HALVES": self.halves,
-            "ROWS": rows,
-            "COLS": columns,
-            "num_warps": 4,
-        }
-        grid = (self.programs * (8 if self.group.backend == "cuda" else 1),)
-        keep = (product_gradient, inner, scaled)
-        return Launch(swiglu_backward, grid, arguments, constants, keep)
-
-    def gradient(
-        self, plan: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor
-    ) -> Launch:
-        """Compute each expert's ``left.T @ right``, into ``out``."""
-        from interlace.operators.mixture_of_experts.kernels.gradients import grouped_gemm_gradient
-
-        sizes, config = self.sizes, self.config
-        wide, narrow = left.shape[1], right.shape[1]
-        # A tile that reached beyond one expert's gradient would overwrite the next expert's.
-        even = self.tiles and wide % config.block_m == 0
-        block = [config.block_m, config.block_n]
-        arguments = {
-            "plan": plan,
-            "a": self.operand(left, wide, [config.block_k, config.block_m]),
-            "b": self.operand(right, narrow, [config.block_k, config.block_n]),
-            "out": self.operand(out, narrow, block) if even else out.data_ptr(),
-            "rank": self.group.rank,
-            "E": sizes.experts,
-            "L": sizes.local,
-            "wide": wide,
-            "narrow": narrow,
-        }
-        constants = self.constants | {"EVEN": even}
-        keep = (left, right)
-        return Launch(grouped_gemm_gradient, (self.programs,), arguments, constants, keep)

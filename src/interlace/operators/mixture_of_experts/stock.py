@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
 from interlace.comm import process_group_named
 from interlace.gemm.reference import gather_rows, sum_rows
 from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
 
 if TYPE_CHECKING:
+    from interlace.operators.mixture_of_experts.call import Call
     from interlace.operators.mixture_of_experts.choice import Terms
-    from interlace.operators.mixture_of_experts.launch import Call
 
 _ALIGNMENT_BYTES = 16
 """PyTorch's grouped product takes rows of weights that are a multiple of so many bytes."""
@@ -35,7 +35,10 @@ def refusal(terms: Terms) -> str | None:
             f"hidden and F that are multiples of {_ALIGNMENT_BYTES} bytes",
         ),
         (
-            sizes.world_size * sizes.slots * (3 * sizes.ffn + 2 * sizes.hidden) * itemsize
+            sizes.world_size
+            * sizes.slots
+            * ((sizes.gates + 1) * sizes.ffn + 2 * sizes.hidden)
+            * itemsize
             <= _MOST_BYTES,
             f"at most {_MOST_BYTES >> 30} GiB of rows of all ranks",
         ),
@@ -57,18 +60,30 @@ def run(call: Call) -> torch.Tensor:
     expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
     # Rows of other ranks' experts are sorted behind those of this rank's.
     expert = torch.where((expert >= 0) & (expert < local), expert, local)
-    in_order, order = expert.sort(stable=True)
+    sorted_experts, order = expert.sort(stable=True)
     numbers = torch.arange(local, device=x.device)
-    ends = torch.searchsorted(in_order, numbers, right=True).to(torch.int32)
-    w_in = layout.in_memory_order(call.w_in).reshape(local, 2 * sizes.ffn, sizes.hidden)
-    both = torch._grouped_mm(x[order // top_k], w_in.transpose(1, 2), offs=ends)
-    if layout.has_halves(call.w_in):
-        gate, up = both.chunk(2, 1)
+    ends = torch.searchsorted(sorted_experts, numbers, right=True).to(torch.int32)
+    w_in, in_order = layout.in_memory_order(call.w_in)
+    lines = sizes.gates * sizes.ffn
+    if in_order.along_k:
+        w_in = w_in.reshape(local, lines, sizes.hidden).transpose(1, 2)
     else:
-        gate, up = both[:, ::2], both[:, 1::2]
-    results = torch._grouped_mm(F.silu(gate) * up, call.w_out.transpose(1, 2), offs=ends)
+        w_in = w_in.reshape(local, sizes.hidden, lines)
+    both = torch._grouped_mm(x[order // top_k], w_in, offs=ends)
+    # Rows of other ranks' experts take any expert's bias.
+    owner = sorted_experts.clamp(max=local - 1)
+    if call.b_in is not None:
+        both = both + layout.bias_in_order(call.b_in, in_order).view(local, lines)[owner]
+    if in_order.halves:
+        gates = both.view(-1, sizes.gates, sizes.ffn).unbind(1)
+    else:
+        gates = both.view(-1, sizes.ffn, sizes.gates).unbind(2)
+    active = ExpertActivation.parse(call.activation)(*gates)
+    results = torch._grouped_mm(active, call.w_out.transpose(1, 2), offs=ends)
+    if call.b_out is not None:
+        results = results + call.b_out[owner]
     # The product leaves rows behind the last expert's undefined, perhaps NaN.
-    results = torch.where((in_order < local)[:, None], results, 0)
+    results = torch.where((sorted_experts < local)[:, None], results, 0)
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order), device=x.device)
     rows = results[positions].view(len(x), top_k, -1)

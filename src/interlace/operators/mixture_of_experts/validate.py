@@ -6,6 +6,7 @@ import torch
 
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import FLOATS, require_device, require_float
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import MAX_EXPERTS, MAX_TOKENS, MAX_TOP_K
 
@@ -16,20 +17,28 @@ def validate(
     weights: torch.Tensor,
     w_in: torch.Tensor,
     w_out: torch.Tensor,
+    b_in: torch.Tensor | None,
+    b_out: torch.Tensor | None,
+    activation: ExpertActivation,
     capacity: int | None,
     world_size: int,
 ) -> None:
     """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
     if x.dim() != 2:
         raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
-    tokens, hidden = x.shape
+    tokens = x.shape[0]
     require_float(f"{OPERATOR}: x", x.dtype)
     if tokens > MAX_TOKENS:
         raise ArgumentError(
             f"{OPERATOR}: a rank must have at most {MAX_TOKENS} tokens; got {tokens}. Call in "
             "parts."
         )
-    _validate_weights(w_in, w_out, hidden, x)
+    _validate_weights(w_in, w_out, b_in, b_out, x)
+    if w_in.shape[2] == 1 and activation.needs_gate:
+        raise ArgumentError(
+            f"{OPERATOR}: activation must have no limit and no up_offset where experts have no "
+            f"gate; got {activation}."
+        )
     total = world_size * w_in.shape[0]
     if total > MAX_EXPERTS:
         raise ArgumentError(
@@ -63,28 +72,38 @@ def validate(
 
 
 def _validate_weights(
-    w_in: torch.Tensor, w_out: torch.Tensor, hidden: int, x: torch.Tensor
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    b_in: torch.Tensor | None,
+    b_out: torch.Tensor | None,
+    x: torch.Tensor,
 ) -> None:
-    if w_in.dim() != 4 or w_in.shape[2] != 2 or w_in.shape[3] != hidden:
+    hidden = x.shape[1]
+    if w_in.dim() != 4 or w_in.shape[2] not in (1, 2) or w_in.shape[3] != hidden:
         raise ArgumentError(
             f"{OPERATOR}: w_in must be [L, F, 2, hidden], gate and up of this rank's L experts, "
-            f"with hidden = {hidden}; "
+            f"with hidden = {hidden}, or [L, F, 1, hidden] without a gate; "
             f"got shape {list(w_in.shape)}. torch.stack([w_gate, w_up], dim=2) makes it of two "
             "[L, F, hidden]."
         )
-    local, ffn = w_in.shape[:2]
+    local, ffn, gates = w_in.shape[:3]
     if min(local, ffn, hidden) < 1:
         raise ArgumentError(
             f"{OPERATOR}: experts, F and hidden must be positive; got {local}, {ffn} and {hidden}."
         )
-    if list(w_out.shape) != [local, hidden, ffn]:
-        raise ArgumentError(
-            f"{OPERATOR}: w_out must be [L, hidden, F] = {[local, hidden, ffn]}; got shape "
-            f"{list(w_out.shape)}."
-        )
-    for name, weight in (("w_in", w_in), ("w_out", w_out)):
-        if weight.dtype != x.dtype or weight.device != x.device:
+    for name, tensor, dimensions, shape in (
+        ("w_out", w_out, "[L, hidden, F]", [local, hidden, ffn]),
+        ("b_in", b_in, "[L, F, 2]" if gates == 2 else "[L, F, 1]", [local, ffn, gates]),
+        ("b_out", b_out, "[L, hidden]", [local, hidden]),
+    ):
+        if tensor is not None and list(tensor.shape) != shape:
             raise ArgumentError(
-                f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {weight.dtype} "
-                f"on {weight.device}."
+                f"{OPERATOR}: {name} must be {dimensions} = {shape}; got shape "
+                f"{list(tensor.shape)}."
+            )
+    for name, tensor in (("w_in", w_in), ("w_out", w_out), ("b_in", b_in), ("b_out", b_out)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {tensor.dtype} "
+                f"on {tensor.device}."
             )

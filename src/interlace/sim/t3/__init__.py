@@ -25,7 +25,8 @@ from interlace.sim.t3.endtoend import EndToEnd, estimate
 from interlace.sim.t3.machine import T3Machine, load_t3_machine
 from interlace.sim.t3.models import SUBLAYERS, load_t3_model
 from interlace.sim.t3.product import Product
-from interlace.sim.t3.run import COLLECTIVES, CONFIGURATIONS, SubLayer, simulate
+from interlace.sim.t3.run import COLLECTIVES, CONFIGURATIONS, simulate
+from interlace.sim.t3.sublayer import SubLayer
 
 __all__ = [
     "AddressMap",

@@ -12,7 +12,7 @@ from interlace.sim.engine import Join, Server
 from interlace.sim.results import Span
 from interlace.sim.t3.addresses import AddressMap, Target
 from interlace.sim.t3.collectives import PIECE_BYTES, Collective
-from interlace.sim.t3.gpu import Flow, Gpu, Group, Part
+from interlace.sim.t3.gpu import Flow, Gpu, Group, Part, Store
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.memory import Kind
 from interlace.sim.t3.product import ELEMENT_BYTES, OUTPUT_RUN_BYTES, Plan, Product, Running
@@ -131,11 +131,12 @@ class _Producer(_Fused):
             slowness=self._slowness
         )  # fmt: skip
 
-    def _store(self, tile: int, acknowledged: Callable[[], None]) -> None:
+    def _store(self, tile: int, acknowledged: Callable[[Store], None]) -> None:
         total = self._blocks * self._addresses.chunks
         # Tiles and blocks need not divide: a tile stores the blocks that end in it.
         blocks = range(tile * total // self._tiles, (tile + 1) * total // self._tiles)
-        join = Join(len(blocks), acknowledged)
+        leaves = any(block // self._blocks in self._addresses.remote_map for block in blocks)
+        join = Join(len(blocks), lambda: acknowledged("link" if leaves else "memory"))
         for block in blocks:
             chunk = block // self._blocks
             self._stored_ns[block] = self._gpu.engine.now

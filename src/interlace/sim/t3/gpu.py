@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Literal
 
 from interlace.sim import topology
 from interlace.sim.engine import Engine
 from interlace.sim.fabric import Fabric
 from interlace.sim.results import LinkUse, Span
 from interlace.sim.t3.machine import T3Machine
-from interlace.sim.t3.memory import Kind, Memory
+from interlace.sim.t3.memory import QUEUE_STEP_NS, Kind, Memory
 
 BytesBy = dict[tuple[str, Kind], float]
+Store = Literal["memory", "link"]
+"""Where a tile's output goes: into this GPU's memory, or over the link into another GPU's."""
+Cause = Literal["computing", "inputs", "memory", "link", "stage", "idle"]
+"""What a compute unit's time goes to: a tile's steps; their inputs; the acknowledgement of its
+stores, by :data:`Store`; other tiles of its stage, in lockstep; no tile that is left.
+"""
 
 TOPOLOGIES = ("ring", "full", "switch")
 """Topologies of a group: a ring's link carries all bytes that leave a GPU, a full mesh splits them
@@ -51,6 +58,9 @@ class Part:
     Attributes:
         time_ns: nanoseconds until the last GPU has ended.
         product_ns: end of the product; 0 without a product.
+        unit_ns: nanoseconds of the mean compute unit by cause, ``product_ns`` in all.
+        queue: mean entries of a DRAM channel's queue in successive steps of
+            :data:`~interlace.sim.t3.memory.QUEUE_STEP_NS`.
     """
 
     name: str
@@ -70,6 +80,8 @@ class Part:
     tracker_overflows: int = 0
     threshold: float | None = None
     flows: tuple[Flow, ...] = ()
+    unit_ns: dict[Cause, float] = dataclasses.field(default_factory=dict)
+    queue: tuple[float, ...] = ()
 
 
 class Gpu:
@@ -81,6 +93,8 @@ class Gpu:
         self.memory = Memory(group.engine, group.machine, group.used_memory if rank == 0 else None)
         self.spans: list[Span] = []
         self.product_ns = 0
+        # Nanoseconds of all compute units together.
+        self.unit_ns: dict[Cause, int] = {}
 
     def send(
         self, to: int, size: float, traffic: str, arrived: Callable[[Gpu], None], share: float = 1.0
@@ -146,6 +160,14 @@ class Group:
             mean_queue_entries=memory.mean_entries(),
             row_misses=memory.row_misses / max(1, memory.accesses),
             waited_ns=memory.waited_ns,
+            unit_ns={
+                cause: first.product_ns * time / sum(first.unit_ns.values())
+                for cause, time in first.unit_ns.items()
+            },
+            queue=tuple(
+                memory.queued_ns.get(step, 0.0) / QUEUE_STEP_NS
+                for step in range(1 + time_ns // QUEUE_STEP_NS)
+            ),
         )
 
     def latency_ns(self, to: int) -> int:

@@ -15,7 +15,8 @@ from interlace.errors import ConfigError
 from interlace.sim.t3.collectives import Collective
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.product import Product
-from interlace.sim.t3.run import COLLECTIVES, SubLayer, simulate
+from interlace.sim.t3.run import COLLECTIVES, simulate
+from interlace.sim.t3.sublayer import SubLayer
 
 OPERATORS: dict[str, Collective] = {
     declared.operator: collective

@@ -33,6 +33,8 @@ SEGMENT_BYTES = 256
 """Bytes of one channel before addresses go on to the next, and the most that a simulated access
 stands for.
 """
+QUEUE_STEP_NS = 4096
+"""Nanoseconds of a step in the record of the queue's entries."""
 _SPREAD = 2654435761
 """Knuth's multiplicative hash, which scatters the runs of a tile over the banks."""
 _CAUSES = 64
@@ -87,6 +89,8 @@ class Memory:
         waited_ns: longest wait of a communication request for the queue.
         row_misses: accesses of the simulated channel that opened a row.
         accesses: accesses of the simulated channel.
+        queued_ns: time in the channel's queue of all entries that left it, in each step of
+            :data:`QUEUE_STEP_NS`, by the step's number.
     """
 
     def __init__(
@@ -145,7 +149,7 @@ class Memory:
         self.waited_ns = 0
         self.row_misses = 0
         self.accesses = 0
-        self._waiting_ns = 0.0
+        self.queued_ns: dict[int, float] = {}
 
     def request(
         self,
@@ -181,7 +185,7 @@ class Memory:
 
     def mean_entries(self) -> float:
         """Return the mean number of entries in the channel's queue over the run."""
-        return self._waiting_ns / max(1, self._engine.now)
+        return sum(self.queued_ns.values()) / max(1, self._engine.now)
 
     def _arbitrate(self) -> None:
         """Let accesses enter the queue as long as it has room."""
@@ -329,7 +333,10 @@ class Memory:
     def _served(self, access: _Access) -> None:
         self._serving = False
         self._entries -= access.columns
-        self._waiting_ns += access.columns * (self._engine.now - access.arrived_ns)
+        now = self._engine.now
+        step = now // QUEUE_STEP_NS
+        waited_ns = access.columns * (now - access.arrived_ns)
+        self.queued_ns[step] = self.queued_ns.get(step, 0.0) + waited_ns
         request = access.request
         request.pending -= 1
         if request.pending == 0 and request.left == 0:

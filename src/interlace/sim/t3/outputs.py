@@ -8,8 +8,9 @@ from typing import Any
 
 from interlace.sim.figure import open_figure, plain
 from interlace.sim.t3.measured import Comparison
+from interlace.sim.t3.memory import QUEUE_STEP_NS
 from interlace.sim.t3.reproduce import Figure
-from interlace.sim.t3.run import SubLayer
+from interlace.sim.t3.sublayer import SubLayer
 from interlace.sim.trace import named, slice_event, to_perfetto
 from interlace.units import format_ns
 
@@ -33,18 +34,48 @@ _COLOURS = {
 }
 
 
-def draw(results: Sequence[SubLayer], file: Path) -> None:
-    """Draw one panel per configuration: GB/s of DRAM traffic by cause, and of the link below it.
+SPENT = {
+    "computing": ("computing", "#0072B2"),
+    "inputs": ("waiting for inputs", "#56B4E9"),
+    "memory": ("waiting for its stores into memory", "#E69F00"),
+    "link": ("waiting for its stores to the next GPU", "#D55E00"),
+    "stage": ("waiting for the other tiles of its stage", "#CC79A7"),
+    "idle": ("no tile left", "#BBBBBB"),
+    "product": ("the product's last writes", "#999999"),
+    "reduce_scatter": ("reduce-scatter, exposed", "#F0E442"),
+    "all_to_all": ("all-to-all, exposed", "#F0E442"),
+    "all_gather": ("all-gather, exposed", "#009E73"),
+}
+"""What the time of a sub-layer is spent on, in the order of tables and bars: meaning and colour."""
+_DARK = {"#0072B2", "#009E73", "#D55E00"}
+
+
+def draw(results: Sequence[SubLayer], bounds: Sequence[SubLayer], file: Path) -> None:
+    """Draw where the time of each configuration goes, and their traffic below it.
+
+    Bars on top divide the time by cause. Below them is a panel per configuration: GB/s of DRAM
+    traffic by cause, the link's under the line, and the entries of a DRAM channel's queue.
+
+    Args:
+        results: configurations that take place.
+        bounds: configurations that get a bar only.
+        file: picture to write.
 
     Raises:
         ArgumentError: the file cannot be written.
     """
     longest = max(result.total_ns for result in results)
-    with open_figure(file, 12, 0.8 + 2.2 * len(results)) as drawing:
-        axes = drawing.subplots(len(results), 1, sharex=True, squeeze=False)[:, 0]
+    bars = [*results, *bounds]
+    heights = [0.35 + 0.32 * len(bars), *[2.1] * len(results)]
+    with open_figure(file, 12, 1.2 + sum(heights)) as drawing:
+        axes = drawing.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+        _bars(axes[0], bars)
         handles: dict[str, Any] = {}
-        for axis, result in zip(axes, results, strict=True):
+        # The fullest queue of all, so that panels have one scale.
+        entries = max(part.queue_entries for result in results for part in result.parts)
+        for axis, result in zip(axes[1:], results, strict=True):
             _panel(axis, result, longest, handles)
+            _queue(axis, result, entries, handles)
         axes[-1].set_xlabel("microseconds")
         drawing.legend(
             handles=list(handles.values()),
@@ -53,6 +84,34 @@ def draw(results: Sequence[SubLayer], file: Path) -> None:
             frameon=False,
             fontsize=9,
         )
+
+
+def _bars(axis: Any, results: Sequence[SubLayer]) -> None:
+    """Draw a bar per configuration, divided by what the time is spent on."""
+    left = [0.0] * len(results)
+    longest = max(result.total_ns for result in results)
+    for cause, (meaning, colour) in SPENT.items():
+        widths = [result.spent_ns.get(cause, 0.0) for result in results]
+        if max(widths) < 1:
+            continue
+        bars = axis.barh(
+            range(len(results)), [width / 1000 for width in widths], 0.72,
+            [at / 1000 for at in left], color=colour, label=meaning,
+        )  # fmt: skip
+        # Narrow parts have no room for a number; the command prints all of them.
+        numbers = [f"{width / 1000:.0f}" if width > 0.02 * longest else "" for width in widths]
+        shade = "white" if colour in _DARK else "black"
+        axis.bar_label(bars, numbers, label_type="center", fontsize=8, color=shade)
+        left = [at + width for at, width in zip(left, widths, strict=True)]
+    axis.set_yticks(range(len(results)), [result.configuration for result in results], fontsize=9)
+    axis.invert_yaxis()
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(
+        "Where the time goes: the mean compute unit's, then what the collectives add",
+        loc="left",
+        fontsize=10,
+    )
+    axis.legend(ncols=4, fontsize=8, frameon=False, loc="lower left", bbox_to_anchor=(0, 1.12))
 
 
 def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -> None:
@@ -92,6 +151,22 @@ def _panel(axis: Any, result: SubLayer, longest: int, handles: dict[str, Any]) -
         loc="left",
         fontsize=10,
     )
+
+
+def _queue(axis: Any, result: SubLayer, entries: float, handles: dict[str, Any]) -> None:
+    """Draw the entries of a DRAM channel's queue over a panel, on a scale up to ``entries``."""
+    scale = axis.twinx()
+    label = "entries in a DRAM channel's queue"
+    for start, part in zip(result.starts_ns, result.parts, strict=True):
+        times = [(start + QUEUE_STEP_NS * step) / 1000 for step in range(len(part.queue))]
+        (line,) = scale.step(times, part.queue, where="post", color="black", linewidth=0.7)
+        handles.setdefault(label, line).set_label(label)
+    # Both scales have their zero on one line.
+    low, high = axis.get_ylim()
+    scale.set_ylim(entries * low / high, entries)
+    scale.set_yticks([0, round(entries / 2), round(entries)])
+    scale.set_ylabel("entries", fontsize=9)
+    scale.spines[["top", "left"]].set_visible(False)
 
 
 def draw_measured(comparisons: Sequence[Comparison], file: Path) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from interlace.errors import ConfigError
 from interlace.sim.engine import Server, duration_ns
 from interlace.sim.results import Span
-from interlace.sim.t3.gpu import Gpu
+from interlace.sim.t3.gpu import Cause, Gpu, Store
 from interlace.sim.t3.machine import T3Machine
 
 ELEMENT_BYTES = 2
@@ -128,11 +128,13 @@ class _Tile:
         step: step that is computed, or computed next.
         loaded: number of steps whose inputs have arrived.
         awaited: inputs of the next step that have not arrived.
+        since_ns: time at which its unit took it, finished it, or was told that it is stored.
     """
 
     number: int
     row: int
     column: int
+    since_ns: int
     step: int = 0
     loaded: int = 0
     awaited: int = 0
@@ -157,7 +159,7 @@ class Running:
         gpu: Gpu,
         plan: Plan,
         units: int,
-        store: Callable[[int, Callable[[], None]], None] | None = None,
+        store: Callable[[int, Callable[[Store], None]], None] | None = None,
         *,
         gate: Callable[[int, Callable[[], None]], None] | None = None,
         stage_done: Callable[[], None] | None = None,
@@ -169,8 +171,8 @@ class Running:
             gpu: the GPU.
             plan: the product's layout.
             units: compute units that take tiles.
-            store: called with a tile's number, and a function to call when the tile's stores are
-                acknowledged.
+            store: called with a tile's number, and a function to call with the destination when
+                the tile's stores are acknowledged.
             gate: called with the row of a tile, and a function to call when its input has arrived.
             stage_done: called once, when the first ``units`` tiles are done.
             slowness: time of a step over the plan's.
@@ -186,7 +188,8 @@ class Running:
         # modulo 3.
         self._cache: collections.OrderedDict[int, int] = collections.OrderedDict()
         self._coming: dict[int, list[_Tile]] = {}
-        self._next = self._done = self._free = 0
+        self._next = self._done = 0
+        self._stored: list[_Tile] = []
         self._lockstep = bool(gpu.machine.gpu.lockstep.value)
         self._began: list[int] = []
         for _ in range(min(units, len(plan.tiles))):
@@ -197,7 +200,7 @@ class Running:
         if self._next == len(self._plan.tiles):
             return
         # Tiles start in the plan's order, whichever unit is free first.
-        tile = _Tile(self._next, *self._plan.tiles[self._next])
+        tile = _Tile(self._next, *self._plan.tiles[self._next], self._gpu.engine.now)
         # Stages are counted by tiles: the first tile of each marks its begin.
         if self._next % self._units == 0:
             self._began.append(self._gpu.engine.now)
@@ -289,6 +292,10 @@ class Running:
     def _finished(self, tile: _Tile) -> None:
         self._done += 1
         now = self._gpu.engine.now
+        computing = len(self._plan.depths) * self._step_ns
+        self._spent("computing", computing)
+        self._spent("inputs", now - tile.since_ns - computing)
+        tile.since_ns = now
         if self._done % self._units == 0 or self._done == len(self._plan.tiles):
             stage = (self._done - 1) // self._units
             self._gpu.spans.append(
@@ -297,25 +304,39 @@ class Running:
             if stage == 0 and self._stage_done is not None:
                 self._stage_done()
         self._gpu.product_ns = now
+        if self._done == len(self._plan.tiles):
+            # What is left of the units' time is that of units without a tile.
+            self._spent("idle", self._units * now - sum(self._gpu.unit_ns.values()))
         if self._store is not None:
-            self._store(tile.number, self._released)
+            self._store(tile.number, lambda target: self._released(tile, target))
             return
         self._keep(3 * tile.number + 2, self._plan.output_bytes(tile.number))
         if self._done == len(self._plan.tiles):
             # Output that is left is written back, and counted, after the last tile.
             while self._cache:
                 self._evict()
-        self._released()
+        self._released(tile, "memory")
 
-    def _released(self) -> None:
+    def _released(self, tile: _Tile, target: Store) -> None:
         """Free a compute unit; it takes the next tile unless it waits for its stage to end."""
-        self._free += 1
+        now, total = self._gpu.engine.now, len(self._plan.tiles)
+        # A unit that gets no further tile waits for nothing: it is idle.
+        if self._next < total:
+            self._spent(target, now - tile.since_ns)
+        tile.since_ns = now
+        self._stored.append(tile)
         # In lockstep a unit waits until all tiles of its stage have been stored.
-        if self._lockstep and self._next % self._units == 0 and self._free < self._units:
+        if self._lockstep and self._next % self._units == 0 and len(self._stored) < self._units:
             return
-        free, self._free = self._free, 0
-        for _ in range(free):
+        stored, self._stored = self._stored, []
+        for other in stored:
+            if self._next < total:
+                self._spent("stage", now - other.since_ns)
             self._take()
+
+    def _spent(self, cause: Cause, unit_ns: int) -> None:
+        """Count the time of one compute unit."""
+        self._gpu.unit_ns[cause] = self._gpu.unit_ns.get(cause, 0) + unit_ns
 
 
 def _nothing() -> None:

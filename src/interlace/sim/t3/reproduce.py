@@ -241,6 +241,7 @@ def _of_small(cases: Sequence[Case]) -> list[Figure]:
             Figure(f"{name}, faster, geomean", mean, _percent(geometric_mean(gains)), 3, "%"),
             Figure(f"{name}, faster, maximum", maximum, _percent(max(gains)), 5, "%"),
         ]
+    arbitrated = max(case.speed_up("t3-mca") / case.speed_up("t3") for case in cases)
     traffic = [case.traffic["t3-mca"] / case.traffic["sequential"] for case in cases]
     writes = geometric_mean([case.writes["sequential"] / case.writes["t3-mca"] for case in cases])
     reads = geometric_mean(
@@ -249,6 +250,7 @@ def _of_small(cases: Sequence[Case]) -> list[Figure]:
     both = geometric_mean([case.both_speed_up for case in cases])
     longer = geometric_mean([case.slower("split-16", product=True) for case in cases])
     compared += [
+        Figure("T3-MCA over T3, maximum", 29, _percent(arbitrated), 5, "%", RECALLED),
         Figure("DRAM traffic, geomean", -22, _percent(geometric_mean(traffic)), 3, "%"),
         Figure("DRAM traffic, most saved", -36, _percent(min(traffic)), 5, "%"),
         Figure(
@@ -283,8 +285,11 @@ def _of_large(cases: Sequence[Case]) -> list[Figure]:
     gains = [case.speed_up("t3-mca") for case in cases if case.model in LARGE]
     if not gains:
         return []
-    gain = _percent(geometric_mean(gains))
-    return [Figure("T3-MCA, PALM and MT-NLG, geomean", 29, gain, 3, "%")]
+    # The published maximum is over GPT-3 as well, with which ours could only be higher.
+    return [
+        Figure("T3-MCA, PALM and MT-NLG, geomean", 29, _percent(geometric_mean(gains)), 3, "%"),
+        Figure("T3-MCA, PALM and MT-NLG, maximum", 35, _percent(max(gains)), 5, "%", RECALLED),
+    ]
 
 
 def _of_degree(cases: Sequence[Case], ranks: int, reads: float, near_memory: float) -> list[Figure]:

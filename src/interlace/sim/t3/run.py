@@ -10,22 +10,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from interlace.errors import ConfigError
 from interlace.sim.bounds import Bound, largest
-from interlace.sim.results import LinkUse, Result, Span, TaskTime
+from interlace.sim.results import Result
 from interlace.sim.t3 import addresses as maps
 from interlace.sim.t3 import fused
 from interlace.sim.t3.addresses import AddressMap
 from interlace.sim.t3.collectives import Collective, alone
-from interlace.sim.t3.gpu import TOPOLOGIES, BytesBy, Group, Part
+from interlace.sim.t3.gpu import TOPOLOGIES, Group, Part, Store
 from interlace.sim.t3.machine import T3Machine
-from interlace.sim.t3.memory import Kind
 from interlace.sim.t3.product import OUTPUT_RUN_BYTES, Plan, Product, Running
+from interlace.sim.t3.sublayer import Schedule, SubLayer, moved_by, spent, tasks
 
 Key = TypeVar("Key")
-Event = TypeVar("Event", Span, LinkUse)
 
 CONFIGURATIONS = ("sequential", "split-8", "split-16", "t3", "t3-mca", "ideal", "ideal-nmc")
 """Configurations in order: product and collective one after the other; both at once on separate
@@ -35,71 +34,6 @@ arbitration; perfect overlap of product and collective; perfect overlap with nea
 
 COLLECTIVES: tuple[Collective, ...] = ("reduce_scatter", "all_to_all", "all_gather")
 """Collectives in order: after the product, and then an all-gather; after the product; before it."""
-
-Schedule = list[tuple[int, Part]]
-"""Parts with their start times in nanoseconds."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SubLayer:
-    """Outcome of one configuration, on GPU 0.
-
-    Attributes:
-        result: times, rows, link uses and the physical bound, in the form of every simulation.
-        memory_bytes: bytes of DRAM traffic by (cause, kind): causes ``product``,
-            ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``tracker``; kinds ``read``,
-            ``write``, ``update``.
-        parts: simulated parts in the order of their starts.
-        overlapped_ns: nanoseconds that links worked while the product ran.
-    """
-
-    configuration: str
-    collective: Collective
-    product: Product
-    result: Result
-    memory_bytes: BytesBy
-    parts: tuple[Part, ...]
-    overlapped_ns: int
-
-    @property
-    def total_ns(self) -> int:
-        return self.result.total_ns
-
-    @property
-    def fused(self) -> Part:
-        """The part that contains the product."""
-        return next(part for part in self.parts if part.product_ns)
-
-    def moved(self, cause: str, *kinds: Kind) -> float:
-        """Return the bytes of DRAM traffic of a cause, of all kinds unless some are named."""
-        return sum(
-            size
-            for (owner, kind), size in self.memory_bytes.items()
-            if owner == cause and (not kinds or kind in kinds)
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything but single spans, for JSON."""
-        part = self.fused
-        return {
-            "configuration": self.configuration,
-            "collective": self.collective,
-            "product": dataclasses.asdict(self.product),
-            **self.result.to_json(),
-            "memory_bytes": {
-                f"{cause} {kind}": round(size)
-                for (cause, kind), size in sorted(self.memory_bytes.items())
-            },
-            "parts": {part.name: part.time_ns for part in self.parts},
-            "overlapped_ns": self.overlapped_ns,
-            "queue_entries": max(part.queue_entries for part in self.parts),
-            "mean_queue_entries": part.mean_queue_entries,
-            "row_misses": part.row_misses,
-            "communication_waited_ns": part.waited_ns,
-            "tracker_entries": part.tracker_entries,
-            "tracker_overflows": part.tracker_overflows,
-            "threshold": part.threshold if part.threshold != float("inf") else None,
-        }
 
 
 def simulate(
@@ -283,9 +217,14 @@ def product_alone(
     group = Group(machine, 2, "ring")
     gpu, plan = group.gpus[0], Plan(machine, product)
 
-    def store(tile: int, acknowledged: Callable[[], None]) -> None:
+    def store(tile: int, acknowledged: Callable[[Store], None]) -> None:
         gpu.memory.request(
-            "compute", "product", "write", plan.output_bytes(tile), acknowledged, OUTPUT_RUN_BYTES
+            "compute",
+            "product",
+            "write",
+            plan.output_bytes(tile),
+            lambda: acknowledged("memory"),
+            OUTPUT_RUN_BYTES,
         )
 
     Running(gpu, plan, units, store if bypass else None, slowness=slowness)
@@ -300,7 +239,7 @@ def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubL
         _sums(part.memory for _, part in schedule),
         _sums(part.sent_bytes for _, part in schedule),
     )
-    uses = [_moved_by(use, start) for start, part in schedule for use in part.uses]
+    uses = [moved_by(use, start) for start, part in schedule for use in part.uses]
     began, computing = next((start, part.product_ns) for start, part in schedule if part.product_ns)
     busy = {"compute": computing, "memory": round(sum(part.memory_busy_ns for _, part in schedule))}
     busy |= {
@@ -321,8 +260,8 @@ def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubL
             for kind in COLLECTIVES
         },
         memory_bytes=sum(memory.values()),
-        tasks=_tasks(schedule),
-        spans=[_moved_by(span, start) for start, part in schedule for span in part.spans],
+        tasks=tasks(schedule),
+        spans=[moved_by(span, start) for start, part in schedule for span in part.spans],
         link_uses=uses,
         bound=bound,
         events=sum(part.events for _, part in schedule),
@@ -346,6 +285,7 @@ def _result(sublayer: _SubLayer, configuration: str, schedule: Schedule) -> SubL
         memory,
         tuple(part for _, part in schedule),
         overlapped,
+        spent(schedule, sublayer.collective),
     )
 
 
@@ -364,28 +304,9 @@ def _bound(sublayer: _SubLayer, moved: float, sent: dict[str, float]) -> Bound:
     )
 
 
-def _tasks(schedule: Schedule) -> list[TaskTime]:
-    return [
-        TaskTime(
-            part.name,
-            part.spans[0].row,
-            start,
-            start + part.time_ns,
-            None if start == 0 else schedule[number - 1][1].name,
-        )
-        for number, (start, part) in enumerate(schedule)
-    ]
-
-
 def _sums(mappings: Iterable[Mapping[Key, float]]) -> dict[Key, float]:
     sums: dict[Key, float] = {}
     for sizes in mappings:
         for key, size in sizes.items():
             sums[key] = sums.get(key, 0.0) + size
     return sums
-
-
-def _moved_by(event: Event, start: int) -> Event:
-    if not start:
-        return event
-    return dataclasses.replace(event, start_ns=event.start_ns + start, end_ns=event.end_ns + start)

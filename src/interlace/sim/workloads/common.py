@@ -21,7 +21,7 @@ Fusing = Literal["none", "forward", "both"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Choices:
-    """What a run of a workload chooses besides the model, the machine and the network.
+    """Hold the choices of a run besides the model, the machine and the network.
 
     Attributes:
         fused: passes that use the fused operators.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
+from interlace import registry
 from interlace.testing.cases import batches, embedding, experts, gemv, norms, outputs, products
 from interlace.testing.cases.base import Case, Prepared
 
@@ -41,19 +42,51 @@ def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]
             yield from _MODULES[operator].every(operator, impl, world_size)
 
 
+def between_nodes(operators: Sequence[str] = ()) -> dict[str, list[str]]:
+    """Return the implementations that send something of ours between nodes, by operator.
+
+    Args:
+        operators: the operators to take, for which stock pairs count as well; default: all that
+            have more than pairs.
+    """
+    declared = registry.operators()
+    found = {}
+    for name in operators or IMPLEMENTATIONS:
+        if name in declared:
+            able = [
+                impl
+                for impl in IMPLEMENTATIONS[name]
+                if declared[name].spans_nodes(impl.partition(" ")[0])
+                and (operators or not declared[name].is_pair(impl.partition(" ")[0]))
+            ]
+            if able:
+                found[name] = able
+    return found
+
+
 def draw_case(
-    world_size: int, source: random.Random, operators: Sequence[str] = (), *, large: bool = True
+    world_size: int,
+    source: random.Random,
+    operators: Sequence[str] = (),
+    *,
+    large: bool = True,
+    spans_nodes: bool = False,
 ) -> Case:
     """Return a random call of a random implementation; it depends on the state of ``source`` only.
 
     Args:
         operators: the operators to draw from; default: all.
         large: whether some calls may be too large for Triton's interpreter to be quick.
+        spans_nodes: whether the ranks are on several nodes; see :func:`between_nodes`.
     """
-    operator = source.choice(list(operators or IMPLEMENTATIONS))
-    impl = source.choice(IMPLEMENTATIONS[operator])
+    implementations = IMPLEMENTATIONS
+    if spans_nodes:
+        implementations = between_nodes(operators)
+        operators = list(implementations)
+    operator = source.choice(list(operators or implementations))
+    impl = source.choice(implementations[operator])
     case: Case = _MODULES[operator].draw(operator, impl, world_size, source, large)
     return case
 
 
-__all__ = ["IMPLEMENTATIONS", "Case", "Prepared", "draw_case", "every_case"]
+__all__ = ["IMPLEMENTATIONS", "Case", "Prepared", "between_nodes", "draw_case", "every_case"]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace import MixtureOfExpertsConfig
+from interlace import ExpertActivation, MixtureOfExpertsConfig
 from interlace.comm import group_of
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
@@ -22,6 +22,16 @@ _GATE = 128.0
 """What every gate is: so large that silu(gate) is the gate itself, in float32, and every number
 stays a multiple of a half.
 """
+
+_ACTIVATIONS = {
+    "swiglu": ExpertActivation(),
+    # No gate is beyond the limit, and every number stays whole.
+    "gpt-oss": ExpertActivation(limit=_GATE, up_offset=1.0),
+}
+"""Activations by form. Experts of the form ``"gpt-oss"`` have biases too, and weights with both
+dimensions exchanged in memory, as those of that model.
+"""
+
 _CPU = MixtureOfExpertsConfig(
     block_m=16, block_n=64, block_k=64, group_m=2, programs=2, push_programs=2, push_rows=8,
     sum_programs=2, stagger=0,
@@ -48,9 +58,10 @@ class ExpertsCase(Case):
         routing: ``"random"``; ``"one"``: every token chooses the last expert first; ``"holes"``:
             some slots name no expert.
         capacity: rows that an expert takes from each rank at most; 0 for no limit.
+        form: a key of ``_ACTIVATIONS``.
     """
 
-    leaf_names = ("x", "weights", "w_in", "w_out")
+    leaf_names = ("x", "weights", "w_in", "w_out", "b_in", "b_out")
 
     tokens: int = 7
     local: int = 2
@@ -59,17 +70,19 @@ class ExpertsCase(Case):
     ffn: int = 20
     routing: str = "random"
     capacity: int = 0
+    form: str = "swiglu"
 
     @property
     def sizes(self) -> str:
         limit = f", capacity {self.capacity}" if self.capacity else ""
         layer = f"top {self.top_k}, {self.local} experts per rank, {self.hidden} x {self.ffn}"
-        return f"{self.tokens} tokens, {layer}, routing {self.routing}{limit}"
+        form = "" if self.form == "swiglu" else f", as in {self.form}"
+        return f"{self.tokens} tokens, {layer}, routing {self.routing}{limit}{form}"
 
     def units(self, results: int) -> list[float]:
         # y and the gradients of x and w_out have the gate as a factor; a weight has a factor of a
         # half.
-        return [_GATE / 2, _GATE / 2, _GATE, 0.5, _GATE / 2][:results]
+        return [_GATE / 2, _GATE / 2, _GATE, 0.5, _GATE / 2, 0.5, 0.5][:results]
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
         source, dtype, experts = generator(seed, rank), DTYPES[self.dtype], ranks * self.local
@@ -95,6 +108,14 @@ class ExpertsCase(Case):
             ).to(dtype),
             "experts": chosen,
         }
+        if self.form == "gpt-oss":
+            w_in, w_out = tensors["w_in"], tensors["w_out"]
+            tensors["w_in"] = w_in.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1)
+            tensors["w_out"] = w_out.transpose(1, 2).contiguous().transpose(1, 2)
+            b_in = whole_numbers(source, (self.local, self.ffn, 2), 1, 0.5)
+            b_in[:, :, 0] = 0  # so that a gate is what it was
+            b_out = _GATE * whole_numbers(source, (self.local, self.hidden), 1, 0.5)
+            tensors |= {"b_in": b_in.to(dtype), "b_out": b_out.to(dtype)}
         if self.backward:
             tensors["grad"] = whole_numbers(
                 source, (self.tokens, self.hidden), 1, thin(self.hidden, 6)
@@ -103,13 +124,20 @@ class ExpertsCase(Case):
 
     def outputs(self, leaves: list[Tensors], inputs: list[Tensors]) -> list[torch.Tensor]:
         """Compute dense products of all tokens with all experts."""
-        w_in, w_out = (torch.cat([call[name] for call in leaves]) for name in ("w_in", "w_out"))
+        w_in, w_out, *biases = (
+            torch.cat([call[name] for call in leaves])
+            for name in self.leaf_names[2:]
+            if name in leaves[0]
+        )
         outputs = []
         for leaf, call in zip(leaves, inputs, strict=True):
             both = torch.einsum("th,efgh->etfg", leaf["x"], w_in)
-            results = torch.einsum(
-                "etf,ehf->teh", torch.nn.functional.silu(both[..., 0]) * both[..., 1], w_out
-            )
+            if biases:
+                both = both + biases[0][:, None]
+            active = _ACTIVATIONS[self.form](both[..., 0], both[..., 1])
+            results = torch.einsum("etf,ehf->teh", active, w_out)
+            if biases:
+                results = results + biases[1]
             shares = torch.zeros(self.tokens, len(w_in) + 1, dtype=torch.float64)
             chosen = torch.where(self._kept(call["experts"], len(w_in)), call["experts"], len(w_in))
             # Dropped slots are added to an extra column, which is not used.
@@ -127,7 +155,8 @@ class ExpertsCase(Case):
 
     def dtypes(self, results: int) -> list[torch.dtype]:
         dtype = self.result_dtype
-        return [dtype] if not self.backward else [dtype, dtype, torch.float32, dtype, dtype]
+        # The gradient of the slots' weights is the third result.
+        return [dtype, dtype, torch.float32, *[dtype] * 4][:results]
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         base = _CPU if group_of(group).backend == "cpu" else _CUDA
@@ -135,23 +164,25 @@ class ExpertsCase(Case):
             "impl": self.impl_name,
             "config": dataclasses.replace(base, operands=self.variant) if self.variant else None,
             "capacity": self.capacity or None,
+            "activation": _ACTIVATIONS[self.form],
             "group": group,
         }
         return functools.partial(self.call, interlace.mixture_of_experts, options)
 
 
 def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
-    """Return one small layer with its backward pass, and one whose experts take few rows; in
-    decoding, which has neither, one layer and one whose tokens all go to one expert.
+    """Return one small layer with its backward pass, and one with experts as those of gpt-oss,
+    which take few rows; in decoding, which has neither backward pass nor capacity, one layer and
+    one with experts as those of gpt-oss, whose tokens all go to one of them.
     """
     if impl == "decode":
         return [
             ExpertsCase(OPERATOR, impl, "bfloat16", hidden=32, ffn=32),
-            ExpertsCase(OPERATOR, impl, "float32", routing="one"),
+            ExpertsCase(OPERATOR, impl, "float32", routing="one", form="gpt-oss"),
         ]
     return [
         ExpertsCase(OPERATOR, impl, "bfloat16", True, hidden=32, ffn=32),
-        ExpertsCase(OPERATOR, impl, "float32", True, routing="one", capacity=3),
+        ExpertsCase(OPERATOR, impl, "float32", True, routing="one", capacity=3, form="gpt-oss"),
     ]
 
 
@@ -170,4 +201,5 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
         ffn,
         source.choice(ROUTINGS),
         0 if impl == "decode" else source.choice((0, 0, 3)),
+        source.choice(tuple(_ACTIVATIONS)),
     )

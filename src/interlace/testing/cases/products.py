@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import interlace
 import interlace.operators  # registers them
+from interlace.comm import group_of
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.splits import balanced
 from interlace.gemm.terms import Terms
@@ -152,8 +153,23 @@ class ProductCase(Case):
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         splits = split_options(self.collective, self.splits, dist.get_rank(group))
-        options = {"group": group, "impl": self.impl, **splits}
+        options = {"group": group, "impl": self._impl_on(group), **splits}
         return functools.partial(self.call, getattr(interlace, self.operator), options)
+
+    def _impl_on(self, group: dist.ProcessGroup | None) -> str:
+        """Return ``impl``; or ``"auto"`` on a group of several nodes that it cannot run this on."""
+        members, operator = group_of(group).members, self.declaration
+        if not members.spans_nodes or self.impl in operator.choosers:
+            return self.impl
+        is_shared_evenly = self.collective == "all_gather" or self.rows % members.world_size == 0
+        terms = dataclasses.replace(
+            Terms.of_sizes(self.rows, self.columns, DTYPES[self.dtype], members.device.type),
+            has_bias=self.bias,
+            converts=self.result_dtype != DTYPES[self.dtype],
+            is_even=self.splits is None and is_shared_evenly,
+            node_of_rank=members.node_of_rank,
+        )
+        return "auto" if operator.implementation(self.impl).refusal(terms) else self.impl
 
 
 def exact_results(

@@ -25,7 +25,7 @@ class Form(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What is added to the sums ``[B, N]``, and what normalises them; None for what is absent."""
+    """Hold the operands of the norm after the sums ``[B, N]``: None for those that are absent."""
 
     bias: Any
     residual: Any

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import start_in_turn
+from interlace.gemm.kernels.tiles import add_bias, start_in_turn
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, RETURNS, Plan, completeness,
     local_experts, pick,
@@ -14,13 +14,15 @@ from interlace.operators.mixture_of_experts.kernels.tiles import multiply, tile_
 
 @triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
 def grouped_gemm_combine(
-    plan, met, a, b, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
+    plan, met, a, b, bias, results, signals, epochs, ctx, call, E, L, inner, columns, spread_ns,
     WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, TILING: tl.constexpr,
     L_LANES: tl.constexpr,
 ):
     """Multiply rows of this rank's experts by their weights, and send the results back.
 
-    The rows ``a`` are ``[arrivals, inner]``. Results go to the ranks that sent the rows.
+    The rows ``a`` are ``[arrivals, inner]``, the weights ``b`` ``[L, columns, inner]``, of which
+    ``TILING.w_along_k`` says how they lie in memory; ``bias [L, columns]``, unless it is None, is
+    added. Results go to the ranks that sent the rows.
 
     **Protocol.** Programs go round over tiles, expert by expert, an expert's rows from those of the
     next rank on, so that ranks do not crowd one destination and own rows come last. A tile goes to
@@ -78,6 +80,8 @@ def grouped_gemm_combine(
         total = multiply(
             left, weight, row, end, expert, n * BLOCK_N, columns, inner, TILING
         )
+        if bias is not None:
+            total = add_bias(total, bias + expert * columns, n * BLOCK_N, columns)
         il.record("computed", item, group)
         if DESCRIPTORS:
             value = tl.reshape(total.to(DTYPE), [1, BLOCK_M, BLOCK_N])

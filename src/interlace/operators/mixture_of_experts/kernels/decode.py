@@ -10,7 +10,9 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.gemm.kernels.tiles import add_bias
 from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, pick
 
 SENDERS = tl.constexpr(layout.SENDERS)
@@ -37,12 +39,12 @@ class Lists(NamedTuple):
 
 
 class Matrix(NamedTuple):
-    """An expert's weight, ``[lines, inner]``.
+    """An expert's weight, ``[lines, inner]``, which ``Tiling.w_along_k`` orders in memory.
 
     Attributes:
         pointer: Its first element.
         lines, inner: Its sizes.
-        half: Lines of gate before those of up; 0 if there is no up, or a line of each in turn.
+        half: Lines of gate before those of up; None if there is no up, or a line of each in turn.
     """
 
     pointer: Any
@@ -181,6 +183,15 @@ def _tile(item, lists, tiles, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.conste
 
 
 @triton.jit
+def _line_in_memory(line, weight):
+    """Return where a line of gate and up in turn lies in memory."""
+    if weight.half is None:
+        return line
+    else:
+        return line % 2 * weight.half + line // 2
+
+
+@triton.jit
 def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.constexpr):
     """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``.
 
@@ -197,23 +208,36 @@ def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.cons
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
     PRECISION: tl.constexpr = TILING.precision
-    # Lines beyond the last one are read as the last one; the store masks their results.
-    line = tl.minimum(column + tl.arange(0, BLOCK_N), weight.lines - 1)
-    if weight.half is not None:
-        line = line % 2 * weight.half + line // 2
+    W_ALONG_K: tl.constexpr = TILING.w_along_k
     inner = weight.inner
-    left_lines = weight.pointer + line.to(tl.int64)[:, None] * inner
+    if W_ALONG_K:
+        # Lines beyond the last one are read as the last one; the store masks their results.
+        line = _line_in_memory(tl.minimum(column + tl.arange(0, BLOCK_N), weight.lines - 1), weight)
+        left_lines = weight.pointer + line.to(tl.int64)[:, None] * inner
+    else:
+        # A thread loads neighbouring lines at once, so lines beyond the last one are masked.
+        numbers = column + tl.arange(0, BLOCK_N)
+        has_line = (numbers < weight.lines)[:, None]
+        left_lines = weight.pointer + _line_in_memory(numbers, weight)[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for k in range(0, inner, BLOCK_K):
         step = k + tl.arange(0, BLOCK_K)[None, :]
-        if EVEN:
+        if not W_ALONG_K:
+            left = tl.load(
+                left_lines + step.to(tl.int64) * weight.lines,
+                mask=has_line if EVEN else has_line & (step < inner),
+                other=0.0, eviction_policy="evict_first",
+            )
+        elif EVEN:
             left = tl.load(left_lines + step, eviction_policy="evict_first")
+        else:
+            left = tl.load(
+                left_lines + step, mask=step < inner, other=0.0, eviction_policy="evict_first"
+            )
+        if EVEN:
             right = tl.load(lines[:, None] + step, mask=exists[:, None], other=0.0)
         else:
             inside = step < inner
-            left = tl.load(
-                left_lines + step, mask=inside, other=0.0, eviction_policy="evict_first"
-            )
             right = tl.load(lines[:, None] + step, mask=exists[:, None] & inside, other=0.0)
         # The interpreter cannot multiply bfloat16, so operands become float32 there.
         if PRECISION == "upcast":
@@ -229,15 +253,18 @@ def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.cons
     do_not_specialize=["call", "half", "rows_at", "L", "length", "hidden_groups", "ffn_groups"]
 )
 def decode_first_gemm(
-    entries, counts, weights, active, landing, epochs, ctx, call, half, rows_at, L, length,
+    entries, counts, weights, bias, active, landing, epochs, ctx, call, half, rows_at, L, length,
     hidden_groups, ffn_groups, DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr,
-    TILING: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, L_LANES: tl.constexpr,
+    TILING: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
+    L_LANES: tl.constexpr,
 ):
-    """Compute ``silu(gate) * up`` of every row of this rank's experts: ``active [rows, F]``.
+    """Compute the activation of gate and up of every row of this rank's experts: ``active [rows,
+    F]``.
 
     ``weights`` is ``[L, 2 F, hidden]``: a line of the gate and one of up in turn, or, with
-    ``HALVES``, all of the gate's before those of up. Rows are in the order of experts, an expert's
-    in that of its list. Experts without rows are not read.
+    ``HALVES``, all of the gate's before those of up; ``[L, F, hidden]`` if experts have no gate.
+    ``bias``, unless it is None, is ``[L, 2 F]`` in the same order. Rows are in the order of experts,
+    an expert's in that of its list. Experts without rows are not read.
 
     **Protocol.** No peer takes part: :func:`gather_tokens` has waited for all that is read.
 
@@ -246,9 +273,11 @@ def decode_first_gemm(
     """
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GATES: tl.constexpr = FORM.gates
     epoch, _, group, rank = il.enter(epochs, ctx, call)
     hidden, ffn = hidden_groups * SHARES.align, ffn_groups * FFN_ALIGN
-    tiles_n = (2 * ffn + BLOCK_N - 1) // BLOCK_N
+    columns = GATES * ffn
+    tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     lists = Lists(entries, counts, L, length)
     tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M)
     own_half = landing + (epoch & 1).to(tl.int64) * half + rows_at
@@ -259,14 +288,21 @@ def decode_first_gemm(
             item, lists, tiles, tiles_n, L_LANES, BLOCK_M
         )
         lines = tokens + (entry // SHARES.top_k).to(tl.int64) * hidden
-        own = matrices + expert.to(tl.int64) * 2 * ffn * hidden
-        weight = Matrix(own, 2 * ffn, hidden, ffn if HALVES else None)
+        own = matrices + expert.to(tl.int64) * GATES * ffn * hidden
+        weight = Matrix(own, columns, hidden, ffn if HALVES else None)
         il.record("tile", item, group)
         total = _multiply(lines, exists, weight, n * BLOCK_N, TILING, EVEN)
+        if bias is not None:
+            numbers = n * BLOCK_N + tl.arange(0, BLOCK_N)
+            added = bias + expert * columns + _line_in_memory(numbers, weight)
+            total += tl.load(added, mask=numbers < columns, other=0.0).to(tl.float32)[None, :]
         il.record("computed", item, group)
-        gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
-        value = gate / (1 + tl.exp(-gate)) * up
-        column = n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[None, :]
+        if GATES == 1:
+            value = activate(total, None, FORM)
+        else:
+            gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
+            value = activate(gate, up, FORM)
+        column = n * (BLOCK_N // GATES) + tl.arange(0, BLOCK_N // GATES)[None, :]
         pointers = target + (begin + row).to(tl.int64)[:, None] * ffn + column
         tl.store(pointers, value.to(DTYPE), mask=exists[:, None] & (column < ffn))
 
@@ -275,13 +311,14 @@ def decode_first_gemm(
     do_not_specialize=["call", "L", "length", "tokens", "E", "hidden_groups", "ffn_groups"]
 )
 def decode_second_gemm(
-    entries, counts, weights, active, experts, scales, y, results, signals, epochs, ctx, call,
+    entries, counts, weights, bias, active, experts, scales, y, results, signals, epochs, ctx, call,
     L, length, tokens, E, hidden_groups, ffn_groups, WORLD_SIZE: tl.constexpr,
     DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr, TILING: tl.constexpr,
     EVEN: tl.constexpr, L_LANES: tl.constexpr,
 ):
-    """Multiply ``active`` by ``weights [L, hidden, F]``, send each row back to its slot, and add
-    each token's rows with their ``scales`` into ``y [T, hidden]``.
+    """Multiply ``active`` by ``weights [L, hidden, F]`` and add ``bias [L, hidden]``, unless it is
+    None; send each row back to its slot, and add each token's rows with their ``scales`` into ``y
+    [T, hidden]``.
 
     The sum is float32 and in the order of the slots. A slot that names no expert counts as zero.
 
@@ -326,6 +363,8 @@ def decode_second_gemm(
             total = _multiply(
                 lines, exists, Matrix(own, hidden, ffn, None), n * BLOCK_N, TILING, EVEN
             )
+            if bias is not None:
+                total = add_bias(total, bias + expert * hidden, n * BLOCK_N, hidden)
             il.record("computed", item, group)
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             pointers = returned + (entry % slots).to(tl.int64)[:, None] * hidden + column

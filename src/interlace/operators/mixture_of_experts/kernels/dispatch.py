@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
+from interlace.gemm.kernels.tiles import add_bias
+from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, Plan, completeness, local_experts, pick,
 )
@@ -115,17 +117,21 @@ def _push(
 
 @triton.jit(do_not_specialize=["call", "buffer_index", "E", "L", "hidden_groups"])
 def dispatch_grouped_gemm(
-    x, slot_at, scales, plan, grants, a_tiles, b, out, kept, ticket, met, buffers, signals, epochs,
-    ctx, call, buffer_bytes, scale_bytes, buffer_index, arrivals, E, L, columns, hidden_groups,
-    WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, FORWARD: tl.constexpr, PUSHING: tl.constexpr,
-    TILING: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr, HALVES: tl.constexpr,
+    x, slot_at, scales, plan, grants, a_tiles, b, bias, out, kept, ticket, met, buffers, signals,
+    epochs, ctx, call, buffer_bytes, scale_bytes, buffer_index, arrivals, E, L, columns,
+    hidden_groups, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, FORWARD: tl.constexpr,
+    PUSHING: tl.constexpr, TILING: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr,
+    HALVES: tl.constexpr, FORM: tl.constexpr,
 ):
     """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the weights.
 
     ``FORWARD``: ``b`` is ``[L, 2 F, hidden]``, the gate's rows before those of up if ``HALVES``, or
-    else a row of each in turn; ``out`` becomes ``silu(gate) * up``, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up as well,
-    ``[2, arrivals, F]``. Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``,
-    rows are accompanied by their slot's weight (``scales``), and the product is stored as it is.
+    else a row of each in turn (or ``[L, F, hidden]`` if experts have no gate), and ``bias``, unless
+    it is None, ``[L, 2 F]`` in the same order; ``out`` becomes the activation of both,
+    ``[arrivals, F]``, and ``kept``, unless it is None, gate and up, ``[2, arrivals, F]``. Backward,
+    ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``, rows are accompanied by their slot's
+    weight (``scales``), and the product is stored as it is. ``TILING.w_along_k`` says which of the
+    last two dimensions of ``b`` is contiguous in memory.
 
     **Protocol.**
 
@@ -228,18 +234,29 @@ def dispatch_grouped_gemm(
                         TILING,
                     )
                     gate, up = poison + gate, poison + up
+                    if bias is not None:
+                        of_expert = bias + expert * columns
+                        width, column = columns // 2, n * (BLOCK_N // 2)
+                        gate = add_bias(gate, of_expert, column, width)
+                        up = add_bias(up, of_expert + width, column, width)
                 else:
                     total = poison + multiply(
                         a, weight, row, end, expert, n * BLOCK_N, columns, hidden, TILING
                     )
+                    if bias is not None:
+                        total = add_bias(total, bias + expert * columns, n * BLOCK_N, columns)
                 il.record("computed", item, group)
                 if FORWARD:
-                    if not HALVES:
+                    GATES: tl.constexpr = FORM.gates
+                    if GATES == 1:
+                        gate, up = total, None
+                    elif not HALVES:
                         gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
-                    active = gate / (1 + tl.exp(-gate)) * up
-                    width, column = columns // 2, n * (BLOCK_N // 2)
+                    active = activate(gate, up, FORM)
+                    width, column = columns // GATES, n * (BLOCK_N // GATES)
                     if kept is not None:
                         store_rows(both, row, end, column, width, gate.to(DTYPE), DESCRIPTORS)
+                    if kept is not None and GATES == 2:
                         up_row, up_end = arrivals + row, arrivals + end
                         store_rows(both, up_row, up_end, column, width, up.to(DTYPE), DESCRIPTORS)
                     store_rows(target, row, end, column, width, active.to(DTYPE), DESCRIPTORS)

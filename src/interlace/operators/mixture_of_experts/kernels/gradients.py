@@ -5,6 +5,9 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.tiles import tile_place
+from interlace.operators.mixture_of_experts.kernels.activation import (
+    act, clamp_gate, clamp_up, times_slope,
+)
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, RETURNS, Plan, completeness, local_experts, pick,
 )
@@ -12,18 +15,21 @@ from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
 
 
 @triton.jit(do_not_specialize=["E", "L"])
-def swiglu_backward(
-    plan, met, kept, product_gradient, inner_gradient, scaled, received, gradients, ctx,
-    scale_bytes, arrivals, E, L, width, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
-    L_LANES: tl.constexpr, HALVES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+def activation_backward(
+    plan, met, kept, product_gradient, inner_gradient, scaled, received, bias, factors, gradients,
+    ctx, scale_bytes, arrivals, E, L, width, hidden, WORLD_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr, L_LANES: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
     """Compute each row's gradients of gate and up, in the weight's order, and its activation times
     its weight.
 
     The gradient of the row's weight goes to the row's source. With ``p = grad_y @ w_out``
-    (``product_gradient``), slot weight s, ``a = silu(gate) * up``: the gradient of a is ``s p``,
-    that of s is ``p . a``, and that of w_out is ``grad_y.T @ (s a)``. Other kernels compute the
-    last of these products.
+    (``product_gradient``), slot weight s, a the activation of gate and up: the gradient of a is ``s
+    p``, that of s is ``p . a``, and that of w_out is ``grad_y.T @ (s a)``. Other kernels compute
+    the last of these products. With the ``bias [L, hidden]`` of the second product, the gradient of
+    s has ``grad_y . bias`` as well; ``factors [arrivals]`` becomes s then, or NaN where the row did
+    not arrive.
 
     **Protocol.** The weights' gradients are put to ``gradients`` of their sources, which the grants
     of :func:`dispatch_grouped_gemm` allow; if a rank was missing there (``met``), nothing is put.
@@ -57,23 +63,34 @@ def swiglu_backward(
             cells = row.to(tl.int64)[:, None] * width + column
             mask = (row < end)[:, None] & (column < width)
             gate = tl.load(gates + cells, mask=mask, other=0.0).to(tl.float32)
-            ups = gates + arrivals.to(tl.int64) * width
-            up = tl.load(ups + cells, mask=mask, other=0.0).to(tl.float32)
+            clamped_up = None
+            if FORM.gates == 2:
+                ups = gates + arrivals.to(tl.int64) * width
+                up = tl.load(ups + cells, mask=mask, other=0.0).to(tl.float32)
+                clamped_up = clamp_up(up, FORM)
             incoming = tl.load(products + cells, mask=mask, other=0.0).to(tl.float32)
-            sigmoid = 1 / (1 + tl.exp(-gate))
-            silu = gate * sigmoid
-            number += tl.sum(incoming * silu * up, 1)
+            clamped_gate = clamp_gate(gate, FORM)
+            value, factor = act(clamped_gate, FORM)
+            number += tl.sum(multiplied(incoming * value, clamped_up), 1)
             # Rows that did not arrive left NaN in the product; factors of the rows themselves must
             # be NaN as well.
-            active = tl.where(incoming == incoming, silu * up * scale[:, None], incoming)
+            active = tl.where(
+                incoming == incoming, multiplied(value, clamped_up) * scale[:, None], incoming
+            )
             incoming *= scale[:, None]
-            of_gate = incoming * up * sigmoid * (1 + gate * (1 - sigmoid))
-            of_up = incoming * silu
-            if HALVES:
+            of_gate = times_slope(multiplied(incoming, clamped_up), clamped_gate, factor, FORM)
+            if FORM.limit is not None:
+                # What is clamped has no influence; NaN stays.
+                of_gate = tl.where((gate > FORM.limit) & (incoming == incoming), 0.0, of_gate)
+            if FORM.gates == 1:
+                tl.store(inner + cells, of_gate.to(DTYPE), mask=mask)
+            elif HALVES:
+                of_up = gradient_of_up(incoming * value, incoming, up, FORM)
                 pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
                 tl.store(pointers, of_gate.to(DTYPE), mask=mask)
                 tl.store(pointers + width, of_up.to(DTYPE), mask=mask)
             else:
+                of_up = gradient_of_up(incoming * value, incoming, up, FORM)
                 both = tl.join(of_gate, of_up)
                 both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
                 both_cells = row.to(tl.int64)[:, None] * 2 * width + both_columns
@@ -81,6 +98,16 @@ def swiglu_backward(
                 pointers = inner + both_cells
                 tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(DTYPE), mask=both_mask)
             tl.store(weighted + cells, active.to(DTYPE), mask=mask)
+        if bias is not None:
+            rows_of_y = il.pointer(received, DTYPE)
+            for start in range(0, hidden, COLS):
+                column = start + tl.arange(0, COLS)[None, :]
+                cells = row.to(tl.int64)[:, None] * hidden + column
+                mask = (row < end)[:, None] & (column < hidden)
+                upstream = tl.load(rows_of_y + cells, mask=mask, other=0.0).to(tl.float32)
+                added = tl.load(bias + expert * hidden + column, mask=column < hidden, other=0.0)
+                number += tl.sum(upstream * added.to(tl.float32), 1)
+            tl.store(factors + row, tl.where(number == number, scale, number), mask=row < end)
         table = plan + rank * L + expert
         peer = tl.zeros([ROWS], tl.int32)
         back = tl.zeros([ROWS], tl.int32)
@@ -93,6 +120,25 @@ def swiglu_backward(
         target = il.pointer(gradients, tl.float32) + back
         valid = (row < end) & (complete + row * 0 > 0)
         il.put(target, number, peer, group, valid)
+
+
+@triton.jit
+def multiplied(value, up):
+    """Return ``value * up``, or ``value`` where experts have no gate and ``up`` is None."""
+    if up is None:
+        return value
+    else:
+        return value * up
+
+
+@triton.jit
+def gradient_of_up(of_up, incoming, up, FORM: tl.constexpr):
+    """Return the gradient of up, which is 0 where up is clamped, unless ``incoming`` is NaN."""
+    if FORM.limit is None:
+        return of_up
+    else:
+        is_clamped = (up > FORM.limit) | (up < -FORM.limit)
+        return tl.where(is_clamped & (incoming == incoming), 0.0, of_up)
 
 
 @triton.jit(do_not_specialize=["E", "L", "rank"])
@@ -157,3 +203,38 @@ def grouped_gemm_gradient(
                 total = tl.dot(x.T, z, total, input_precision="ieee")
         row = expert * wide + across
         store_rows(target, row, (expert + 1) * wide, along, narrow, total.to(DTYPE), EVEN)
+
+
+@triton.jit(do_not_specialize=["E", "L", "rank"])
+def bias_gradient(
+    plan, rows_of, factors, out, rank, E, L, width, WORLD_SIZE: tl.constexpr,
+    DTYPE: tl.constexpr, L_LANES: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+):
+    """Sum each expert's rows, ``rows_of [arrivals, width]`` -> ``out [L, width]``.
+
+    With ``factors [arrivals]``, rows are multiplied by them. The sum is float32 and in a fixed
+    order; it is zero without rows.
+
+    **Protocol.** No peer takes part, as in :func:`grouped_gemm_gradient`.
+
+    **Example.** Two ranks with an expert each. Rank 0's expert has rows 0 and 1: its gradient is
+    the sum of both, whichever ranks they came from.
+    """
+    lanes = tl.arange(0, L_LANES)
+    rows, begin = local_experts(Plan(plan, E, L), rank, WORLD_SIZE, L_LANES)
+    source = il.pointer(rows_of, DTYPE)
+    blocks = (width + COLS - 1) // COLS
+    for item in range(tl.program_id(0), L * blocks, tl.num_programs(0)):
+        expert, column = item // blocks, item % blocks * COLS + tl.arange(0, COLS)
+        first, count = pick(begin, lanes, expert), pick(rows, lanes, expert)
+        total = tl.zeros([ROWS, COLS], tl.float32)
+        for start in range(0, count, ROWS):
+            row = start + tl.arange(0, ROWS)
+            cells = (first + row).to(tl.int64)[:, None] * width + column[None, :]
+            mask = (row < count)[:, None] & (column < width)[None, :]
+            value = tl.load(source + cells, mask=mask, other=0.0).to(tl.float32)
+            if factors is not None:
+                value *= tl.load(factors + first + row, mask=row < count, other=0.0)[:, None]
+            total += value
+        sums = tl.sum(total, 0).to(DTYPE)
+        tl.store(out + expert * width + column, sums, mask=column < width)

@@ -37,14 +37,16 @@ def multiply(x, w, row, end, expert, column, columns, inner, TILING: tl.constexp
 def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.constexpr):
     """Multiply rows of ``x [rows, inner]`` by both halves of an expert's weight at once.
 
-    ``w`` is ``[experts, 2 * width, inner]``: an expert's gate, then its up. Returns two tiles,
-    float32 ``[block_m, block_n // 2]``, which begin at ``row`` and at ``column`` of each half. Rows
-    from ``end`` on, and columns from ``width`` on, are undefined.
+    ``w`` is ``[experts, 2 * width, inner]`` if ``TILING.w_along_k``: an expert's gate, then its up;
+    else ``[experts, inner, 2 * width]``. Returns two tiles, float32 ``[block_m, block_n // 2]``,
+    which begin at ``row`` and at ``column`` of each half. Rows from ``end`` on, and columns from
+    ``width`` on, are undefined.
     """
     BLOCK_M: tl.constexpr = TILING.block_m
     COLUMNS: tl.constexpr = TILING.block_n // 2
     BLOCK_K: tl.constexpr = TILING.block_k
     PRECISION: tl.constexpr = TILING.precision
+    W_ALONG_K: tl.constexpr = TILING.w_along_k
     gate = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     up = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     if TILING.descriptors:
@@ -52,20 +54,33 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
         first = expert * 2 * width + column
         for k in range(0, inner, BLOCK_K):
             left = x.load([row, k])
-            gate = tl.dot(left, w.load([first, k]).T, gate, input_precision=PRECISION)
-            up = tl.dot(left, w.load([first + width, k]).T, up, input_precision=PRECISION)
+            if W_ALONG_K:
+                gate = tl.dot(left, w.load([first, k]).T, gate, input_precision=PRECISION)
+                up = tl.dot(left, w.load([first + width, k]).T, up, input_precision=PRECISION)
+            else:
+                line = expert * inner + k
+                gate = tl.dot(left, w.load([line, column]), gate, input_precision=PRECISION)
+                up = tl.dot(left, w.load([line, width + column]), up, input_precision=PRECISION)
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, COLUMNS)
         lines = x + m.to(tl.int64)[:, None] * inner
-        gates = w + (expert.to(tl.int64) * 2 * width + n)[None, :] * inner
-        ups = gates + width.to(tl.int64) * inner
+        if W_ALONG_K:
+            gates = w + (expert.to(tl.int64) * 2 * width + n)[None, :] * inner
+            ups = gates + width.to(tl.int64) * inner
+        else:
+            gates = w + expert.to(tl.int64) * 2 * width * inner + n[None, :]
+            ups = gates + width
         for k in range(0, inner, BLOCK_K):
             step = k + tl.arange(0, BLOCK_K)
             inside_x = (m < end)[:, None] & (step < inner)[None, :]
             inside_w = (step < inner)[:, None] & (n < width)[None, :]
             left = tl.load(lines + step[None, :], mask=inside_x, other=0.0)
-            of_gate = tl.load(gates + step[:, None], mask=inside_w, other=0.0)
-            of_up = tl.load(ups + step[:, None], mask=inside_w, other=0.0)
+            if W_ALONG_K:
+                across = step[:, None]
+            else:
+                across = step.to(tl.int64)[:, None] * 2 * width
+            of_gate = tl.load(gates + across, mask=inside_w, other=0.0)
+            of_up = tl.load(ups + across, mask=inside_w, other=0.0)
             # The interpreter cannot multiply bfloat16, so operands become float32 there.
             if PRECISION == "upcast":
                 left = left.to(tl.float32)

@@ -1,0 +1,224 @@
+"""Measure the network between the nodes of a group, by the carrier that slices travel by.
+
+``interlace doctor --network`` shows it; ``interlace tune machine`` puts it into the machine
+profile. Every rank exchanges with the rank of the next node that has the same place in its node,
+all at the same time, so ranks that share an adapter are measured as they will use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group, process_group_named
+from interlace.comm.slices import Message, SliceQueue, Step
+from interlace.errors import GroupError
+
+SIZES = tuple(1 << power for power in range(16, 27, 2))
+"""Bytes of a message: 64 KiB to 64 MiB."""
+
+TOGETHER = 4
+"""Number of messages of an exchange with several."""
+
+_NAME = "network measurement"
+_SAMPLES = 5
+_MOST_STEPS = 32
+_SAMPLE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
+_PRODUCT = 8192
+_BESIDE_BYTES = 4 << 20
+
+
+@dataclasses.dataclass(frozen=True)
+class ExchangeTime:
+    """The time of one exchange between nodes, of the slowest rank.
+
+    Attributes:
+        nbytes: Bytes of a message.
+        messages: Number of messages that each rank sends, and receives, at once.
+        us: Median time in microseconds.
+    """
+
+    nbytes: int
+    messages: int
+    us: float
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Return the bytes per second, each way."""
+        return self.nbytes * self.messages / self.us * 1e6
+
+
+def partners(node_of_rank: tuple[int, ...], rank: int) -> tuple[int, int]:
+    """Return the rank that a rank sends to and the one that it receives from; -1 for none.
+
+    Both have its place in their nodes, which are the next one and the previous one.
+    """
+
+    def at(step: int) -> int:
+        node = node_of_rank[rank]
+        place = sum(other == node for other in node_of_rank[:rank])
+        there = (node + step) % (1 + max(node_of_rank))
+        members = [other for other, its in enumerate(node_of_rank) if its == there]
+        return members[place] if place < len(members) else -1
+
+    return at(1), at(-1)
+
+
+def measure_exchanges(
+    group: Group,
+    sizes: tuple[int, ...] = SIZES,
+    advance: Callable[[], None] = lambda: None,
+) -> list[ExchangeTime]:
+    """Measure exchanges of one message, and of several at once. Collective.
+
+    Args:
+        group: A group of several nodes.
+        sizes: Bytes of a message.
+        advance: Is called after each measurement.
+
+    Raises:
+        GroupError: All ranks share memory.
+        PeerTimeoutError: A rank did not come, or a message was late.
+    """
+    if not group.spans_nodes:
+        raise GroupError(
+            f"{_NAME}: ranks must be on several nodes; they are on one. Run on two machines, or "
+            "declare nodes by INTERLACE_NODES."
+        )
+    times = []
+    for messages in (1, TOGETHER):
+        # Several large messages say nothing that one does not.
+        for nbytes in sizes if messages == 1 else sizes[:-2] or sizes:
+            times.append(_measure(group, nbytes, messages))
+            advance()
+    return times
+
+
+def _measure(group: Group, nbytes: int, messages: int) -> ExchangeTime:
+    steps = max(1, min(_MOST_STEPS, _SAMPLE_BYTES[group.backend] // (nbytes * messages)))
+    samples = [_exchange_us(group, nbytes, messages, steps) for _ in range(_SAMPLES + 1)]
+    # The first one makes whatever is made once.
+    return ExchangeTime(nbytes, messages, slowest(group, statistics.median(samples[1:])))
+
+
+def queue_of(group: Group, nbytes: int, messages: int, steps: int) -> SliceQueue:
+    """Return a queue of equal exchanges that wait for nothing. Collective."""
+    mark = group.agree(_NAME, bytes_of_a_message=nbytes, messages=messages, exchanges=steps)
+    target, source = partners(group.members.node_of_rank, group.rank)
+
+    def data(peer: int) -> tuple[Message, ...]:
+        if peer < 0:
+            return ()
+        # Messages of an exchange have memory of their own, as slices have.
+        memory = torch.zeros(messages, nbytes, dtype=torch.uint8, device=group.device)
+        return tuple(Message(peer, part) for part in memory)
+
+    return SliceQueue(group, _NAME, [Step((), data(target), data(source))] * steps, mark)
+
+
+def _exchange_us(group: Group, nbytes: int, messages: int, steps: int) -> float:
+    """Return the time of one of several exchanges, one behind the other."""
+    queue = queue_of(group, nbytes, messages, steps)
+    with group.running():
+        _meet(group)
+        start = time.perf_counter()
+        queue.arm()
+        queue.release()
+        queue.join()
+        group.streams.synchronize()
+        return (time.perf_counter() - start) / steps * 1e6
+
+
+def measure_all_to_all(group: Group, sizes: tuple[int, ...] = SIZES) -> list[ExchangeTime]:
+    """Measure torch's all-to-all by the bytes that leave for other nodes. Collective.
+
+    It runs on a process group of its own, which is made like the program's.
+    """
+    ranks = dist.get_process_group_ranks(process_group_named(group.name))
+    timeout = datetime.timedelta(seconds=group.deadline_s)
+    process_group = dist.new_group(ranks, timeout=timeout)
+    remote = len(group.members.remote_ranks)
+    times = []
+    for nbytes in sizes:
+        part = nbytes // remote
+        sent = torch.zeros(part * group.world_size, dtype=torch.uint8, device=group.device)
+        received = torch.empty_like(sent)
+        calls = max(1, min(_MOST_STEPS, _SAMPLE_BYTES[group.backend] // nbytes))
+        samples = []
+        for _ in range(_SAMPLES + 1):
+            _meet(group)
+            start = time.perf_counter()
+            for _ in range(calls):
+                dist.all_to_all_single(received, sent, group=process_group)
+            group.streams.synchronize()
+            samples.append((time.perf_counter() - start) / calls * 1e6)
+        us = slowest(group, statistics.median(samples[1:]))
+        times.append(ExchangeTime(part * remote, 1, us))
+    dist.destroy_process_group(process_group)
+    return times
+
+
+def measure_beside_product(group: Group) -> tuple[float, float]:
+    """Measure exchanges beside products that fill the GPU. Collective; CUDA only.
+
+    Returns:
+        The factor by which exchanges take longer, and the one by which the products do meanwhile;
+        at least 1 each.
+    """
+    alone_us = _measure(group, _BESIDE_BYTES, 1).us
+    x, w = torch.randn(2, _PRODUCT, _PRODUCT, device=group.device).bfloat16()
+    torch.mm(x, w)
+    product_us = _timed_us(lambda: [torch.mm(x, w) for _ in range(4)]) / 4
+    steps = 8
+    # The products last longer than the exchanges, so all of these are beside one.
+    products = int(2 * steps * alone_us / product_us) + 1
+    factors = []
+    for _ in range(_SAMPLES):
+        queue = queue_of(group, _BESIDE_BYTES, 1, steps)
+        side = torch.cuda.Stream(group.device)
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        with group.running():
+            _meet(group)
+            events[0].record()
+            queue.arm()
+            for _ in range(products):
+                torch.mm(x, w)
+            queue.release()
+            events[1].record()
+            side.wait_event(events[0])
+            with torch.cuda.stream(side):
+                queue.join()
+                events[2].record()
+            torch.cuda.current_stream().wait_event(events[2])
+            group.streams.synchronize()
+        whole_us, exchanged_us = (1e3 * events[0].elapsed_time(event) for event in events[1:])
+        slowed = 1 + (whole_us - products * product_us) / exchanged_us
+        factors.append((exchanged_us / (steps * alone_us), slowed))
+    exchange, product = (statistics.median(each) for each in zip(*factors, strict=True))
+    return slowest(group, max(1.0, exchange)), slowest(group, max(1.0, product))
+
+
+def _timed_us(enqueue: Callable[[], object]) -> float:
+    """Return the time of enqueued work on a GPU."""
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    enqueue()
+    torch.cuda.synchronize()
+    return (time.perf_counter() - start) * 1e6
+
+
+def slowest(group: Group, value: float) -> float:
+    """Return the largest of all ranks' values. Collective."""
+    return max(map(float, group.exchange(_NAME, value)))
+
+
+def _meet(group: Group) -> None:
+    """Wait for all ranks, so that none waits for a late one while it measures."""
+    group.streams.synchronize()
+    group.exchange(_NAME, None)

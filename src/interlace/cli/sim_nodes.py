@@ -1,0 +1,66 @@
+"""``interlace sim nodes``: embeddings between two nodes, measured, simulated and predicted."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.resources
+from pathlib import Path
+from typing import Any
+
+from interlace.cli.console import make_console
+from interlace.cli.outputs import Outputs, read_json
+from interlace.cli.tables import make_table
+from interlace.costs.known_profiles import shipped_profile
+from interlace.costs.network import read_network
+from interlace.errors import ConfigError
+from interlace.sim.between_nodes import compare
+from interlace.sim.machine import load_machine
+
+_NETWORK = "two_h200_over_sockets.json"
+
+
+def run_nodes(
+    document: Path, machine: str, network: Path | None, changes: Any, outputs: Outputs
+) -> None:
+    """Print every measured time beside the simulated and the predicted one.
+
+    Args:
+        document: JSON file that ``benchmarks/between_nodes.py`` wrote.
+        machine: preset or YAML file of two GPUs in a network.
+        network: JSON file of the measured network, or of a machine profile with one; None for the
+            shipped one, of two H200s over sockets.
+        changes: values of the machine to replace.
+
+    Raises:
+        ConfigError: a file is of something else, or the machine's GPU has no profile.
+    """
+    hosts = load_machine(machine, changes)
+    profile = None if hosts.gpu.profile is None else shipped_profile(hosts.gpu.profile)
+    if profile is None:
+        raise ConfigError("the machine's gpu.profile must be a GPU's; it has none.")
+    if network is None:
+        network = Path(str(importlib.resources.files("interlace.costs") / "networks" / _NETWORK))
+    rows = compare(
+        read_json(document, "what benchmarks/between_nodes.py wrote"),
+        hosts,
+        profile,
+        read_network(network),
+    )
+    table = make_table(
+        "rows per bag", "", "slices", "measured, us", "simulated", "error", "predicted", "error"
+    )
+    for row in rows:
+        table.add_row(
+            str(row.lookups),
+            row.name,
+            str(row.slices or ""),
+            f"{row.measured_us:.0f}",
+            f"{row.simulated_us:.0f}",
+            f"{row.simulated_error:+.0%}",
+            f"{row.predicted_us:.0f}",
+            f"{row.predicted_error:+.0%}",
+        )
+    console = make_console()
+    console.print(table)
+    outputs.write_json(lambda: {"comparisons": [dataclasses.asdict(row) for row in rows]})
+    outputs.say_written(console)

@@ -1,0 +1,150 @@
+"""``interlace tune machine`` on several nodes: measure the network into the machine profile."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.bench.network import (
+    SIZES,
+    ExchangeTime,
+    measure_all_to_all,
+    measure_beside_product,
+    measure_exchanges,
+)
+from interlace.cli import machine
+from interlace.cli.console import command_line, make_console, now
+from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
+from interlace.cli.outputs import Outputs
+from interlace.cli.ranks import advance
+from interlace.cli.tune_machine import write
+from interlace.comm import group_of
+from interlace.costs.known_profiles import own_file, profile_of
+from interlace.costs.network import NetworkRates, parse_network
+from interlace.gemm.choice import Gpu
+
+
+def run_network(
+    world_size: int | None, nodes: int | None, deadline_s: float, outputs: Outputs
+) -> None:
+    """Measure the network between the nodes; write it into this user's profile on every node.
+
+    The rest of the profile stays as it is known; ``interlace tune machine`` on one node measures
+    that.
+
+    Args:
+        world_size: Number of ranks; None for the launcher's, or one per GPU.
+        nodes: Number of nodes that the ranks count as; None for the nodes that they are on.
+        deadline_s: Seconds that each step may last.
+
+    Raises:
+        ArgumentError: Nothing says how many ranks there are.
+        BackendError: Ranks share a GPU.
+        GroupError: All ranks are on one node.
+        PeerTimeoutError: A rank did not come.
+    """
+    console = make_console()
+    report, *_ = run_measurement(
+        console, run_rank, world_size, deadline_s, backend="cuda", nodes=nodes
+    )
+    document = {
+        "machine": machine.describe(),
+        "command": command_line(),
+        "date": now(),
+        "results": [report],
+    }
+    outputs.write_json(lambda: document)
+    times = [ExchangeTime(**each) for each in report["exchanges"]]
+    console.print(times_table(times, [report["network"]["network"]]))
+    network = report["network"]
+    console.print(
+        f"Beside a product, exchanges take {network['beside_product']:.2f} times as long, and the "
+        f"product {network['product_beside']:.2f} times."
+    )
+    console.print(f"Profile: {report['file']}, on every node.")
+
+
+def run_rank(
+    folder: str, logs: str, deadline_s: float, sizes: tuple[int, ...] = SIZES
+) -> dict[str, Any]:
+    """Measure on a rank; the first rank of each node writes the profile. Collective.
+
+    All ranks know the same profile before, as others are no group, and the same one afterwards.
+
+    Args:
+        folder: Folder in which progress is written.
+        logs: Folder of NCCL's log of each rank of this machine.
+        deadline_s: Seconds that each step may last.
+        sizes: Bytes of the messages.
+    """
+    group = group_of()
+    group.require_own_gpus("interlace tune machine")
+    group.deadline_s = deadline_s
+    exchanges = measure_exchanges(group, sizes, lambda: advance(folder))
+    collectives = measure_all_to_all(group, sizes)
+    beside = measure_beside_product(group)
+    seen = group.exchange("networks", networks_in_use(group.backend, Path(logs)))
+    network = network_from(
+        ", ".join(sorted({name for names in seen for name in names})),
+        f"measured {now()[:10]} on {group.world_size} ranks of {group.nodes} nodes",
+        (group.world_size, group.nodes),
+        exchanges,
+        collectives,
+        beside,
+    )
+    # The clocks of the ranks may not agree on the date, but all files must.
+    network = parse_network(group.exchange("network", dataclasses.asdict(network))[0])
+    gpu = Gpu.of(group.device)
+    file = own_file(gpu.name)
+    if group.rank == min(group.members.local_ranks):
+        write(file, dataclasses.replace(profile_of(gpu.name, gpu.processors), network=network))
+    group.exchange("profiles are written", None)
+    return {
+        "exchanges": [dataclasses.asdict(each) for each in exchanges],
+        "network": dataclasses.asdict(network),
+        "file": str(file),
+    }
+
+
+def network_from(
+    name: str,
+    source: str,
+    size: tuple[int, int],
+    exchanges: Sequence[ExchangeTime],
+    collectives: Sequence[ExchangeTime],
+    beside: tuple[float, float],
+) -> NetworkRates:
+    """Return the rates that measurements show.
+
+    Args:
+        name: Name of the network.
+        source: Where and when it was measured.
+        size: Ranks and nodes of the group.
+        exchanges: Times of exchanges of one message, and of several at once.
+        collectives: Times of torch's all-to-all.
+        beside: The factors of :func:`interlace.bench.network.measure_beside_product`.
+    """
+    network = NetworkRates(
+        name,
+        source,
+        *size,
+        slice_us=[(each.nbytes, _digits(each.us)) for each in exchanges if each.messages == 1],
+        collective_us=[(each.nbytes, _digits(each.us)) for each in collectives],
+        beside_product=_digits(beside[0]),
+        product_beside=_digits(beside[1]),
+    )
+    further = [
+        (each.us - network.exchange_us(each.nbytes * each.messages)) / (each.messages - 1)
+        for each in exchanges
+        if each.messages > 1
+    ]
+    return dataclasses.replace(
+        network, further_message_us=_digits(max(0.0, statistics.median(further or [0.0])))
+    )
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")

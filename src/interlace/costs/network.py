@@ -1,0 +1,240 @@
+"""The time of messages between nodes, and of a computation whose results leave in slices.
+
+A :class:`NetworkRates` holds what was measured of one network. From it, and from the traffic that
+an implementation declares (:class:`interlace.costs.cost.NetworkCost`), follows the time of any
+implementation; none needs a formula of its own. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from interlace.costs.cost import NetworkCost
+from interlace.errors import ConfigError
+
+Times = Sequence[tuple[int, float]]
+"""Measured times: bytes that each rank sends and receives, and microseconds; bytes ascending."""
+
+MOST_SLICES = 16
+"""Largest number of slices that is tried."""
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkRates:
+    """How long exchanges between nodes take, measured while all ranks exchange at once.
+
+    Attributes:
+        network: the network, such as ``"NCCL over NET/Socket"``.
+        source: where and when it was measured.
+        ranks, nodes: the group that it was measured on.
+        slice_us: times of one exchange by the carrier of slices: one message to a rank of another
+            node and one from it.
+        collective_us: times of torch's all-to-all, by the bytes for ranks of other nodes.
+        further_message_us: time of each further message of an exchange, beside its bytes.
+        beside_product: factor by which an exchange takes longer while a product fills the GPU.
+        product_beside: factor by which that product takes longer.
+    """
+
+    network: str
+    source: str
+    ranks: int
+    nodes: int
+    slice_us: Times
+    collective_us: Times
+    further_message_us: float = 0.0
+    beside_product: float = 1.0
+    product_beside: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check the figures.
+
+        Raises:
+            ConfigError: times are not positive and ascending in bytes, or a factor is below 1.
+        """
+        for name in ("slice_us", "collective_us"):
+            times = [(int(nbytes), float(us)) for nbytes, us in getattr(self, name)]
+            sizes = [nbytes for nbytes, _ in times]
+            if not times or sizes != sorted(set(sizes)) or min(us for _, us in times) <= 0:
+                raise ConfigError(
+                    f"a network's {name} must be pairs of bytes, ascending, and microseconds above "
+                    f"0; got {getattr(self, name)!r}."
+                )
+            # JSON has lists, which are neither hashable nor equal to tuples.
+            object.__setattr__(self, name, tuple(times))
+        least_of = {"further_message_us": 0, "beside_product": 1, "product_beside": 1}
+        for name, least in least_of.items():
+            if getattr(self, name) < least:
+                raise ConfigError(
+                    f"a network's {name} must be at least {least}; got {getattr(self, name)!r}."
+                )
+
+    def exchange_us(self, nbytes: float, messages: float = 1.0) -> float:
+        """Return the time of one exchange of slices.
+
+        Args:
+            nbytes: bytes that a rank sends to other nodes, in all messages together.
+            messages: number of these messages.
+        """
+        return _interpolated(self.slice_us, nbytes) + self.further_message_us * max(0, messages - 1)
+
+    def all_to_all_us(self, nbytes: float) -> float:
+        """Return the time of torch's collective that sends ``nbytes`` to other nodes.
+
+        Between measured sizes, and beyond them, it keeps its ratio to the time of slices.
+        """
+        ratios = [(size, us / self.exchange_us(size)) for size, us in self.collective_us]
+        (smallest, _), (largest, _) = ratios[0], ratios[-1]
+        within = min(max(nbytes, smallest), largest)
+        return self.exchange_us(nbytes) * _interpolated(ratios, within)
+
+
+def _interpolated(points: Times, x: float) -> float:
+    """Return the value at ``x``: linear between points, constant below and in proportion above."""
+    (first, value), (last, largest) = points[0], points[-1]
+    if x <= first:
+        return value
+    if x > last:
+        return largest * x / last
+    for (low, below), (high, above) in itertools.pairwise(points):
+        if x <= high:
+            return below + (above - below) * (x - low) / (high - low)
+    return largest
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """The predicted time of an implementation between nodes.
+
+    Attributes:
+        us: the time in microseconds.
+        slices: number of slices; 0 for a computation and a collective one after the other.
+    """
+
+    us: float
+    slices: int = 0
+
+
+def one_after_the_other(
+    network: NetworkRates, compute_us: float, cost: NetworkCost, memory_bytes_per_s: float
+) -> Prediction:
+    """Return the time of a stock pair: the computation, the collective, what orders its result."""
+    exchange_us = network.all_to_all_us(cost.network_bytes) if cost.network_bytes else 0.0
+    return Prediction(compute_us + exchange_us + 1e6 * cost.landing_bytes / memory_bytes_per_s)
+
+
+def in_slices(
+    network: NetworkRates, compute_us: float, cost: NetworkCost, memory_bytes_per_s: float
+) -> Prediction:
+    """Return the time of a computation whose results leave in slices, one exchange after another.
+
+    The slices of all destinations with one number leave together, when the computation has got
+    that far. What stays in the node is computed last, beside the last exchanges.
+
+    Args:
+        network: the network.
+        compute_us: time of the computation alone.
+        cost: the traffic of one call.
+        memory_bytes_per_s: rate at which what has arrived is copied to its place.
+    """
+    end, exchange_us = 0.0, 0.0
+    if cost.network_bytes:
+        exchange_us = network.exchange_us(
+            cost.network_bytes / cost.slices, cost.network_messages / cost.slices
+        )
+    # The time by which the computation is slowed while messages travel.
+    overlap_us = min(compute_us * (1 - cost.remote_share / cost.slices), cost.slices * exchange_us)
+    compute_us += (network.product_beside - 1) * overlap_us
+    for number in range(1, cost.slices + 1):
+        start = max(end, compute_us * cost.remote_share * number / cost.slices)
+        # Beside the computation an exchange is slower; it goes on at its own rate afterwards.
+        beside = min(exchange_us, max(0.0, compute_us - start) / network.beside_product)
+        end = start + exchange_us + (network.beside_product - 1) * beside
+    landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
+    return Prediction(max(compute_us, end) + landing_us, cost.slices)
+
+
+def best_in_slices(
+    network: NetworkRates,
+    compute_us: Callable[[int], float],
+    cost_of: Callable[[int], NetworkCost],
+    memory_bytes_per_s: float,
+) -> Prediction:
+    """Return the prediction with the number of slices, a power of two, that takes least time.
+
+    Args:
+        compute_us: function from a number of slices to the time of the computation alone, in
+            microseconds.
+        cost_of: function from a number of slices to the traffic of a call.
+    """
+    predictions = []
+    slices = 1
+    while slices <= MOST_SLICES:
+        cost = cost_of(slices)
+        prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s)
+        # A call may have several exchanges of as many slices.
+        predictions.append(dataclasses.replace(prediction, slices=slices))
+        slices *= 2
+    # The first of equal ones has the fewest slices.
+    return min(predictions, key=lambda prediction: prediction.us)
+
+
+def collective_bytes(collective: str, size: int, rank: int, node_of_rank: tuple[int, ...]) -> int:
+    """Return the bytes that a rank sends to other nodes in a library's collective.
+
+    Reductions and gathers are taken for rings through every node's ranks at once, which is the
+    least that they send.
+
+    Args:
+        collective: ``"all_to_all"``, ``"reduce_scatter"``, ``"all_gather"`` or ``"all_reduce"``.
+        size: bytes of the rank's buffer that the collective exchanges.
+        rank: the rank.
+        node_of_rank: number of each rank's node.
+    """
+    ranks, near = len(node_of_rank), node_of_rank.count(node_of_rank[rank])
+    if collective == "all_to_all":
+        return size * (ranks - near) // ranks
+    nodes = len(set(node_of_rank))
+    passes = 2 if collective == "all_reduce" else 1
+    return passes * size * (nodes - 1) // nodes // near
+
+
+def even_nodes(ranks: int, nodes: int) -> tuple[int, ...]:
+    """Return the number of each rank's node where equally many consecutive ranks are on each."""
+    return tuple(rank * nodes // ranks for rank in range(ranks))
+
+
+def parse_network(values: dict[str, Any]) -> NetworkRates:
+    """Return the network that the fields of a JSON object describe.
+
+    Raises:
+        ConfigError: they are not those of a network.
+    """
+    try:
+        return NetworkRates(**values)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"a network must have the fields of NetworkRates; {error}.") from error
+
+
+def read_network(file: Path) -> NetworkRates:
+    """Return the network of a JSON file: a network by itself, or a machine profile with one.
+
+    Raises:
+        ConfigError: it cannot be read, or holds no network.
+    """
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file} must be a JSON file with a network; {error}.") from error
+    if isinstance(values, dict) and "compositions" in values:
+        values = values.get("network")
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{file} must hold a network; it has none. `interlace tune machine` on several nodes "
+            "measures one."
+        )
+    return parse_network(values)

@@ -1,0 +1,159 @@
+"""A call of ``mixture_of_experts``: its sizes, what all ranks must agree on, what it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.comm import Group, group_named, ranges
+from interlace.errors import ArgumentError
+from interlace.gemm.between_nodes import known_network
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
+from interlace.operators.mixture_of_experts.choice import Terms, choose, configuration
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Parameters, Sizes
+from interlace.registry import operator_named
+
+if TYPE_CHECKING:
+    from interlace.operators.mixture_of_experts.kernels.activation import Form
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call whose shapes and devices ``api`` has validated; see ``op`` for the fields.
+
+    Attributes:
+        activation: The text of an ``ExpertActivation``.
+        keeps: Whether a backward pass will follow.
+    """
+
+    x: torch.Tensor
+    experts: torch.Tensor
+    weights: torch.Tensor
+    w_in: torch.Tensor
+    w_out: torch.Tensor
+    b_in: torch.Tensor | None
+    b_out: torch.Tensor | None
+    capacity: int
+    group_name: str
+    impl: str
+    config: str
+    activation: str
+    keeps: bool
+
+    def __post_init__(self) -> None:
+        dtypes = [tensor.dtype for tensor in (self.x, *self.parameters) if tensor is not None]
+        if len(set(dtypes)) > 1:
+            raise ArgumentError(
+                f"{OPERATOR}: x, weights and biases must have the same dtype; got {dtypes}. "
+                "Convert them."
+            )
+
+    @property
+    def parameters(self) -> Parameters:
+        """The experts' weights and biases."""
+        return Parameters(self.w_in, self.w_out, self.b_in, self.b_out)
+
+    @functools.cached_property
+    def form(self) -> Form:
+        """The constants by which kernels know the activation."""
+        from interlace.operators.mixture_of_experts.kernels.activation import Form
+
+        numbers = dataclasses.astuple(ExpertActivation.parse(self.activation))
+        return Form(self.sizes.gates, *numbers)
+
+    @functools.cached_property
+    def group(self) -> Group:
+        return group_named(self.group_name, self.x.device)
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        tokens, hidden = self.x.shape
+        ranks, local = self.group.world_size, self.w_in.shape[0]
+        return Sizes(
+            tokens,
+            self.experts.shape[1],
+            ranks * local,
+            hidden,
+            self.w_in.shape[1],
+            ranks,
+            self.capacity,
+            self.w_in.shape[2],
+        )
+
+    def agree(self, operator: str) -> int:
+        """Agree on this call with all ranks; return its mark (``Group.agree``)."""
+        self.group.require_size(OPERATOR, MAX_RANKS)
+        return self.group.agree(
+            operator,
+            the_shape_of_x=tuple(self.x.shape),
+            top_k=self.experts.shape[1],
+            experts_of_a_rank=self.w_in.shape[0],
+            the_inner_width=self.w_in.shape[1],
+            whether_experts_have_a_gate=self.w_in.shape[2] == 2,
+            dtype=str(self.x.dtype),
+            which_biases_there_are=tuple(
+                name for name in ("b_in", "b_out") if getattr(self, name) is not None
+            ),
+            activation=self.activation,
+            capacity=self.capacity,
+            whether_gradients_are_needed=self.keeps,
+            impl=self.impl,
+            config=self.config,
+        )
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return the range of this call for profilers, by the name of the operator or its half.
+
+        The bytes that it sends are unknown: only the device knows how many rows go where.
+        """
+        operands = (self.x, self.experts, self.w_in, self.w_out)
+        return ranges.around(name, self.chosen[0], operands, lambda: None)
+
+    @functools.cached_property
+    def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
+        """The implementation and the configuration of this call.
+
+        Raises:
+            ArgumentError: The implementation was asked for and cannot run such a call.
+        """
+        terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
+        declaration = operator_named(OPERATOR)
+        declaration.require_nodes(self.impl, self.group.nodes)
+        network = known_network(self.x.device)
+        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, network, terms)
+        impl = choice.impl if self.impl == "auto" else self.impl
+        unmet = declaration.refusal(impl, terms)
+        if unmet is not None:
+            raise ArgumentError(
+                f"{OPERATOR}: impl={impl!r} must have {unmet}. Take impl='auto' or 'fused'."
+            )
+        if self.config:
+            return impl, MixtureOfExpertsConfig.parse(self.config)
+        return impl, configuration(impl, terms, self.x.device)
+
+
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
+
+    They are empty if there will be no backward pass.
+
+    Attributes:
+        plan: int32; see ``layout``.
+        slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
+            dropped.
+        slot_at: int32 ``[returns]``: the slot of each row of results.
+        received: ``[arrivals, hidden]``: rows of this rank's experts.
+        kept: ``[gates, arrivals, ffn]``: gate and up of these rows.
+    """
+
+    plan: torch.Tensor
+    slot_rows: torch.Tensor
+    slot_at: torch.Tensor
+    received: torch.Tensor
+    kept: torch.Tensor

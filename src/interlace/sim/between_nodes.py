@@ -1,0 +1,173 @@
+"""Embeddings between two nodes: simulated and predicted times beside those that were measured.
+
+The measurements are documents of ``benchmarks/between_nodes.py``. The simulator runs the workload
+on a machine of two nodes; the predictions are those by which ``impl="auto"`` decides, from a
+measured network.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from interlace.costs.embedding_all_to_all import (
+    floor_memory_bytes,
+    fused_between_nodes,
+    stock_between_nodes,
+)
+from interlace.costs.network import NetworkRates, in_slices, one_after_the_other
+from interlace.costs.time import MachineProfile
+from interlace.errors import ConfigError
+from interlace.sim.machine import Machine
+from interlace.sim.operators import Operator, embedding_all_to_all
+from interlace.sim.step import run
+from interlace.sim.work import Fused
+
+_RANKS = 2
+_ITEMSIZE, _INDEX_ITEMSIZE = 2, 4
+_DEFAULT_SLICES = 8
+"""Slices of calls without a configuration in documents that do not say: 2 MiB of 16 MiB."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One measured time and ours, in microseconds.
+
+    Attributes:
+        lookups: rows per bag.
+        name: the implementation as the document calls it.
+        slices: number of slices; 0 for the pair.
+        measured_us: the measured time.
+        simulated_us: the simulator's time.
+        predicted_us: the time that ``impl="auto"`` would go by.
+    """
+
+    lookups: int
+    name: str
+    slices: int
+    measured_us: float
+    simulated_us: float
+    predicted_us: float
+
+    @property
+    def simulated_error(self) -> float:
+        """Relative error of the simulated time."""
+        return self.simulated_us / self.measured_us - 1
+
+    @property
+    def predicted_error(self) -> float:
+        """Relative error of the predicted time."""
+        return self.predicted_us / self.measured_us - 1
+
+
+def compare(
+    document: Mapping[str, Any], machine: Machine, profile: MachineProfile, network: NetworkRates
+) -> list[Comparison]:
+    """Return every measured pair and every measured call in slices, beside what we expect.
+
+    Args:
+        document: what ``benchmarks/between_nodes.py --json`` wrote.
+        machine: two GPUs in a network.
+        profile: the GPU's profile.
+        network: the network between the nodes.
+
+    Raises:
+        ConfigError: the document is of something else.
+    """
+    try:
+        sizes = {name: int(document["sizes"][name]) for name in ("tables", "width", "batch")}
+        results = document["results"]["lookups"]
+        return [
+            _compared(int(lookups), name, us, slices, sizes, machine, profile, network)
+            for lookups in sorted(results, key=int)
+            for name, us in results[lookups]["us"].items()
+            for slices in _slices_of(name, results[lookups].get("slices", _DEFAULT_SLICES))
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a document of benchmarks/between_nodes.py must have sizes and lookups; got {error!r}."
+        ) from error
+
+
+def _slices_of(name: str, default: int) -> list[int]:
+    """Return the number of slices of a measurement; none if it is neither pair nor fused call."""
+    if name in ("pair", "pair, graph"):
+        return [0]
+    if name in ("fused", "fused, graph"):
+        return [default]
+    found = re.fullmatch(r"fused, (\d+) slices", name)
+    return [int(found[1])] if found else []
+
+
+def _compared(
+    lookups: int,
+    name: str,
+    measured_us: float,
+    slices: int,
+    sizes: Mapping[str, int],
+    machine: Machine,
+    profile: MachineProfile,
+    network: NetworkRates,
+) -> Comparison:
+    operator = _operator(lookups, max(1, slices), **sizes)
+    tasks = operator.tasks(slices > 0)
+    simulated = run(machine, machine.build_topology(_RANKS), tasks).total_ns / 1e3
+    predicted = _predicted_us(lookups, slices, profile, network, **sizes)
+    return Comparison(lookups, name, slices, measured_us, simulated, predicted)
+
+
+def _operator(lookups: int, slices: int, *, tables: int, width: int, batch: int) -> Operator:
+    """Return the workload on the simulator, whose landing is copied as the real one's is."""
+    operator = embedding_all_to_all(
+        bags=tables * batch,
+        pooling_factor=lookups,
+        dim=width,
+        itemsize=_ITEMSIZE,
+        exchange_itemsize=_ITEMSIZE,
+        index_itemsize=_INDEX_ITEMSIZE,
+        unpack=True,
+        slices=slices,
+    )
+    landed = 2 * tables * width * batch // _RANKS * _ITEMSIZE
+    assert isinstance(operator.fused, Fused)
+    return dataclasses.replace(
+        operator, fused=dataclasses.replace(operator.fused, receive_bytes=landed)
+    )
+
+
+def _predicted_us(
+    lookups: int,
+    slices: int,
+    profile: MachineProfile,
+    network: NetworkRates,
+    *,
+    tables: int,
+    width: int,
+    batch: int,
+) -> float:
+    """Return the time by the model that ``impl="auto"`` has, with our own pooling in the pair."""
+    widths = ((width,) * tables,) * _RANKS
+    memory_bytes = floor_memory_bytes(
+        widths=widths,
+        batch=batch,
+        rank=0,
+        lookups=[lookups * batch] * tables,
+        itemsize=_ITEMSIZE,
+        output_itemsize=_ITEMSIZE,
+        index_itemsize=_INDEX_ITEMSIZE,
+    )
+    rate = profile.product.memory_bytes_per_s
+    pooling_us = profile.product.launch_us + 1e6 * memory_bytes / rate
+    shared: dict[str, Any] = {
+        "rank": 0,
+        "widths": widths,
+        "batch": batch,
+        "output_itemsize": _ITEMSIZE,
+        "node_of_rank": (0, 1),
+    }
+    if slices:
+        cost = fused_between_nodes(**shared, slices=slices)
+        return in_slices(network, pooling_us, cost, rate).us
+    return one_after_the_other(network, pooling_us, stock_between_nodes(**shared), rate).us

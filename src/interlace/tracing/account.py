@@ -1,0 +1,264 @@
+"""Where one rank's time went: the product, and everything that made the call longer than it.
+
+Every nanosecond from the first event of all ranks to the last one belongs to one *phase*. So the
+phases of two timelines of one call, a measured and a simulated one, can be compared line by line.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+
+from interlace.tracing.libraries import Activity
+from interlace.tracing.work import Flow, Place, Span, Work
+from interlace.units import format_ns
+
+PHASES = ("launch", "compute", "copy", "put", "wait", "sum", "tail", "idle")
+"""``launch``: until the rank's first tile. ``compute``: a tile, or a library's product. ``copy``:
+copy engines, and libraries' collectives, while nothing is multiplied. ``put``: from the end of a
+tile to its store and its signals. ``wait``: for a peer. ``sum``: sums, stores of results, the way
+to the next tile. ``tail``: tiles of other programs, once the program with the most work has ended.
+``idle``: none of these.
+"""
+
+_Key = tuple[str, int, bool]
+"""A phase, the rank that is waited for (-1 if unknown), and whether it has not sent yet."""
+
+# Of what happens at the same time, the phase that comes first here is the reason to be there.
+_ORDER = ("compute", "tail", "sum", "put", "copy", "wait", "launch")
+_PHASE_OF_KIND = {"product": "compute", "copy": "copy", "collective": "copy", "other": "sum"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Waiting:
+    """The waits for one rank.
+
+    Attributes:
+        rank: The rank; -1 if it is unknown which one, as behind a copy.
+        unsent_ns: Time until that rank had sent what was awaited.
+        flight_ns: Time from then on, and all of a wait for what had been sent before.
+    """
+
+    rank: int
+    unsent_ns: float
+    flight_ns: float
+
+    @property
+    def duration_ns(self) -> float:
+        """Return the time of all waits for the rank."""
+        return self.unsent_ns + self.flight_ns
+
+
+@dataclasses.dataclass(frozen=True)
+class Account:
+    """The time of the rank that ends last.
+
+    Attributes:
+        rank: The rank.
+        total_ns: Time from the first event of all ranks to the last one.
+        phases: Time of each of :data:`PHASES`; their sum is the total.
+        waits: The waits for each rank, the longest first.
+        program: The program that computes longest; None if only libraries compute.
+        tiles: Number of tiles that it computes, one after another.
+        products: Number of products that libraries make on this rank.
+    """
+
+    rank: int
+    total_ns: float
+    phases: dict[str, float]
+    waits: tuple[Waiting, ...]
+    program: int | None
+    tiles: int
+    products: int
+
+    @property
+    def product_ns(self) -> float:
+        """Return the time of the product by itself: that of the program with the most work."""
+        return self.phases["compute"]
+
+    @property
+    def excess(self) -> float:
+        """Return the share of the product's time that the call takes longer than it."""
+        return self.total_ns / self.product_ns - 1 if self.product_ns else 0.0
+
+    def finding(self) -> str:
+        """Return, in one line, how much longer than its product the call takes, and why."""
+        if not self.product_ns:
+            return f"{format_ns(self.total_ns)}, of which no tile's computation was recorded"
+        reasons = list(self.reasons())
+        because = f": {reasons[0][1]}, {format_ns(reasons[0][0])}" if reasons else ""
+        return (
+            f"{format_ns(self.total_ns)}, {self.excess:.0%} above the product's "
+            f"{format_ns(self.product_ns)}{because}"
+        )
+
+    def reasons(self) -> Iterator[tuple[float, str]]:
+        """Yield what the call takes beyond its product (ns, and words), the longest first."""
+        words = {
+            "launch": f"before the first tile of rank {self.rank}",
+            "copy": "copies and collectives while nothing is multiplied",
+            "put": "puts and signals between tiles",
+            "sum": "sums, stores, and the way to the next tile",
+            "tail": "tiles of other programs after its last one",
+            "idle": "nothing runs",
+        }
+        reasons = [(self.phases[phase], text) for phase, text in words.items()]
+        for waiting in self.waits:
+            whom = "for a peer" if waiting.rank < 0 else f"for rank {waiting.rank}"
+            unsent = f" ({format_ns(waiting.unsent_ns)} until it had sent)"
+            text = f"waits {whom}" + (unsent if waiting.unsent_ns else "")
+            reasons.append((waiting.duration_ns, text))
+        yield from sorted((reason for reason in reasons if reason[0] > 0), key=lambda x: -x[0])
+
+    def lines(self) -> Iterator[str]:
+        """Yield the account in words: the total, the product, and the reasons above 1 %."""
+        made = [f"{_count(self.products, 'product')} of libraries"] if self.products else []
+        if self.program is not None:
+            made.append(f"{_count(self.tiles, 'tile')} of program {self.program}")
+        if not self.product_ns:
+            yield f"total: {format_ns(self.total_ns)} (rank {self.rank} ends last). Of it"
+        else:
+            yield (
+                f"total: {format_ns(self.total_ns)}, {self.excess:.0%} above the product alone, "
+                f"{format_ns(self.product_ns)} (rank {self.rank} ends last: {' and '.join(made)}). "
+                "Beside the product"
+            )
+        for duration_ns, text in self.reasons():
+            if duration_ns >= 0.01 * self.total_ns:
+                yield f"  {format_ns(duration_ns)}: {text}"
+
+
+def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | None:
+    """Return where the time of the rank that ends last went; None if nothing was recorded.
+
+    Of each launch it follows the program that computes longest, and behind it the program that ends
+    last. What a library computes meanwhile on the same GPU comes before what that program does.
+
+    Args:
+        work: What the programs of all ranks did.
+        others: What ran beside them, for each rank.
+    """
+    intervals: dict[int, list[tuple[float, float, _Key]]] = defaultdict(list)
+    longest: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
+    causes = _causes(work)
+    for (rank, _), spans in sorted(_by_launch(work).items()):
+        programs, chosen = _followed(spans)
+        longest[rank].append(chosen)
+        for interval in _intervals(programs, causes):
+            intervals[rank].append(interval)
+    for rank, activities in enumerate(others):
+        for activity in activities:
+            key = (_PHASE_OF_KIND[activity.kind], -1, False)
+            end_ns = activity.start_ns + activity.duration_ns
+            intervals[rank].append((activity.start_ns, end_ns, key))
+    if not intervals:
+        return None
+    start_ns = min(start for of_rank in intervals.values() for start, _, _ in of_rank)
+    rank = max(intervals, key=lambda rank: max(end for _, end, _ in intervals[rank]))
+    times = _sweep(intervals[rank], start_ns)
+    programs_of = [chosen for chosen in longest[rank] if chosen[1]]
+    program = max(programs_of, key=lambda chosen: chosen[2])[0] if programs_of else None
+    tiles = sum(tiles for _, tiles, _ in programs_of)
+    beside = others[rank] if rank < len(others) else ()
+    products = sum(activity.kind == "product" for activity in beside)
+    waits: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
+    phases = dict.fromkeys(PHASES, 0.0)
+    for (phase, peer, is_unsent), duration_ns in times.items():
+        phases[phase] += duration_ns
+        if phase == "wait":
+            waits[peer][0 if is_unsent else 1] += duration_ns
+    found = [Waiting(peer, *durations) for peer, durations in waits.items()]
+    found.sort(key=lambda waiting: -waiting.duration_ns)
+    return Account(rank, sum(phases.values()), phases, tuple(found), program, tiles, products)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _by_launch(work: Work) -> dict[tuple[int, int], dict[Place, list[Span]]]:
+    """Return the spans of each program, by rank and launch."""
+    found: dict[tuple[int, int], dict[Place, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    for span in work.spans:
+        found[span.place.rank, span.place.launch][span.place].append(span)
+    return found
+
+
+def _causes(work: Work) -> dict[tuple[Place, float], Flow]:
+    """Return, for each program and end of a wait, what was sent last of what it was for."""
+    last: dict[tuple[Place, float], Flow] = {}
+    for flow in work.flows:
+        key = (flow.target, flow.arrival_ns)
+        if key not in last or flow.departure_ns > last[key].departure_ns:
+            last[key] = flow
+    return last
+
+
+def _followed(
+    spans: dict[Place, list[Span]],
+) -> tuple[list[tuple[Span, str]], tuple[int, int, float]]:
+    """Return the spans of one launch that are followed, each with its phase; and the program that
+    computes longest, how many tiles it has, and how long these take.
+    """
+
+    def computed(place: Place) -> float:
+        return sum(span.duration_ns for span in spans[place] if span.activity == "compute")
+
+    def end(place: Place) -> float:
+        return spans[place][-1].end_ns
+
+    most = max(spans, key=lambda place: (computed(place), end(place)))
+    last = max(spans, key=end)
+    found: list[tuple[Span, str]] = []
+    begun = False
+    for span in spans[most]:
+        begun = begun or span.activity == "compute"
+        other = "sum" if begun or not computed(most) else "launch"
+        found.append((span, other if span.activity == "other" else span.activity))
+    for span in spans[last]:
+        if span.end_ns > end(most):
+            clipped = dataclasses.replace(span, start_ns=max(span.start_ns, end(most)))
+            phase = {"compute": "tail", "other": "sum"}.get(span.activity, span.activity)
+            found.append((clipped, phase))
+    tiles = sum(span.activity == "compute" for span in spans[most])
+    return found, (most.program, tiles, computed(most))
+
+
+def _intervals(
+    spans: Sequence[tuple[Span, str]], causes: dict[tuple[Place, float], Flow]
+) -> Iterator[tuple[float, float, _Key]]:
+    """Yield the stretches of time of some spans; a wait is cut where its cause was sent."""
+    for span, phase in spans:
+        cause = causes.get((span.place, span.end_ns)) if phase == "wait" else None
+        if cause is None:
+            yield span.start_ns, span.end_ns, (phase, -1, False)
+            continue
+        sent_ns = min(max(cause.departure_ns, span.start_ns), span.end_ns)
+        yield span.start_ns, sent_ns, (phase, cause.source.rank, True)
+        yield sent_ns, span.end_ns, (phase, cause.source.rank, False)
+
+
+def _sweep(intervals: Sequence[tuple[float, float, _Key]], start_ns: float) -> dict[_Key, float]:
+    """Return how long each key counts: of those at the same time, the first by ``_ORDER``.
+
+    Before the first interval it is a launch, and in gaps nothing.
+    """
+    changes: list[tuple[float, int, _Key]] = []
+    for start, end, key in intervals:
+        if end > start:
+            changes += [(start, 1, key), (end, -1, key)]
+    changes.sort()
+    times: dict[_Key, float] = defaultdict(float)
+    active: Counter[_Key] = Counter()
+    current: _Key = ("launch", -1, False)
+    now = start_ns
+    for time_ns, change, changed in changes:
+        if time_ns > now:
+            times[current] += time_ns - now
+        now = time_ns
+        active[changed] += change
+        if not active[changed]:
+            del active[changed]
+        current = min(active, key=lambda key: _ORDER.index(key[0]), default=("idle", -1, False))
+    return times

@@ -1,0 +1,126 @@
+"""vLLM's own layers, traced from its source, with its own groups and its own custom operators: what
+is fused, and that results stay.
+
+vLLM's wheel has kernels for GPUs only, which are not needed here. vLLM takes a machine without a
+GPU for a platform that it does not know; it spells collectives as on GPUs there once that platform
+says so, which is all that is changed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from interlace.compile import InductorPass, eager_backend, foreign, recording, uninstall
+from interlace.integrations import vllm
+
+HIDDEN, INTERMEDIATE = 16, 32
+
+if importlib.util.find_spec("vllm") is None:
+    pytest.skip("vLLM is not installed: its wheel has 340 MB", allow_module_level=True)
+linear = pytest.importorskip("vllm.model_executor.layers.linear", exc_type=ImportError)
+
+
+@contextmanager
+def _vllm() -> Iterator[None]:
+    """vLLM's state of a worker: its configuration, its groups, and the plug-ins that it loads."""
+    from torch._inductor import config
+    from vllm import plugins
+    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
+    from vllm.distributed import parallel_state
+    from vllm.ir.op import enable_torch_wrap
+    from vllm.platforms import current_platform
+
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    with ExitStack() as stack:
+        patched = mock.patch.object(
+            type(current_platform), "use_custom_op_collectives", return_value=True
+        )
+        stack.enter_context(patched)
+        # As vLLM does where Inductor compiles: norms are operators of vLLM's.
+        stack.enter_context(enable_torch_wrap(True))
+        configuration = VllmConfig(device_config=DeviceConfig("cpu"))
+        stack.enter_context(set_current_vllm_config(configuration))
+        parallel_state.init_distributed_environment(ranks, rank, "env://", rank, "gloo")
+        parallel_state.initialize_model_parallel(ranks)
+        plugins.plugins_loaded = False
+        plugins.load_general_plugins()
+        slot = config.post_grad_custom_pre_pass
+        assert isinstance(slot, InductorPass)
+        try:
+            yield
+        finally:
+            uninstall()
+            for name in vllm.COLLECTIVES:
+                foreign.unregister(name)
+            parallel_state.destroy_model_parallel()
+            parallel_state._WORLD = None
+
+
+def _filled(layer: torch.nn.Module) -> Any:
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_()
+    return layer.requires_grad_(False)
+
+
+def _program(name: str) -> Any:
+    """A function of the tokens ``[T, hidden]``, and of their residual."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.models.llama import LlamaMLP
+
+    if name == "row-parallel linear":
+        rows = linear.RowParallelLinear(2 * HIDDEN, HIDDEN, bias=False, prefix="rows")
+        rows = _filled(rows)
+        return lambda x, _: rows(x)[0]
+    if name == "columns and rows":
+        columns = linear.QKVParallelLinear(HIDDEN, 8, 4, 4, bias=False, prefix="qkv")
+        rows = linear.RowParallelLinear(4 * 8, HIDDEN, bias=False, prefix="rows")
+        columns, rows = _filled(columns), _filled(rows)
+        return lambda x, _: rows(columns(x)[0][:, : 2 * 8].contiguous())[0]
+    mlp, norm = _filled(LlamaMLP(HIDDEN, INTERMEDIATE, "silu", prefix="mlp")), RMSNorm(HIDDEN)
+    return lambda x, residual: torch.cat(norm(mlp(x), residual.clone()))
+
+
+def _run(name: str, tokens: int, changing: bool) -> tuple[list[str | None], float]:
+    """What was fused, and the largest error."""
+    torch.manual_seed(5 + dist.get_rank())
+    errors = []
+    with _vllm(), torch.no_grad(), recording() as findings:
+        program = _program(name)
+        torch.compiler.reset()
+        compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
+        for count in (tokens, tokens + 3) if changing else (tokens,):
+            x, residual = torch.randn(count, HIDDEN), torch.randn(count, HIDDEN)
+            if changing:
+                torch._dynamo.mark_dynamic(x, 0)
+                torch._dynamo.mark_dynamic(residual, 0)
+            expected = program(x, residual)
+            found = compiled(x, residual)
+            errors.append(float((found - expected).norm() / expected.norm()))
+    return [finding.operator for finding in findings], max(errors)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "changing", "operators"),
+    [
+        ("row-parallel linear", 6, False, ["gemv_all_reduce"]),
+        ("columns and rows", 130, False, ["gemm_all_reduce"]),
+        ("the MLP of a Llama", 6, False, ["gemv_all_reduce"]),
+        ("the MLP of a Llama", 130, True, ["gemm_all_reduce"]),
+    ],
+)
+def test_layers(
+    ranks: Any, name: str, tokens: int, changing: bool, operators: list[str | None]
+) -> None:
+    """The norm is an operator of vLLM's own, which comes behind the fused one."""
+    for found, error in ranks(2).run(_run, name, tokens, changing):
+        assert found == operators
+        assert error < 1e-5

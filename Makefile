@@ -9,7 +9,9 @@ STAMP = .venv/.installed
 TORCH_INDEX =
 # Ranks that wait for one another, and processes that start, leave time: four processes that run tests keep two cores
 # busy, and are a fifth quicker than two.
-PYTEST = $(BIN)/python -m pytest -n 4 --dist worksteal
+# Bytecode is kept, even where the environment says otherwise: each of them imports the same tests, and dozens of
+# programs the package.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
 
 setup: $(STAMP)
 

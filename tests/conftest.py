@@ -63,6 +63,16 @@ def quick_launches() -> Iterator[None]:
         yield
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Import no GPU tests for a run without a GPU: each of its processes would, for nothing.
+
+    ``tests/test_imports.py`` does it once.
+    """
+    chosen = config.option.markexpr
+    is_gpu_test = collection_path.parent.name == "gpu" and collection_path.match("test_*.py")
+    return True if is_gpu_test and ("not gpu" in chosen or chosen == "quick") else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark one case of every test file as quick: those that its author has marked, or else the
     first one.

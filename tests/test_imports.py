@@ -1,7 +1,10 @@
-"""What importing brings along, each in a fresh process."""
+"""What importing brings along, mostly in fresh processes."""
 
+import contextlib
+import importlib
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -91,10 +94,11 @@ def test_operators_are_registered_without_triton():
     assert (done.stdout, done.stderr) == ("", "")
 
 
-def test_integrations_do_not_import_their_programs():
-    """They are imported by what is called, so that Interlace can be without them."""
+def test_every_public_name_can_be_had_without_other_programs():
+    """Integrations import a program in what is called, so that Interlace can be without it."""
     code = (
         "from interlace.integrations import sglang, symm_mem, torchrec, transformers, vllm; "
+        "import interlace; [getattr(interlace, name) for name in interlace.__all__]; "
         "import sys; print(*{'sglang', 'torchrec', 'transformers', 'vllm'} & set(sys.modules))"
     )
     command = [sys.executable, "-c", code]
@@ -102,9 +106,12 @@ def test_integrations_do_not_import_their_programs():
     assert done.stdout.strip() == ""
 
 
-def test_every_public_name_can_be_had():
-    code = "import interlace; [getattr(interlace, name) for name in interlace.__all__]"
-    assert "torch" in _modules_after(code)
+def test_what_gpu_tests_import_is_there():
+    """A run on the CPU does not collect them; see ``tests/conftest.py``."""
+    for file in Path(__file__).with_name("gpu").glob("test_*.py"):
+        # Some need another program, and skip themselves without it.
+        with contextlib.suppress(pytest.skip.Exception):
+            importlib.import_module(f"tests.gpu.{file.stem}")
 
 
 def test_an_unknown_name_is_an_attribute_error():

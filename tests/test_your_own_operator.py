@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +17,7 @@ import interlace
 from interlace.costs import find_cost
 from interlace.registry import operators
 from tests.errors import error_of
+from tests.programs import run_program
 from tests.untimed import untimed
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -180,35 +179,10 @@ def test_nothing_in_interlace_knows_it():
     assert files == ["__init__.py", "fused.py", "kernel.py", "reference.py"]
 
 
-def test_its_entry_point_makes_it_known(tmp_path):
-    """As an installed package it is found by its entry point, before anybody imports it."""
-    metadata = tmp_path / "gemm_broadcast-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: gemm-broadcast\nVersion: 0.1.0\n"
-    )
-    (metadata / "entry_points.txt").write_text(f"[interlace.operators]\n{NAME} = {NAME}\n")
-    code = "import interlace.registry as r; print('gemm_broadcast' in r.operators())"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"PYTHONPATH": f"{tmp_path}:{EXAMPLE}:{ROOT / 'src'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.stdout == "True\n", done.stderr
-
-
-def test_its_program_runs():
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLE / "run.py")],
-        env={**os.environ, "PYTHONPATH": f"{EXAMPLE}:{ROOT / 'src'}"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [line[:6] for line in done.stdout.splitlines()] == ["rank 0", "rank 1"]
+def test_its_program_runs(tmp_path):
+    ended = run_program(EXAMPLE / "run.py", folder=tmp_path)
+    assert ended.returncode == 0, ended.stderr
+    assert [line[:6] for line in ended.stdout.splitlines()] == ["rank 0", "rank 1"]
 
 
 def _program(rank):

@@ -384,7 +384,9 @@ def test_batches_have_four_sizes(command: str) -> None:
 
 
 def test_an_operator_of_another_package_has_commands(tmp_path: Path) -> None:
-    """Its declaration and its entry point are enough: nothing here names it."""
+    """Its declaration and its entry point are enough: nothing here names it, and nobody imports
+    it.
+    """
     root = Path(__file__).resolve().parents[2]
     metadata = tmp_path / "gemm_broadcast-0.1.0.dist-info"
     metadata.mkdir()
@@ -395,16 +397,29 @@ def test_an_operator_of_another_package_has_commands(tmp_path: Path) -> None:
         "[interlace.operators]\ngemm_broadcast = gemm_broadcast\n"
     )
     path = f"{tmp_path}:{root / 'examples' / 'your_own_operator'}:{root / 'src'}"
-    for command, text in (("bench", "--transports"), ("tune", "--table")):
-        done = subprocess.run(
-            [sys.executable, "-m", "interlace", command, "gemm_broadcast", "--help"],
-            env={"PYTHONPATH": path, "COLUMNS": "200"},
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        assert "GEMM + Broadcast: f" in done.stdout
-        assert text in done.stdout
+    code = """
+import sys
+import interlace.registry
+from interlace.cli import main
+assert "gemm_broadcast" in interlace.registry.operators()
+for command in ("bench", "tune"):
+    sys.argv = ["interlace", command, "gemm_broadcast", "--help"]
+    try:
+        main()
+    except SystemExit as end:
+        assert not end.code, end.code
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": path, "COLUMNS": "200"},
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    benching, tuning = done.stdout.split("Usage: ")[1:]
+    for shown, option in ((benching, "--transports"), (tuning, "--table")):
+        assert "GEMM + Broadcast: f" in shown
+        assert option in shown
 
 
 def test_transports_of_an_operator_without_them() -> None:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import interlace
 from interlace import ArgumentError, BackendError, LaunchError
 from tests.pool import fork_server
+from tests.programs import run_program
 
 
 @pytest.fixture
@@ -141,48 +142,7 @@ def test_a_world_size_that_is_not_the_groups(ranks):
     assert ranks(2).run(_launch_within, 3) == [message] * 2
 
 
-_SCRIPT = """
-import interlace, os, sys, torch.distributed as dist
-
-def worker(word):
-    return word, dist.get_rank(), os.getpid()
-
-results = interlace.launch(worker, 2, "hello", backend="cpu")
-assert [result[:2] for result in results] == [("hello", 0), ("hello", 1)]
-assert results[int(os.environ["RANK"])][2] == os.getpid()
-assert not dist.is_initialized()
-"""
-
-
-def test_under_torchrun_nothing_is_started(tmp_path):
-    """Torchrun's environment: RANK, WORLD_SIZE, and where to meet."""
-    script = tmp_path / "program.py"
-    script.write_text(_SCRIPT)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=2",
-        "--no-python",
-        sys.executable,
-        str(script),
-    ]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run(command, check=True, env=environment, timeout=300, capture_output=True)
-
-
 _PROGRAMS = {
-    "unguarded": (
-        (
-            "import interlace\ndef worker():\n    return 1\ninterlace.launch(worker, 1, "
-            "backend='cpu')\n"
-        ),
-        (
-            "LaunchError: launch: rank 0 ended without a result: it could not import the worker. "
-            "The start of a program must be"
-        ),
-    ),
     "lambda": (
         (
             "import interlace\nif __name__ == '__main__':\n    interlace.launch(lambda: 1, 1, "
@@ -209,10 +169,27 @@ _PROGRAMS = {
 @pytest.mark.parametrize("program", _PROGRAMS)
 def test_programs_whose_worker_no_rank_can_import(tmp_path, program):
     source, message = _PROGRAMS[program]
-    (tmp_path / "program.py").write_text(source)
-    ended = subprocess.run(
-        [sys.executable, str(tmp_path / "program.py")], capture_output=True, text=True, timeout=300
+    path = tmp_path / "program.py"
+    path.write_text(source)
+    _check_failed(run_program(path, folder=tmp_path), message)
+
+
+def test_a_program_whose_start_is_not_guarded(tmp_path):
+    """In processes as users start them: the new one imports the program, which launches again."""
+    path = tmp_path / "program.py"
+    path.write_text(
+        "import interlace\ndef worker():\n    return 1\n"
+        "interlace.launch(worker, 1, backend='cpu')\n"
     )
+    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+    message = (
+        "LaunchError: launch: rank 0 ended without a result: it could not import the worker. "
+        "The start of a program must be"
+    )
+    _check_failed(ended, message)
+
+
+def _check_failed(ended, message):
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[-1].startswith(f"interlace.errors.{message}")
     assert ended.stderr.count("Traceback") == 1, "only the process that called launch has frames"

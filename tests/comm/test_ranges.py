@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import pickle
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 import interlace
 from interlace.comm import flight_recorder, ranges
 from interlace.registry import operators
-from interlace.testing.cases import Case, every_case
+from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
 from interlace.testing.cases.gemv import GemvCase
 from interlace.testing.cases.products import ProductCase
 
@@ -49,24 +50,27 @@ def test_a_profiler_shows_operator_implementation_shapes_and_bytes(
         assert names[0].startswith(expected)
 
 
-def _ranges_of_every_case() -> dict[str, list[str]]:
-    return {
-        case.label: _ranges_of(case)
+def _ranges_of_every_implementation() -> dict[tuple[str, str], list[str]]:
+    """Of one call of each, without its backward pass."""
+    case_of = {
+        (case.operator, case.impl): dataclasses.replace(case, backward=False)
         for case in every_case(2)
         # Mapped outputs have no operator: the kernel of the caller runs.
         if case.operator in operators()
     }
+    return {implementation: _ranges_of(case) for implementation, case in case_of.items()}
 
 
 def test_every_implementation_has_its_range(ranks: Any) -> None:
-    for by_case in ranks(2).run(_ranges_of_every_case):
-        for label, names in by_case.items():
-            operator, impl = label.partition(":")[0].split()[:2]
+    for found in ranks(2).run(_ranges_of_every_implementation):
+        assert {operator for operator, _ in found} == set(IMPLEMENTATIONS) & operators().keys()
+        for (operator, impl), names in found.items():
+            # The word behind a space is a protocol of the implementation.
             assert any(
-                name.startswith(f"interlace: {operator} {impl}, ")
+                name.startswith(f"interlace: {operator} {impl.split()[0]}, ")
                 or (operator == "gemv_all_reduce" and impl == "gemm" and "gemm_all_reduce" in name)
                 for name in names
-            ), (label, names)
+            ), (operator, impl, names)
 
 
 def test_without_a_profiler_nothing_happens() -> None:

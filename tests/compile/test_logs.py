@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PROGRAM = """
 from interlace.compile import findings
 finding = findings.Finding("forward", "all_reduce", "all_reduce", (4, 8), "mlp.down", None, "few")
@@ -15,25 +17,21 @@ findings.record([finding])
 """
 
 
-def _run(**variables: str) -> str:
+def test_torch_logs_and_torch_trace_have_the_findings(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both in one process, which reads the variables when it starts; this one has neither."""
+    said = "all_reduce of [4, 8] (all_reduce in mlp.down) left alone: few"
     result = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**os.environ, **variables},
+        env={**os.environ, "TORCH_LOGS": "+interlace", "TORCH_TRACE": str(tmp_path)},
         capture_output=True,
         text=True,
         check=True,
     )
-    return result.stderr
-
-
-def test_torch_logs_shows_the_findings() -> None:
-    said = "all_reduce of [4, 8] (all_reduce in mlp.down) left alone: few"
-    assert said in _run(TORCH_LOGS="+interlace")
-    assert said not in _run()
-
-
-def test_torch_trace_has_the_findings_as_an_artifact(tmp_path: Path) -> None:
-    _run(TORCH_TRACE=str(tmp_path))
+    assert said in result.stderr
+    exec(PROGRAM, {})
+    assert said not in capfd.readouterr().err
     [file] = tmp_path.iterdir()
     lines = file.read_text().splitlines()
     start = next(i for i, line in enumerate(lines) if '"name": "interlace_findings"' in line)

@@ -54,7 +54,7 @@ def _config(operator, **more):
     sizes = {
         "block_m": 16,
         "block_n": 16,
-        "block_k": 16,
+        "block_k": 32,
         "max_programs": 3,
         "interleave": 2,
         "group_m": 2,
@@ -79,7 +79,7 @@ def _calls(operator, impl):
     """Return calls with even rows, float8, and uneven rows if the operator takes splits."""
     calls = [
         _call(operator, 36, 40, 20, impl=impl),
-        _call(operator, 64, 33, 24, "float8", impl=impl, max_programs=1),
+        _call(operator, 32, 33, 24, "float8", impl=impl, max_programs=1),
     ]
     if operator != "gemm_all_reduce":
         splits = SENT if operator == "gemm_all_to_all" else OWNED
@@ -182,10 +182,10 @@ def test_calls_back_to_back_with_slow_ranks(ranks, operator, impl):
     batch = [
         _call(operator, 36, 40, 20, impl=impl),
         _call(operator, 4, 9, 5, max_programs=1),
-        _call(operator, 64, 16, 16, impl=impl, max_programs=8),
+        _call(operator, 64, 16, 16, impl=impl, max_programs=4),
     ]
     faults = Faults(max_delay_s=0.001, reorder_puts=True)
-    assert ranks(2).run(_under_faults, batch, 12, faults) == [[]] * 2
+    assert ranks(2).run(_under_faults, batch, 9, faults) == [[]] * 2
 
 
 def _absent_peer(call, absent):

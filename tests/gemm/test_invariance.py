@@ -105,14 +105,13 @@ def _differing(name: str, dtype: torch.dtype) -> list[str]:
     run, wrong = OPERATORS[name], []
     with interlace.batch_invariant():
         wanted = _bits(run(x, w, bias))
-        for rows in (1, 2, 3, 5, 8, 15, 16, 17, 31, MOST_ROWS):
-            # At several places of the batch: the rows are the last ones of all, in another order.
-            for turn in (0, rows // 2):
-                chosen = torch.arange(MOST_ROWS - rows, MOST_ROWS).roll(turn)
-                found = _bits(run(x[chosen].contiguous(), w, bias))
-                different = (found != wanted[chosen]).any(1).nonzero().flatten().tolist()
-                if different:
-                    wrong.append(f"{rows} rows, turned by {turn}: rows {different}")
+        for rows in (1, 3, 16, 17, MOST_ROWS):
+            # At another place of the batch: the rows are the last ones of all, in another order.
+            chosen = torch.arange(MOST_ROWS - rows, MOST_ROWS).roll(rows // 2)
+            found = _bits(run(x[chosen].contiguous(), w, bias))
+            different = (found != wanted[chosen]).any(1).nonzero().flatten().tolist()
+            if different:
+                wrong.append(f"{rows} rows: rows {different}")
     return wrong
 
 

@@ -112,7 +112,7 @@ def test_worked_example(ranks: Any, operator: str, impl: str) -> None:
 # Against float64
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 4])
 @every_way
 def test_matches_float64(ranks: Any, world_size: int, operator: str, impl: str) -> None:
     """Every dtype; rows shared out evenly and as given; odd, small and empty sizes; w along either
@@ -189,10 +189,10 @@ def _calls(draw: Any, operator: str, impl: str, world_size: int) -> Call:
 def test_any_call_is_right(ranks: Any, operator: str, impl: str) -> None:
     """One rank's lists of rows may stay as they are while another's change."""
 
-    @settings(max_examples=6)
-    @given(batch=st.lists(_calls(operator, impl, 4), min_size=1, max_size=4))
+    @settings(max_examples=4)
+    @given(batch=st.lists(_calls(operator, impl, 3), min_size=2, max_size=3))
     def check(batch: list[Call]) -> None:
-        check_all(batch, ranks(4).run(run, batch))
+        check_all(batch, ranks(3).run(run, batch))
 
     check()
 
@@ -211,8 +211,11 @@ _ARGUMENTS: dict[str, list[tuple[int, tuple[Any, ...]]]] = {
 
 @every_way
 def test_opcheck_and_compile(ranks: Any, operator: str, impl: str) -> None:
-    """Also with a number of rows that the compiler does not know."""
-    for rows, arguments in _ARGUMENTS[operator]:
+    """Also with a number of rows that the compiler does not know; what the schema and the fake
+    tensors make of given splits is the same for every implementation.
+    """
+    of_operator = _ARGUMENTS[operator] if impl == "unfused" else _ARGUMENTS[operator][:1]
+    for rows, arguments in of_operator:
         call = Call(operator, rows, 6, 7, bias=True, impl=impl)
         gathers = (True,) if operator == "all_gather_gemm" else ()
         schema = (*arguments, torch.float32, *gathers, "", impl, "")
@@ -249,7 +252,7 @@ def test_the_gathered_rows(ranks: Any, world_size: int, impl: str) -> None:
             assert ranks(world_size).run(_gathered, call) == [(True, True)] * world_size
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 4])
 def test_rows_of_an_all_reduce_in_chunks_need_not_divide(ranks: Any, world_size: int) -> None:
     """The last ranks have fewer rows to sum, or none: 5 rows of four ranks are 2, 2, 1 and 0."""
     calls = [

@@ -1,16 +1,21 @@
 """Groups of several nodes for tests, on the ranks of one machine."""
 
+import json
 import os
+import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
+import torch
 import torch.distributed as dist
 
 import interlace
 from interlace.comm.nodes import NODES_VARIABLE
 from tests.errors import error_of
+from tests.pool import fork_server
 
 
 @contextmanager
@@ -50,3 +55,42 @@ def call_without_one(call, late, nodes=2):
         interlace.set_deadline(60.0, process_group)
         interlace.recover(process_group)
         return error, took_s, call.make(process_group)
+
+
+def errors_after_a_death(make: Callable[[], object], folder: Path) -> list[list]:
+    """Start four ranks of two nodes that make a call twice; rank 3 is killed before the second one.
+
+    Returns:
+        Of each other rank, what the second call raises: the error's name and message, the peer and
+        the node that it names, and the seconds that it took.
+    """
+    context = fork_server()
+    processes = [
+        context.Process(target=_rank_of_four, args=(rank, folder, make)) for rank in range(4)
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        assert process.exitcode is not None
+    return [json.loads((folder / f"rank-{rank}").read_text()) for rank in range(3)]
+
+
+def _rank_of_four(rank, folder, make):
+    from interlace.comm import init_process_group
+
+    os.environ[NODES_VARIABLE] = "2"
+    store = f"file://{folder}/store"
+    init_process_group("cpu", rank=rank, world_size=4, init_method=store, local_rank=rank)
+    torch.set_num_threads(1)
+    make()
+    interlace.set_deadline(4.0)
+    if rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    kind, message, fields = error_of(make)
+    took_s = time.monotonic() - start
+    text = json.dumps([kind, message, fields.get("peer"), fields.get("node"), took_s])
+    (folder / f"rank-{rank}").write_text(text)
+    time.sleep(5)  # the others say first on whom they gave up
+    os._exit(0)

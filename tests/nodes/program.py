@@ -1,6 +1,7 @@
 """A rank of ``test_torchrun``: what it finds out about its nodes, and whether a call is right."""
 
 import json
+import os
 import socket
 import sys
 from pathlib import Path
@@ -12,8 +13,8 @@ import interlace
 from tests.operators.embedding_all_to_all.calls import Call, run_one
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
+def work(folder: Path) -> tuple[int, int]:
+    """Write down what this rank finds out; return the rank and its process."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.set_num_threads(1)
     group = interlace.group_of()
@@ -24,8 +25,15 @@ def main(folder: Path) -> None:
     interfaces = [name for _, name in socket.if_nameindex()]
     found = [group.members.node_of_rank, error, float(call.bound()[mine].max()), interfaces]
     (folder / f"rank-{rank}").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rank, os.getpid()
+
+
+def main(folder: Path) -> None:
+    """Launch as a program does that is also started without torchrun: nothing new is started."""
+    results = interlace.launch(work, 2, folder, backend="cpu")
+    assert [rank for rank, _ in results] == [0, 1]
+    assert results[int(os.environ["RANK"])][1] == os.getpid()
+    assert not dist.is_initialized()
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
 """``embedding_all_to_all`` between nodes: the bits of one node, bytes by the costs, and faults."""
 
 import dataclasses
-import json
-import os
-import signal
+import functools
 import time
 
 import pytest
@@ -13,98 +11,86 @@ import torch.distributed as dist
 import interlace
 from interlace.costs.embedding_all_to_all import forward
 from tests.errors import error_of
-from tests.nodes.groups import process_group_of
+from tests.nodes.groups import errors_after_a_death, process_group_of
 from tests.operators.embedding_all_to_all.calls import Call, check_all, run_one
-from tests.pool import fork_server
 
 SHAPES = [(4, 2), (2, 2)]
 
-_WIDTHS = {
-    2: [((8,), (8,)), ((7, 3), ()), ((16, 20), (4,)), ((), (5, 5, 5))],
-    4: [((8,), (8,), (8,), (8,)), ((7,), (), (3, 5), (2,)), ((4, 4), (8,), (16,), (12, 4))],
-}
+_SIZES = {
+    2: [(((8,), (8,)), 2), (((7, 3), ()), 2), (((7, 3), ()), 21), (((16, 20), (4,)), 21),
+        (((), (5, 5, 5)), 21)],
+    4: [(((8,), (8,), (8,), (8,)), 2), (((7,), (), (3, 5), (2,)), 2),
+        (((7,), (), (3, 5), (2,)), 37), (((4, 4), (8,), (16,), (12, 4)), 13)],
+}  # fmt: skip
+"""The widths of each rank's tables, and the batch, of calls of each number of ranks."""
 
 
 def _calls(world_size):
     """Calls with several slices, uneven and empty chunks, other dtypes, modes and weights."""
     calls = [
-        Call(widths, batch, seed=seed)
-        for seed, widths in enumerate(_WIDTHS[world_size])
-        for batch in (2, 37)
+        Call(widths, batch, seed=seed) for seed, (widths, batch) in enumerate(_SIZES[world_size])
     ]
-    first = calls[3]
+    first = dataclasses.replace(calls[2], batch=13)
     return [
         *calls,
-        dataclasses.replace(first, dtype="bfloat16"),
+        dataclasses.replace(first, dtype="bfloat16", weighted=True, index_dtype=torch.int32),
         dataclasses.replace(first, dtype="float16", output_dtype="float32", mode="mean"),
-        dataclasses.replace(first, weighted=True, index_dtype=torch.int32),
         dataclasses.replace(first, config=None, impl="auto"),
         dataclasses.replace(first, batch=0),
     ]
 
 
-def _results(calls, nodes):
+def _results(calls, nodes, rounds):
+    """Each call's result and traffic: bytes, messages, signals, and bytes to each rank."""
     with process_group_of(nodes) as process_group:
-        # Twice: the second calls find counters, landings and signals of the first ones.
-        for _ in range(2):
-            results = [run_one(call, process_group).clone() for call in calls]
+        traffic = interlace.group_of(process_group).traffic
+        for _ in range(rounds):
+            results = []
+            for call in calls:
+                traffic.reset()
+                y = run_one(call, process_group).clone()
+                counts = traffic.message_bytes, traffic.messages, traffic.signals
+                results.append((y, counts, dict(traffic.bytes_to)))
         return results
 
 
 @pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
-def test_results_have_the_bits_of_one_node(ranks, world_size, nodes):
+def test_results_have_the_bits_of_one_node_and_traffic_is_that_of_the_costs(
+    ranks, world_size, nodes
+):
     calls = _calls(world_size)
-    between = ranks(world_size).run(_results, calls, nodes)
-    check_all(calls, between)
-    within = ranks(world_size).run(_results, calls, 1)
-    for one, other in zip(between, within, strict=True):
-        for call, y, expected in zip(calls, one, other, strict=True):
-            assert torch.equal(y, expected), call
-
-
-# Traffic
-
-
-def _counted(calls, nodes):
-    with process_group_of(nodes) as process_group:
-        traffic = interlace.group_of(process_group).traffic
-        answers = []
-        for call in calls:
-            traffic.reset()
-            run_one(call, process_group)
-            answers.append(
-                (traffic.message_bytes, traffic.messages, traffic.signals, dict(traffic.bytes_to))
-            )
-        return answers
-
-
-@pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
-def test_bytes_and_messages_are_those_of_the_costs(ranks, world_size, nodes):
-    calls = [call for call in _calls(world_size) if call.config is not None and call.batch]
+    # Two rounds: the second calls find counters, landings and signals of the first ones.
+    between = ranks(world_size).run(_results, calls, nodes, 2)
+    check_all(calls, [[y for y, *_ in results] for results in between])
+    within = ranks(world_size).run(_results, calls, 1, 1)
     node_of_rank = [rank * nodes // world_size for rank in range(world_size)]
-    for rank, answers in enumerate(ranks(world_size).run(_counted, calls, nodes)):
-        for call, (nbytes, messages, signals, bytes_to) in zip(calls, answers, strict=True):
-            config = call.config
-            cost = forward(
-                protocol="between_nodes",
-                node_of_rank=node_of_rank,
-                rank=rank,
-                widths=call.widths,
-                batch=call.batch,
-                lookups=[0] * len(call.widths[rank]),
-                itemsize=4,
-                output_itemsize=call.out.itemsize,
-                index_itemsize=8,
-                block_bags=config.block_bags,
-                slice_blocks=config.slice_blocks,
-            )
-            assert (nbytes, messages, signals) == (cost.link_bytes, cost.messages, cost.signals), (
-                call
-            )
+    for rank, (one, other) in enumerate(zip(between, within, strict=True)):
+        for call, (y, counts, bytes_to), (expected, *_) in zip(calls, one, other, strict=True):
+            assert torch.equal(y, expected), call
+            if call.config is None or not call.batch:
+                continue
+            cost = _cost(call, rank, node_of_rank)
+            assert counts == (cost.link_bytes, cost.messages, cost.signals), call
             network = sum(
                 sent for to, sent in bytes_to.items() if node_of_rank[to] != node_of_rank[rank]
             )
             assert network == cost.network_bytes, call
+
+
+def _cost(call, rank, node_of_rank):
+    return forward(
+        protocol="between_nodes",
+        node_of_rank=node_of_rank,
+        rank=rank,
+        widths=call.widths,
+        batch=call.batch,
+        lookups=[0] * len(call.widths[rank]),
+        itemsize=4,
+        output_itemsize=call.out.itemsize,
+        index_itemsize=8,
+        block_bags=call.config.block_bags,
+        slice_blocks=call.config.slice_blocks,
+    )
 
 
 # Faults
@@ -138,7 +124,7 @@ def _failing(call, kind, late):
 @pytest.mark.parametrize(("world_size", "late"), [(4, 3), (2, 0)])
 def test_a_rank_of_the_other_node_that_does_not_come(ranks, world_size, late, kind):
     """Ranks of both nodes name it, in time; all of them recover."""
-    call = _calls(world_size)[1]
+    call = _calls(world_size)[2]
     outcomes = ranks(world_size).run(_failing, call, kind, late)
     for rank, (error, took_s, _, _) in enumerate(outcomes):
         if rank != late:
@@ -165,46 +151,15 @@ def _delayed(call):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_delays_and_slow_ranks_change_nothing(ranks, world_size):
-    call = _calls(world_size)[3]
+    call = _calls(world_size)[2]
     outcomes = ranks(world_size).run(_delayed, call)
     for turn in range(4):
         call.check([results[turn] for results in outcomes])
 
 
-def _rank_of_four(rank, folder, call):
-    """A process of its own: rank 3 is killed, and the others write down what they raise."""
-    from interlace.comm import init_process_group
-
-    os.environ["INTERLACE_NODES"] = "2"
-    store = f"file://{folder}/store"
-    init_process_group("cpu", rank=rank, world_size=4, init_method=store, local_rank=rank)
-    torch.set_num_threads(1)
-    run_one(call)
-    interlace.set_deadline(30.0)
-    start = time.monotonic()
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    kind, message, fields = error_of(run_one, call)
-    took_s = time.monotonic() - start
-    text = json.dumps([kind, fields.get("peer"), fields.get("node"), took_s, message])
-    (folder / f"rank-{rank}").write_text(text)
-    time.sleep(5)  # the others say first on whom they gave up
-    os._exit(0)
-
-
 def test_a_dead_rank_is_named_by_the_ranks_of_both_nodes(tmp_path):
     """The other node's ranks notice the closed connection at once, this node's by the deadline."""
-    context = fork_server()
-    call = _calls(4)[1]
-    processes = [
-        context.Process(target=_rank_of_four, args=(rank, tmp_path, call)) for rank in range(4)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode is not None
-    for rank in range(3):
-        kind, peer, node, took_s, message = json.loads((tmp_path / f"rank-{rank}").read_text())
-        assert (kind, peer, node) == ("PeerTimeoutError", 3, 1), (rank, message)
-        assert took_s < 60
+    make = functools.partial(run_one, _calls(4)[2])
+    for kind, message, peer, node, took_s in errors_after_a_death(make, tmp_path):
+        assert (kind, peer, node) == ("PeerTimeoutError", 3, 1), message
+        assert took_s < 30

@@ -1,4 +1,4 @@
-"""Two agents of torchrun are two nodes, as on two machines."""
+"""Two agents of torchrun are two nodes, as on two machines; ``interlace.launch`` starts nothing."""
 
 import contextlib
 import dataclasses

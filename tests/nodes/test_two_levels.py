@@ -1,9 +1,6 @@
 """Two levels between nodes: results, traffic by the costs, order of sums, gradients, failures."""
 
 import dataclasses
-import json
-import os
-import signal
 import time
 from unittest import mock
 
@@ -20,8 +17,7 @@ from interlace.gemm.implementations import network
 from interlace.testing.cases import every_case
 from tests.errors import error_of
 from tests.gemm.calls import Call, check_all
-from tests.nodes.groups import call_without_one, process_group_of
-from tests.pool import fork_server
+from tests.nodes.groups import call_without_one, errors_after_a_death, process_group_of
 
 OPERATORS = ["gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce"]
 SHAPES = [(4, (0, 0, 1, 1)), (4, (0, 1, 0, 1)), (2, (0, 1)), (4, (0, 1, 2, 3))]
@@ -29,12 +25,11 @@ SHAPES = [(4, (0, 0, 1, 1)), (4, (0, 1, 0, 1)), (2, (0, 1)), (4, (0, 1, 2, 3))]
 
 
 def _calls(operator, ranks):
-    rows = 12 if operator == "all_gather_gemm" else 12 * ranks
-    call = Call(operator, rows, 24, 20, impl="chunked", bias=True)
+    """Two calls with different sizes, which are cut into three slices of 200 bytes or more."""
+    rows = 8 if operator == "all_gather_gemm" else 8 * ranks
     return [
-        call,
-        dataclasses.replace(call, dtype="bfloat16", bias=False),
-        dataclasses.replace(call, rows=rows // 4, w_along="N"),
+        Call(operator, rows, 24, 20, impl="chunked", bias=True),
+        Call(operator, rows // 2, 96, 80, impl="chunked", dtype="bfloat16", w_along="N"),
     ]
 
 
@@ -66,11 +61,12 @@ def test_results_and_traffic(ranks, operator, world_size, nodes, slice_bytes, la
         for call, (y, bytes_to, _) in zip(calls * 2, outcome, strict=True):
             with mock.patch.object(product_costs, "_LATENCY_BYTES", latency_bytes):
                 cost = _cost(call, y.dtype, nodes, slice_bytes)
+                within = _bytes_within_the_node(call, y.dtype, nodes, rank, cost.slices)
             far = {peer for peer in bytes_to if nodes[peer] != nodes[rank]}
             assert len(far) == len(set(nodes)) - 1
             assert sum(bytes_to[peer] for peer in far) == cost.network_bytes
             near = {peer: nbytes for peer, nbytes in bytes_to.items() if peer not in far}
-            assert near == _bytes_within_the_node(call, y.dtype, nodes, rank)
+            assert near == within
 
 
 def _cost(call, dtype, nodes, slice_bytes):
@@ -92,14 +88,21 @@ def _cost(call, dtype, nodes, slice_bytes):
     return formula(**sizes, slices=slices)
 
 
-def _bytes_within_the_node(call, dtype, nodes, rank):
-    """The bytes that a rank sends to each other rank of its node."""
+def _bytes_within_the_node(call, dtype, nodes, rank, slices):
+    """The bytes that a rank sends to each other rank of its node: rows, and a word a kernel."""
     is_gather, is_both = call.operator == "all_gather_gemm", call.operator == "gemm_all_reduce"
     row_bytes = (call.inner if is_gather else call.columns) * dtype.itemsize
+    others = len(set(nodes)) - 1
     # What the ranks of a node own on all nodes, once to sum and once to gather.
-    share = call.rows // (1 if is_gather else len(nodes)) * len(set(nodes))
+    share = call.rows // (1 if is_gather else len(nodes)) * (others + 1)
     peers = [peer for peer, node in enumerate(nodes) if node == nodes[rank] and peer != rank]
-    return dict.fromkeys(peers, share * row_bytes * (2 if is_both else 1))
+    # Slices of each other node, and this node's rows, once to sum and once to gather.
+    kernels = slices * others + (2 if is_both else 1)
+    if is_both and product_costs.exchanges_sums(
+        rows=call.rows, row_bytes=row_bytes, nodes=others + 1, node_ranks=len(peers) + 1
+    ):
+        kernels = 2 * slices
+    return dict.fromkeys(peers, share * row_bytes * (2 if is_both else 1) + 8 * kernels)
 
 
 def _messages(call, slice_bytes):
@@ -142,7 +145,7 @@ def _summed(operator, nodes, slice_bytes):
         return getattr(interlace, operator)(x, w, group=process_group, impl="chunked")
 
 
-@pytest.mark.parametrize("slice_bytes", [1 << 20, 64])
+@pytest.mark.parametrize("slice_bytes", [1 << 20, 150])
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)])
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_reduce"])
 def test_sums_are_float32_in_the_order_of_a_nodes_ranks_and_then_of_nodes(
@@ -175,7 +178,7 @@ def _gathered(nodes, slice_bytes):
 @pytest.mark.parametrize("nodes", [(0, 0, 1, 1), (0, 1, 0, 1), (0, 1, 2, 3)])
 def test_gathered_rows_have_the_bits_of_their_rank(ranks, nodes):
     expected = torch.cat([_summands(rank, 8, 16) for rank in range(4)])
-    for y, gathered in ranks(4).run(_gathered, nodes, 64):
+    for y, gathered in ranks(4).run(_gathered, nodes, 150):
         assert torch.equal(y, expected)
         assert torch.equal(gathered, expected)
 
@@ -248,7 +251,7 @@ def _other_call(calls):
     with process_group_of(2) as process_group:
         for call in calls:
             call.make(process_group)
-        interlace.set_deadline(4.0, process_group)
+        interlace.set_deadline(1.0, process_group)
         mine = calls[dist.get_rank() == 3]
         return error_of(mine.make, process_group)[0]
 
@@ -282,36 +285,9 @@ def test_delays_and_slow_ranks_change_nothing(ranks):
     check_all(calls, ranks(4).run(_delayed, calls))
 
 
-def _rank_of_four(rank, folder, call):
-    """A process of its own: rank 3 is killed, and the others write down what they raise."""
-    from interlace.comm import init_process_group
-
-    os.environ["INTERLACE_NODES"] = "2"
-    store = f"file://{folder}/store"
-    init_process_group("cpu", rank=rank, world_size=4, init_method=store, local_rank=rank)
-    torch.set_num_threads(1)
-    call.make()
-    interlace.set_deadline(10.0)
-    if rank == 3:
-        os.kill(os.getpid(), signal.SIGKILL)
-    kind, message, fields = error_of(call.make)
-    (folder / f"rank-{rank}").write_text(json.dumps([kind, fields.get("peer"), message]))
-    time.sleep(5)  # the others say first on whom they gave up
-    os._exit(0)
-
-
 def test_a_dead_rank_is_named_by_the_ranks_of_both_nodes(tmp_path):
     """Also by the rank that has waited for the one whose rail the dead rank was on."""
-    context = fork_server()
-    call = _calls("gemm_reduce_scatter", 4)[0]
-    processes = [
-        context.Process(target=_rank_of_four, args=(rank, tmp_path, call)) for rank in range(4)
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        assert process.exitcode is not None
-    for rank in range(3):
-        kind, peer, message = json.loads((tmp_path / f"rank-{rank}").read_text())
-        assert (kind, peer) == ("PeerTimeoutError", 3), (rank, message)
+    make = _calls("gemm_reduce_scatter", 4)[0].make
+    for kind, message, peer, node, took_s in errors_after_a_death(make, tmp_path):
+        assert (kind, peer, node) == ("PeerTimeoutError", 3, 1), message
+        assert took_s < 30

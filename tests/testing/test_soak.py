@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
@@ -151,20 +150,29 @@ def test_a_timeout_ends_all_ranks_with_a_report(ranks, tmp_path):
         assert "PeerTimeoutError" in report["failures"][0]["what"]
 
 
-def _interrupted(folder, plan):
-    if dist.get_rank() == 1:
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
-    return run_rank(folder, plan)
+def _interrupted(folder, plan, at):
+    """Rank 1 is interrupted within its call number ``at``."""
+    run, made = Prepared.run, []
+
+    def interrupt(self):
+        made.append(None)
+        if dist.get_rank() == 1 and len(made) == at + 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return run(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Prepared, "run", interrupt)
+        return run_rank(folder, plan)
 
 
 def test_an_interrupt_ends_all_ranks_with_a_report(ranks, tmp_path):
-    for report in ranks(2).run(
-        _interrupted, str(tmp_path), Plan(1, operators=QUICK), timeout_s=200
-    ):
+    plan = Plan(1, operators=QUICK)
+    for report in ranks(2).run(_interrupted, str(tmp_path), plan, 7, timeout_s=200):
         assert report["interrupted"]
         assert report["failures"] == []
 
 
+@pytest.mark.usefixtures("quick_launches")
 def test_command(tmp_path):
     file = tmp_path / "soak.json"
     done = _soak(

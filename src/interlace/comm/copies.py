@@ -17,9 +17,8 @@ import torch
 from interlace.comm import cpu_faults
 from interlace.comm.driver import driver, require_enqueued
 from interlace.comm.group import Group
+from interlace.comm.pauses import pause_s
 from interlace.errors import BackendError
-
-_POLL_INTERVAL_S = 2e-4  # between two reads of a counter, on the CPU backend
 
 
 @contextlib.contextmanager
@@ -323,11 +322,13 @@ class _CopyThread(threading.Thread):
         """Copy until the queue is empty, the thread is cancelled, or the owner is gone."""
         try:
             for triggered in self._queue:
+                looks = 0
                 while not self._copy_if_due(triggered):
                     # The kernel has failed, or was never launched.
                     if self.cancelled or self._owner() is None:
                         return
-                    time.sleep(_POLL_INTERVAL_S)
+                    time.sleep(pause_s(looks))
+                    looks += 1
         except BaseException as error:
             self.failure = error
 

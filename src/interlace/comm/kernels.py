@@ -21,7 +21,10 @@ from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
 _MOVERS_OF_FEW_ROWS = 132  # one program per SM of an H200
-_CPU_MOVERS = 8
+CPU_PROGRAMS = 4
+"""Programs of a kernel on the CPU, at most. The interpreter runs them one after another, so more
+only take longer; these are enough for programs to take turns and to have several tiles each.
+"""
 _TILE = {"ROWS": 4, "COLS": 1024}
 _SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no second rank
 _MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
@@ -178,7 +181,7 @@ def cut_rows(rows: int, columns: int, group: Group | WithinNode) -> tuple[int, d
     tiles = ceil_div(rows, _TILE["ROWS"]) * ceil_div(columns, _TILE["COLS"])
     # Each program has signals to send and to wait for, so few programs are faster if rows are few.
     max_programs = (
-        _CPU_MOVERS
+        CPU_PROGRAMS
         if group.backend == "cpu"
         else min(max(_MOVERS_OF_FEW_ROWS, tiles // 2), MOST_MOVERS)
     )

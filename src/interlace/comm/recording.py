@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from interlace.comm import context as ctx
@@ -59,7 +60,7 @@ class Recording:
         """
         self._health = health
         # Zeroed before the launches, each of which would otherwise follow a kernel that does so.
-        self._arenas = [torch.zeros(_ARENA_BYTES // 8, dtype=torch.int64, device=device)]
+        self._arenas = [_zeros(_ARENA_BYTES // 8, device)]
         self._used = 0  # numbers of the last arena
         self._launches: dict[torch.Tensor, RecordedLaunch] = {}  # by context
         self.unrecorded = 0
@@ -126,7 +127,7 @@ class Recording:
             nbytes = max(_ARENA_BYTES, 8 * count)
             if nbytes + sum(arena.nbytes for arena in self._arenas) > MAX_BYTES:
                 return None
-            self._arenas.append(torch.zeros(nbytes // 8, dtype=torch.int64, device=device))
+            self._arenas.append(_zeros(nbytes // 8, device))
             self._used = 0
         rings = self._arenas[-1][self._used : self._used + count]
         self._used += count
@@ -136,6 +137,13 @@ class Recording:
         """Return whether rings are the ones that were made last."""
         end = self._arenas[-1].data_ptr() + 8 * self._used
         return rings.data_ptr() + rings.nbytes == end
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    """Return int64 zeros; on the CPU, pages that nobody writes are never touched."""
+    if device.type == "cpu":
+        return torch.from_numpy(np.zeros(count, np.int64))
+    return torch.zeros(count, dtype=torch.int64, device=device)
 
 
 def _is_capturing(device: torch.device) -> bool:

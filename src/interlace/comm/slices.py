@@ -35,9 +35,8 @@ from interlace.comm import cpu_faults
 from interlace.comm.carrier import Carrier, Message
 from interlace.comm.copies import require_queues, stream_waits_for, supports_triggers
 from interlace.comm.group import Group
+from interlace.comm.pauses import pause_s
 from interlace.errors import BackendError, PeerTimeoutError
-
-_POLL_INTERVAL_S = 2e-4  # between two reads of a counter, on the CPU backend
 
 
 class Trigger(NamedTuple):
@@ -227,10 +226,12 @@ class SliceThread(threading.Thread):
         """Exchange one step after another until all are done, one fails, or no kernel counts."""
         try:
             for number, step in enumerate(self.steps):
+                looks = 0
                 while not all(has_reached(trigger) for trigger in step.triggers):
                     if self.cancelled:
                         return
-                    time.sleep(_POLL_INTERVAL_S)
+                    time.sleep(pause_s(looks))
+                    looks += 1
                 if not self.exchange(number, step):
                     return
                 self._arrived[number].set()

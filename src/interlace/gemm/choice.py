@@ -36,7 +36,7 @@ _CPU = {
     "block_m": 16,
     "block_n": 32,
     "block_k": 32,
-    "max_programs": 8,
+    "max_programs": 2,
     "interleave": 2,
     "stagger": 0,
 }

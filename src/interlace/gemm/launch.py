@@ -13,6 +13,7 @@ from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.constants import on_device
 from interlace.comm.group import Workspace
 from interlace.comm.kernels import (
+    CPU_PROGRAMS,
     Launch,
     addressable,
     describe_matrix,
@@ -35,8 +36,7 @@ _FLOP_PER_NS = 5600
 def programs(group: Group, config: GemmConfig) -> int:
     """Return the number of programs to launch: one per SM, or fewer if ``config`` says so."""
     if group.backend == "cpu":
-        # The interpreter runs programs one after another; more of them only take longer.
-        return min(config.max_programs or MAX_PROGRAMS, 8)
+        return min(config.max_programs or MAX_PROGRAMS, CPU_PROGRAMS)
     processor_count = processors(group.device)
     return min(config.max_programs or processor_count, processor_count, MAX_PROGRAMS)
 

@@ -202,6 +202,9 @@ def _sleep(_semantic=None):
 
 
 @triton.jit
-def pause():
-    """Pause between two looks at a signal: leave the memory system to programs that compute."""
+def pause(looks):
+    """Pause between two looks at a signal: leave the memory system to programs that compute.
+
+    ``looks`` is for the interpreter, whose pauses grow.
+    """
     _sleep()

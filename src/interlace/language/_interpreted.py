@@ -15,12 +15,8 @@ from triton._C.libtriton import interpreter
 
 from interlace.comm import context, cpu_faults
 from interlace.comm.memory import NOT_SYMMETRIC, is_memory_of
+from interlace.comm.pauses import pause_s
 from interlace.errors import ArgumentError
-
-# A look at a signal keeps a core busy for as long as the shortest pause, and other ranks need the
-# core to compute, so the pauses of a wait grow. A pause that begins later than _SAME_WAIT_S after
-# the last one is another wait's.
-_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S, _GROWTH, _SAME_WAIT_S = 5e-4, 6e-3, 1.5, 0.03
 
 
 def is_cuda():
@@ -73,22 +69,14 @@ def fence_system(scratch):
     cpu_faults.flush()
 
 
-class _LastPause:
-    """The last pause of this process: how long it was, and when it ended, in seconds."""
+def pause(looks):
+    """Pause between two looks at a signal: let stores be delivered, and other ranks compute.
 
-    length_s = _SHORTEST_PAUSE_S
-    end_s = 0.0
-
-
-def pause():
-    """Pause between two looks at a signal: let stores be delivered, and other ranks compute."""
+    Args:
+        looks: number of looks of this wait before the last one; pauses grow with it.
+    """
     cpu_faults.progress()
-    if time.monotonic() - _LastPause.end_s < _SAME_WAIT_S:
-        _LastPause.length_s = min(_GROWTH * _LastPause.length_s, _LONGEST_PAUSE_S)
-    else:
-        _LastPause.length_s = _SHORTEST_PAUSE_S
-    time.sleep(_LastPause.length_s)
-    _LastPause.end_s = time.monotonic()
+    time.sleep(pause_s(np.asarray(plain(looks)).item()))
 
 
 def load_acquire(ptr, mask):

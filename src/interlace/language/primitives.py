@@ -169,7 +169,7 @@ def wait(ptr, epoch, peer, slice, group, mask):
     looks = 0
     start = tl.zeros([], tl.int64)
     while behind > 0:
-        pause()
+        pause(looks)
         # A load with acquire order empties the first-level cache, under the programs that still
         # compute. So looks are volatile loads, and one acquire follows when the signals are there.
         seen = tl.load(signals, mask=awaited, other=0, volatile=True)

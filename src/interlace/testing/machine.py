@@ -217,7 +217,7 @@ class Machine:
             released = self._knowledge.of(thread, rank)[0]
             writers = self._write_thread[cells]
             early = self._write_clock[cells] > released[writers]
-            if early.any():
+            if np.count_nonzero(early):
                 raise early_load(rank, node, self._writer(cells[early]))
             # Remembered for stores: they must come after the last load of each rank.
             self._read_thread[rank, cells] = thread
@@ -279,16 +279,16 @@ class Machine:
         Raises:
             Violation: the store does not come after another rank's store or load of its cells.
         """
-        cells, seen = store.cells, store.seen
-        early = self._write_clock[cells] > seen[self._write_thread[cells]]
-        if early.any():
+        cells = store.cells
+        early = self._write_clock[cells] > store.seen[self._write_thread[cells]]
+        if np.count_nonzero(early):
             raise unordered_stores(rank, store.node, self._writer(cells[early]))
         # Seeing a packed word does not tell that a load is over, so loads need released knowledge.
-        for reader in range(self.ranks):
-            if reader != rank:
-                reads = self._read_clock[reader, cells]
-                if (reads > store.released[self._read_thread[reader, cells]]).any():
-                    raise early_store(rank, store.node, reader)
+        # Of the rank's own loads it has all.
+        reads = self._read_clock.take(cells, 1)
+        early = reads > store.released.take(self._read_thread.take(cells, 1))
+        if np.count_nonzero(early):
+            raise early_store(rank, store.node, int(early.any(1).argmax()))
         self._data[cells] = store.values
         self._write_thread[cells] = store.thread
         self._write_clock[cells] = store.clock

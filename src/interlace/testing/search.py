@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import heapq
 import random
 import time
@@ -115,16 +114,16 @@ class Search:
         """
         # The queue is ordered by the number of differences. Of equals a random one comes first, so
         # that a limit does not favour mistakes at a program's beginning. The count keeps Python
-        # from comparing plans.
-        queue: list[tuple[int, float, int, Plan]] = []
+        # from comparing plans. A plan is made of its parts when its turn comes: most never have it.
+        queue: list[tuple[int, float, int, tuple[Any, ...]]] = []
         count = 0
         for eager in (True, False):
             for first in self._ranks:
-                heapq.heappush(queue, (0, 0.0, count := count + 1, Plan(eager, first)))
+                heapq.heappush(queue, (0, 0.0, count := count + 1, (eager, first)))
         while queue:
             if len(self._tried) >= limit:
                 return False
-            _, _, _, plan = heapq.heappop(queue)
+            plan = Plan(*heapq.heappop(queue)[3])
             policy = Deviating(plan, len(self._trees))
             self._try((plan.eager, policy))
             # Following a plan shows the actions that were possible after its last difference. Each
@@ -132,9 +131,7 @@ class Search:
             for step, action, preempts in policy.alternatives:
                 if plan.preemptions + preempts <= preemptions:
                     steps = (*plan.steps, (step, action))
-                    longer = dataclasses.replace(
-                        plan, steps=steps, preemptions=plan.preemptions + preempts
-                    )
+                    longer = plan.eager, plan.first, steps, plan.preemptions + preempts
                     heapq.heappush(
                         queue, (len(steps), self._random.random(), count := count + 1, longer)
                     )

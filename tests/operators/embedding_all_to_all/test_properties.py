@@ -82,7 +82,7 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
     shows here too.
     """
 
-    @settings(max_examples=8 if world_size == 2 else 3)
+    @settings(max_examples=4 if world_size == 2 else 2)
     @given(batch=st.lists(_calls(world_size), min_size=1, max_size=4))
     def check(batch):
         _check(batch, ranks(world_size).run(with_traffic, run_one, batch))
@@ -111,7 +111,7 @@ def _backward_traffic(calls):
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_backward_passes_cost_what_is_predicted(ranks, world_size):
-    @settings(max_examples=6 if world_size == 2 else 3)
+    @settings(max_examples=3 if world_size == 2 else 2)
     @given(batch=st.lists(_calls(world_size), min_size=1, max_size=3))
     def check(batch):
         for rank, answers in enumerate(ranks(world_size).run(_backward_traffic, batch)):
@@ -175,7 +175,7 @@ def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
     call = Call(
         ((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, protocol=protocol, max_programs=2)
     )
-    results = ranks(3).run(_back_to_back, call, 15, interlace.Faults(max_delay_s=0.001))
+    results = ranks(3).run(_back_to_back, call, 9, interlace.Faults(max_delay_s=0.001))
     assert [wrong for wrong, _ in results] == [[]] * 3
     call.check([expected for _, expected in results])
 
@@ -212,4 +212,4 @@ def test_calls_of_different_shapes_share_memory(ranks):
         )
         for protocol in PROTOCOLS
     ]
-    assert ranks(2).run(changing_shapes, run_one, batch, 18) == [[]] * 2
+    assert ranks(2).run(changing_shapes, run_one, batch, 12) == [[]] * 2

@@ -74,7 +74,8 @@ def test_the_workspace_grows_on_demand_and_goes(ranks, protocol):
     """It grows for a larger call, stays for a smaller one, and after a release starts again at
     epoch 1.
     """
-    calls = [Call(1, rows, 16, config=_config(protocol)) for rows in (9, 400, 9)]
+    config = GemvAllReduceConfig(protocol, block_n=64, block_k=16)
+    calls = [Call(1, rows, 16, config=config) for rows in (9, 400, 9)]
     outcomes = ranks(2).run(_grow, calls)
     for i, call in enumerate([*calls, calls[0]]):
         call.check([results[i] for results, _ in outcomes])
@@ -130,7 +131,7 @@ def test_a_peer_that_never_calls(ranks, protocol):
     """Each waiting rank names the peer, epoch and slice after its deadline; the group stays broken,
     others do not.
     """
-    outcomes = ranks(4).run(_absent_peer, Call(1, 4, 16, config=_config(protocol)), 2)
+    outcomes = ranks(3).run(_absent_peer, Call(1, 4, 16, config=_config(protocol)), 2)
     for rank, outcome in enumerate(outcomes):
         if rank == 2:
             assert outcome is None

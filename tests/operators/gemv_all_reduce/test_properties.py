@@ -64,7 +64,7 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
     here too.
     """
 
-    @settings(max_examples=6 if world_size == 2 else 3)
+    @settings(max_examples=4 if world_size == 2 else 2)
     @given(batch=st.lists(calls, min_size=1, max_size=4))
     def check(batch):
         _check(batch, ranks(world_size).run(with_traffic, run_one, batch))
@@ -76,7 +76,8 @@ def test_any_call_is_right_and_costs_what_is_predicted(ranks, world_size):
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_costs_are_the_counted_traffic(ranks, world_size, protocol):
     """A tile more than fits, tiles smaller than the group, a program for each tile and fewer."""
-    shapes = [(1, 33, 8), (None, 7, 8), (65, 5, 4)]
+    # Every shape is cut in both ways on two ranks, and in one of them on others.
+    shapes = [((1, 33, 8), 0), ((None, 7, 8), 1), ((65, 5, 4), 0)]
     cuts = [(16, 0), (2, 3)]
     batch = [
         Call(
@@ -85,8 +86,8 @@ def test_costs_are_the_counted_traffic(ranks, world_size, protocol):
                 protocol, block_n=block_n, block_k=16, max_programs=programs
             ),
         )
-        for shape in shapes
-        for block_n, programs in cuts
+        for shape, cut in shapes
+        for block_n, programs in (cuts if world_size == 2 else cuts[cut : cut + 1])
     ]
     _check(batch, ranks(world_size).run(with_traffic, run_one, batch))
 
@@ -106,8 +107,8 @@ def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
     here.
     """
     call = Call(1, 3, 16, config=GemvAllReduceConfig(protocol, block_n=4, block_k=16))
-    results = ranks(4).run(_back_to_back, call, 40, interlace.Faults(max_delay_s=0.001))
-    assert [wrong for wrong, _ in results] == [[]] * 4
+    results = ranks(3).run(_back_to_back, call, 16, interlace.Faults(max_delay_s=0.001))
+    assert [wrong for wrong, _ in results] == [[]] * 3
     call.check([expected for _, expected in results])
 
 

@@ -90,7 +90,7 @@ def _form_calls(world_size):
         {"gates": 1, "activation": ExpertActivation("gelu"), "along_k": False},
         {"biases": True, "activation": ExpertActivation("relu"), "routing": "few"},
     ]
-    changes = {1: changes[:1], 2: changes, 4: changes[:1]}[world_size]
+    changes = {1: changes[:1], 2: changes, 4: [of_gpt_oss]}[world_size]
     return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes, 30)]
 
 
@@ -174,10 +174,10 @@ def test_tiles_of_descriptors(ranks, form):
     """
     call = Call(
         2,
-        tokens=37,
-        hidden=48,
+        tokens=20,
+        hidden=32,
         ffn=64,
-        config=dataclasses.replace(SMALL, block_n=32, block_k=16),
+        config=dataclasses.replace(SMALL, block_n=32, block_k=32),
         seed=1,
         **form,
     )

@@ -15,7 +15,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows
+from interlace.comm.kernels import CPU_PROGRAMS, MOST_MOVERS, Launch, cut_rows
 from interlace.comm.replays import places
 from interlace.comm.within_node import WithinNode
 from interlace.gemm.call import GemmCall
@@ -32,7 +32,6 @@ and of an all-reduce each rank should sum a share.
 """
 
 _CHUNK = 2048
-_CPU_PROGRAMS = 8
 
 
 def push_rows(
@@ -132,7 +131,7 @@ def push_and_sum(
         "N": y.shape[1],
     }
     chunks = ceil_div(y.numel(), _CHUNK)
-    programs = min(chunks, _CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
+    programs = min(chunks, CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
 
     def enqueue() -> None:
         from interlace.gemm.kernels.sum_parts import sum_parts

@@ -9,7 +9,7 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, processors
+from interlace.comm.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.replays import places
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
@@ -24,7 +24,6 @@ MOST_COLUMNS = 1 << 16
 """Columns of the sums that a program can normalise: a row is in registers."""
 
 _COLUMNS_PER_THREAD = 16
-_CPU_PROGRAMS = 8
 
 
 def run_fused(call: GemmCall) -> Normed:
@@ -147,7 +146,7 @@ def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
 
     group, ranks = call.group, call.group.world_size
     columns = _row_columns(product.shape[1])
-    programs = min(len(product), _CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS)
+    programs = min(len(product), CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS)
     slot = round_up(product.numel(), 16) * product.element_size()
     arguments = _epilogue_arguments(call, results) | lamport_arguments(
         call.group, call.operator.name, "pushed", slot, call.mark

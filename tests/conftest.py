@@ -75,7 +75,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark one case of every test file as quick: those that its author has marked, or else the
-    first one.
+    first one; put the tests that wait for the compiler behind the others.
     """
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
@@ -84,6 +84,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for cases in files.values():
         if not any(case.get_closest_marker("quick") for case in cases):
             cases[0].add_marker(pytest.mark.quick)
+    # What waits until all is compiled comes last, when it has least to wait for.
+    items.sort(key=lambda item: "compiler" in getattr(item, "fixturenames", ()))
 
 
 def pytest_collection_finish() -> None:

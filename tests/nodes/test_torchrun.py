@@ -137,7 +137,7 @@ def _run_agents(folder: Path, hosts: list[Host]) -> None:
     ]
     try:
         for agent in agents:
-            said, _ = agent.communicate(timeout=170)
+            said, _ = agent.communicate(timeout=600)
             assert agent.returncode == 0, said
     finally:
         for agent in agents:

@@ -73,7 +73,7 @@ def pause(looks):
     """Pause between two looks at a signal: let stores be delivered, and other ranks compute.
 
     Args:
-        looks: number of looks of this wait before the last one; pauses grow with it.
+        looks: number of looks that this wait has made; pauses grow with it.
     """
     cpu_faults.progress()
     time.sleep(pause_s(np.asarray(plain(looks)).item()))

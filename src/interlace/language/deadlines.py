@@ -79,9 +79,9 @@ def after_look(absent_count, looks, start, expired, group):
     Returns:
         The same four for the next look; ``absent_count`` is 0 if there is to be none.
     """
+    looks += 1
     if absent_count > 0:
         pause(looks)
-    looks += 1
     if (absent_count > 0) & (looks % LOOKS_PER_CHECK == 0):
         start = start_of_wait(start)
         expired = has_expired(start, group)

@@ -26,13 +26,17 @@ def cases_of(kernel):
     least once; the first as a trace needs it, too, and the last as only a trace needs it, which
     adds to a kernel and leaves out nothing.
     """
-    cases = list(_cases_of(kernel))
-    traced = [
-        (types | {"ctx": "*u64"}, constants)
-        for types, constants in (cases[0], *cases[1:][-1:])
-        if "ctx" in types
-    ]
-    return [*cases[: len(cases) + 1 - len(traced)], *traced] if traced else cases
+    first, *others = _cases_of(kernel)
+    if "ctx" not in first[0]:
+        return [first, *others]
+    if not others:
+        return [first, _traced(first)]
+    return [first, *others[:-1], _traced(first), _traced(others[-1])]
+
+
+def _traced(case):
+    types, constants = case
+    return types | {"ctx": "*u64"}, constants
 
 
 def _cases_of(kernel):
@@ -478,7 +482,7 @@ def _linears():
 
 
 def _gemv_all_reduce_two_phase():
-    yield _gemv_all_reduce("bf16", 32, 16, 128, True, 2, ONE_TILE=True, WORLD_SIZE=2)
+    yield _gemv_all_reduce("bf16", 64, 16, 128, True, 2, ONE_TILE=True, WORLD_SIZE=2)
     yield _gemv_all_reduce("fp32", 16, 16, 32, False, 1, ONE_TILE=False, WORLD_SIZE=3)
     yield _gemv_all_reduce(
         "fp16", 16, 1, 256, False, 1, ONE_TILE=False, WORLD_SIZE=2, bias=None

@@ -29,11 +29,15 @@ def work(folder: Path) -> tuple[int, int]:
 
 
 def main(folder: Path) -> None:
-    """Launch as a program does that is also started without torchrun: nothing new is started."""
+    """Call in a group that ``launch`` makes, which starts nothing here, and in one of our own."""
     results = interlace.launch(work, 2, folder, backend="cpu")
     assert [rank for rank, _ in results] == [0, 1]
     assert results[int(os.environ["RANK"])][1] == os.getpid()
     assert not dist.is_initialized()
+    # As programs do that know torchrun.
+    dist.init_process_group("gloo")
+    assert work(folder) == (dist.get_rank(), os.getpid())
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import torch
 from interlace.comm import cpu_faults
 from interlace.comm.driver import driver, require_enqueued
 from interlace.comm.group import Group
-from interlace.comm.pauses import pause_s
+from interlace.comm.pauses import pauses_of_a_wait
 from interlace.errors import BackendError
 
 
@@ -322,13 +322,12 @@ class _CopyThread(threading.Thread):
         """Copy until the queue is empty, the thread is cancelled, or the owner is gone."""
         try:
             for triggered in self._queue:
-                looks = 0
+                pauses = pauses_of_a_wait()
                 while not self._copy_if_due(triggered):
                     # The kernel has failed, or was never launched.
                     if self.cancelled or self._owner() is None:
                         return
-                    time.sleep(pause_s(looks))
-                    looks += 1
+                    time.sleep(next(pauses))
         except BaseException as error:
             self.failure = error
 

@@ -7,9 +7,9 @@ import secrets
 import time
 from typing import Any
 
+from interlace.comm.pauses import pauses_of_a_wait
 from interlace.errors import PeerTimeoutError
 
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.02
 _MARGIN_S = 5.0  # extra time for rank 0 to name the absent rank, on a busy machine
 
 
@@ -52,7 +52,7 @@ def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -
 
 def _receive_peers(store: Any, world_size: int, timeout_s: float) -> tuple[str, int]:
     """Meet all other ranks as rank 0; return the name, and the first absent rank or -1."""
-    name, end, pause_s = secrets.token_hex(8), time.monotonic() + timeout_s, _FIRST_PAUSE_S
+    name, end, pauses = secrets.token_hex(8), time.monotonic() + timeout_s, pauses_of_a_wait()
     waiting, answered = set(range(1, world_size)), dict[int, bytes]()
     while waiting:
         for peer in sorted(waiting):
@@ -74,8 +74,7 @@ def _receive_peers(store: Any, world_size: int, timeout_s: float) -> tuple[str, 
             break
         # The store's own wait returns when all keys exist, but here any key is an event.
         if waiting:
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, _LONGEST_PAUSE_S)
+            time.sleep(next(pauses))
     # Step 4: tell all ranks at once whether the meeting took place.
     absent = min(waiting, default=-1)
     store.set(f"verdict/{name}", str(absent))

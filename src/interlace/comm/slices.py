@@ -35,7 +35,7 @@ from interlace.comm import cpu_faults
 from interlace.comm.carrier import Carrier, Message
 from interlace.comm.copies import require_queues, stream_waits_for, supports_triggers
 from interlace.comm.group import Group
-from interlace.comm.pauses import pause_s
+from interlace.comm.pauses import pauses_of_a_wait
 from interlace.errors import BackendError, PeerTimeoutError
 
 
@@ -226,12 +226,11 @@ class SliceThread(threading.Thread):
         """Exchange one step after another until all are done, one fails, or no kernel counts."""
         try:
             for number, step in enumerate(self.steps):
-                looks = 0
+                pauses = pauses_of_a_wait()
                 while not all(has_reached(trigger) for trigger in step.triggers):
                     if self.cancelled:
                         return
-                    time.sleep(pause_s(looks))
-                    looks += 1
+                    time.sleep(next(pauses))
                 if not self.exchange(number, step):
                     return
                 self._arrived[number].set()

@@ -126,19 +126,15 @@ def _cases_of(kernel):
                 {"BLOCK": 4096},
             )
         ],
-        "scatter_and_sum": lambda: [
-            (types, {"WORLD_SIZE": ranks, "ROWS": 2, "COLS": 512, **more})
-            for types, ranks, more in (
-                (_scattering("*bf16"), 2, {}),
-                (_scattering("*fp32"), 3, {"bias": None}),
-            )
-        ],
         "sum_parts": lambda: [
             (
                 _TYPES | dict.fromkeys(("part", "y", "bias"), dtype) | {"elements": "i32"},
-                {"WORLD_SIZE": ranks, "CHUNK": 1024} | more,
+                {"WORLD_SIZE": ranks, "SCATTER": scatter, "CHUNK": 1024} | more,
             )
-            for dtype, ranks, more in (("*bf16", 2, {}), ("*fp32", 3, {"bias": None}))
+            for dtype, ranks, scatter, more in (
+                ("*bf16", 2, False, {}),
+                ("*fp32", 3, True, {"bias": None}),
+            )
         ],
         "settle": lambda: [(_SETTLING, {"PIECES": 8, "num_warps": 1})],
         "spread_rows": _spread_rows,
@@ -155,15 +151,6 @@ _SETTLING = dict.fromkeys(("counters", "tiles", "is_valid"), "*i32") | {
     "pieces": "i32",
 }
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
-
-
-def _scattering(dtype):
-    return (
-        _MEETING
-        | dict.fromkeys(("landing_address", "half_bytes"), "i64")
-        | dict.fromkeys(("rows", "columns"), "i32")
-        | dict.fromkeys(("parts", "bias", "y"), dtype)
-    )
 
 
 def _stage_rows():
@@ -189,16 +176,8 @@ def _stage_rows():
 
 def _spread_rows():
     """The same rows to all, and others to each."""
-    addresses, sizes = (
-        ("landing_address", "half_bytes"),
-        ("share", "distance", "K", "x_stride", "gathered_stride"),
-    )
-    types = (
-        _MEETING
-        | {"routes": "*i64"}
-        | dict.fromkeys(addresses, "i64")
-        | dict.fromkeys(sizes, "i32")
-    )
+    sizes = ("share", "distance", "K", "x_stride", "gathered_stride", "cells")
+    types = _TYPES | {"routes": "*i64"} | dict.fromkeys(sizes, "i32")
     for dtype, each in (("*bf16", False), ("*fp32", True)):
         yield (
             types | {"x": dtype, "gathered": dtype},

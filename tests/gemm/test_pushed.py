@@ -66,7 +66,8 @@ def _sent(operator: str) -> int:
 
 @pytest.mark.parametrize("operator", OPERATORS)
 def test_each_row_travels_once(ranks: Any, operator: str) -> None:
-    assert ranks(4).run(_sent, operator) == [12 * 24 * 4] * 4
+    """And a word for every peer that says which call it is."""
+    assert ranks(4).run(_sent, operator) == [12 * 24 * 4 + 3 * 8] * 4
 
 
 def _late(operator: str) -> tuple[str, int] | None:

@@ -61,11 +61,12 @@ def test_results_and_traffic(ranks, operator, world_size, nodes, slice_bytes, la
         for call, (y, bytes_to, _) in zip(calls * 2, outcome, strict=True):
             with mock.patch.object(product_costs, "_LATENCY_BYTES", latency_bytes):
                 cost = _cost(call, y.dtype, nodes, slice_bytes)
+                within = _bytes_within_the_node(call, y.dtype, nodes, rank, cost.slices)
             far = {peer for peer in bytes_to if nodes[peer] != nodes[rank]}
             assert len(far) == len(set(nodes)) - 1
             assert sum(bytes_to[peer] for peer in far) == cost.network_bytes
             near = {peer: nbytes for peer, nbytes in bytes_to.items() if peer not in far}
-            assert near == _bytes_within_the_node(call, y.dtype, nodes, rank)
+            assert near == within
 
 
 def _cost(call, dtype, nodes, slice_bytes):
@@ -87,14 +88,21 @@ def _cost(call, dtype, nodes, slice_bytes):
     return formula(**sizes, slices=slices)
 
 
-def _bytes_within_the_node(call, dtype, nodes, rank):
-    """The bytes that a rank sends to each other rank of its node."""
+def _bytes_within_the_node(call, dtype, nodes, rank, slices):
+    """The bytes that a rank sends to each other rank of its node: rows, and a word a kernel."""
     is_gather, is_both = call.operator == "all_gather_gemm", call.operator == "gemm_all_reduce"
     row_bytes = (call.inner if is_gather else call.columns) * dtype.itemsize
+    others = len(set(nodes)) - 1
     # What the ranks of a node own on all nodes, once to sum and once to gather.
-    share = call.rows // (1 if is_gather else len(nodes)) * len(set(nodes))
+    share = call.rows // (1 if is_gather else len(nodes)) * (others + 1)
     peers = [peer for peer, node in enumerate(nodes) if node == nodes[rank] and peer != rank]
-    return dict.fromkeys(peers, share * row_bytes * (2 if is_both else 1))
+    # Slices of each other node, and this node's rows, once to sum and once to gather.
+    kernels = slices * others + (2 if is_both else 1)
+    if is_both and product_costs.exchanges_sums(
+        rows=call.rows, row_bytes=row_bytes, nodes=others + 1, node_ranks=len(peers) + 1
+    ):
+        kernels = 2 * slices
+    return dict.fromkeys(peers, share * row_bytes * (2 if is_both else 1) + 8 * kernels)
 
 
 def _messages(call, slice_bytes):

@@ -230,7 +230,7 @@ _GRANTED = (
 # Of every operator whose values show by themselves that they have arrived.
 _LAMPORT = (
     ("gemm.kernels.lamport:memory_of", "half reused"),
-    ("language.lamport:sum_lamport", "not freed", ("store", 0)),
+    ("language.lamport:sum_values", "not freed", ("store", 0)),
 )
 
 MUTANTS = [
@@ -266,11 +266,7 @@ MUTANTS = [
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no release", ("signal", 0)),
     ),
-    *_of(
-        "gemm_reduce_scatter, pushed",
-        (f"{_STAGED}:scatter_and_sum", "half reused"),
-        (f"{_STAGED}:scatter_and_sum", "no wait", ("barrier", 0)),
-    ),
+    *_of("gemm_reduce_scatter, pushed", *_LAMPORT),
     *_of(
         "gemm_all_reduce, fused",
         *_GRANTED,
@@ -287,11 +283,7 @@ MUTANTS = [
         (f"{_GRANTS}:await_senders", "wrong epoch", ("wait", 0)),
         (f"{_GRANTS}:end_sending", "no wait", ("arrive_last", 0)),
     ),
-    *_of(
-        "gemm_all_to_all, pushed",
-        (f"{_STAGED}:spread_rows", "half reused"),
-        (f"{_STAGED}:spread_rows", "no wait", ("barrier", 0)),
-    ),
+    *_of("gemm_all_to_all, pushed", *_LAMPORT),
     *_of(
         "all_gather_gemm, fused",
         (f"{_STAGED}:stage_rows", "no wait", ("wait", 0)),
@@ -301,11 +293,7 @@ MUTANTS = [
         (f"{_STAGED}:await_rows", "wrong epoch", ("wait", 0)),
         (f"{_STAGED}:release_rows", "no release", ("signal", 0)),
     ),
-    *_of(
-        "all_gather_gemm, pushed",
-        (f"{_STAGED}:spread_rows", "half reused"),
-        (f"{_STAGED}:spread_rows", "no wait", ("barrier", 0)),
-    ),
+    *_of("all_gather_gemm, pushed", *_LAMPORT),
     *_of(
         "embedding forward, direct",
         (_FORWARD, "no release", ("signal", 0)),

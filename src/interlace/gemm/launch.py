@@ -22,6 +22,7 @@ from interlace.comm.kernels import (
     triton_dtype,
 )
 from interlace.comm.outputs import Destination
+from interlace.comm.within_node import WithinNode
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -265,20 +266,24 @@ def slots_for(
     return Slots(workspace, descriptor, (workspace.signal_count - layout.HEADER) // ranks, routes)
 
 
-def lamport_arguments(group: Group, operator: str, slot_bytes: int, mark: int) -> dict[str, Any]:
+def lamport_arguments(
+    group: Group | WithinNode, operator: str, impl: str, slot_bytes: int, mark: int
+) -> dict[str, Any]:
     """Return the arguments of a kernel whose values travel by Lamport's protocol, by name.
 
     Collective when the memory must grow.
 
     Args:
         group: The group of the call.
-        operator: The name of the memory, of which each kernel has its own.
+        operator: The operator's name.
+        impl: The implementation, whose memory is for its values alone.
         slot_bytes: Bytes that a rank sends to each.
         mark: The number from ``Group.agree``.
     """
     from interlace.gemm.kernels.lamport import HEADER_WORDS
 
-    workspace = group.workspace(operator, 8 * HEADER_WORDS + group.world_size * slot_bytes)
+    nbytes = 8 * HEADER_WORDS + group.world_size * slot_bytes
+    workspace = group.workspace(f"{operator}.{impl}", nbytes)
     return {
         "words": workspace.data.address,
         "epochs": workspace.epochs,

@@ -33,7 +33,7 @@ from interlace.language.epochs import (
     unmarked,
 )
 from interlace.language.gin import gin_arrived, gin_put, gin_sent, gin_wait
-from interlace.language.lamport import put_lamport, sum_lamport
+from interlace.language.lamport import get_lamport, put_lamport, sum_lamport
 from interlace.language.packed import get_packed, put_packed, sum_packed
 from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
 from interlace.language.recording import record
@@ -53,6 +53,7 @@ __all__ = [
     "fill_nan",
     "following_epoch",
     "get",
+    "get_lamport",
     "get_packed",
     "gin_arrived",
     "gin_put",

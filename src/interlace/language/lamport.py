@@ -59,9 +59,39 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
     """
+    return sum_values(ptr, own, stride, 0, epoch, slice, group, mask, WORLD_SIZE)
+
+
+@triton.jit
+def get_lamport(ptr, epoch, peer, slice, group, mask):
+    """Wait for one tile of values that :func:`put_lamport` stores here, and free their memory.
+
+    Args:
+        ptr: tile of pointers (rank 0's copy), at least as many as the program has threads.
+        epoch: int32 scalar: the stamp of the call, for the error.
+        peer: int32 scalar: the rank that puts them, for the error.
+        slice: int32 scalar: number of the awaited slice, for the error.
+        group: the value of :func:`join`.
+        mask: tile of the shape of ``ptr``; elements outside it are not awaited and are zero.
+
+    Returns:
+        The values (float32 tile); NaN after the deadline, or once the group is broken.
+    """
+    return sum_values(ptr, None, 0, peer, epoch, slice, group, mask, 1)
+
+
+@triton.jit
+def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.constexpr):
+    """Add, over s, the values at ``ptr + s * stride``, which rank ``first + s`` puts.
+
+    Args:
+        ptr, own, stride, epoch, slice, group, mask: as :func:`sum_lamport` takes them.
+        first: int32 scalar: the rank that puts the first values; 0 if there is an ``own``.
+        SOURCES: number of values per sum.
+    """
     # In a smaller tile several threads would load the same element, and could disagree about it.
     tl.static_assert(
-        ptr.numel >= num_threads(), "sum_lamport: the tile must have an element for each thread"
+        ptr.numel >= num_threads(), "sum_lamport, get_lamport: the tile must have an element for each thread"
     )
     FLOAT: tl.constexpr = ptr.dtype.element_ty
     words = _as_integers(peer_pointer(ptr, rank(group), group))
@@ -80,7 +110,7 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
         # trip to memory rather than one per rank.
         total = tl.zeros(ptr.shape, tl.float32)
         absent = tl.zeros(ptr.shape, tl.int32)
-        for source in tl.static_range(WORLD_SIZE):
+        for source in tl.static_range(SOURCES):
             awaited = mask if own is None else mask & (me != source)
             word = tl.load(words + source * stride, mask=awaited, other=0, volatile=True)
             absent += (awaited & (word == 0)).to(tl.int32)
@@ -91,15 +121,15 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
         absent_count, looks, start, expired = after_look(absent_count, looks, start, expired, group)
     if expired > 0:
         late = NO_RANK
-        for step in tl.static_range(WORLD_SIZE):
-            source = WORLD_SIZE - 1 - step
-            awaited = mask & (me != source)
+        for step in tl.static_range(SOURCES):
+            source = SOURCES - 1 - step
+            awaited = mask & (me != first + source)
             word = tl.load(words + source * stride, mask=awaited, other=0, volatile=True)
             if tl.sum(tl.ravel((awaited & (word == 0)).to(tl.int32))) > 0:
-                late = source
+                late = first + source
         if late < NO_RANK:
             report(group, late, slice, epoch, 0, LATE)
-    for source in tl.static_range(WORLD_SIZE):
+    for source in tl.static_range(SOURCES):
         awaited = mask if own is None else mask & (me != source)
         tl.store(words + source * stride, tl.zeros(ptr.shape, words.dtype.element_ty), mask=awaited)
     # Every variable that the loop carries is used here, because Triton 3.6 fails to compile a loop

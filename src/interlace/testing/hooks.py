@@ -25,7 +25,7 @@ from interlace.testing.memory import process_memory
 from interlace.testing.network import InlineSlices
 from interlace.testing.operations import Kind, Words
 from interlace.testing.ranks import Run, current
-from interlace.testing.waits import Judge, sum_lamport, sum_words, wait
+from interlace.testing.waits import Judge, sum_values, sum_words, wait
 
 _builder = interpreter.interpreter_builder
 
@@ -106,7 +106,7 @@ def installed() -> Iterator[None]:
         for function, wrapper in (
             (primitives.wait, wait),
             (packed.sum_words, sum_words),
-            (lamport.sum_lamport, sum_lamport),
+            (lamport.sum_values, sum_values),
         ):
             original = function.rewrite()
             table = interpreter.InterpretedFunction.rewritten_fn

@@ -57,20 +57,21 @@ def sum_words(
         return original(ptr, kept, stride, first, epoch, slice, group, mask, SOURCES, VALUES)
 
 
-def sum_lamport(
+def sum_values(
     original: Callable[..., Any],
     ptr: Any,
     own: Any,
     stride: Any,
+    first: Any,
     epoch: Any,
     slice: Any,
     group: Any,
     mask: Any,
-    WORLD_SIZE: Any,
+    SOURCES: Any,
 ) -> Any:
     """Wait for values that show by themselves that they have arrived, then call ``original``."""
-    with _having_awaited(ptr, own, stride, epoch, group, mask, WORLD_SIZE, 0):
-        return original(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE)
+    with _having_awaited(ptr, own, stride, epoch, group, mask, SOURCES, 0):
+        return original(ptr, own, stride, first, epoch, slice, group, mask, SOURCES)
 
 
 @contextlib.contextmanager

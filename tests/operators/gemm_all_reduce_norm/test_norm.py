@@ -193,7 +193,7 @@ def test_a_peer_that_does_not_come(ranks: Any, impl: str) -> None:
     ((kind, message, fields), seconds), _ = ranks(2).run(_absent, impl)
     assert kind == "PeerTimeoutError"
     assert fields["peer"] == 1
-    assert f"gemm_all_reduce_norm.{impl}" in message
+    assert message.startswith("gemm_all_reduce_norm: rank 0 waited")
     assert 2.0 <= seconds < 60
 
 

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
-from interlace.comm import Group, Workspace
+from interlace.comm import Group
 from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import CPU_PROGRAMS, MOST_MOVERS, Launch, cut_rows
@@ -27,8 +26,10 @@ from interlace.gemm.operands import FLOATS
 from interlace.registry import Implementation
 from interlace.units import ceil_div, round_up
 
-_MOST_SUMMED_BYTES = 16 << 20
-"""Of a result that every rank sums for itself: with more, each rank should sum a share of it."""
+_MOST_BYTES = 16 << 20
+"""Of a product: with more, signals cost less than memory that is read again and again and freed,
+and of an all-reduce each rank should sum a share.
+"""
 
 _CHUNK = 2048
 
@@ -65,7 +66,8 @@ def push_rows(
             ranks before it.
     """
     ranks, columns = group.world_size, x.shape[1]
-    memory = _memory(group, operator, gathered, mark)
+    slot_bytes = ceil_div(gathered.nbytes, ranks)
+    memory = lamport_arguments(group, operator, "pushed", slot_bytes, mark)
 
     def enqueue() -> None:
         from interlace.gemm.kernels import staged
@@ -75,7 +77,6 @@ def push_rows(
         if starts is None:
             starts = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
         routes = [(start, count, 0) for start, count in zip(starts, rows, strict=True)]
-        # The same number of programs on every rank: each meets those of its index.
         programs, tile = cut_rows(max(rows), columns, group)
         arguments = memory | {
             "x": x,
@@ -86,10 +87,12 @@ def push_rows(
             "K": columns,
             "x_stride": row_stride(x),
             "gathered_stride": gathered.shape[-1],
+            "cells": gathered.numel(),
         }
         # With a share every rank gets other rows of x; without, every rank gets all rows.
         constants = {"WORLD_SIZE": ranks, "SCATTER": share is not None, **tile}
-        Launch(staged.spread_rows, (programs,), arguments, constants)()
+        # The program behind them finds out whether the ranks are in the same call.
+        Launch(staged.spread_rows, (programs + 1,), arguments, constants)()
 
     return enqueue
 
@@ -97,10 +100,12 @@ def push_rows(
 def push_and_sum(
     group: Group | WithinNode,
     operator: str,
-    parts: torch.Tensor,
+    part: torch.Tensor,
     y: torch.Tensor,
     bias: torch.Tensor | None,
     mark: int,
+    *,
+    scatter: bool = True,
 ) -> Callable[[], None]:
     """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
 
@@ -109,52 +114,43 @@ def push_and_sum(
     Args:
         group: The ranks that sum.
         operator: The operator that the deadline's error names, and whose memory it is.
-        parts: ``[R, rows, N]``, contiguous: this rank's part of every rank's sum.
+        part: Contiguous; this rank's part of every rank's sum, ``[R, rows, N]`` or ``[R * rows,
+            N]``, or without ``scatter`` of the sum that all ranks have, ``[rows, N]``.
         y: ``[rows, N]``, contiguous: where this rank's sum goes, float32 in rank order and rounded
             once; NaN where parts do not come.
         bias: ``[N]``, added to the sum; None for none.
         mark: The number from ``Group.agree``.
+        scatter: Whether each rank has a sum of its own.
     """
-    rows, columns = y.shape
-    arguments = _memory(group, operator, parts, mark) | {
-        "parts": parts,
+    slot_bytes = round_up(y.numel(), 16) * y.element_size()
+    arguments = lamport_arguments(group, operator, "pushed", slot_bytes, mark) | {
+        "part": part,
         "bias": bias,
         "y": y,
-        "rows": rows,
-        "columns": columns,
+        "elements": y.numel(),
+        "N": y.shape[1],
     }
+    chunks = ceil_div(y.numel(), _CHUNK)
+    programs = min(chunks, CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
 
     def enqueue() -> None:
-        from interlace.gemm.kernels import staged
+        from interlace.gemm.kernels.sum_parts import sum_parts
 
-        programs, tile = cut_rows(rows, columns, group)
-        constants = {"WORLD_SIZE": group.world_size, **tile}
-        Launch(staged.scatter_and_sum, (programs,), arguments, constants)()
+        constants = {"WORLD_SIZE": group.world_size, "SCATTER": scatter, "CHUNK": _CHUNK}
+        # The program behind them finds out whether the ranks are in the same call.
+        Launch(sum_parts, (programs + 1,), arguments, constants)()
 
     return enqueue
 
 
-def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> Workspace:
-    """Return the symmetric memory of these kernels for calls of at most ``nbytes``.
+def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> None:
+    """Allocate the symmetric memory of these kernels for calls in which ``nbytes`` arrive.
 
     Collective when it must grow, so it comes before anything is enqueued.
     """
-    return group.workspace(f"{operator}, spread", nbytes, MOST_MOVERS * 2 * group.world_size)
-
-
-def _memory(
-    group: Group | WithinNode, operator: str, arriving: torch.Tensor, mark: int
-) -> dict[str, Any]:
-    """Return the kernels' arguments for symmetric memory in which ``arriving`` lands."""
-    workspace = reserve(group, operator, arriving.nbytes)
-    return {
-        "landing_address": workspace.data.address,
-        "half_bytes": workspace.half_bytes,
-        "signals": workspace.signals.address,
-        "epochs": workspace.epochs,
-        "ctx": group.context(operator),
-        "call": mark,
-    }
+    # A slot of a sum is rounded up to 16 elements.
+    slot_bytes = ceil_div(nbytes, group.world_size) + 16 * torch.float32.itemsize
+    lamport_arguments(group, operator, "pushed", slot_bytes, mark=0)
 
 
 Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
@@ -197,52 +193,28 @@ def _prepare_all_to_all(
     return push_rows(group, call.operator.name, product, y, rows, call.mark, share=share)
 
 
-def _prepare_reduce_scatter(
-    call: GemmCall, parts: torch.Tensor, y: torch.Tensor
+def _prepare_sum(
+    call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool
 ) -> Callable[[], None]:
     name, bias = call.operator.name, call.operands.bias
-    return push_and_sum(call.group, name, parts, y, bias, call.mark)
-
-
-def _prepare_all_reduce(call: GemmCall, part: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
-    group = call.group
-    operator = f"{call.operator.name}, summed"
-    slot_bytes = round_up(part.numel(), 16) * part.element_size()
-    arguments = lamport_arguments(group, operator, slot_bytes, call.mark) | {
-        "part": part,
-        "bias": call.operands.bias,
-        "y": y,
-        "elements": part.numel(),
-        "N": part.shape[1],
-    }
-    chunks = ceil_div(part.numel(), _CHUNK)
-    programs = min(chunks, CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
-
-    def enqueue() -> None:
-        from interlace.gemm.kernels.sum_parts import sum_parts
-
-        constants = {"WORLD_SIZE": group.world_size, "CHUNK": _CHUNK}
-        # The program behind them finds out whether the ranks are in the same call.
-        Launch(sum_parts, (programs + 1,), arguments, constants)()
-
-    return enqueue
+    return push_and_sum(call.group, name, part, y, bias, call.mark, scatter=scatter)
 
 
 PUSHED_ALL_REDUCE = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the parts in the peers' memory and sums them",
-    functools.partial(_run, prepare=_prepare_all_reduce),
-    needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_SUMMED_BYTES),
+    functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=False)),
+    needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
 )
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory",
     functools.partial(_run, prepare=_prepare_all_to_all),
-    needs(even_rows=True, same_dtype=True),
+    needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory and sums them",
-    functools.partial(_run, prepare=_prepare_reduce_scatter),
-    needs(even_rows=True, same_dtype=True),
+    functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=True)),
+    needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
 )

@@ -8,13 +8,12 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.comm.kernels import MOST_MOVERS
 from interlace.mapped.kernel import tile_at, tiles_of
+from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.gemm.kernels.places import (
     COUNTER, DONE, FIRST_ROW, HEADER, MAX_RANKS, ROUTE, ROWS_SENT,
 )
-
-_PROGRAMS = tl.constexpr(MOST_MOVERS)  # of a kernel, at most; each has a barrier of its own
+from interlace.gemm.kernels.words import agree, announce
 
 
 @triton.jit(
@@ -148,114 +147,60 @@ def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
     il.advance_epoch(epochs, epoch)
 
 
-@triton.jit(
-    do_not_specialize=["landing_address", "half_bytes", "signals", "call", "share", "distance"]
-)
+@triton.jit(do_not_specialize=["words", "call", "half", "share", "distance", "cells"])
 def spread_rows(
-    x, gathered, landing_address, half_bytes, signals, epochs, ctx, routes, call, share, distance,
-    K, x_stride, gathered_stride, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, gathered, words, epochs, ctx, routes, call, half, share, distance, K, x_stride,
+    gathered_stride, cells, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """Store this rank's rows in every rank's memory, and gather what the peers store here.
 
     Row m of the rows that rank s sends to a rank goes to row ``routes[s] + m // share * distance +
     m % share``. Every rank gets the same rows, or with ``SCATTER`` rank r gets the r-th part of x.
 
-    Protocol: each program puts its tiles into the landing of every peer, in the half of this epoch,
-    meets its peers' programs of the same index, and copies the rows that they have put here into
-    ``gathered``, an ordinary tensor; rows that did not arrive become NaN. The half is free: a peer
-    that has signalled the previous call has copied the rows of the call before that. Columns of
-    ``gathered`` beyond K become zero, since libraries that multiply it may read them.
+    Protocol: program p has the tiles p, p + programs, ... It puts them into the slots of every
+    peer, and then copies the peers' tiles of the same numbers into ``gathered``, an ordinary tensor
+    of ``cells`` elements. Values travel as in :func:`sum_parts`; rows that did not arrive become
+    NaN. Columns of ``gathered`` beyond K become zero, since libraries that multiply it may read
+    them.
 
     Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 stores a in row 0 of
-    its ``gathered`` and of rank 1's landing, and copies b from row 1 of its own landing.
+    its ``gathered`` and of rank 1's slots, and copies b from row 1 of its own slots.
     """
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program, programs = tl.program_id(0), tl.num_programs(0) - 1
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
-    flags = il.pointer(signals, tl.int32)
-    landing = il.pointer(landing_address + (epoch & 1) * half_bytes, x.dtype.element_ty)
-    first = tl.load(routes + me * ROUTE + FIRST_ROW)
-    rows = tl.load(routes + me * ROUTE + ROWS_SENT).to(tl.int32)
-    # 1. Store this rank's rows at every rank, the neighbour first, so that ranks do not all send to
-    # the same peer at a time.
-    for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
-        m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
-        cells = (first + m // share * distance + m % share) * gathered_stride + k
-        if not SCATTER:
-            value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
-        for step in tl.static_range(WORLD_SIZE):
-            to = (me + 1 + step) % WORLD_SIZE
-            if SCATTER:
-                value = tl.load(x + (to * rows + m) * x_stride + k, mask=inside, other=0.0)
-            if step < WORLD_SIZE - 1:
-                il.put(landing + cells, value, to, group, inside)
-            else:
-                tl.store(gathered + cells, value, mask=(m < rows) & (k < gathered_stride))
-    # 2. Programs of the same index meet on all ranks. Each has a barrier of its own, because it
-    # needs only the tiles that the same programs of the peers have stored.
-    arrived = il.barrier(flags + program * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
-    # 3. Copy the peers' rows out of the landing, whose half a later call will overwrite.
-    for step in tl.static_range(WORLD_SIZE - 1):
-        source = (me + 1 + step) % WORLD_SIZE
-        first = tl.load(routes + source * ROUTE + FIRST_ROW)
-        rows = tl.load(routes + source * ROUTE + ROWS_SENT).to(tl.int32)
+    calls, slots = memory_of(words, half, epoch, x.dtype.element_ty)
+    if program == programs:
+        announce(calls, stamp, group, WORLD_SIZE)
+        if agree(calls, stamp, group, WORLD_SIZE) == 0:
+            il.fill_nan(gathered, cells)
+    else:
+        first = tl.load(routes + me * ROUTE + FIRST_ROW)
+        rows = tl.load(routes + me * ROUTE + ROWS_SENT).to(tl.int32)
+        # 1. Store this rank's rows at every rank, the neighbour first, so that ranks do not all
+        # send to the same peer at a time.
         for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
             m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
-            cells = (first + m // share * distance + m % share) * gathered_stride + k
-            value = il.get(landing + cells, me, group, inside, 0.0)
-            value = il.nan_unless(arrived, value)
-            tl.store(gathered + cells, value, mask=(m < rows) & (k < gathered_stride))
-    il.clear_old(flags, _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
-    il.advance_epoch(epochs, epoch)
-
-
-@triton.jit(do_not_specialize=["landing_address", "half_bytes", "signals", "call"])
-def scatter_and_sum(
-    parts, bias, y, landing_address, half_bytes, signals, epochs, ctx, call, rows, columns,
-    WORLD_SIZE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
-):
-    """Store each part of a product in its owner's memory, and sum what the ranks have for this one.
-
-    ``parts`` is ``[rank, row, column]`` without gaps; the sum ``y``, ``[row, column]``, is float32,
-    in the order of ranks, plus the ``bias`` of each column, if there is one.
-
-    Protocol: as :func:`spread_rows`, with the landing ``[source, row, column]``: each program puts
-    its tiles, meets its peers' programs of the same index, and sums the tiles that these have put
-    here. Sums of tiles that did not arrive become NaN.
-
-    Example: two ranks with one row each; the products are [a0, a1] on rank 0 and [b0, b1] on rank
-    1. Rank 0 puts a1 into rank 1's landing, and its sum is a0 + b0.
-    """
-    program, programs = tl.program_id(0), tl.num_programs(0)
-    epoch, stamp, group, me = il.enter(epochs, ctx, call)
-    flags = il.pointer(signals, tl.int32)
-    landing = il.pointer(landing_address + (epoch & 1) * half_bytes, y.dtype.element_ty)
-    part_cells = rows.to(tl.int64) * columns
-    tiles = tiles_of(rows, columns, ROWS, COLS)
-    # 1. Store the peers' parts, the neighbour's first.
-    for tile in range(program, tiles, programs):
-        m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
-        cells = m * columns + n
+            place = (first + m // share * distance + m % share) * gathered_stride + k
+            if not SCATTER:
+                value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
+            for step in tl.static_range(WORLD_SIZE):
+                to = (me + 1 + step) % WORLD_SIZE
+                if SCATTER:
+                    value = tl.load(x + (to * rows + m) * x_stride + k, mask=inside, other=0.0)
+                if step < WORLD_SIZE - 1:
+                    il.put_lamport(slots + place, value, to, group, inside)
+                else:
+                    tl.store(gathered + place, value, mask=(m < rows) & (k < gathered_stride))
+        # 2. Copy the peers' rows out of the slots, in the order in which they were sent.
         for step in tl.static_range(WORLD_SIZE - 1):
-            to = (me + 1 + step) % WORLD_SIZE
-            value = tl.load(parts + to * part_cells + cells, mask=inside, other=0.0)
-            il.put(landing + me * part_cells + cells, value, to, group, inside)
-    # 2. Programs of the same index meet on all ranks: each needs the same tiles of its peers only.
-    arrived = il.barrier(flags + program * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE).to(tl.int32)
-    # 3. Sum this rank's rows.
-    for tile in range(program, tiles, programs):
-        m, n, inside = tile_at(tile, rows, columns, ROWS, COLS)
-        cells = m * columns + n
-        total = tl.zeros([ROWS, COLS], tl.float32)
-        for source in tl.static_range(WORLD_SIZE):
-            is_own = inside & (me + m * 0 == source)
-            own = tl.load(parts + source * part_cells + cells, mask=is_own, other=0.0)
-            is_theirs = inside & (me + m * 0 != source)
-            theirs = il.get(landing + source * part_cells + cells, me, group, is_theirs, 0.0)
-            total += own.to(tl.float32) + theirs.to(tl.float32)
-        if bias is not None:
-            total += tl.load(bias + n, mask=n < columns, other=0.0).to(tl.float32)
-        value = il.nan_unless(arrived, total.to(y.dtype.element_ty))
-        tl.store(y + cells, value, mask=inside)
-    il.clear_old(flags, _PROGRAMS * 2 * WORLD_SIZE, epoch, group)
-    il.advance_epoch(epochs, epoch)
+            source = (me + WORLD_SIZE - 1 - step) % WORLD_SIZE
+            first = tl.load(routes + source * ROUTE + FIRST_ROW)
+            rows = tl.load(routes + source * ROUTE + ROWS_SENT).to(tl.int32)
+            for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
+                m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
+                place = (first + m // share * distance + m % share) * gathered_stride + k
+                value = il.get_lamport(slots + place, stamp, source, tile, group, inside)
+                value = value.to(gathered.dtype.element_ty)
+                tl.store(gathered + place, value, mask=(m < rows) & (k < gathered_stride))
+    end_call(words, half, epochs, epoch, group)

@@ -11,9 +11,12 @@ from interlace.gemm.kernels.words import agree, announce
 @triton.jit(do_not_specialize=["words", "call", "half"])
 def sum_parts(
     part, bias, y, words, epochs, ctx, call, half, elements, N,
-    WORLD_SIZE: tl.constexpr, CHUNK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, CHUNK: tl.constexpr,
 ):
-    """Compute ``y = sum over ranks of part, + bias``, every rank for itself.
+    """Compute ``y = sum over ranks of part, + bias``: ``elements`` on each rank.
+
+    Every rank sums the same parts for itself; with ``SCATTER``, ``part`` has ``elements`` for each
+    rank, in the order of ranks.
 
     **Protocol.** Program p has chunks p, p + programs, ... of the flat part. It puts them into the
     slot of this rank on every peer, all of them first, and then adds what the peers have put into
@@ -40,15 +43,19 @@ def sum_parts(
         for chunk in range(program, (elements + CHUNK - 1) // CHUNK, programs):
             offsets = chunk * CHUNK + lanes
             inside = offsets < elements
-            value = tl.load(part + offsets, mask=inside, other=0.0)
+            if not SCATTER:
+                value = tl.load(part + offsets, mask=inside, other=0.0)
             # The next rank is the first to be sent to, so that ranks do not crowd one link.
             for step in tl.static_range(1, WORLD_SIZE):
                 peer = (me + step) % WORLD_SIZE
+                if SCATTER:
+                    value = tl.load(part + peer * count + offsets, mask=inside, other=0.0)
                 il.put_lamport(slots + me * size + offsets, value, peer, group, inside)
+        own_part = part + me * count if SCATTER else part
         for chunk in range(program, (elements + CHUNK - 1) // CHUNK, programs):
             offsets = chunk * CHUNK + lanes
             inside = offsets < elements
-            own = tl.load(part + offsets, mask=inside, other=0.0).to(tl.float32)
+            own = tl.load(own_part + offsets, mask=inside, other=0.0).to(tl.float32)
             total = il.sum_lamport(
                 slots + offsets, own, size, stamp, chunk, group, inside, WORLD_SIZE
             )

@@ -20,7 +20,7 @@ from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
 from interlace.gemm.implementations.unfused import UNFUSED
-from interlace.gemm.operands import Operands
+from interlace.gemm.operands import FLOATS, Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import check_sum
 from interlace.operators.all_gather_gemm import fused, reference
@@ -64,7 +64,7 @@ class AllGatherGemm(GemmOperator):
             "pushed",
             "one kernel stores rows in all ranks' memory, then torch.mm",
             fused.run_pushed,
-            needs(same_dtype=True),
+            needs(same_dtype=True, dtypes=FLOATS),
             former_names=("mapped",),
         ),
         network.across_nodes(

@@ -147,10 +147,9 @@ def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
     group, ranks = call.group, call.group.world_size
     columns = _row_columns(product.shape[1])
     programs = min(len(product), CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS)
-    operator = f"{call.operator.name}.pushed"
     slot = round_up(product.numel(), 16) * product.element_size()
     arguments = _epilogue_arguments(call, results) | lamport_arguments(
-        call.group, operator, slot, call.mark
+        call.group, call.operator.name, "pushed", slot, call.mark
     )
     arguments["part"] = product
     constants = {
@@ -201,9 +200,8 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
     # Tokens of complete tiles; the compiler must know that they are aligned.
     line = round_up(row_tiles * config.block_n, 16)
     slot = token_tiles * block_b * line
-    operator = f"{call.operator.name}.fused"
     arguments = _epilogue_arguments(call, results) | lamport_arguments(
-        group, operator, 4 * slot, call.mark
+        group, call.operator.name, "fused", 4 * slot, call.mark
     )
     arguments |= {
         "x": x,

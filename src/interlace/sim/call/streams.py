@@ -163,20 +163,19 @@ class Streams:
         """Multiply by the library, before or after one small kernel that stores rows at peers."""
         columns, part, ranks = self._call.columns, self.part_bytes, self.ranks
         inner, own = self._call.inner, self.own_bytes
-        movers = {
-            "all_gather": Mover("spread_rows", self.rows, inner, own, 2 * ranks * own),
-            "all_to_all": Mover("spread_rows", self.rows, columns, part, 2 * ranks * part),
-            "reduce_scatter": Mover(
-                "scatter_and_sum", self.rows, columns, part, (2 * ranks + 1) * part
-            ),
-            "all_reduce": Mover(
+        kernels = {
+            # The kernel, the elements that its programs share, the bytes that it puts at each peer,
+            # and the bytes that it moves when values have arrived.
+            "all_gather": ("spread_rows", self.rows, inner, own, 2 * ranks * own),
+            "all_to_all": ("spread_rows", self.rows, columns, part, 2 * ranks * part),
+            "reduce_scatter": ("sum_parts", self.rows, columns, part, (2 * ranks + 1) * part),
+            "all_reduce": (
                 "sum_parts", self._call.rows, columns, ranks * part, (ranks + 1) * ranks * part,
-                by_words=True,
             ),
         }  # fmt: skip
 
         def main() -> Process:
-            mover = movers[collective].run(self.world, self.rank)
+            mover = Mover(*kernels[collective], by_words=True).run(self.world, self.rank)
             steps = (
                 (mover, self.product()) if collective == "all_gather" else (self.product(), mover)
             )

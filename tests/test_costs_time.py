@@ -177,6 +177,9 @@ def test_points_of_older_results() -> None:
         for each in (call, exact)
         for impl, us in (("pushed", 7.0), ("unfused", 9.0))
     ]
+    # The kernel of "pushed" is another one since then.
+    dated = profile_fit.points_of([{"date": "2026-11-22T00:00:00+00:00", "results": [result]}])
+    assert [point.implementation for point in dated] == ["unfused"]
 
 
 def test_a_pair_comes_before_what_is_hardly_shorter() -> None:

@@ -44,14 +44,17 @@ class Implementation:
         schedule: How it computes its product, for predictions of its time (see
             :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"batch"``, a
             batch of them, one for each rank's rows; ``"by_rank"``, one after another for each
-            rank's rows; ``"tiled"``, the tiles of its own kernel; and of layers of experts, which
-            rows travel.
+            rank's rows; ``"tiled"``, the tiles of its own kernel; ``"to_all"``, one product of the
+            library, which an all-reduce sends to all peers; and of layers of experts, which rows
+            travel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         spans_nodes: Whether it runs on groups of several nodes, whose ranks do not all share
             memory.
         former_names: Words that meant this implementation in earlier versions.
         is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
             asks for that; see :mod:`interlace.gemm.invariance`.
+        times_since: The date and time in UTC, as ISO 8601 writes them, since which measured times
+            are those of what runs today; empty if all are. Predictions are fitted to no others.
     """
 
     name: str
@@ -65,6 +68,7 @@ class Implementation:
     spans_nodes: bool = False
     former_names: tuple[str, ...] = ()
     is_batch_invariant: bool = False
+    times_since: str = ""
 
 
 class Operator(abc.ABC):

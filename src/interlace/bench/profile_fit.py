@@ -66,10 +66,12 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
     """Return the measured points of results that ``interlace bench`` wrote.
 
     A GEMV's are points of the operator around a GEMM that has the same collective: its fused kernel
-    is that one's ``impl="gemv"``. Results of other operators are passed over.
+    is that one's ``impl="gemv"``. Results of other operators are passed over, and so are times of
+    implementations that have changed since they were measured; results without a date are new.
     """
     points = []
     for document in documents:
+        date = document.get("date")
         for result in document["results"]:
             declaration = operators().get(str(result.get("operator")))
             if declaration is None or "splits" in result:
@@ -89,6 +91,8 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
                 continue
             for implementation in target.implementations:
                 name = implementation.name
+                if date is not None and date < implementation.times_since:
+                    continue
                 if is_gemv:
                     # The GEMV's result has its own kernel as "fused", and the stock pairs.
                     name = {"gemv": "fused", "fused": ""}.get(name, name)

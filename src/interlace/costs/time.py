@@ -323,6 +323,9 @@ def parts_us(
     equally many rows, because parts of odd sizes are multiplied and sent less well.
     """
     link = profile.link_us(operator, call)
+    if schedule == "to_all":
+        # The operator's bytes are those of a reduce-scatter and an all-gather.
+        link *= call.world_size / 2
     bytes_per_us = profile.product.memory_bytes_per_s / 1e6
     rows_of_rank = ceil_div(call.rows, call.world_size)
     if schedule == "tiled":

@@ -33,6 +33,9 @@ and of an all-reduce each rank should sum a share.
 
 _CHUNK = 2048
 
+WITHOUT_SIGNALS = "2026-11-23T09:00:00+00:00"
+"""When rows began to travel without signals, which made them 1 to 4 us faster."""
+
 
 def push_rows(
     group: Group | WithinNode,
@@ -205,16 +208,19 @@ PUSHED_ALL_REDUCE = Implementation(
     "torch.mm, then one kernel that stores the parts in the peers' memory and sums them",
     functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=False)),
     needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    schedule="to_all",
 )
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory",
     functools.partial(_run, prepare=_prepare_all_to_all),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    times_since=WITHOUT_SIGNALS,
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
     "torch.mm, then one kernel that stores the rows in the peers' memory and sums them",
     functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=True)),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    times_since=WITHOUT_SIGNALS,
 )

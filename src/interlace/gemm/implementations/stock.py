@@ -138,6 +138,7 @@ ONE_SHOT = Implementation(
         multiple_bytes=_ALIGNMENT_BYTES,
         most_bytes=ONE_SHOT_BYTES,
     ),
+    schedule="to_all",
     is_stock=True,
 )
 TWO_SHOT = Implementation(

@@ -17,6 +17,7 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.gradients import save_operands
 from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
+from interlace.gemm.implementations.pushed import WITHOUT_SIGNALS
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
 from interlace.gemm.implementations.unfused import UNFUSED
@@ -66,6 +67,7 @@ class AllGatherGemm(GemmOperator):
             fused.run_pushed,
             needs(same_dtype=True, dtypes=FLOATS),
             former_names=("mapped",),
+            times_since=WITHOUT_SIGNALS,
         ),
         network.across_nodes(
             Implementation(

@@ -42,9 +42,9 @@ CASES: tuple[tuple[Case, float], ...] = (
     (ProductCase("gemm_all_reduce", "fused", "bfloat16", False, 4096, 8192, 3072), 1.03),
     (ProductCase("gemm_all_to_all", "fused", "bfloat16", False, 8192, 8192, 1536), 1.03),
 )
-"""Calls whose work is launches alone, since a graph here has nothing else: ``all_gather_gemm`` waits
-for rows that copy engines bring. With each, how many times as long each may take. On an H200 the GEMV takes about 12 us and a
-product 300 us or more."""
+"""Calls whose work is launches alone, since a graph here has nothing else: ``all_gather_gemm``
+waits for rows that copy engines bring. With each, how many times as long it may take. On an H200
+the GEMV takes about 12 us and a product 300 us or more."""
 
 
 @contextmanager

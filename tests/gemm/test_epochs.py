@@ -155,7 +155,6 @@ def _operators(rank):
         "gemm_all_reduce": product("gemm_all_reduce", "fused"),
         "gemm_all_to_all": product("gemm_all_to_all", "fused"),
         "all_gather_gemm": product("all_gather_gemm", "fused"),
-        "all_gather_gemm, pushed": product("all_gather_gemm", "pushed"),
         "remote_stores": remote_stores,
         "one_shot": gemv("one_shot", torch.float32),
         "one_shot, pairs": gemv("one_shot", torch.bfloat16),

@@ -39,6 +39,7 @@ _CONFIGS = {
 OPERATORS = list(_CONFIGS)
 WAYS = [*((operator, "fused") for operator in OPERATORS), *ANY_ROWS]
 _GRANT_BYTES = 4  # which buffer a rank has taken; not in the costs, which are of the data
+_WORD_BYTES = 8  # by which ranks agree on the call
 _STAMP_BYTES = 4  # behind a copy that goes to a peer
 _SCALE_BYTES = 4
 
@@ -146,7 +147,7 @@ def test_costs_are_the_counted_traffic(ranks, operator, impl, world_size):
             ):  # copies take the padding of rows along, stores do not
                 dtype = DTYPES[call.dtype]
                 padding = (padded_columns(call.inner, dtype) - call.inner) * dtype.itemsize
-                besides = -padding * call.rows_of(rank) * (world_size - 1)
+                besides = (_WORD_BYTES - padding * call.rows_of(rank)) * (world_size - 1)
             expected = _cost(call, rank, world_size).link_bytes + besides
             fetched_bytes = sum(answer[i][2].get(rank, 0) for answer in answers)
             fetches = operator == "all_gather_gemm" and impl != "pushed"

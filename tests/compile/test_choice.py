@@ -92,7 +92,7 @@ def test_stock_pairs_are_chosen_where_they_are_the_fastest() -> None:
 
 def test_the_same_implementations_are_the_fastest_at_eight_ranks() -> None:
     """No result is of eight ranks; the profile says what they cost."""
-    assert _auto("gemm_reduce_scatter", 8192, 8192, 2048, 8).impl in ("chunked", "fused")
+    assert _auto("gemm_reduce_scatter", 8192, 8192, 2048, 8).impl == "fused"
 
 
 def test_an_unknown_gpu_has_to_gain_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,6 +113,7 @@ def test_float32_is_multiplied_by_the_library() -> None:
         assert times["fused"] > 50 * times["unfused"]
     scatter = _auto("gemm_reduce_scatter", 8192, 8192, 7168, 2, dtype=torch.float32)
     assert scatter.times_us.keys() >= {"remote_stores", "async_tp"}
+    assert "pushed" not in scatter.times_us, "it is for results of 16 MiB at most"
     assert scatter.times_us["chunked"] > 10 * scatter.times_us["unfused"], (
         "it has a product of ours"
     )

@@ -225,7 +225,7 @@ def test_the_shipped_profile_is_what_the_results_say() -> None:
     assert len(points) > 3000
     refitted = profile_fit.fitted(H200, points)
     for operator, compositions in H200.compositions.items():
-        for name, shipped in compositions.items():
+        for name in compositions:
             own = [
                 each
                 for each in points
@@ -235,7 +235,10 @@ def test_the_shipped_profile_is_what_the_results_say() -> None:
             wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(H200, own))
             assert statistics.median(wrong) < 0.06, (operator, name)
             assert wrong[int(0.9 * len(wrong))] < 0.2, (operator, name)
-            assert refitted.compositions[operator][name] == pytest.approx(shipped, rel=0.02)
+            # Where two parts of a time say the same, machines round them into one or the other.
+            for point in own:
+                expected = point.predicted_us(H200)
+                assert point.predicted_us(refitted) == pytest.approx(expected, rel=0.02)
     assert refitted.other_compositions.keys() == H200.other_compositions.keys()
     call = next(each.call for each in reversed(points) if each.operator == "gemm_all_reduce")
     factors = [

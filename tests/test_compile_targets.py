@@ -104,11 +104,11 @@ def _cases_of(kernel):
             )
             for ranks, (types, more) in zip((1, 2, 3), _norms(), strict=True)
         ],
+        "multiply_few_rows": _multiply_few_rows,
         "meet": lambda: [
             (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
             (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
         ],
-        "linears": _linears,
         "grouped_gemm_gradient": lambda: _mixture_of_experts_products("grouped_gemm_gradient"),
         "multiply_and_sum": lambda: [
             (types, constants | {"PIECES": 2, "OWN_PART": own})
@@ -468,17 +468,37 @@ def _gemv_all_reduce_one_shot():
     )  # fmt: skip
 
 
-def _linears():
-    names = [f"{name}_{index}" for name in ("w", "bias", "y") for index in range(3)]
-    sizes = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
-    for dtype, *tiles, more in (
-        ("bf16", 4, 1, 512, True, {}),
-        ("fp16", 32, 4, 128, False, {f"bias_{index}": None for index in range(3)}),
-        ("fp32", 16, 16, 32, False, {}),
+def _multiply_few_rows():
+    """Three weights through descriptors, and by pointers, with biases; one along N, behind x; and
+    one row.
+    """
+    from interlace.gemm.kernels import gemv
+    from interlace.gemm.kernels.tiles import Tiling
+
+    sizes = ("M", "K", "first_1", "first_2", "x_stride")
+    each = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
+    types = dict.fromkeys((*sizes, *each), "i32")
+    described = Tiling(64, 16, 64, 1, descriptors=True, w_along_k=True, precision="ieee")
+    one_row = gemv.Tiling(
+        4, 1, 512, even=True, even_k=False, word_values=1, precision="ieee", round_parts=False
+    )
+    for dtype, weights, has_bias, first, tiling in (
+        ("bf16", 3, False, "w", described),
+        ("fp16", 3, True, "w", described._replace(descriptors=False)),
+        ("fp32", 1, True, "x", described._replace(descriptors=False, w_along_k=False)),
+        ("bf16", 3, True, "row", one_row),
     ):
-        types, constants = _gemv_all_reduce(dtype, *tiles, 1, **more)
-        types = types | dict.fromkeys(names, f"*{dtype}") | dict.fromkeys(sizes, "i32")
-        yield types | dict.fromkeys(("first_1", "first_2"), "i32"), constants
+        constants, tensors = {"FIRST": first, "TILING": tiling}, {"x": f"*{dtype}"}
+        for index in range(3):
+            for name in ("w", "bias", "y"):
+                if index >= weights or (name == "bias" and not has_bias):
+                    constants[f"{name}_{index}"] = None
+                else:
+                    tensors[f"{name}_{index}"] = f"*{dtype}"
+        if tiling is described:
+            tensors["x"] = f"tensordesc<{dtype}[16, 64]>"
+            tensors |= {f"w_{index}": f"tensordesc<{dtype}[64, 64]>" for index in range(weights)}
+        yield types | tensors, constants
 
 
 def _gemv_all_reduce_two_phase():

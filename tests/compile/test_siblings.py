@@ -59,7 +59,7 @@ MERGED: dict[str, tuple[Program, list[tuple[int, ...]], list[str]]] = {
         [X, *WEIGHTS[:2]],
         [],
     ),
-    "many rows": (lambda x, q, k: (x @ q.t(), x @ k.t()), [(17, K), *WEIGHTS[:2]], []),
+    "many rows": (lambda x, q, k: (x @ q.t(), x @ k.t()), [(65, K), *WEIGHTS[:2]], []),
     "weights along n": (lambda x, q, k: (x @ q, x @ k), [X, (K, Q), (K, V)], []),
     "a bias for one of them": (
         lambda x, q, k, b: (aten.addmm(b, x, q.t()), x @ k.t()),

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.operators.linears import launch
-from interlace.operators.linears.config import LinearsConfig
+from interlace.gemm.few_rows import FewRowsConfig
+from interlace.operators.linears import multiply
 
 pytestmark = pytest.mark.gpu
 
@@ -47,14 +47,19 @@ def _error(
 def _products(dtype: torch.dtype) -> dict[Any, float]:
     errors: dict[Any, float] = {}
     for columns, rows in SHAPES:
-        for tokens, bias in ((1, False), (1, True), (2, True), (7, False), (16, True)):
+        for tokens, bias in (
+            (1, False),
+            (1, True),
+            (7, True),
+            (16, False),
+            (33, True),
+            (64, False),
+        ):
             operands = _operands(tokens, columns, rows, dtype, bias)
             results = torch.ops.interlace.linears(*operands)
             errors[columns, tokens, bias] = _error(results, *operands)
-            small = LinearsConfig(block_n=16, block_k=32, num_warps=2, num_stages=2)
-            errors[columns, tokens, bias, "small"] = _error(
-                launch.multiply(*operands, small), *operands
-            )
+            small = FewRowsConfig(columns=16, block_k=32, num_warps=2, num_stages=2)
+            errors[columns, tokens, bias, "small"] = _error(multiply(*operands, small), *operands)
     return errors
 
 

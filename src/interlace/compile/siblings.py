@@ -17,9 +17,8 @@ from interlace.compile.graph import Writer, erase_unused, is_static, move_before
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import require_unchanged, rows_of
 from interlace.gemm import invariance
-from interlace.operators.linears import OPERATOR
-from interlace.operators.linears.config import MOST_TOKENS
-from interlace.operators.linears.launch import MOST_WEIGHTS
+from interlace.gemm.few_rows import MOST_WEIGHTS
+from interlace.operators.linears import MOST_TOKENS, OPERATOR
 
 
 def merge(graph: Graph, direction: str) -> list[Finding]:

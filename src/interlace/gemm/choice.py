@@ -57,6 +57,7 @@ class Gpu:
     shared_bytes: int
 
     @staticmethod
+    @functools.cache
     def of(device: torch.device) -> Gpu:
         """Return the properties of a device."""
         properties = torch.cuda.get_device_properties(device)

@@ -53,13 +53,15 @@ def tile_ns(block_m: int, block_n: int, inner: int) -> int:
 
 def has_descriptors(group: Group) -> bool:
     """Return whether the group's GPU moves tiles through tensor descriptors."""
-    return group.backend == "cuda" and _moves_tiles(group.device)
+    return moves_tiles(group.device)
 
 
 @functools.cache
-def _moves_tiles(device: torch.device) -> bool:
+def moves_tiles(device: torch.device) -> bool:
+    """Return whether a device moves tiles through tensor descriptors."""
     return (
-        torch.version.hip is None
+        device.type == "cuda"
+        and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= _DESCRIPTOR_CAPABILITY
     )
 

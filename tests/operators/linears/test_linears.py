@@ -12,11 +12,12 @@ import torch
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.errors import ArgumentError
-from interlace.operators.linears import launch
-from interlace.operators.linears.config import LinearsConfig
+from interlace.gemm.few_rows import FewRowsConfig
+from interlace.operators.linears import multiply
 from interlace.operators.linears.reference import linears as reference
 
-TILES = LinearsConfig(block_n=4, block_k=16)
+TILES = FewRowsConfig(columns=16, block_k=16)
+TILES_OF_ONE_TOKEN = FewRowsConfig(rows=1, columns=4, block_k=16)
 
 
 def _operands(
@@ -48,12 +49,13 @@ def _of_tiles(dtype: torch.dtype) -> dict[Any, float]:
         (4, (8, 4, 4), 32, True),
         (3, (7, 5, 1), 37, False),
         (16, (4, 20), 16, True),
+        (40, (70, 4), 33, True),  # several tiles of tokens
         (5, (6,), 18, True),
     ]
     errors: dict[Any, float] = {}
     for tokens, rows, columns, bias in cases:
         x, weights, biases = _operands(tokens, columns, rows, dtype, bias)
-        found = launch.multiply(x, weights, biases, TILES)
+        found = multiply(x, weights, biases, TILES_OF_ONE_TOKEN if tokens == 1 else TILES)
         wide = [[None if e is None else e.double() for e in each] for each in (weights, biases)]
         exact = reference(x.double(), *wide)
         expected = [y.to(dtype) for y in exact]
@@ -75,7 +77,7 @@ def _other_operands() -> dict[str, float]:
     """Errors of the operator with operands that it copies or leaves to torch."""
     function = torch.ops.interlace.linears
     x, weights, biases = _operands(2, 24, (8, 4), torch.float32, True)
-    many, *_ = _operands(17, 24, (), torch.float32, False)
+    many, *_ = _operands(65, 24, (), torch.float32, False)
     columns_first = [w.t().contiguous().t() for w in weights]
     wide = torch.randn(2, 48)[:, ::2]
     calls = {

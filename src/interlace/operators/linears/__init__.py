@@ -12,13 +12,17 @@ import torch
 
 from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
-from interlace.gemm import invariance
+from interlace.gemm import few_rows, invariance
+from interlace.gemm.few_rows import MOST_WEIGHTS, FewRowsConfig
 from interlace.gemm.operands import require_device, require_float
 from interlace.operators.linears import reference
-from interlace.operators.linears.config import MOST_TOKENS, default_config
-from interlace.operators.linears.launch import MOST_WEIGHTS, multiply
 
 OPERATOR = "linears"
+
+MOST_TOKENS = 64
+"""Tokens (rows of x) that the kernel takes: with more, a product is no longer bound by reading its
+weight alone.
+"""
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(
@@ -35,7 +39,34 @@ def _run(
     # batch-invariant, products must not change with the number of tokens.
     if x.shape[0] > MOST_TOKENS or invariance.is_enabled():
         return reference.linears(x, weights, biases)
-    return multiply(x, weights, biases, default_config(x.shape[0], x.element_size()))
+    return multiply(x, weights, biases)
+
+
+def multiply(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor | None],
+    config: FewRowsConfig | None = None,
+) -> list[torch.Tensor]:
+    """Compute ``x [B, K] @ w.T, + bias`` for each weight ``[N, K]``, in one kernel.
+
+    Args:
+        x: The tokens.
+        weights: One to three; what is not contiguous along K is copied.
+        biases: A vector ``[N]`` for each weight, or None for all.
+        config: The tiles; default: those for these sizes.
+
+    Returns:
+        A tensor ``[B, N]`` for each weight.
+    """
+    if not x.numel() or not any(map(len, weights)):
+        return reference.linears(x, weights, biases)
+    x, *weights = (
+        tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x, *weights)
+    )
+    results = [x.new_empty([len(x), len(w)]) for w in weights]
+    few_rows.multiply(x, weights, biases, results, config)
+    return results
 
 
 def _fake(

@@ -1,13 +1,15 @@
-"""Time products of one input in one kernel beside cuBLAS: one product after another, and one with
-joined weights.
+"""Time products of few rows by the kernel of ``interlace.gemm.few_rows`` beside cuBLAS.
 
-    python benchmarks/linears.py [--json FILE] [--tune] [--tokens 4 16]
+    python benchmarks/few_rows.py [--json FILE] [--tune] [--tokens 4 16] [--shapes 28] [--seed 7]
 
-It needs one GPU. Shapes are those of a rank of two of Llama 3 8B and 70B: queries, keys and values;
-gate and up; 1, 4 and 16 tokens, bfloat16. Each call finds its weights in no cache: calls of a CUDA
-graph take turns over weights that do not fit in the L2 together. The last column is the time to
-read the weights once at the bandwidth of a copy, which is measured first. Every result is compared
-with float64 before anything is timed. ``--tune`` tries other tiles, and prints the fastest.
+It needs one GPU. First come layers of one input, those of a rank of two of Llama 3 8B and 70B:
+queries, keys and values; gate and up. They are products one after another, one product with joined
+weights, and the kernel with all weights. Then come single products of random shapes. All are
+bfloat16. Each call finds its weights in no cache: calls of a CUDA graph take turns over weights
+that do not fit in the L2 together. The last column is the time to read the weights once at the
+bandwidth of a copy, which is measured first. Every result is compared with float64 before anything
+is timed.
+``--tune`` tries other tiles for the layers, and prints the fastest.
 """
 
 from __future__ import annotations
@@ -17,6 +19,8 @@ import dataclasses
 import functools
 import itertools
 import math
+import random
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,11 +32,12 @@ import torch.nn.functional as F
 import interlace
 from interlace.bench.timing import Timing, measure
 from interlace.gemm.autotune import sets_past_cache
-from interlace.operators.linears.config import LinearsConfig, default_config
-from interlace.operators.linears.launch import multiply
+from interlace.gemm.few_rows import FewRowsConfig, default_config, is_faster
+from interlace.operators.linears import multiply
 from interlace.operators.linears.reference import linears as one_after_another
+from interlace.units import next_power_of_2
 
-TOKENS = (1, 4, 16)
+TOKENS = (1, 4, 16, 64)
 DTYPE = torch.bfloat16
 RANKS = 2
 MOST_SHARED_BYTES = 200 * 1024
@@ -87,7 +92,7 @@ class Case:
         """Run one product with the weights of the i-th call, which a program must keep joined."""
         return F.linear(self.x, self.joined[i % len(self.joined)])
 
-    def merged(self, i: int, config: LinearsConfig) -> list[torch.Tensor]:
+    def merged(self, i: int, config: FewRowsConfig | None) -> list[torch.Tensor]:
         """Run the kernel on the operands of the i-th call."""
         return multiply(self.x, self.sets[i % len(self.sets)], self.biases, config)
 
@@ -108,20 +113,19 @@ class Case:
         return measure(call, period=len(self.sets))
 
 
-def configurations(tokens: int) -> Iterator[LinearsConfig]:
+def configurations(tokens: int) -> Iterator[FewRowsConfig]:
     """Yield tiles that are worth a trial."""
     if tokens == 1:
-        for block_n, block_k, warps in itertools.product(
+        for columns, block_k, warps in itertools.product(
             (2, 4, 8, 16), (256, 512, 1024), (1, 2, 4)
         ):
-            yield LinearsConfig(block_n, block_k, warps)
-        return
-    # Few rows per program where a weight has few, and enough bytes in flight for each SM.
-    for tiles in itertools.product((16, 32, 64), (128, 256), (2, 4), (3, 4, 6)):
-        config = LinearsConfig(*tiles)
-        block_bytes = (config.block_n + tokens) * config.block_k * DTYPE.itemsize
-        if block_bytes * config.num_stages <= MOST_SHARED_BYTES:
-            yield config
+            yield FewRowsConfig(1, columns, block_k, warps, 1)
+    rows = max(16, next_power_of_2(tokens))
+    for (columns, warps), block_k, stages in itertools.product(
+        ((64, 4), (128, 4), (128, 8)), (64, 128, 256), (3, 4, 5, 6, 8)
+    ):
+        if (rows + columns) * block_k * DTYPE.itemsize * stages <= MOST_SHARED_BYTES:
+            yield FewRowsConfig(rows, columns, block_k, warps, stages)
 
 
 def copy_gb_per_s() -> float:
@@ -132,14 +136,14 @@ def copy_gb_per_s() -> float:
     return 2 * source.nbytes / time_us / 1e3
 
 
-def worker(tune: bool, all_tokens: Sequence[int]) -> dict[str, Any]:
-    """Time all layers on this rank's GPU, and print a line for each."""
+def worker(tune: bool, all_tokens: Sequence[int], shapes: int, seed: int) -> dict[str, Any]:
+    """Time all layers and shapes on this rank's GPU, and print a line for each."""
     bandwidth = copy_gb_per_s()
     print(f"{torch.cuda.get_device_name()}; a copy moves {bandwidth:.0f} GB/s. us, p10 to p90")
     lines = []
     for layer, tokens in itertools.product(LAYERS, all_tokens):
         case = Case(layer, tokens)
-        config = default_config(tokens, DTYPE.itemsize)
+        config = default_config(case.x, sum(layer.rows))
         if tune:
             config = fastest(case, tokens)
         for results in (case.cublas(0), case.merged(0, config)):
@@ -165,10 +169,53 @@ def worker(tune: bool, all_tokens: Sequence[int]) -> dict[str, Any]:
             | {name: dataclasses.asdict(each) for name, each in times.items()}
             | {"weights_us": floor, "sets": len(case.sets)}
         )
-    return {"gpu": torch.cuda.get_device_name(), "copy_gb_per_s": bandwidth, "layers": lines}
+    products = list(random_products(shapes, seed, all_tokens))
+    for tokens in all_tokens:
+        ratios = sorted(
+            line["kernel"]["median_us"] / line["cublas"]["median_us"]
+            for line in products
+            if line["tokens"] == tokens
+        )
+        if ratios:
+            print(
+                f"{tokens:3} tokens: the kernel takes {statistics.median(ratios):.2f} of cuBLAS's "
+                f"time at the median of {len(ratios)} shapes, {ratios[0]:.2f} to {ratios[-1]:.2f}"
+            )
+    return {
+        "gpu": torch.cuda.get_device_name(),
+        "copy_gb_per_s": bandwidth,
+        "layers": lines,
+        "products": products,
+    }
 
 
-def fastest(case: Case, tokens: int) -> LinearsConfig:
+def random_products(shapes: int, seed: int, all_tokens: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the times of single products by weights of random sizes, multiples of 64."""
+    chosen = random.Random(seed)
+    for _ in range(shapes):
+        columns = int(2 ** chosen.uniform(9, 15)) // 64 * 64
+        inner = int(2 ** chosen.uniform(9.5, 14)) // 64 * 64
+        for tokens in all_tokens:
+            case = Case(Layer("", inner, (columns,)), tokens)
+            kernel = functools.partial(case.merged, config=None)
+            case.check(kernel(0))
+            line = {
+                "columns": columns,
+                "inner": inner,
+                "tokens": tokens,
+                "is_faster": is_faster(case.x, case.sets[0][0]),
+                "cublas": dataclasses.asdict(case.time(case.cublas)),
+                "kernel": dataclasses.asdict(case.time(kernel)),
+            }
+            print(
+                f"{columns} x {inner}, {tokens} tokens: cuBLAS {line['cublas']['median_us']:.1f}, "
+                f"kernel {line['kernel']['median_us']:.1f}",
+                flush=True,
+            )
+            yield line
+
+
+def fastest(case: Case, tokens: int) -> FewRowsConfig:
     """Return the tiles with the shortest median."""
     times = {}
     for config in configurations(tokens):
@@ -186,9 +233,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="write all times to this file")
     parser.add_argument("--tune", action="store_true", help="try other tiles, too")
-    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 1 4 16")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, help="default: 1 4 16 64")
+    parser.add_argument("--shapes", type=int, default=28, help="how many; default: 28")
+    parser.add_argument("--seed", type=int, default=7, help="of the shapes; default: 7")
     options = parser.parse_args()
-    (results,) = interlace.launch(worker, 1, options.tune, options.tokens, backend="cuda")
+    arguments = options.tune, options.tokens, options.shapes, options.seed
+    (results,) = interlace.launch(worker, 1, *arguments, backend="cuda")
     if options.json:
         documents.write(options.json, results)
 

@@ -372,12 +372,13 @@ def _padded_batch(name, impl):
 
 
 def _padding(kind, impl):
+    from interlace.gemm.implementations import pushed
     from interlace.operators.all_gather_gemm import fused
 
     if kind == "gather":
-        return _padding_that_libraries_see(
-            functools.partial(_padded_gather, impl=impl), fused, "multiply_into"
-        )
+        module = pushed if impl == "pushed" else fused
+        call = functools.partial(_padded_gather, impl=impl)
+        return _padding_that_libraries_see(call, module, "multiply_into")
     return _padding_that_libraries_see(functools.partial(_padded_batch, impl=impl), torch, "bmm")
 
 

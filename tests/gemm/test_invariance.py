@@ -7,6 +7,7 @@ up a row, how parts are rounded on their way, and which of the kernels runs.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -17,8 +18,12 @@ import torch.distributed as dist
 
 import interlace
 from interlace.cli.bench_batch_invariance import table
+from interlace.gemm import few_rows
+from interlace.gemm import operator as operator_module
 from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, invariant_implementations
+from interlace.gemm.operator import GemmOperator
 from interlace.registry import operators
+from interlace.tuning.choice import Choice
 
 INNER, COLUMNS, MOST_ROWS = 48, 40, 36
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -122,25 +127,71 @@ def test_rows_have_the_same_bits_in_every_batch(ranks: Any, name: str, dtype: to
         assert wrong == []
 
 
-def _handed_over(dtype: torch.dtype) -> list[str]:
-    """As :func:`_differing`, with the GEMV's kernel for up to 16 rows."""
-    from interlace.operators import gemm_all_reduce
+def _handed_over(name: str, dtype: torch.dtype) -> tuple[list[str], int]:
+    """As :func:`_differing`, on a device with one arithmetic: up to 3 rows run by the GEMV's kernel
+    where there is one, up to 17 by the product of few rows; and how often that has run.
+    """
+    free_choice, multiply, products = GemmOperator.choose, few_rows.multiply, []
+
+    def choose(declaration: GemmOperator, *, rows: int, **call: Any) -> Choice[Any]:
+        order = ["gemv"] * (rows <= 3) + ["pushed"] * (rows <= 17) + ["fused"]
+        choice = free_choice(declaration, rows=rows, **call)
+        return dataclasses.replace(choice, impl=order[0], times_us=dict.fromkeys(order, 1.0))
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        products.append(arguments)
+        multiply(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_all_reduce, "has_one_arithmetic", lambda _: True)
-        patch.setattr(gemm_all_reduce, "_FEW_ROWS", 16)
+        patch.setattr(operator_module, "has_one_arithmetic", lambda _: True)
+        patch.setattr(GemmOperator, "choose", choose)
+        patch.setattr(few_rows, "multiply", counted)
         interlace.group_of().release()  # what was decided without
-        wrong = _differing("gemm_all_reduce", dtype)
+        wrong = _differing(name, dtype)
     interlace.group_of().release()
-    return wrong
+    return wrong, len(products)
+
+
+PRODUCTS = ["gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_kernels_hand_over(ranks: Any, world_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_kernels_hand_over(ranks: Any, name: str, dtype: torch.dtype) -> None:
     """The kernels for few rows and for many round alike, and add ranks up in the same order."""
-    for wrong in ranks(world_size).run(_handed_over, dtype):
+    for wrong, products in ranks(3).run(_handed_over, name, dtype):
         assert wrong == []
+        assert products > 0
+
+
+def test_kernels_hand_over_on_one_rank(ranks: Any) -> None:
+    # The interpreter truncates to bfloat16, and PyTorch, which adds the bias here, rounds.
+    ((wrong, products),) = ranks(1).run(_handed_over, "gemm_all_reduce", torch.float32)
+    assert wrong == []
+    assert products > 0
+
+
+def _named() -> tuple[bool, str]:
+    """Whether an implementation that is named in the mode runs, and what is said where it may give
+    other bits.
+    """
+    x, w, bias = _operands(torch.bfloat16)
+    with interlace.batch_invariant(), pytest.MonkeyPatch.context() as patch:
+        with pytest.raises(interlace.ArgumentError) as caught:
+            interlace.gemm_all_reduce(x[:5], w, bias, impl="pushed")
+        expected = interlace.gemm_all_reduce(x[:6], w, bias, impl="fused")
+        patch.setattr(operator_module, "has_one_arithmetic", lambda _: True)
+        found = interlace.gemm_all_reduce(x[:6], w, bias, impl="pushed")
+    return torch.equal(found, expected), str(caught.value)
+
+
+def test_implementations_are_named_in_the_mode(ranks: Any) -> None:
+    for is_same, message in ranks(2).run(_named):
+        assert is_same
+        assert message == (
+            "gemm_all_reduce: impl='pushed' must run on a GPU that is known to add up products in "
+            "one way to be batch-invariant. Take impl='auto' or 'fused'."
+        )
 
 
 def _differ_without() -> dict[str, bool]:
@@ -184,7 +235,8 @@ def test_what_is_refused(ranks: Any) -> None:
     """Before anything is sent, so all ranks refuse the call and the next one works."""
     for messages in ranks(2).run(_refusals):
         assert messages[0] == (
-            "gemm_all_reduce: impl must be 'auto' or 'fused' within interlace.batch_invariant(); "
+            "gemm_all_reduce: impl must be 'auto' or 'fused' or 'gemv' or 'pushed' within "
+            "interlace.batch_invariant(); "
             "got 'chunked', which may give a row other bits in another batch."
         )
         assert "got 'unfused'" in messages[1]
@@ -257,11 +309,11 @@ def test_what_is_declared_invariant() -> None:
         for name, operator in operators().items()
     }
     assert {name: names for name, names in found.items() if names} == {
-        "all_gather_gemm": ["fused"],
+        "all_gather_gemm": ["fused", "pushed"],
         "bmm_all_to_all": ["fused"],
-        "gemm_all_reduce": ["fused"],
+        "gemm_all_reduce": ["fused", "gemv", "pushed"],
         "gemm_all_reduce_norm": ["gemm"],
-        "gemm_all_to_all": ["fused"],
-        "gemm_reduce_scatter": ["fused"],
+        "gemm_all_to_all": ["fused", "pushed"],
+        "gemm_reduce_scatter": ["fused", "pushed"],
         "gemv_all_reduce": ["fused"],
     }

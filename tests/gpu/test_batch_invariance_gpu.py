@@ -13,7 +13,10 @@ import torch.distributed as dist
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
-from interlace.gemm.invariance import BATCH_INVARIANT, ONE_ARITHMETIC
+from interlace.gemm import few_rows, operator
+from interlace.gemm.invariance import ONE_ARITHMETIC
+from interlace.operators.gemv_all_reduce import config as gemv_config
+from interlace.operators.gemv_all_reduce import launch as gemv_launch
 
 pytestmark = pytest.mark.gpu
 
@@ -188,32 +191,96 @@ def test_the_results_are_right(ranks: Any, world_size: int, name: str) -> None:
         assert error < 1e-2
 
 
-def _two_kernels(dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, float]]:
-    """The GPU's compute capability, and the share of elements with the same bits by the kernels for
-    few rows and for many.
+def _kernels(dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, float]]:
+    """The GPU's compute capability, and the share of elements that have the bits of the fused
+    kernel by the kernels for few rows.
     """
-    from interlace.operators import gemm_all_reduce
-
     shares = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gemm_all_reduce, "has_one_arithmetic", lambda _: False)
+    with pytest.MonkeyPatch.context() as patch, interlace.batch_invariant():
+        patch.setattr(operator, "has_one_arithmetic", lambda _: True)
+        patch.setattr(gemv_config, "has_one_arithmetic", lambda _: True)
+        patch.setattr(gemv_launch, "has_one_arithmetic", lambda _: True)
         interlace.group_of().release()
         for shape in SHAPES:
             x, w, bias = _operands("gemm_all_reduce", shape, dtype)
             for rows in (1, 16, 64, MOST_ROWS):
-                few = interlace.gemv_all_reduce(x[:rows], w, bias, impl=BATCH_INVARIANT)
-                many = interlace.gemm_all_reduce(x[:rows], w, bias, impl=BATCH_INVARIANT)
-                shares[f"{shape}, {rows} rows"] = float((_bits(few) == _bits(many)).float().mean())
+                fused = interlace.gemm_all_reduce(x[:rows], w, bias, impl="fused")
+                others = {
+                    "gemv": interlace.gemv_all_reduce(x[:rows], w, bias),
+                    "pushed": interlace.gemm_all_reduce(x[:rows], w, bias, impl="pushed"),
+                }
+                for name, found in others.items():
+                    share = float((_bits(found) == _bits(fused)).float().mean())
+                    shares[f"{name}, {shape}, {rows} rows"] = share
     interlace.group_of().release()
     return torch.cuda.get_device_capability(), shares
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_whether_the_two_kernels_agree(ranks: Any, world_size: int, dtype: torch.dtype) -> None:
-    """If all shares are 1, this GPU belongs in ``interlace.gemm.invariance.ONE_ARITHMETIC``, and
-    batch-invariant calls of ``gemm_all_reduce`` take the faster kernel for few rows.
+def test_whether_the_kernels_agree(ranks: Any, world_size: int, dtype: torch.dtype) -> None:
+    """If all shares are 1, and no tile differs in the test below, this GPU belongs in
+    ``interlace.gemm.invariance.ONE_ARITHMETIC``, and batch-invariant calls take the faster kernels
+    and tiles for few rows.
     """
-    capability, shares = ranks(world_size).run(_two_kernels, dtype)[0]
+    capability, shares = ranks(world_size).run(_kernels, dtype)[0]
     print(f"{dtype}, compute capability {capability}: {shares}")
     if capability in ONE_ARITHMETIC:
         assert set(shares.values()) == {1.0}
+
+
+TILES = [
+    (16, 64, 256, 4, 3, 1),
+    (16, 64, 64, 4, 4, 1),
+    (32, 128, 128, 4, 2, 1),
+    (64, 64, 128, 4, 3, 1),
+    (128, 128, 64, 8, 3, 1),
+    (256, 64, 64, 4, 3, 1),
+    (16, 16, 128, 4, 3, 1),
+    (64, 16, 128, 4, 4, 0),
+    (64, 128, 64, 4, 3, 0),
+    (128, 256, 64, 8, 3, 0),
+    (16, 32, 64, 2, 2, 0),
+]
+
+
+# Columns, K, and whether the weight is contiguous along K.
+WEIGHTS = [(4096, 2048, True), (1000, 1160, True), (999, 1003, True), (512, 640, False)]
+
+
+def _sums(x: torch.Tensor, w: torch.Tensor, tiles: tuple[int, ...]) -> torch.Tensor:
+    """The product in float32, by these tiles."""
+    height, width, block_k, warps, stages, weight_first = tiles
+    # Blocks of float32 have as many bytes, and the matrix unit takes the weight first along K only.
+    block_k, weight_first = block_k * 2 // x.itemsize, weight_first * int(w.stride(1) == 1)
+    config = few_rows.FewRowsConfig(height, width, block_k, warps, stages, weight_first)
+    y = torch.full((len(x), len(w)), torch.nan, device="cuda")
+    few_rows.multiply(x, [w], [None], [y], config)
+    return y
+
+
+def _tiles_that_differ(dtype: torch.dtype) -> tuple[tuple[int, int], list[str]]:
+    """Tiles of few rows by which some unrounded sum has other bits than by large ones."""
+    generator, wrong = torch.Generator("cuda").manual_seed(5), []
+    for columns, inner, along_k in WEIGHTS:
+        x = torch.randn(200, inner, generator=generator, device="cuda").to(dtype)
+        w = (torch.randn(columns, inner, generator=generator, device="cuda") / 32).to(dtype)
+        w = w if along_k else w.T.contiguous().T
+        expected = _sums(x, w, (128, 128, 64, 8, 3, 0))
+        exact = x.double() @ w.double().T
+        assert float((expected - exact).norm() / exact.norm()) < 1e-4
+        for tiles in TILES:
+            # Without the matrix unit, large tiles have more registers than there are.
+            if dtype == torch.float32 and tiles[0] * tiles[1] > 1 << 14:
+                continue
+            for rows in (1, 5, 16, 100, 200):
+                if not torch.equal(_sums(x[:rows], w, tiles), expected[:rows]):
+                    wrong.append(f"{columns} x {inner}, {rows} rows, {tiles}")
+    return torch.cuda.get_device_capability(), wrong
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_whether_tiles_change_bits(ranks: Any, dtype: torch.dtype) -> None:
+    ((capability, wrong),) = ranks(1).run(_tiles_that_differ, dtype)
+    print(f"{dtype}, compute capability {capability}: {wrong}")
+    if capability in ONE_ARITHMETIC:
+        assert wrong == []

@@ -19,6 +19,7 @@ from interlace.gemm.invariance import (
     BATCH_INVARIANT,
     REFERENCE_ROWS,
     effective_impl,
+    has_one_arithmetic,
     invariant_implementations,
     require_invariant,
 )
@@ -104,9 +105,11 @@ class BatchOperator(Operator):
             is_invariant = impl == BATCH_INVARIANT
             if is_invariant:
                 require_invariant(self)
+            # Tiles must not follow the number of rows where they may change bits.
+            has_one_size = is_invariant and not has_one_arithmetic(x.device)
             self.require_nodes(impl, group.nodes)
             choice = self.choose(
-                rows=REFERENCE_ROWS * group.world_size if is_invariant else rows,
+                rows=REFERENCE_ROWS * group.world_size if has_one_size else rows,
                 columns=columns,
                 inner=inner,
                 dtype=x.dtype,

@@ -18,7 +18,7 @@ from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
-from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl
+from interlace.gemm.invariance import effective_impl, is_invariant, name_in
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
@@ -107,7 +107,7 @@ def run(
         config=decision.config,
         mark=decision.mark,
         is_explicit=impl not in operator.choosers,
-        is_batch_invariant=impl == BATCH_INVARIANT,
+        is_batch_invariant=is_invariant(impl),
         epilogue=epilogue,
     )
     if not operands.columns or not decision.rows.total:
@@ -199,7 +199,8 @@ def _decide(
     mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
-    operator.require_nodes(impl, group.nodes)
+    named = name_in(impl) if is_invariant(impl) else impl
+    operator.require_nodes(named or operator.choosers[0], group.nodes)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
     if group.spans_nodes:
         sizes = operands.sizes(rows.product)
@@ -207,18 +208,19 @@ def _decide(
             operator.name, group.nodes, **sizes, world_size=group.world_size
         )
         choice = choice.between(operator, group.nodes, times)
-    is_invariant = impl == BATCH_INVARIANT
-    if is_invariant:
-        implementation = operator.invariant_implementation(operands)
-        operator.require_nodes(implementation.name, group.nodes)
-        implementations: tuple[Implementation, ...] = (implementation,)
-        chosen = operator.invariant_config(operands, group.world_size)
+    terms = operands.terms(rows.is_even, group.members.node_of_rank)
+    if is_invariant(impl):
+        # A configuration is that of the operator's own kernel.
+        asked = named or (operator.implementations[0].name if config else "")
+        invariant = operator.invariant_implementation(operands, choice, terms, asked)
+        operator.require_nodes(invariant.name, group.nodes)
+        implementations = resolve(operator, invariant.name, choice, terms)
+        chosen = operator.invariant_config(operands, choice, group.world_size)
     else:
-        terms = operands.terms(rows.is_even, group.members.node_of_rank)
         implementations = resolve(operator, impl, choice, terms)
         chosen = choice.config
     # Where the caller has decided there is nothing to measure.
-    is_open = impl in operator.choosers and not is_invariant and not config
+    is_open = impl in operator.choosers and not is_invariant(impl) and not config
     log.debug(
         "%s of x %s and w %s with impl=%r: %s (%s)",
         operator.name, list(operands.x.shape), list(operands.w.shape), impl, choice.impl,

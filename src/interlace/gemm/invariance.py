@@ -3,8 +3,9 @@
 Floating-point sums depend on their order, and fast implementations choose theirs by the number of
 rows: libraries by tiles and by parts of K, kernels that sum over ranks by the rank that owns a row.
 A call by ``impl="batch_invariant"`` runs an implementation that is declared to do nothing of the
-kind (``Implementation.is_batch_invariant``), with a configuration chosen by everything but the
-number of rows.
+kind (``Implementation.is_batch_invariant``). On GPUs that are known to add up a product in one way
+in tiles of any size (:data:`ONE_ARITHMETIC`), implementations and tiles may follow the number of
+rows; on others there is one implementation, with tiles chosen by everything else.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ BATCH_INVARIANT = "batch_invariant"
 """The word of ``impl``. It is a chooser, as ``"auto"`` is: ranks agree on it as on any other."""
 
 REFERENCE_ROWS = 64
-"""Rows of a rank for which configurations are chosen, however many a call has."""
+"""Rows of a rank for which configurations are chosen, however many a call has, where tiles may
+change bits.
+"""
 
-ONE_ARITHMETIC: frozenset[tuple[int, int]] = frozenset()
-"""Compute capabilities of the GPUs on which the kernels for few rows and for many are known to add
-up a product in the same way, so that one may hand over to the other at any number of rows.
-``tests/gpu/test_batch_invariance_gpu.py`` says whether a GPU belongs here.
+ONE_ARITHMETIC: frozenset[tuple[int, int]] = frozenset({(9, 0)})
+"""Compute capabilities of the GPUs whose matrix unit is known to add up a product in the same way
+in every tile, and with either operand first: all kernels of ours, which go along K in order, then
+give an element the same bits. ``tests/gpu/test_batch_invariance_gpu.py`` says whether a GPU belongs
+here.
 """
 
 _asked: bool | None = None
@@ -85,6 +89,9 @@ def _by_environment() -> bool:
 def effective_impl(operator: Operator, impl: str) -> str:
     """Return the word of ``impl`` that counts: the caller's, or the mode's where it is enabled.
 
+    Where an operator has several invariant implementations and the caller names one, that is the
+    mode's word with the name behind it; see :func:`name_in`.
+
     Raises:
         ArgumentError: The mode is enabled, and the implementation that was asked for is not
             invariant, or the operator has none.
@@ -94,21 +101,34 @@ def effective_impl(operator: Operator, impl: str) -> str:
     if impl in operator.choosers:
         require_invariant(operator)
         return BATCH_INVARIANT
+    names = [implementation.name for implementation in invariant_implementations(operator)]
     if operator.implementation(impl).is_batch_invariant:
-        return BATCH_INVARIANT
-    names = [
-        "'auto'",
-        *(repr(implementation.name) for implementation in invariant_implementations(operator)),
-    ]
+        return BATCH_INVARIANT if len(names) == 1 else f"{BATCH_INVARIANT} {impl}"
     raise ArgumentError(
-        f"{operator.name}: impl must be {' or '.join(names)} within interlace.batch_invariant(); "
-        f"got {impl!r}, which may give a row other bits in another batch."
+        f"{operator.name}: impl must be {' or '.join(map(repr, ['auto', *names]))} within "
+        f"interlace.batch_invariant(); got {impl!r}, which may give a row other bits in another "
+        "batch."
     )
+
+
+def is_invariant(impl: str) -> bool:
+    """Return whether a word of :func:`effective_impl` asks for batch invariance."""
+    return impl.startswith(BATCH_INVARIANT)
+
+
+def name_in(impl: str) -> str:
+    """Return the implementation that a word of :func:`effective_impl` names; empty if none."""
+    return impl.removeprefix(BATCH_INVARIANT).strip()
 
 
 def has_one_arithmetic(device: torch.device) -> bool:
     """Return whether a device adds up products in one way, by :data:`ONE_ARITHMETIC`."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) in ONE_ARITHMETIC
+    return device.type == "cuda" and _capability(device) in ONE_ARITHMETIC
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def invariant_implementations(operator: Operator) -> tuple[Implementation, ...]:

@@ -34,4 +34,5 @@ GEMV = Implementation(
     "one kernel that sends sums as it reads the weight, for few rows",
     run,
     needs(most_rows=MOST_ROWS, same_dtype=True, dtypes=FLOATS),
+    is_batch_invariant=True,
 )

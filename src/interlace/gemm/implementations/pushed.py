@@ -1,5 +1,5 @@
-"""``impl="pushed"``: one small kernel that stores rows in the peers' memory, before a product by
-cuBLAS, or after it.
+"""``impl="pushed"``: one small kernel that stores rows in the peers' memory, before a product by a
+kernel of its own, or after it.
 
 It is for few rows: nothing is hidden, and nothing is in the way either. Copy engines take
 microseconds to begin, and a product in chunks reads its weight once for each.
@@ -18,6 +18,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import CPU_PROGRAMS, MOST_MOVERS, Launch, cut_rows
 from interlace.comm.replays import places
 from interlace.comm.within_node import WithinNode
+from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.refusals import needs
@@ -156,29 +157,58 @@ def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> None:
     lamport_arguments(group, operator, "pushed", slot_bytes, mark=0)
 
 
+def multiply(call: GemmCall, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Compute ``x @ call.operands.w.T, + bias`` into ``out``, by whichever kernel is faster.
+
+    cuBLAS adds up in another order for another number of rows, so batch-invariant calls never take
+    it.
+
+    Args:
+        out: ``[M, N]``, contiguous.
+        x: ``[M, K]``.
+        bias: ``[N]``, or None for none.
+    """
+    w = call.operands.w
+    if call.is_batch_invariant or few_rows.is_faster(x, w):
+        few_rows.multiply(x, [w], [bias], [out], is_batch_invariant=call.is_batch_invariant)
+    else:
+        multiply_into(out, x, w.T, bias)
+
+
+def laid_out(call: GemmCall) -> GemmCall:
+    """Return a call whose operands :func:`multiply` takes; a kernel of our own copies unaligned
+    ones.
+    """
+    operands = call.operands
+    return call.with_operands(operands.for_kernel()) if call.is_batch_invariant else call
+
+
 Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
 """Returns what enqueues the kernel that takes a call's product to its result, the two tensors."""
 
 
 def _run(call: GemmCall, prepare: Prepare) -> torch.Tensor:
-    """Multiply by cuBLAS, then run a kernel that stores the product's rows in their owners' memory.
+    """Multiply, then run a kernel that stores the product's rows in their owners' memory.
 
     Returns:
         ``[rows of this rank, N]``.
     """
+    call = laid_out(call)
     operands, group = call.operands, call.group
     product = operands.x.new_empty([operands.rows, operands.columns])
+    # The bias of a sum over ranks is added once, behind it.
+    bias = None if call.operator.adds_ranks else operands.bias
     if group.world_size == 1:
-        multiply_into(product, operands.x, operands.w.T, operands.bias)
+        multiply(call, product, operands.x, bias)
+        if operands.bias is not None and bias is None:
+            product += operands.bias
         return product
     require(group.backend)
     y = product.new_empty([call.rows.result, operands.columns])
     push = prepare(call, product, y)
-    # The bias of a sum over ranks is added once, behind it.
-    bias = None if call.operator.adds_ranks else operands.bias
 
     def enqueue() -> None:
-        multiply_into(product, operands.x, operands.w.T, bias)
+        multiply(call, product, operands.x, bias)
         push()
 
     with group.running():
@@ -205,22 +235,25 @@ def _prepare_sum(
 
 PUSHED_ALL_REDUCE = Implementation(
     "pushed",
-    "torch.mm, then one kernel that stores the parts in the peers' memory and sums them",
+    "a product, then one kernel that stores the parts in the peers' memory and sums them",
     functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=False)),
     needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     schedule="to_all",
+    is_batch_invariant=True,
 )
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
-    "torch.mm, then one kernel that stores the rows in the peers' memory",
+    "a product, then one kernel that stores the rows in the peers' memory",
     functools.partial(_run, prepare=_prepare_all_to_all),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    is_batch_invariant=True,
     times_since=WITHOUT_SIGNALS,
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
-    "torch.mm, then one kernel that stores the rows in the peers' memory and sums them",
+    "a product, then one kernel that stores the rows in the peers' memory and sums them",
     functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=True)),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
+    is_batch_invariant=True,
     times_since=WITHOUT_SIGNALS,
 )

@@ -63,10 +63,11 @@ class AllGatherGemm(GemmOperator):
         ),
         Implementation(
             "pushed",
-            "one kernel stores rows in all ranks' memory, then torch.mm",
+            "one kernel stores rows in all ranks' memory, then a product",
             fused.run_pushed,
             needs(same_dtype=True, dtypes=FLOATS),
             former_names=("mapped",),
+            is_batch_invariant=True,
             times_since=WITHOUT_SIGNALS,
         ),
         network.across_nodes(
@@ -286,8 +287,8 @@ def all_gather_gemm(
             sends slices over the network and ``"unfused"`` takes any call; default: the default
             process group.
         impl: ``"fused"``, ``"chunked"`` (``torch.mm`` for each rank's rows once copy engines have
-            brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then
-            ``torch.mm``: for few rows; these two not for float8, nor for another ``out_dtype``),
+            brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then a
+            product: for few rows; these two not for float8, nor for another ``out_dtype``),
             ``"unfused"`` (``all_gather``, then ``F.linear``), and PyTorch's own pairs, ``"nccl"``
             and ``"async_tp"``, on GPUs. ``"auto"`` is the one of these that is predicted to be the
             fastest; :func:`interlace.explain` says which and why. ``"measured"`` is the one that

@@ -19,7 +19,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.fetch import OwnRows, Piece, Staging, offset_behind
 from interlace.gemm.implementations.chunked import multiply_into
-from interlace.gemm.implementations.pushed import push_rows
+from interlace.gemm.implementations.pushed import laid_out, multiply, push_rows
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 
 NAME = "all_gather_gemm"
@@ -61,14 +61,14 @@ def run_chunked(call: GemmCall) -> Pair:
     """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
     rank's own rows first.
     """
-    return _run_by_library(call, "chunked", _prepare_chunked)
+    return _gather_and_multiply(call, "chunked", _prepare_chunked)
 
 
 def run_pushed(call: GemmCall) -> Pair:
-    """All-gather by one kernel that stores this rank's rows in all ranks' memory; cuBLAS multiplies
-    all rows once they have arrived.
+    """All-gather by one kernel that stores this rank's rows in all ranks' memory; another one
+    multiplies all rows once they have arrived.
     """
-    return _run_by_library(call, "pushed", _prepare_pushed)
+    return _gather_and_multiply(call, "pushed", _prepare_pushed)
 
 
 Prepare = Callable[[GemmCall, Operands, torch.Tensor, torch.Tensor], Callable[[], None]]
@@ -77,12 +77,13 @@ tensors. Collective when the workspace must grow, so it comes before anything is
 """
 
 
-def _run_by_library(call: GemmCall, impl: str, prepare: Prepare) -> Pair:
-    """Gather x and multiply it by cuBLAS; a call that comes again is a CUDA graph."""
-    operands, group, rows = call.operands.with_contiguous_rows(), call.group, call.rows.by_rank
+def _gather_and_multiply(call: GemmCall, impl: str, prepare: Prepare) -> Pair:
+    """Gather x and multiply it; a call that comes again is a CUDA graph."""
+    call = laid_out(call.with_operands(call.operands.with_contiguous_rows()))
+    operands, group, rows = call.operands, call.group, call.rows.by_rank
     y = operands.x.new_empty([sum(rows), operands.columns])
     if group.world_size == 1:
-        multiply_into(y, operands.x, operands.w.T, operands.bias)
+        multiply(call, y, operands.x, operands.bias)
         return y, _result(operands, None, call.gather)
     require(group.backend)
     gathered = _gathered(operands, rows)
@@ -125,7 +126,7 @@ def _prepare_pushed(
 
     def enqueue() -> None:
         push()
-        multiply_into(y, gathered[:, : operands.inner], operands.w.T, operands.bias)
+        multiply(call, y, gathered[:, : operands.inner], operands.bias)
 
     return enqueue
 

@@ -30,16 +30,11 @@ from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
 from interlace.gemm.implementations.triggered import TRIGGERED
 from interlace.gemm.implementations.unfused import UNFUSED
-from interlace.gemm.invariance import has_one_arithmetic
-from interlace.gemm.operands import FLOATS, Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, reference
-from interlace.registry import Implementation, operator
+from interlace.registry import operator
 from interlace.tuning.configuration import Configuration
-
-_FEW_ROWS = 128
-"""Rows up to which batch-invariant calls take the GEMV's kernel, where they may."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,13 +79,6 @@ class GemmAllReduce(GemmOperator):
     def result_rows(self, rows: Any, splits: Splits, rank: int, world_size: int) -> Any:
         """Return all rows."""
         return rows
-
-    def invariant_implementation(self, operands: Operands) -> Implementation:
-        """Return the fused kernel; the GEMV's for few rows, where both give the same bits."""
-        few = operands.rows <= _FEW_ROWS and has_one_arithmetic(operands.x.device)
-        # The GEMV's kernel reads the weight along K and returns the operands' dtype.
-        fits = operands.w.stride(1) == 1 and operands.out_dtype == operands.x.dtype in FLOATS
-        return GEMV if few and fits else super().invariant_implementation(operands)
 
     def run_fused(self, call: GemmCall) -> torch.Tensor:
         """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernel`."""
@@ -200,7 +188,7 @@ def gemm_all_reduce(
         impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
             :func:`interlace.gemv_all_reduce` (16 rows at most). ``"remote_stores"`` is ``torch.mm``
             with the peers' memory as its output (rows split evenly, no bias). ``"pushed"`` is
-            ``torch.mm``, then one kernel that sends this rank's part to all and adds theirs (16 MiB
+            a product, then one kernel that sends this rank's part to all and adds theirs (16 MiB
             at most). ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send.
             ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split evenly).
             ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and

@@ -52,7 +52,7 @@ class GemmAllReduceNorm(GemmOperator):
             launch.run_fused,
             needs(most_rows=MOST_FUSED_ROWS, dtypes=FLOATS),
         ),
-        Implementation("pushed", "cuBLAS, then one kernel", launch.run_pushed),
+        Implementation("pushed", "a product, then one kernel", launch.run_pushed),
         Implementation(
             "gemm",
             "gemm_all_reduce, by the implementation that it takes itself, then one kernel",

@@ -13,7 +13,7 @@ from interlace.comm.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.replays import places
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
-from interlace.gemm.implementations.chunked import multiply_into
+from interlace.gemm.implementations.pushed import multiply
 from interlace.gemm.invariance import BATCH_INVARIANT
 from interlace.gemm.launch import lamport_arguments
 from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormConfig
@@ -37,14 +37,14 @@ def run_fused(call: GemmCall) -> Normed:
 
 
 def run_pushed(call: GemmCall) -> Normed:
-    """Multiply by cuBLAS, then exchange rows, sum and normalise in one kernel."""
+    """Multiply, then exchange rows, sum and normalise in one kernel."""
     require(call.group.backend)
     operands = call.operands
     results = empty_results(call)
     product = results.residual.new_empty([operands.rows, operands.columns])
 
     def enqueue() -> None:
-        multiply_into(product, operands.x, operands.w.T, None)
+        multiply(call, product, operands.x, None)
         _sum_rows(call, product, results)()
 
     with call.group.running():

@@ -229,7 +229,7 @@ def gemm_all_to_all(
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
             evenly). ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split
-            evenly). ``"pushed"`` is ``torch.mm``, then a kernel that stores the rows at the peers
+            evenly). ``"pushed"`` is a product, then a kernel that stores the rows at the peers
             (rows split evenly). ``"unfused"`` is ``F.linear``, then ``all_to_all_single``.
             ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to
             be the fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is

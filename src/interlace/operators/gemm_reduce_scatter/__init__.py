@@ -173,7 +173,7 @@ def gemm_reduce_scatter(
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for the peers' rows, which copy engines send, and a kernel
             for this rank's own rows. ``"triggered"`` is a kernel that counts its tiles, and copy
-            engines (rows split evenly). ``"pushed"`` is ``torch.mm``, then a kernel that stores the
+            engines (rows split evenly). ``"pushed"`` is a product, then a kernel that stores the
             rows at their owners and adds them there (rows split evenly). ``"unfused"`` is
             ``F.linear``, then ``reduce_scatter``. ``"nccl"`` and ``"async_tp"`` are PyTorch's own
             pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the fastest;

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 
+import torch
+
 from interlace.comm import MAX_PROGRAMS
+from interlace.gemm.invariance import has_one_arithmetic
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 from interlace.units import next_power_of_2
 
@@ -46,16 +49,26 @@ class GemvAllReduceConfig(Configuration):
     max_registers: int = between(0, 0, 255)
 
 
-FEWEST_TOKENS_BY_MATRIX_UNIT = 16
+FEWEST_TOKENS_BY_MATRIX_UNIT = 2
 """Tokens of the smallest tiles of batch-invariant calls. Such a tile is multiplied by the matrix
 unit, as larger ones are, and two of its tokens share a word, so parts are rounded alike.
 """
 
+FEWEST_TOKENS_OF_ONE_INSTRUCTION = 16
+"""The same where tiles of fewer tokens may be multiplied by another instruction, with other bits.
+"""
 
-def block_tokens(tokens: int, *, is_batch_invariant: bool = False) -> int:
-    """Return the number of tokens that a tile covers: a power of two, at most 64."""
-    fewest = FEWEST_TOKENS_BY_MATRIX_UNIT if is_batch_invariant else 1
+
+def block_tokens(tokens: int, fewest: int = 1) -> int:
+    """Return the number of tokens that a tile covers: a power of two, ``fewest`` to 64."""
     return min(64, max(fewest, next_power_of_2(tokens)))
+
+
+def fewest_tokens(device: torch.device) -> int:
+    """Return the tokens of the smallest tiles of batch-invariant calls on a device."""
+    if has_one_arithmetic(device):
+        return FEWEST_TOKENS_BY_MATRIX_UNIT
+    return FEWEST_TOKENS_OF_ONE_INSTRUCTION
 
 
 def default_config(

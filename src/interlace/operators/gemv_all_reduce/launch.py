@@ -18,14 +18,14 @@ from interlace.errors import ArgumentError
 from interlace.gemm import autotune
 from interlace.gemm.between_nodes import known_network
 from interlace.gemm.implementations.gemv import GEMV
-from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl
+from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, has_one_arithmetic
 from interlace.operators.gemv_all_reduce import reference
 from interlace.operators.gemv_all_reduce.config import (
-    FEWEST_TOKENS_BY_MATRIX_UNIT,
     OPERATOR,
     GemvAllReduceConfig,
     block_tokens,
     default_config,
+    fewest_tokens,
 )
 from interlace.registry import operator_matching, operator_named
 from interlace.tuning.choice import Choice, by_device
@@ -240,10 +240,13 @@ def invariant_config(
 ) -> GemvAllReduceConfig:
     """Return the configuration of batch-invariant calls.
 
-    Its tiles are the same for any number of tokens. The protocol may differ: both of them round
-    parts alike, and add them in rank order.
+    Its tiles are the same for any number of tokens, unless they cannot change bits here. The
+    protocol may differ: both of them round parts alike, and add them in rank order.
     """
-    config = choose(**call | {"tokens": FEWEST_TOKENS_BY_MATRIX_UNIT}).config
+    fewest = fewest_tokens(call["device"])
+    if has_one_arithmetic(call["device"]):
+        return choose(**call | {"tokens": max(call["tokens"], fewest)}).config
+    config = choose(**call | {"tokens": fewest}).config
     if call["device"].type == "cuda":
         # The smallest tile for which Hopper has the instructions that larger tiles are made of.
         rows, warps = max(config.block_n, 64), max(config.num_warps, 4)
@@ -276,7 +279,8 @@ def prepare(
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
-    block_b = block_tokens(tokens, is_batch_invariant=is_batch_invariant)
+    fewest = fewest_tokens(x.device) if is_batch_invariant else 1
+    block_b = block_tokens(tokens, fewest)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)

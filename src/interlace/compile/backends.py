@@ -17,7 +17,7 @@ from interlace.comm import default_device_type
 from interlace.comm.identity import PACKAGE, digest_of, identity
 from interlace.comm.interpreter import interpreting
 from interlace.compile import foreign
-from interlace.compile.choice import ranks_of_a_machine
+from interlace.compile.choice import ranks_of_a_node
 from interlace.compile.rewrite import fuse
 from interlace.gemm import invariance
 
@@ -248,7 +248,7 @@ def _fingerprint() -> str:
         [identity(device) for device in devices],
         device.type,
         interpreting(),
-        ranks_of_a_machine(device),
+        ranks_of_a_node(device),
         _groups(),
         foreign.names(),
         settings,

@@ -17,6 +17,7 @@ from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchOperator
+from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.terms import Terms
 from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
@@ -47,22 +48,23 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
         raise LeftAlone(f"its group {group_name!r} is not known in this process") from error
     if len(ranks) == 1:
         raise LeftAlone("its group has one rank, which has nothing to send")
-    ranks_per_machine = ranks_of_a_machine(device)
-    machines = len({rank // ranks_per_machine for rank in ranks}) if ranks_per_machine else 1
-    # A group that has been used knows its nodes, which may be torchrun agents of one machine.
-    machines = max(machines, known_nodes(group))
-    if machines > 1:
-        raise LeftAlone(
-            f"its group's {len(ranks)} ranks are on {machines} machines, and the pass fuses within "
-            "one; an operator that is called itself may take slices between them"
-        )
-    if len(ranks) > MAX_RANKS:
+    if len(ranks) > MAX_RANKS and nodes_of(group_name, device) == 1:
         raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
     return len(ranks)
 
 
-def ranks_of_a_machine(device: torch.device) -> int | None:
-    """Return the number of consecutive ranks on one machine, or None if it is unknown.
+def nodes_of(group_name: str, device: torch.device) -> int:
+    """Return the number of nodes that the ranks of a usable group are on. Nothing is sent."""
+    group = process_group_named(group_name)
+    ranks_per_node = ranks_of_a_node(device)
+    ranks = dist.get_process_group_ranks(group)
+    nodes = len({rank // ranks_per_node for rank in ranks}) if ranks_per_node else 1
+    # A group that has been used knows its nodes, which may be torchrun agents of one machine.
+    return max(nodes, known_nodes(group))
+
+
+def ranks_of_a_node(device: torch.device) -> int | None:
+    """Return the number of consecutive ranks on one node, or None if it is unknown.
 
     ``INTERLACE_NODES`` decides, then ``LOCAL_WORLD_SIZE``, which torchrun sets; without them, the
     number of visible GPUs.
@@ -76,16 +78,19 @@ def ranks_of_a_machine(device: torch.device) -> int | None:
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
-def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
+def choose(operator: Operator, product: Product, rows: int, ranks: int, nodes: int = 1) -> str:
     """Return the reason why ``operator`` is the faster way to compute this product.
 
     Args:
         rows: M. For an all-gather, the rows of all ranks; for a batch, those of all its products.
+        nodes: Number of nodes that the ranks are on.
 
     Raises:
         LeftAlone: The pair is faster, or nothing was measured. Where calls must be batch-invariant,
             the operator has no implementation that is, or it refuses these operands.
     """
+    if nodes > 1:
+        return _choose_between_nodes(operator, product, rows, ranks, nodes)
     if invariance.is_enabled():
         return _choose_invariant(operator, _terms(product, rows, ranks))
     sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
@@ -108,6 +113,30 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int) -> str:
         refusals = (f"impl={each!r}, which must have {lacks}" for each, lacks in unmet.items())
         raise LeftAlone(f"{operator.name} would be faster by {' or '.join(refusals)}")
     raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
+
+
+def _choose_between_nodes(
+    operator: Operator, product: Product, rows: int, ranks: int, nodes: int
+) -> str:
+    """Return the reason why ``operator`` takes less time than the pair between nodes.
+
+    Raises:
+        LeftAlone: No network was measured between them, or the pair is faster over it; or calls
+            must be batch-invariant.
+    """
+    if invariance.is_enabled():
+        raise LeftAlone(f"{operator.name} is not batch-invariant between {nodes} nodes")
+    sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
+    call = {"dtype": product.dtype, "world_size": ranks, "device": product.device}
+    node_of_rank = tuple(rank * nodes // ranks for rank in range(ranks))
+    terms = dataclasses.replace(_terms(product, rows, ranks), node_of_rank=node_of_rank)
+    choice = operator.choose(**dict(zip(operator.sizes, sizes.values(), strict=True)), **call)
+    times = times_between_nodes(operator.name, nodes, **sizes, **call)
+    choice = choice.between(operator, nodes, times, terms)
+    name, _ = choice.accepted(operator, terms)
+    if operator.is_pair(name):
+        raise LeftAlone(f"{operator.name} is not faster between {nodes} nodes: {choice.reason}")
+    return str(choice.reason)
 
 
 def _choose_invariant(operator: Operator, terms: Terms) -> str:

@@ -15,7 +15,7 @@ from torch.fx import Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import rows
-from interlace.compile.choice import choose, overload
+from interlace.compile.choice import choose, nodes_of, overload
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
@@ -196,6 +196,8 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     vectors = [_narrow(vector, product.dtype) for vector in (norm.weight, norm.bias)]
     earlier = [operand for operand in (*vectors, norm.scale) if operand is not None]
     moves_before = [move_before(anchor, operand, collective.waits) for operand in earlier]
+    if nodes_of(collective.group_name, product.device) > 1:
+        raise LeftAlone(f"{fused.name} runs within a node")
     reason = choose(fused, product, tokens, ranks)
     for move in moves_before:
         move()

@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, foreign, normed, received, rows, siblings, sums
-from interlace.compile.choice import all_reduce_operator, choose, overload, usable_ranks
+from interlace.compile.choice import all_reduce_operator, choose, nodes_of, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
 from interlace.compile.graph import Writer, argument, erase_unused, value
@@ -216,7 +216,8 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
         raise LeftAlone(
             "a bias is added before the sum, which for few tokens costs a collective of its own"
         )
-    reason = choose(operator, product, tokens, ranks)
+    group_nodes = nodes_of(collective.group_name, product.device)
+    reason = choose(operator, product, tokens, ranks, group_nodes)
     x = product.rows(writer)
     bias = _summed_bias(product, collective.group_name, writer)
     options = [None, None, product.dtype] if is_gemm else []
@@ -265,7 +266,8 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
         return sums.reduce_scatter(collective)
     product, nodes, ranks, writer = _rows_before(collective)
     operator = operator_matching("gemm", "reduce_scatter")
-    reason = choose(operator, product, rows_of(product), ranks)
+    group_nodes = nodes_of(collective.group_name, product.device)
+    reason = choose(operator, product, rows_of(product), ranks, group_nodes)
     x = _moved(collective, product, writer, nodes)
     bias = _summed_bias(product, collective.group_name, writer)
     y = writer.call(
@@ -300,7 +302,8 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
     if product.batch > 1:
         return _all_to_all_of_batch(collective, product, nodes, ranks, writer)
     operator = operator_matching("gemm", "all_to_all")
-    reason = choose(operator, product, rows_of(product), ranks)
+    group_nodes = nodes_of(collective.group_name, product.device)
+    reason = choose(operator, product, rows_of(product), ranks, group_nodes)
     x = _moved(collective, product, writer, nodes)
     y = writer.call(
         overload(operator.name),
@@ -326,7 +329,8 @@ def _all_to_all_of_batch(
             "the other"
         )
     operator = operator_matching("bmm", "all_to_all")
-    reason = choose(operator, product, rows_of(product), ranks)
+    group_nodes = nodes_of(collective.group_name, product.device)
+    reason = choose(operator, product, rows_of(product), ranks, group_nodes)
     y = writer.call(
         overload(operator.name),
         product.x,

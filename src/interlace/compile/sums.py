@@ -12,7 +12,7 @@ from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, rows
-from interlace.compile.choice import choose_sum, overload, usable_ranks
+from interlace.compile.choice import choose_sum, nodes_of, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, aten, erase_unused, is_static, value
@@ -229,7 +229,10 @@ def _read(collective: Collective, batches: bool = False) -> tuple[list[_Term], l
         raise LeftAlone("it is a sum of products of several dtypes")
     collective.require_waiting()
     require_unchanged(min(product.node for product in products), collective.node)
-    return terms, nodes, usable_ranks(collective.group_name, products[0].device)
+    ranks = usable_ranks(collective.group_name, products[0].device)
+    if nodes_of(collective.group_name, products[0].device) > 1:
+        raise LeftAlone("it is a sum of products, which operators compute within a node")
+    return terms, nodes, ranks
 
 
 def _terms(end: Node, later: list[tuple[Node, list[Node]]]) -> Iterator[_Term]:

@@ -118,7 +118,8 @@ def _config_of(
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     if impl == "decode":
         rows = sizes.world_size * sizes.slots / sizes.experts
-        config = decode_config(rows=rows, itemsize=itemsize)
+        inner = min(sizes.hidden, sizes.ffn)
+        config = decode_config(rows=rows, inner=inner, itemsize=itemsize)
     else:
         config = default_config(ffn=sizes.ffn, itemsize=itemsize)
     if terms.device_type == "cpu":
@@ -177,7 +178,8 @@ def tile_of(implementation: str, call: ExpertsCall) -> tuple[int, int]:
         config = default_config(ffn=call.ffn, itemsize=call.itemsize)
     elif implementation == "decode":
         rows = call.tokens * call.world_size * call.top_k / call.experts
-        config = decode_config(rows=rows, itemsize=call.itemsize)
+        inner = min(call.hidden, call.ffn)
+        config = decode_config(rows=rows, inner=inner, itemsize=call.itemsize)
     else:
         return _LIBRARY_TILE
     return config.block_m, config.block_n

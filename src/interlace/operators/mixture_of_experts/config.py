@@ -28,7 +28,8 @@ class MixtureOfExpertsConfig(Configuration):
         group_m: tiles of rows that share columns of weights before the next columns, so that these
             are in the L2.
         num_warps: warps per program of the products.
-        num_stages: steps in flight in the products' software pipeline.
+        num_stages: steps in flight in the products' software pipeline; in decoding at most that
+            many, as there is shared memory for them.
         programs: programs that compute; 0 for one per SM, in decoding for as many as fit.
         push_programs: programs that send tokens, in front of those and at the same time; in
             decoding at most that many, and at most 64.
@@ -70,11 +71,13 @@ def default_config(*, ffn: int, itemsize: int) -> MixtureOfExpertsConfig:
     return MixtureOfExpertsConfig(stagger=stagger)
 
 
-def decode_config(*, rows: float, itemsize: int) -> MixtureOfExpertsConfig:
+def decode_config(*, rows: float, inner: int, itemsize: int) -> MixtureOfExpertsConfig:
     """Return a configuration of ``impl="decode"`` for sizes that have not been measured.
 
     Args:
         rows: mean number of rows per expert.
+        inner: the smaller of an expert's two widths, K of one of its products.
+        itemsize: bytes of an element.
     """
     # Nearly all experts have at most two standard deviations more rows than the mean; a second tile
     # of rows would read the weights again, though from the L2.
@@ -84,9 +87,20 @@ def decode_config(*, rows: float, itemsize: int) -> MixtureOfExpertsConfig:
             block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
         )
     if most > 32:
+        # Long pipelines of one program per processor are worth their ramp if K is long; else short
+        # ones of three (decision 0022).
+        tiles = (64, 128, 64, 4, 3)
+        if inner >= _CALM:
+            tiles = (
+                (64, 128, 128, 8, 4) if most <= 64
+                else (128, 128, 128, 8, 3) if most <= 128
+                else (128, 256, 64, 8, 4)
+            )  # fmt: skip
+        block_m, block_n, block_k, warps, stages = tiles
         return MixtureOfExpertsConfig(
-            block_m=64, block_n=128, block_k=64, num_warps=4, num_stages=3, push_programs=64
-        )
+            block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
+            push_programs=64,
+        )  # fmt: skip
     return MixtureOfExpertsConfig(
         block_m=16 if most <= 16 else 32,
         block_n=64,

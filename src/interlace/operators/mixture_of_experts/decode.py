@@ -10,6 +10,7 @@ import torch
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, processors, triton_dtype
+from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDERS
@@ -46,13 +47,26 @@ def senders(tokens: int, hidden: int, config: MixtureOfExpertsConfig) -> int:
     return min(pieces, 1 << (most.bit_length() - 1))
 
 
+def _stage_bytes(config: MixtureOfExpertsConfig, itemsize: int) -> int:
+    return (config.block_m + config.block_n) * config.block_k * itemsize
+
+
+@functools.cache
+def _stages(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device) -> int:
+    """Return the steps in flight of a program, for which it has shared memory."""
+    if device.type == "cpu":
+        return config.num_stages
+    room = Gpu.of(device).shared_bytes - _OTHER_SHARED_BYTES
+    return max(1, min(config.num_stages, room // _stage_bytes(config, itemsize)))
+
+
 @functools.cache
 def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device) -> int:
     """Return how many programs of the products a GPU can run at once.
 
     More of them would begin when the others have done their share of the tiles.
     """
-    operands = config.num_stages * (config.block_m + config.block_n) * config.block_k * itemsize
+    operands = _stages(config, itemsize, device) * _stage_bytes(config, itemsize)
     shared = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
     resident = shared // (operands + _OTHER_SHARED_BYTES)
     return max(1, min(_MOST_RESIDENT, resident)) * processors(device)
@@ -143,7 +157,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         "FFN_ALIGN": ffn_align,
         "L_LANES": next_power_of_2(max(local, 2)),
         "num_warps": config.num_warps,
-        "num_stages": config.num_stages,
+        "num_stages": _stages(config, itemsize, device),
     }
     first = Launch(
         kernels.decode_first_gemm,

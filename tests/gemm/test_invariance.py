@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.cli.bench_batch_invariance import table
-from interlace.gemm import few_rows
+from interlace.gemm import few_rows, invariance
 from interlace.gemm import operator as operator_module
 from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, invariant_implementations
 from interlace.gemm.operator import GemmOperator
@@ -143,7 +143,7 @@ def _handed_over(name: str, dtype: torch.dtype) -> tuple[list[str], int]:
         multiply(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator_module, "has_one_arithmetic", lambda _: True)
+        patch.setattr(operator_module, "has_one_arithmetic", lambda *_: True)
         patch.setattr(GemmOperator, "choose", choose)
         patch.setattr(few_rows, "multiply", counted)
         interlace.group_of().release()  # what was decided without
@@ -180,7 +180,7 @@ def _named() -> tuple[bool, str]:
         with pytest.raises(interlace.ArgumentError) as caught:
             interlace.gemm_all_reduce(x[:5], w, bias, impl="pushed")
         expected = interlace.gemm_all_reduce(x[:6], w, bias, impl="fused")
-        patch.setattr(operator_module, "has_one_arithmetic", lambda _: True)
+        patch.setattr(operator_module, "has_one_arithmetic", lambda *_: True)
         found = interlace.gemm_all_reduce(x[:6], w, bias, impl="pushed")
     return torch.equal(found, expected), str(caught.value)
 
@@ -259,6 +259,17 @@ def test_ranks_must_agree_on_the_mode(ranks: Any) -> None:
     for message in ranks(2).run(_disagreement):
         assert "impl must be the same on every rank" in message
         assert BATCH_INVARIANT in message
+
+
+def test_where_tiles_may_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the GPUs and in the dtypes that were tested: not in float8, nor on a GPU of next year."""
+    gpu, capability = torch.device("cuda", 0), (9, 0)
+    monkeypatch.setattr(invariance, "_capability", lambda _: capability)
+    assert invariance.has_one_arithmetic(gpu, torch.bfloat16)
+    assert not invariance.has_one_arithmetic(gpu, torch.float8_e4m3fn)
+    assert not invariance.has_one_arithmetic(torch.device("cpu"), torch.bfloat16)
+    capability = (99, 0)
+    assert not invariance.has_one_arithmetic(gpu, torch.bfloat16)
 
 
 def test_the_word_counts_without_the_context() -> None:

@@ -197,9 +197,9 @@ def _kernels(dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, float]]:
     """
     shares = {}
     with pytest.MonkeyPatch.context() as patch, interlace.batch_invariant():
-        patch.setattr(operator, "has_one_arithmetic", lambda _: True)
-        patch.setattr(gemv_config, "has_one_arithmetic", lambda _: True)
-        patch.setattr(gemv_launch, "has_one_arithmetic", lambda _: True)
+        patch.setattr(operator, "has_one_arithmetic", lambda *_: True)
+        patch.setattr(gemv_config, "has_one_arithmetic", lambda *_: True)
+        patch.setattr(gemv_launch, "has_one_arithmetic", lambda *_: True)
         interlace.group_of().release()
         for shape in SHAPES:
             x, w, bias = _operands("gemm_all_reduce", shape, dtype)

@@ -106,7 +106,7 @@ class BatchOperator(Operator):
             if is_invariant:
                 require_invariant(self)
             # Tiles must not follow the number of rows where they may change bits.
-            has_one_size = is_invariant and not has_one_arithmetic(x.device)
+            has_one_size = is_invariant and not has_one_arithmetic(x.device, x.dtype)
             self.require_nodes(impl, group.nodes)
             choice = self.choose(
                 rows=REFERENCE_ROWS * group.world_size if has_one_size else rows,

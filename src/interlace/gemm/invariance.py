@@ -31,9 +31,12 @@ change bits.
 ONE_ARITHMETIC: frozenset[tuple[int, int]] = frozenset({(9, 0)})
 """Compute capabilities of the GPUs whose matrix unit is known to add up a product in the same way
 in every tile, and with either operand first: all kernels of ours, which go along K in order, then
-give an element the same bits. ``tests/gpu/test_batch_invariance_gpu.py`` says whether a GPU belongs
-here.
+give an element the same bits, in the dtypes below. ``tests/gpu/test_batch_invariance_gpu.py`` says
+whether a GPU belongs here.
 """
+
+_TESTED_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+"""Matrix units may add up float8 with fewer digits, and round it at other places."""
 
 _asked: bool | None = None
 """What the innermost context says; None outside of any."""
@@ -121,9 +124,16 @@ def name_in(impl: str) -> str:
     return impl.removeprefix(BATCH_INVARIANT).strip()
 
 
-def has_one_arithmetic(device: torch.device) -> bool:
-    """Return whether a device adds up products in one way, by :data:`ONE_ARITHMETIC`."""
-    return device.type == "cuda" and _capability(device) in ONE_ARITHMETIC
+def has_one_arithmetic(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether a device adds up products in one way, by :data:`ONE_ARITHMETIC`.
+
+    Args:
+        device: The operands' device.
+        dtype: The operands' dtype.
+    """
+    if device.type != "cuda" or dtype not in _TESTED_DTYPES:
+        return False
+    return _capability(device) in ONE_ARITHMETIC
 
 
 @functools.cache

@@ -117,7 +117,7 @@ class GemmOperator(Operator):
         """
         require_invariant(self)
         first, *others = invariant_implementations(self)
-        if not has_one_arithmetic(operands.x.device):
+        if not has_one_arithmetic(operands.x.device, operands.x.dtype):
             if named in ("", first.name):
                 return first
             raise ArgumentError(
@@ -136,7 +136,7 @@ class GemmOperator(Operator):
         one number of rows.
         """
         config: GemmConfig = choice.config
-        if not has_one_arithmetic(operands.x.device):
+        if not has_one_arithmetic(operands.x.device, operands.x.dtype):
             sizes = operands.sizes(REFERENCE_ROWS * world_size)
             config = self.choose(**sizes, world_size=world_size).config
         return config

@@ -64,9 +64,9 @@ def block_tokens(tokens: int, fewest: int = 1) -> int:
     return min(64, max(fewest, next_power_of_2(tokens)))
 
 
-def fewest_tokens(device: torch.device) -> int:
+def fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
     """Return the tokens of the smallest tiles of batch-invariant calls on a device."""
-    if has_one_arithmetic(device):
+    if has_one_arithmetic(device, dtype):
         return FEWEST_TOKENS_BY_MATRIX_UNIT
     return FEWEST_TOKENS_OF_ONE_INSTRUCTION
 

@@ -243,8 +243,8 @@ def invariant_config(
     Its tiles are the same for any number of tokens, unless they cannot change bits here. The
     protocol may differ: both of them round parts alike, and add them in rank order.
     """
-    fewest = fewest_tokens(call["device"])
-    if has_one_arithmetic(call["device"]):
+    fewest = fewest_tokens(call["device"], call["dtype"])
+    if has_one_arithmetic(call["device"], call["dtype"]):
         return choose(**call | {"tokens": max(call["tokens"], fewest)}).config
     config = choose(**call | {"tokens": fewest}).config
     if call["device"].type == "cuda":
@@ -279,7 +279,7 @@ def prepare(
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
-    fewest = fewest_tokens(x.device) if is_batch_invariant else 1
+    fewest = fewest_tokens(x.device, x.dtype) if is_batch_invariant else 1
     block_b = block_tokens(tokens, fewest)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles

@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from interlace.errors import ArgumentError
 from interlace.gemm import few_rows
 from interlace.gemm.choice import Gpu
 from interlace.gemm.few_rows import FewRowsConfig
@@ -25,7 +26,7 @@ def _errors(dtype: torch.dtype) -> dict[Any, float]:
         (5, 40, 33, (16, 16, 32, 4, 1, 1), True),  # what no tile divides
         (20, 33, 64, (16, 32, 16, 4, 1, 1), True),  # several tiles of rows
         (20, 33, 64, (16, 32, 16, 4, 1, 0), True),  # x is the first operand
-        (7, 24, 20, (16, 16, 16, 4, 1, 0), False),
+        (7, 24, 20, (16, 16, 16, 4, 1, 1), False),  # along N x is the first whatever is asked for
         (1, 9, 40, (1, 4, 16, 1, 1, 1), True),  # one row without the matrix unit
         (1, 9, 40, None, True),
         (3, 9, 40, None, True),
@@ -82,6 +83,12 @@ def test_a_decoders_weight_is_read_by_most_processors(rows: int, columns: int, i
     assert 0.45 * 132 < programs <= 132
     # Enough of the weight is on its way to hide the time until it comes.
     assert programs * tiles.num_stages * tiles.columns * tiles.block_k * 2 > 8e6
+
+
+def test_several_weights_along_n_are_refused(ranks: Any) -> None:
+    w = torch.ones(16, 8).T
+    with pytest.raises(ArgumentError, match="must be contiguous along K"):
+        few_rows.multiply(torch.ones(2, 16), [w, w], [None, None], [torch.empty(2, 8)] * 2)
 
 
 def test_what_cublas_keeps() -> None:

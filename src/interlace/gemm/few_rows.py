@@ -17,6 +17,7 @@ import torch
 
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_matrix
+from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
 from interlace.gemm.launch import moves_tiles, row_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES, contiguous_dimension
@@ -43,7 +44,7 @@ class FewRowsConfig(Configuration):
         num_warps: warps per program.
         num_stages: loads in flight in the software pipeline.
         weight_first: 1 if the weight is the matrix unit's first operand, whose tiles have at least
-            64 rows on Hopper; 0 if x is.
+            64 rows on Hopper; 0 if x is, as for any weight that is contiguous along N.
     """
 
     rows: int = power_of_two(16, 1, 1024)
@@ -73,20 +74,23 @@ def multiply(
         results: ``[M, N]`` for each weight, contiguous.
         config: The tiles; default: :func:`default_config`.
         is_batch_invariant: Whether one row must be multiplied as several are.
+
+    Raises:
+        ArgumentError: One of several weights is not contiguous along K.
     """
     require(x.device.type)
-    from interlace.gemm.kernels import gemv
     from interlace.gemm.kernels.few_rows import multiply_few_rows
-    from interlace.gemm.kernels.tiles import Tiling
 
     along_k = all(contiguous_dimension(w) == 1 for w in weights)
+    if not along_k and len(weights) > 1:
+        raise ArgumentError("several weights must be contiguous along K; copy those that are not.")
     if config is None:
         by_matrix_unit = is_batch_invariant or not along_k
         config = default_config(
             x, sum(map(len, weights)), along_k=along_k, by_matrix_unit=by_matrix_unit
         )
-    is_row = config.rows == 1
     # Through descriptors the hardware loads whole tiles, but of aligned rows only.
+    is_row = config.rows == 1
     descriptors = not is_row and moves_tiles(x.device) and all(map(is_aligned, (x, *weights)))
     x_block, w_block = [config.rows, config.block_k], [config.columns, config.block_k]
     tiles = [ceil_div(len(w), config.columns) * ceil_div(len(x), config.rows) for w in weights]
@@ -113,40 +117,63 @@ def multiply(
             f"N_{index}": len(weights[given]),
             f"stride_{index}": row_stride(w),
         }
-    precision = "upcast" if x.device.type == "cpu" else "ieee"
-    tiling: Any
-    if is_row:
-        tiling = gemv.Tiling(
-            block_n=config.columns,
-            block_b=1,
-            block_k=config.block_k,
-            even=all(len(w) % config.columns == 0 for w in weights),
-            even_k=x.shape[1] % config.block_k == 0,
-            word_values=1,
-            precision=precision,
-        )
-    else:
-        first, second = config.rows, config.columns
-        if config.weight_first:
-            first, second = second, first
-        tiling = Tiling(
-            block_m=first,
-            block_n=second,
-            block_k=config.block_k,
-            group_m=1,
-            descriptors=descriptors,
-            # x, which is the second operand where the weight is the first, is along K.
-            w_along_k=along_k,
-            precision=precision,
-        )
+    weight_first = bool(config.weight_first) and along_k
     constants = {
-        "FIRST": "row" if is_row else "w" if config.weight_first else "x",
-        "TILING": tiling,
+        "FIRST": "row" if is_row else "w" if weight_first else "x",
+        "TILING": (
+            _tiling_of_a_row(x, weights, config)
+            if is_row
+            else _tiling(x, config, weight_first, along_k, descriptors)
+        ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }
     with torch.cuda.device(x.device if x.device.type == "cuda" else -1):
         Launch(multiply_few_rows, (sum(tiles),), arguments, constants)()
+
+
+def _tiling(
+    x: torch.Tensor, config: FewRowsConfig, weight_first: bool, along_k: bool, descriptors: bool
+) -> Any:
+    """Return the tiles of a product by the matrix unit, as a kernel's constant."""
+    from interlace.gemm.kernels.tiles import Tiling
+
+    first, second = config.rows, config.columns
+    if weight_first:
+        first, second = second, first
+    return Tiling(
+        block_m=first,
+        block_n=second,
+        block_k=config.block_k,
+        group_m=1,
+        descriptors=descriptors,
+        # x, which is the second operand where the weight is the first, is along K.
+        w_along_k=along_k,
+        precision=_precision(x),
+    )
+
+
+def _tiling_of_a_row(
+    x: torch.Tensor, weights: Sequence[torch.Tensor], config: FewRowsConfig
+) -> Any:
+    """Return the tiles of one row's product without the matrix unit, as a kernel's constant."""
+    from interlace.gemm.kernels.gemv import Tiling
+
+    return Tiling(
+        block_n=config.columns,
+        block_b=1,
+        block_k=config.block_k,
+        even=all(len(w) % config.columns == 0 for w in weights),
+        even_k=x.shape[1] % config.block_k == 0,
+        word_values=1,
+        precision=_precision(x),
+    )
+
+
+def _precision(x: torch.Tensor) -> str:
+    # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
+    # bfloat16.
+    return "upcast" if x.device.type == "cpu" else "ieee"
 
 
 def _described(w: torch.Tensor, block: list[int], along_k: bool) -> Any:
@@ -164,8 +191,8 @@ def is_aligned(matrix: torch.Tensor) -> bool:
 def is_faster(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Return whether the kernel multiplies ``x [M, K]`` by ``w [N, K]`` in less time than cuBLAS.
 
-    On an H200 it takes 0.92 to 0.96 of the time at the median of 28 shapes, for up to 32 rows
-    (decision 0016). cuBLAS is faster for sums much longer than a weight has rows, which it divides
+    On an H200 it takes 0.89 to 0.96 of the time at the median of 24 shapes, for up to 32 rows
+    (decision 0027). cuBLAS is faster for sums much longer than a weight has rows, which it divides
     among programs, and for rows that do not begin at a multiple of 128 bytes.
     """
     return (

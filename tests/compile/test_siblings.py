@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import interlace
 from interlace.compile import fuse, recording
+from interlace.gemm import invariance
 from tests.compile.programs import K, all_reduce, aten, operators, tensors, traced
 
 Q, V = 24, 16
@@ -130,6 +132,37 @@ def test_where_products_stay_apart(ranks: Any) -> None:
             f"forward: products of [4, {K}] (mm, mm_1, mm_2) fused by linears: 3 products of one "
             "input in one kernel",
         ]
+
+
+def _invariant() -> dict[str, tuple[list[str], float]]:
+    """Operators and errors of batch-invariant programs, on a device where tiles change no bits."""
+    outcomes = {}
+    with pytest.MonkeyPatch.context() as patch, interlace.batch_invariant():
+        patch.setattr(invariance, "has_one_arithmetic", lambda *_: True)
+        for name in ("queries, keys and values", "one product", "many rows", "weights along n"):
+            program, shapes, _ = MERGED[name]
+            arguments = tensors(*shapes, dtype=torch.bfloat16)
+            module = traced(program, arguments)
+            before = module(*arguments)
+            (*_, finding) = fuse(module.graph) or [None]
+            module.recompile()
+            after = module(*arguments)
+            pairs = zip(tree_leaves(after), tree_leaves(before), strict=True)
+            error = max(float((a - b).float().norm() / b.float().norm()) for a, b in pairs)
+            outcomes[name] = operators(module), error
+            assert finding is None or finding.reason == "calls must be batch-invariant"
+    return outcomes
+
+
+def test_every_product_where_calls_must_be_batch_invariant(ranks: Any) -> None:
+    (outcomes,) = ranks(1).run(_invariant)
+    assert {name: names for name, (names, _) in outcomes.items()} == {
+        "queries, keys and values": ["linears"],
+        "one product": ["linears"],
+        "many rows": ["linears"],
+        "weights along n": [],
+    }
+    assert max(error for _, error in outcomes.values()) < 2 * torch.finfo(torch.bfloat16).eps
 
 
 def _by_inductor() -> list[list[str | None]]:

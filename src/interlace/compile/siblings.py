@@ -24,7 +24,8 @@ from interlace.operators.linears import MOST_TOKENS, OPERATOR
 def merge(graph: Graph, direction: str) -> list[Finding]:
     """Put one operator in the place of products with the same input, where it can compute them.
 
-    Nothing is merged where calls must be batch-invariant.
+    Where calls must be batch-invariant it takes the place of every product that it can compute
+    without its bits depending on the number of rows, also of those that are alone.
 
     Args:
         graph: The graph, in which collectives have been fused already.
@@ -33,9 +34,11 @@ def merge(graph: Graph, direction: str) -> list[Finding]:
     Returns:
         A finding for each group of products that was merged.
     """
-    # With more rows the products stay PyTorch's, whose bits are others.
-    if invariance.is_enabled():
+    is_invariant = invariance.is_enabled()
+    # No backward pass is batch-invariant: gradients of weights are sums over the batch.
+    if is_invariant and direction == "backward":
         return []
+    fewest = 1 if is_invariant else 2
     groups: dict[Any, list[Product]] = {}
     for node in graph.nodes:
         product = product_of(node)
@@ -46,22 +49,26 @@ def merge(graph: Graph, direction: str) -> list[Finding]:
     for products in groups.values():
         for first in range(0, len(products), MOST_WEIGHTS):
             group = products[first : first + MOST_WEIGHTS]
-            if len(group) > 1:
+            if len(group) >= fewest:
                 findings += _merge(group, direction)
     return findings
 
 
 def _is_suitable(product: Product) -> bool:
-    """Return whether the operator can compute a product, in less time than one of its own."""
+    """Return whether the operator can compute a product, in less time than PyTorch's or, where
+    that is asked for, with the same bits in every batch.
+    """
     try:
         require_suitable(product)
         require_runnable(product.device)
-        few = rows_of(product) <= MOST_TOKENS
+        suits = rows_of(product) <= MOST_TOKENS
+        if invariance.is_enabled():
+            suits = invariance.has_one_arithmetic(product.device, product.dtype)
     except LeftAlone:
         return False
     w = value(product.w)
     along_k = (w.mT if product.by_columns else w).stride(-1) == 1
-    return few and along_k and product.dtype.itemsize == 2 and w.dim() == 2
+    return suits and along_k and product.dtype.itemsize == 2 and w.dim() == 2
 
 
 def _source(x: Node) -> Node:
@@ -95,7 +102,11 @@ def _merge(products: list[Product], direction: str) -> list[Finding]:
         shape=tuple(size if isinstance(size, int) else str(size) for size in value(x).shape),
         module=module_of(first),
         operator=OPERATOR,
-        reason=f"{len(products)} products of one input in one kernel",
+        reason=(
+            "calls must be batch-invariant"
+            if invariance.is_enabled()
+            else f"{len(products)} products of one input in one kernel"
+        ),
     )
     writer = Writer(first, first)
     results = writer.call(

@@ -54,7 +54,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
     What counts is when a call runs; for a CUDA graph, when it is captured. A function that
     ``torch.compile`` has compiled before runs invariant operators within the context, but pairs
-    that the pass has left alone stay PyTorch's: compile within the context, too.
+    and products that the pass has left alone stay PyTorch's: compile within the context, too.
 
     ``INTERLACE_BATCH_INVARIANT=1`` in the environment is the same for the whole program.
 

@@ -35,11 +35,15 @@ def _run(
 ) -> list[torch.Tensor]:
     """Compute ``x @ w.T + bias`` for each weight, by the kernel where it can."""
     _validate(x, weights, biases)
-    # A compiled graph may be called with more tokens than it was traced with. Where calls must be
-    # batch-invariant, products must not change with the number of tokens.
-    if x.shape[0] > MOST_TOKENS or invariance.is_enabled():
-        return reference.linears(x, weights, biases)
-    return multiply(x, weights, biases)
+    # Where calls must be batch-invariant, one kernel has all numbers of tokens: this one, if no
+    # number of them changes its bits.
+    is_invariant = invariance.is_enabled()
+    takes_all = is_invariant and invariance.has_one_arithmetic(x.device, x.dtype)
+    # A compiled graph may be called with more tokens than it was traced with.
+    takes_few = not is_invariant and x.shape[0] <= MOST_TOKENS
+    if takes_all or takes_few:
+        return multiply(x, weights, biases, is_batch_invariant=is_invariant)
+    return reference.linears(x, weights, biases)
 
 
 def multiply(
@@ -47,6 +51,8 @@ def multiply(
     weights: Sequence[torch.Tensor],
     biases: Sequence[torch.Tensor | None],
     config: FewRowsConfig | None = None,
+    *,
+    is_batch_invariant: bool = False,
 ) -> list[torch.Tensor]:
     """Compute ``x [B, K] @ w.T, + bias`` for each weight ``[N, K]``, in one kernel.
 
@@ -55,6 +61,7 @@ def multiply(
         weights: One to three; what is not contiguous along K is copied.
         biases: A vector ``[N]`` for each weight, or None for all.
         config: The tiles; default: those for these sizes.
+        is_batch_invariant: Whether one token must be multiplied as several are.
 
     Returns:
         A tensor ``[B, N]`` for each weight.
@@ -65,7 +72,7 @@ def multiply(
         tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x, *weights)
     )
     results = [x.new_empty([len(x), len(w)]) for w in weights]
-    few_rows.multiply(x, weights, biases, results, config)
+    few_rows.multiply(x, weights, biases, results, config, is_batch_invariant=is_batch_invariant)
     return results
 
 

@@ -62,10 +62,10 @@ def partners(node_of_rank: tuple[int, ...], rank: int) -> tuple[int, int]:
 
     def at(step: int) -> int:
         node = node_of_rank[rank]
-        place = sum(other == node for other in node_of_rank[:rank])
-        there = (node + step) % (1 + max(node_of_rank))
-        members = [other for other, its in enumerate(node_of_rank) if its == there]
-        return members[place] if place < len(members) else -1
+        index = sum(earlier == node for earlier in node_of_rank[:rank])
+        target = (node + step) % (1 + max(node_of_rank))
+        members = [member for member, its in enumerate(node_of_rank) if its == target]
+        return members[index] if index < len(members) else -1
 
     return at(1), at(-1)
 
@@ -200,7 +200,7 @@ def measure_beside_product(group: Group) -> tuple[float, float]:
         whole_us, exchanged_us = (1e3 * events[0].elapsed_time(event) for event in events[1:])
         slowed = 1 + (whole_us - products * product_us) / exchanged_us
         factors.append((exchanged_us / (steps * alone_us), slowed))
-    exchange, product = (statistics.median(each) for each in zip(*factors, strict=True))
+    exchange, product = (statistics.median(column) for column in zip(*factors, strict=True))
     return slowest(group, max(1.0, exchange)), slowest(group, max(1.0, product))
 
 

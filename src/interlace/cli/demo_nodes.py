@@ -62,7 +62,7 @@ def run(world_size: int, nodes: int, backend: str, outputs: Outputs) -> int:
 def _is_right(rank: dict[str, Any]) -> bool:
     """Return whether a rank has the pair's bits, and sent the bytes that were predicted."""
     return all(
-        each["same"] and each.get("counted") == each.get("predicted") for each in rank["operators"]
+        call["same"] and call.get("counted") == call.get("predicted") for call in rank["operators"]
     )
 
 
@@ -81,15 +81,15 @@ def _show(console: Console, document: dict[str, Any]) -> None:
     columns = ("sent to other nodes", "predicted") if on_cpu else ("in slices, ms", "pair, ms")
     table = make_table("operator", "the pair's bits", *columns, left=("operator",))
     for number, first in enumerate(ranks[0]["operators"]):
-        each = [rank["operators"][number] for rank in ranks]
+        calls = [rank["operators"][number] for rank in ranks]
         if on_cpu:
-            figures = [f"{sum(one[key] for one in each)} B" for key in ("counted", "predicted")]
+            figures = [f"{sum(call[key] for call in calls)} B" for key in ("counted", "predicted")]
         else:
             figures = [
-                f"{max(one['times_ms'][key] for one in each):.2f}" for key in ("slices", "pair")
+                f"{max(call['times_ms'][key] for call in calls):.2f}" for key in ("slices", "pair")
             ]
-        same = "yes" if all(one["same"] for one in each) else "NO"
-        table.add_row(first["operator"], same, *figures)
+        answer = "yes" if all(call["same"] for call in calls) else "NO"
+        table.add_row(first["operator"], answer, *figures)
     console.print(table)
     if document["passed"]:
         console.print("Every rank holds what PyTorch's pair gives, bit by bit.", style="green")

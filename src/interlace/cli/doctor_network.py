@@ -65,7 +65,7 @@ def run(
     outputs.write_json(lambda: document)
     console.print(_nodes_table(document["ranks"]))
     if document["exchanges"]:
-        times = [ExchangeTime(**each) for each in document["exchanges"]]
+        times = [ExchangeTime(**fields) for fields in document["exchanges"]]
         console.print(times_table(times, document["networks"]))
     for sentence in (*_missing(document), *doctor_gin.sentences(document["gin"])):
         console.print(sentence)
@@ -152,7 +152,7 @@ def run_rank(folder: str, logs: str, deadline_s: float) -> dict[str, Any]:
             "device": device,
         },
         "networks": networks_in_use(group.backend, Path(logs)),
-        "exchanges": [dataclasses.asdict(each) for each in exchanges],
+        "exchanges": [dataclasses.asdict(exchange) for exchange in exchanges],
         "gin": doctor_gin.try_on(group),
         "profile": None if network is None else f"{network.network}, {network.source}",
     }
@@ -191,9 +191,9 @@ def networks_in_use(backend: str, logs: Path) -> list[str]:
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one of the host's name")
         return [f"Gloo over TCP, interface {interface}"]
     texts = [file.read_text(errors="replace") for file in sorted(logs.glob("nccl.*"))]
-    found = {name for text in texts for name in re.findall(r"via (NET/\S+)", text)}
+    networks = {name for text in texts for name in re.findall(r"via (NET/\S+)", text)}
     # NET/IB/0/GDRDMA and NET/Socket/0/Shared end with the channel's number and how it is shared.
-    names = {re.sub(r"/\d+", "", name).removesuffix("/Shared") for name in found}
+    names = {re.sub(r"/\d+", "", name).removesuffix("/Shared") for name in networks}
     return [f"NCCL over {name}" for name in sorted(names)] or ["NCCL, over what is not known"]
 
 
@@ -214,14 +214,14 @@ def times_table(times: Sequence[ExchangeTime], networks: Sequence[str]) -> Table
         f"{'; '.join(networks)}. Each rank sends and receives at once, to and from another node: "
         "medians of the slowest rank, GB/s each way."
     )
-    by_size = {(each.nbytes, each.messages): each for each in times}
+    by_size = {(time.nbytes, time.messages): time for time in times}
     for nbytes, messages in by_size:
         if messages > 1:
             continue
         cells = [_size(nbytes)]
         for count in (1, TOGETHER):
-            each = by_size.get((nbytes, count))
-            cells += ["", ""] if each is None else _cells(each)
+            time = by_size.get((nbytes, count))
+            cells += ["", ""] if time is None else _cells(time)
         table.add_row(*cells)
     return table
 

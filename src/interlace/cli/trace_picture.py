@@ -98,9 +98,9 @@ def draw_trace(document: dict[str, Any], file: Path, *, rows: int = 12, width: f
     for pid in ranks:
         panels.append((pid, False))
         # The links of a timeline come below its ranks.
-        following = [other for other in links if pid < other < pid + _SIMULATED]
-        is_last = pid == max(each for each in ranks if each // _SIMULATED == pid // _SIMULATED)
-        panels += [(other, True) for other in following if is_last]
+        following = [link for link in links if pid < link < pid + _SIMULATED]
+        is_last = pid == max(peer for peer in ranks if peer // _SIMULATED == pid // _SIMULATED)
+        panels += [(link, True) for link in following if is_last]
     heights = [
         0.35 + 0.26 * (len(links[pid]) if is_link else len(chosen[pid])) for pid, is_link in panels
     ]
@@ -213,10 +213,10 @@ def _key_arrows(trace: _Trace, ranks: Sequence[int]) -> list[_Arrow]:
         if arrow.waited and arrow.source[0] in ranks and arrow.target[0] in ranks
     ]
     inside.sort(key=lambda arrow: -arrow.waited)
-    found: dict[_Key, _Arrow] = {}
+    by_target: dict[_Key, _Arrow] = {}
     for arrow in inside:
-        found.setdefault(arrow.target, arrow)
-    return list(found.values())[:_KEY_ARROWS]
+        by_target.setdefault(arrow.target, arrow)
+    return list(by_target.values())[:_KEY_ARROWS]
 
 
 def _chosen(trace: _Trace, pid: int, rows: int, arrows: Sequence[_Arrow]) -> list[_Key]:
@@ -324,14 +324,14 @@ def _draw_arrows(
     from matplotlib.patches import ConnectionPatch
 
     # Arrows of nearly the same time would lie on top of one another.
-    apart = 0.01 * max((x(arrow.arrival) for arrow in arrows), default=0.0)
+    distance = 0.01 * max((x(arrow.arrival) for arrow in arrows), default=0.0)
     drawn: list[float] = []
     for arrow in arrows:
         ends = places.get(arrow.source), places.get(arrow.target)
         arrival = x(arrow.arrival)
         if not arrow.waited or None in ends or len(drawn) == _MOST_ARROWS:
             continue
-        if any(abs(arrival - other) < apart for other in drawn):
+        if any(abs(arrival - earlier) < distance for earlier in drawn):
             continue
         drawn.append(arrival)
         (source_axis, source_row), (target_axis, target_row) = ends  # type: ignore[misc]

@@ -57,7 +57,7 @@ def run_network(
         "results": [report],
     }
     outputs.write_json(lambda: document)
-    times = [ExchangeTime(**each) for each in report["exchanges"]]
+    times = [ExchangeTime(**fields) for fields in report["exchanges"]]
     console.print(times_table(times, [report["network"]["network"]]))
     network = report["network"]
     console.print(
@@ -103,7 +103,7 @@ def run_rank(
         write(file, dataclasses.replace(profile_of(gpu.name, gpu.processors), network=network))
     group.exchange("profiles are written", None)
     return {
-        "exchanges": [dataclasses.asdict(each) for each in exchanges],
+        "exchanges": [dataclasses.asdict(exchange) for exchange in exchanges],
         "network": dataclasses.asdict(network),
         "file": str(file),
     }
@@ -131,15 +131,20 @@ def network_from(
         name,
         source,
         *size,
-        slice_us=[(each.nbytes, _digits(each.us)) for each in exchanges if each.messages == 1],
-        collective_us=[(each.nbytes, _digits(each.us)) for each in collectives],
+        slice_us=[
+            (exchange.nbytes, _digits(exchange.us))
+            for exchange in exchanges
+            if exchange.messages == 1
+        ],
+        collective_us=[(collective.nbytes, _digits(collective.us)) for collective in collectives],
         beside_product=_digits(beside[0]),
         product_beside=_digits(beside[1]),
     )
     further = [
-        (each.us - network.exchange_us(each.nbytes * each.messages)) / (each.messages - 1)
-        for each in exchanges
-        if each.messages > 1
+        (exchange.us - network.exchange_us(exchange.nbytes * exchange.messages))
+        / (exchange.messages - 1)
+        for exchange in exchanges
+        if exchange.messages > 1
     ]
     return dataclasses.replace(
         network, further_message_us=_digits(max(0.0, statistics.median(further or [0.0])))

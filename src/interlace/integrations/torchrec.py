@@ -81,11 +81,11 @@ def _collection_type() -> type[nn.Module]:
 
         def __init__(self, bags: ShardedEmbeddingBags) -> None:
             held = {_key(shard): _held(bags, shard) for shard in _own(bags)}
-            params = {key: each.weight for key, each in held.items()}
+            params = {key: table.weight for key, table in held.items()}
             state = {
-                each.weight: {f"{each.shard.table.name}.momentum1": each.sum_of_squares}
-                for each in held.values()
-                if each.sum_of_squares is not None
+                table.weight: {f"{table.shard.table.name}.momentum1": table.sum_of_squares}
+                for table in held.values()
+                if table.sum_of_squares is not None
             }
             groups = [{"params": list(params.values()), "lr": bags.learning_rate}]
             super().__init__(params, state, groups)
@@ -126,13 +126,13 @@ def _collection_type() -> type[nn.Module]:
         def _fill(self, weights: dict[str, torch.Tensor]) -> None:
             by_name = {config.name: config for config in self._configs}
             for shard in _own(self.bags):
-                parameter, whole = _held(self.bags, shard).weight, weights[shard.table.name]
+                parameter, table = _held(self.bags, shard).weight, weights[shard.table.name]
                 if parameter.is_meta:
                     continue
-                if whole.is_meta:
+                if table.is_meta:
                     by_name[shard.table.name].init_fn(parameter)
                 else:
-                    parameter.copy_(whole[:, shard.start : shard.stop])
+                    parameter.copy_(table[:, shard.start : shard.stop])
 
         def forward(self, features: Any) -> Any:
             """Return the pooled embeddings of this rank's samples. Collective."""
@@ -189,8 +189,8 @@ def _held(bags: ShardedEmbeddingBags, shard: Shard) -> ShardParameters:
 
 def _key(shard: Shard) -> str:
     """Return TorchRec's name of a table; with the columns, if the shard has not all of them."""
-    whole = shard.stop - shard.start == shard.table.width
-    return f"embedding_bags.{shard.table.name if whole else shard.name}.weight"
+    is_whole = shard.stop - shard.start == shard.table.width
+    return f"embedding_bags.{shard.table.name if is_whole else shard.name}.weight"
 
 
 def _name_by_table(module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
@@ -214,15 +214,15 @@ def _sharded(bags: ShardedEmbeddingBags, table: EmbeddingTable) -> Any:
     )
 
     group = bags.process_group or dist.group.WORLD
-    shards = [each for each in bags.plan.shards if each.table.name == table.name]
+    shards = [shard for shard in bags.plan.shards if shard.table.name == table.name]
     described, local = [], []
-    for each in sorted(shards, key=lambda each: each.start):
-        rank = dist.get_global_rank(group, each.rank) if group is not None else each.rank
-        place = f"rank:{rank}/{bags.group.device}"
-        size = [table.rows, each.stop - each.start]
-        described.append(ShardMetadata([0, each.start], size, place))
-        if each.rank == bags.group.rank:
-            local.append(LocalShard(_held(bags, each).weight.detach(), described[-1]))
+    for shard in sorted(shards, key=lambda shard: shard.start):
+        rank = dist.get_global_rank(group, shard.rank) if group is not None else shard.rank
+        placement = f"rank:{rank}/{bags.group.device}"
+        size = [table.rows, shard.stop - shard.start]
+        described.append(ShardMetadata([0, shard.start], size, placement))
+        if shard.rank == bags.group.rank:
+            local.append(LocalShard(_held(bags, shard).weight.detach(), described[-1]))
     properties = TensorProperties(dtype=table.dtype)
     metadata = ShardedTensorMetadata(described, torch.Size([table.rows, table.width]), properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(

@@ -160,17 +160,17 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
     programs_of = [chosen for chosen in longest[rank] if chosen[1]]
     program = max(programs_of, key=lambda chosen: chosen[2])[0] if programs_of else None
     tiles = sum(tiles for _, tiles, _ in programs_of)
-    beside = others[rank] if rank < len(others) else ()
-    products = sum(activity.kind == "product" for activity in beside)
+    activities = others[rank] if rank < len(others) else ()
+    products = sum(activity.kind == "product" for activity in activities)
     waits: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
     phases = dict.fromkeys(PHASES, 0.0)
     for (phase, peer, is_unsent), duration_ns in times.items():
         phases[phase] += duration_ns
         if phase == "wait":
             waits[peer][0 if is_unsent else 1] += duration_ns
-    found = [Waiting(peer, *durations) for peer, durations in waits.items()]
-    found.sort(key=lambda waiting: -waiting.duration_ns)
-    return Account(rank, sum(phases.values()), phases, tuple(found), program, tiles, products)
+    waiting = [Waiting(peer, *durations) for peer, durations in waits.items()]
+    waiting.sort(key=lambda wait: -wait.duration_ns)
+    return Account(rank, sum(phases.values()), phases, tuple(waiting), program, tiles, products)
 
 
 def _count(number: int, noun: str) -> str:
@@ -179,10 +179,12 @@ def _count(number: int, noun: str) -> str:
 
 def _by_launch(work: Work) -> dict[tuple[int, int], dict[Place, list[Span]]]:
     """Return the spans of each program, by rank and launch."""
-    found: dict[tuple[int, int], dict[Place, list[Span]]] = defaultdict(lambda: defaultdict(list))
+    launches: dict[tuple[int, int], dict[Place, list[Span]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for span in work.spans:
-        found[span.place.rank, span.place.launch][span.place].append(span)
-    return found
+        launches[span.place.rank, span.place.launch][span.place].append(span)
+    return launches
 
 
 def _causes(work: Work) -> dict[tuple[Place, float], Flow]:
@@ -208,21 +210,21 @@ def _followed(
     def end(place: Place) -> float:
         return spans[place][-1].end_ns
 
-    most = max(spans, key=lambda place: (computed(place), end(place)))
+    busiest = max(spans, key=lambda place: (computed(place), end(place)))
     last = max(spans, key=end)
-    found: list[tuple[Span, str]] = []
+    followed: list[tuple[Span, str]] = []
     begun = False
-    for span in spans[most]:
+    for span in spans[busiest]:
         begun = begun or span.activity == "compute"
-        other = "sum" if begun or not computed(most) else "launch"
-        found.append((span, other if span.activity == "other" else span.activity))
+        idle = "sum" if begun or not computed(busiest) else "launch"
+        followed.append((span, idle if span.activity == "other" else span.activity))
     for span in spans[last]:
-        if span.end_ns > end(most):
-            clipped = dataclasses.replace(span, start_ns=max(span.start_ns, end(most)))
+        if span.end_ns > end(busiest):
+            clipped = dataclasses.replace(span, start_ns=max(span.start_ns, end(busiest)))
             phase = {"compute": "tail", "other": "sum"}.get(span.activity, span.activity)
-            found.append((clipped, phase))
-    tiles = sum(span.activity == "compute" for span in spans[most])
-    return found, (most.program, tiles, computed(most))
+            followed.append((clipped, phase))
+    tiles = sum(span.activity == "compute" for span in spans[busiest])
+    return followed, (busiest.program, tiles, computed(busiest))
 
 
 def _intervals(

@@ -97,6 +97,16 @@ def test_several_weights_along_n_are_refused(ranks: Any) -> None:
     assert message == "several weights must be contiguous along K; copy those that are not."
 
 
+def test_what_hardware_loads_as_tiles() -> None:
+    rows = torch.empty(8, 64, dtype=torch.bfloat16)
+    assert few_rows.is_aligned(rows)
+    assert few_rows.is_aligned(rows.T)
+    assert few_rows.is_aligned(rows[:, :13])
+    assert not few_rows.is_aligned(rows[:, 1:])
+    assert not few_rows.is_aligned(rows[:1].expand(8, -1))
+    assert not few_rows.is_aligned(torch.empty(8, 63, dtype=torch.bfloat16))
+
+
 def test_what_cublas_keeps() -> None:
     """Without a GPU of which times are known, cuBLAS multiplies."""
     assert not few_rows.is_faster(torch.ones(4, 64).bfloat16(), torch.ones(64, 64).bfloat16())

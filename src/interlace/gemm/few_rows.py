@@ -185,7 +185,9 @@ def is_aligned(matrix: torch.Tensor) -> bool:
     """Return whether hardware can load tiles of a matrix that is contiguous along a dimension."""
     lines = matrix if contiguous_dimension(matrix) == 1 else matrix.T
     stride_bytes = row_stride(lines) * matrix.element_size()
-    return matrix.data_ptr() % ALIGNMENT_BYTES == 0 and stride_bytes % ALIGNMENT_BYTES == 0
+    # An expanded row has no distance to the next one that a descriptor takes.
+    is_line = stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0
+    return is_line and matrix.data_ptr() % ALIGNMENT_BYTES == 0
 
 
 def is_faster(x: torch.Tensor, w: torch.Tensor) -> bool:

@@ -78,6 +78,13 @@ def ranks_of_a_node(device: torch.device) -> int | None:
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 
+def choose_in_group(
+    operator: Operator, product: Product, rows: int, ranks: int, group_name: str
+) -> str:
+    """Return the reason of :func:`choose` for the nodes that a usable group's ranks are on."""
+    return choose(operator, product, rows, ranks, nodes_of(group_name, product.device))
+
+
 def choose(operator: Operator, product: Product, rows: int, ranks: int, nodes: int = 1) -> str:
     """Return the reason why ``operator`` is the faster way to compute this product.
 

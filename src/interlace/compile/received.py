@@ -8,7 +8,7 @@ from torch.fx import Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import rows
-from interlace.compile.choice import choose, nodes_of, overload, usable_ranks
+from interlace.compile.choice import choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, aten, erase_unused, evaluate, value, views_since
@@ -31,8 +31,7 @@ def all_gather(collective: Collective) -> tuple[str, str]:
     require_unchanged(collective.node, product.node)
     ranks = usable_ranks(collective.group_name, product.device)
     fused = operator_matching("all_gather", "gemm")
-    group_nodes = nodes_of(collective.group_name, product.device)
-    reason = choose(fused, product, rows_of(product), ranks, group_nodes)
+    reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
     pair = writer.call(
@@ -100,8 +99,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     if product.bias is not None:
         raise LeftAlone(f"{product.node.name} adds a bias, which cuBLAS does not do for a batch")
     fused = operator_matching("all_to_all", "bmm")
-    group_nodes = nodes_of(collective.group_name, product.device)
-    reason = choose(fused, product, rows_of(product), ranks, group_nodes)
+    reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product), product.inner])
     pair = writer.call(

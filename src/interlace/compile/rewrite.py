@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import collectives, foreign, normed, received, rows, siblings, sums
-from interlace.compile.choice import all_reduce_operator, choose, nodes_of, overload, usable_ranks
+from interlace.compile.choice import all_reduce_operator, choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
 from interlace.compile.graph import Writer, argument, erase_unused, value
@@ -216,8 +216,7 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
         raise LeftAlone(
             "a bias is added before the sum, which for few tokens costs a collective of its own"
         )
-    group_nodes = nodes_of(collective.group_name, product.device)
-    reason = choose(operator, product, tokens, ranks, group_nodes)
+    reason = choose_in_group(operator, product, tokens, ranks, collective.group_name)
     x = product.rows(writer)
     bias = _summed_bias(product, collective.group_name, writer)
     options = [None, None, product.dtype] if is_gemm else []
@@ -266,8 +265,7 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
         return sums.reduce_scatter(collective)
     product, nodes, ranks, writer = _rows_before(collective)
     operator = operator_matching("gemm", "reduce_scatter")
-    group_nodes = nodes_of(collective.group_name, product.device)
-    reason = choose(operator, product, rows_of(product), ranks, group_nodes)
+    reason = choose_in_group(operator, product, rows_of(product), ranks, collective.group_name)
     x = _moved(collective, product, writer, nodes)
     bias = _summed_bias(product, collective.group_name, writer)
     y = writer.call(
@@ -302,8 +300,7 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
     if product.batch > 1:
         return _all_to_all_of_batch(collective, product, nodes, ranks, writer)
     operator = operator_matching("gemm", "all_to_all")
-    group_nodes = nodes_of(collective.group_name, product.device)
-    reason = choose(operator, product, rows_of(product), ranks, group_nodes)
+    reason = choose_in_group(operator, product, rows_of(product), ranks, collective.group_name)
     x = _moved(collective, product, writer, nodes)
     y = writer.call(
         overload(operator.name),
@@ -329,8 +326,7 @@ def _all_to_all_of_batch(
             "the other"
         )
     operator = operator_matching("bmm", "all_to_all")
-    group_nodes = nodes_of(collective.group_name, product.device)
-    reason = choose(operator, product, rows_of(product), ranks, group_nodes)
+    reason = choose_in_group(operator, product, rows_of(product), ranks, collective.group_name)
     y = writer.call(
         overload(operator.name),
         product.x,

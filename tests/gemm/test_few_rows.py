@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace.errors import ArgumentError
-from interlace.gemm import few_rows
+from interlace.gemm import few_rows, operands
 from interlace.gemm.choice import Gpu
 from interlace.gemm.few_rows import FewRowsConfig
 from interlace.units import ceil_div
@@ -99,12 +99,12 @@ def test_several_weights_along_n_are_refused(ranks: Any) -> None:
 
 def test_what_hardware_loads_as_tiles() -> None:
     rows = torch.empty(8, 64, dtype=torch.bfloat16)
-    assert few_rows.is_aligned(rows)
-    assert few_rows.is_aligned(rows.T)
-    assert few_rows.is_aligned(rows[:, :13])
-    assert not few_rows.is_aligned(rows[:, 1:])
-    assert not few_rows.is_aligned(rows[:1].expand(8, -1))
-    assert not few_rows.is_aligned(torch.empty(8, 63, dtype=torch.bfloat16))
+    assert operands.is_aligned(rows)
+    assert operands.is_aligned(rows.T)
+    assert operands.is_aligned(rows[:, :13])
+    assert not operands.is_aligned(rows[:, 1:])
+    assert not operands.is_aligned(rows[:1].expand(8, -1))
+    assert not operands.is_aligned(torch.empty(8, 63, dtype=torch.bfloat16))
 
 
 def test_what_cublas_keeps() -> None:

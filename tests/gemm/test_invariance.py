@@ -264,7 +264,7 @@ def test_ranks_must_agree_on_the_mode(ranks: Any) -> None:
 def test_where_tiles_may_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """On the GPUs and in the dtypes that were tested: not in float8, nor on a GPU of next year."""
     gpu, capability = torch.device("cuda", 0), (9, 0)
-    monkeypatch.setattr(invariance, "_capability", lambda _: capability)
+    monkeypatch.setattr(invariance, "capability", lambda _: capability)
     assert invariance.has_one_arithmetic(gpu, torch.bfloat16)
     assert not invariance.has_one_arithmetic(gpu, torch.float8_e4m3fn)
     assert not invariance.has_one_arithmetic(torch.device("cpu"), torch.bfloat16)

@@ -170,6 +170,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+@functools.cache  # asked for in every call, as the number of SMs is
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
 def cut_rows(rows: int, columns: int, group: Group | WithinNode) -> tuple[int, dict[str, int]]:
     """Return the number of programs that move rows, and the tile that a program takes at a time.
 

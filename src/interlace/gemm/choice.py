@@ -66,6 +66,16 @@ class Gpu:
         name = torch.cuda.get_device_name(device)
         return Gpu(name, properties.multi_processor_count, shared_bytes)
 
+    def stages_that_fit(self, most: int, stage_bytes: int, *, beside: int) -> int:
+        """Return the stages of a software pipeline for which a program has shared memory.
+
+        Args:
+            most: Stages at most; at least one is returned.
+            stage_bytes: Bytes of the operands of a stage.
+            beside: Bytes that the program needs for something else.
+        """
+        return max(1, min(most, (self.shared_bytes - beside) // stage_bytes))
+
 
 @functools.cache
 def choose_product(

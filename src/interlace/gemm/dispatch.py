@@ -199,7 +199,7 @@ def _decide(
     mark = group.agree(operator.name, **agreed)
     operands.require_supported(operator.name)
     rows = operator.plan_rows(operands.rows, splits, group)
-    named = name_in(impl) if is_invariant(impl) else impl
+    named = name_in(impl)
     operator.require_nodes(named or operator.choosers[0], group.nodes)
     choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
     if group.spans_nodes:

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_matrix
+from interlace.comm.kernels import Launch, capability, describe_matrix
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
 from interlace.gemm.launch import moves_tiles, row_stride
-from interlace.gemm.operands import ALIGNMENT_BYTES, contiguous_dimension
+from interlace.gemm.operands import contiguous_dimension, is_aligned
 from interlace.tuning.configuration import Configuration, between, power_of_two
 from interlace.units import ceil_div, next_power_of_2
 
@@ -181,15 +181,6 @@ def _described(w: torch.Tensor, block: list[int], along_k: bool) -> Any:
     return describe_matrix(w, row_stride(w), block if along_k else block[::-1])
 
 
-def is_aligned(matrix: torch.Tensor) -> bool:
-    """Return whether hardware can load tiles of a matrix that is contiguous along a dimension."""
-    lines = matrix if contiguous_dimension(matrix) == 1 else matrix.T
-    stride_bytes = row_stride(lines) * matrix.element_size()
-    # An expanded row has no distance to the next one that a descriptor takes.
-    is_line = stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0
-    return is_line and matrix.data_ptr() % ALIGNMENT_BYTES == 0
-
-
 def is_faster(x: torch.Tensor, w: torch.Tensor) -> bool:
     """Return whether the kernel multiplies ``x [M, K]`` by ``w [N, K]`` in less time than cuBLAS.
 
@@ -199,7 +190,8 @@ def is_faster(x: torch.Tensor, w: torch.Tensor) -> bool:
     """
     return (
         x.itemsize == 2
-        and _was_measured(x.device)
+        and x.device.type == "cuda"
+        and capability(x.device) == _MEASURED_CAPABILITY
         and 0 < len(x) <= _MOST_ROWS
         and 0 < w.shape[1] <= 4 * len(w)
         and w.stride(0) % 64 == 0
@@ -207,12 +199,6 @@ def is_faster(x: torch.Tensor, w: torch.Tensor) -> bool:
         and is_aligned(x)
         and is_aligned(w)
     )
-
-
-@functools.cache
-def _was_measured(device: torch.device) -> bool:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    return capability == _MEASURED_CAPABILITY
 
 
 def default_config(
@@ -253,8 +239,7 @@ def tiles_for(
     config = _tiles(rows, columns, inner, gpu.processors, along_k)
     block_k = max(16, config.block_k * 2 // itemsize)
     stage_bytes = (config.rows + config.columns) * block_k * itemsize
-    # GPUs with less shared memory have fewer loads in flight.
-    stages = max(1, min(config.num_stages, (gpu.shared_bytes - 1024) // stage_bytes))
+    stages = gpu.stages_that_fit(config.num_stages, stage_bytes, beside=1024)
     return dataclasses.replace(config, block_k=block_k, num_stages=stages)
 
 

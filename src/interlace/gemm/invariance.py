@@ -17,6 +17,7 @@ from collections.abc import Iterator
 
 import torch
 
+from interlace.comm.kernels import capability
 from interlace.errors import ArgumentError
 from interlace.registry import Implementation, Operator
 
@@ -120,7 +121,9 @@ def is_invariant(impl: str) -> bool:
 
 
 def name_in(impl: str) -> str:
-    """Return the implementation that a word of :func:`effective_impl` names; empty if none."""
+    """Return a word of :func:`effective_impl` without the mode's: what the caller has named, which
+    is empty where the mode alone was asked for.
+    """
     return impl.removeprefix(BATCH_INVARIANT).strip()
 
 
@@ -133,12 +136,7 @@ def has_one_arithmetic(device: torch.device, dtype: torch.dtype) -> bool:
     """
     if device.type != "cuda" or dtype not in _TESTED_DTYPES:
         return False
-    return _capability(device) in ONE_ARITHMETIC
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
+    return capability(device) in ONE_ARITHMETIC
 
 
 def invariant_implementations(operator: Operator) -> tuple[Implementation, ...]:

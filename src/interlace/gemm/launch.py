@@ -16,6 +16,7 @@ from interlace.comm.kernels import (
     CPU_PROGRAMS,
     Launch,
     addressable,
+    capability,
     describe_matrix,
     describe_ranks,
     processors,
@@ -62,7 +63,7 @@ def moves_tiles(device: torch.device) -> bool:
     return (
         device.type == "cuda"
         and torch.version.hip is None
-        and torch.cuda.get_device_capability(device) >= _DESCRIPTOR_CAPABILITY
+        and capability(device) >= _DESCRIPTOR_CAPABILITY
     )
 
 

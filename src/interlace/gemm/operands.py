@@ -353,6 +353,18 @@ class Operands:
                 )
 
 
+def is_aligned(matrix: torch.Tensor) -> bool:
+    """Return whether a descriptor can address the lines of a matrix, its rows if they are
+    contiguous and else its columns.
+    """
+    lines = matrix if contiguous_dimension(matrix) == 1 else matrix.T
+    stride_bytes = lines.stride(0) * lines.element_size()
+    # A matrix of one row has no distance between rows; an expanded row (a gradient, often) has none
+    # that a descriptor takes.
+    rows_aligned = len(lines) <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
+    return matrix.data_ptr() % ALIGNMENT_BYTES == 0 and rows_aligned
+
+
 def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
     """Return ``matrix``, or a copy that is contiguous along ``dimension`` and aligned along the
     other.
@@ -360,13 +372,8 @@ def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
     if dimension == 0:
         return _laid_out(matrix.T, 1).T
     rows, columns = matrix.shape
-    if columns <= 1 or matrix.stride(1) == 1:
-        stride_bytes = matrix.stride(0) * matrix.element_size()
-        # A matrix of one row has no distance between rows; an expanded row (a gradient, often) has
-        # none that a descriptor takes.
-        rows_aligned = rows <= 1 or (stride_bytes > 0 and stride_bytes % ALIGNMENT_BYTES == 0)
-        if matrix.data_ptr() % ALIGNMENT_BYTES == 0 and rows_aligned:
-            return matrix
+    if (columns <= 1 or matrix.stride(1) == 1) and is_aligned(matrix):
+        return matrix
     # Rows of the copy are padded, so that each begins at an address that a descriptor accepts.
     padded = round_up(max(columns, 1), ALIGNMENT_BYTES // matrix.element_size())
     return matrix.new_empty(rows, padded)[:, :columns].copy_(matrix)

@@ -56,8 +56,10 @@ def _stages(config: MixtureOfExpertsConfig, itemsize: int, device: torch.device)
     """Return the steps in flight of a program, for which it has shared memory."""
     if device.type == "cpu":
         return config.num_stages
-    room = Gpu.of(device).shared_bytes - _OTHER_SHARED_BYTES
-    return max(1, min(config.num_stages, room // _stage_bytes(config, itemsize)))
+    stage_bytes = _stage_bytes(config, itemsize)
+    return Gpu.of(device).stages_that_fit(
+        config.num_stages, stage_bytes, beside=_OTHER_SHARED_BYTES
+    )
 
 
 @functools.cache

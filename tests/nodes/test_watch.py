@@ -1,6 +1,7 @@
 """The watch that gives slices on a GPU a deadline, without a GPU: clock and driver are made up."""
 
 import threading
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,12 +24,11 @@ class _Machine:
             deadline_s=10.0, broken=False, broken_address=0x10, declare_broken=self._declare
         )
         watch._channel = SimpleNamespace(first_not_waiting=lambda operator, seconds: 3)
-        watch._stream = SimpleNamespace(cuda_stream=7, synchronize=lambda: None)
+        watch._members = SimpleNamespace(device="device")
         watch._network = SimpleNamespace(
             counter_addresses=lambda: [0x20, 0x24], carrier=SimpleNamespace(abort=self._abort)
         )
-        write = SimpleNamespace(cuStreamWriteValue32=self._write)
-        monkeypatch.setattr(module, "driver", lambda: write)
+        monkeypatch.setattr(module, "writer", lambda device: nullcontext(self._write))
         monkeypatch.setattr(
             module,
             "time",
@@ -43,7 +43,7 @@ class _Machine:
         self.log.append("abort")
         self.aborted.set()
 
-    def _write(self, stream, address, value, flags):
+    def _write(self, address, value):
         self.log.append(("write", address, value))
 
     def look(self, begun, ended, after_s):

@@ -17,6 +17,7 @@ from interlace.comm.health import Health
 from interlace.comm.members import Members
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.streams import Streams
+from interlace.comm.unblocked import writer
 from interlace.units import next_power_of_2
 
 _LOOKS_PER_DEADLINE = 20
@@ -97,8 +98,6 @@ class Watch:
         self._calls = torch.zeros(1, dtype=torch.int32, device=members.device)
         self._words = torch.tensor([-1, 0], dtype=torch.int32).pin_memory()
         self._view = self._words.numpy()
-        # Everything else may be waiting when it is used.
-        self._stream = torch.cuda.Stream(members.device)
         self._stopped = threading.Event()
         target = weakref.WeakMethod(self._look)
         threading.Thread(
@@ -144,22 +143,17 @@ class Watch:
             late = self._channel.first_not_waiting(self._operator, _ANSWER_S)
             # Which slice did not come is not known here: the streams have not got that far.
             self._health.declare_broken(self._operator, late, 1)
-        with contextlib.suppress(ReferenceError):
-            self._write(self._health.broken_address)
+        # The streams that wait, and those that wait for them, may block all queues to the device.
+        with contextlib.suppress(ReferenceError), writer(self._members.device) as write:
+            write(self._health.broken_address, _RELEASED)
             # The carrier is aborted before the streams that wait for counters go on, so that no
             # slice leaves that is not complete. Its abort may wait for these streams in turn.
             aborting = threading.Thread(target=self._network.carrier.abort, daemon=True)
             aborting.start()
             time.sleep(_ABORT_S)
-            self._write(*self._network.counter_addresses())
+            for address in self._network.counter_addresses():
+                write(address, _RELEASED)
             aborting.join()
-
-    def _write(self, *addresses: int) -> None:
-        """Write a number that is above every awaited one to the device's memory."""
-        cu, stream = driver(), self._stream.cuda_stream
-        for address in addresses:
-            cu.cuStreamWriteValue32(stream, address, _RELEASED, 0)
-        self._stream.synchronize()
 
 
 def _watch(look: weakref.WeakMethod[Callable[[], float]], stopped: threading.Event) -> None:

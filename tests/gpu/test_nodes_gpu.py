@@ -1,0 +1,142 @@
+"""Groups of several nodes on GPUs: NCCL carries slices between ranks that share no memory.
+
+The ranks of one machine count as several nodes. NCCL sends through sockets between ranks that share
+a GPU, and between GPUs as it does within a machine.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm.copies import stream_waits_for
+from interlace.comm.unblocked import writer
+from interlace.errors import PeerTimeoutError
+from interlace.testing.cases import between_nodes, every_case
+from interlace.testing.cases.products import ProductCase
+from tests.nodes.groups import process_group_of
+
+pytestmark = pytest.mark.gpu
+
+_MORE_THAN_QUEUES = 40
+"""Streams that block all queues to the device, of which there are 8, or at most 32."""
+
+_DEADLINE_S = 3.0
+_TIMEOUT_S = 240.0
+
+
+def _every_case(operator: str, nodes: int) -> tuple[int, list[str]]:
+    """Make every call of an operator twice, forward ones from a graph as well; return how many
+    calls there are, and the wrong ones.
+    """
+    implementations = between_nodes([operator])[operator]
+    wrong, count = [], 0
+    with process_group_of(nodes) as process_group:
+        group = interlace.group_of(process_group)
+        for case in every_case(dist.get_world_size(), [operator]):
+            if case.impl not in implementations:
+                continue
+            prepared = case.prepare(process_group)
+            count += 1
+            wrong += [case.label for _ in range(2) if any(prepared.check())]
+            # A backward pass may update tables, each time.
+            if not case.capturable or case.backward:
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                results = prepared.run()
+            for _ in range(2):
+                found = torch.zeros(prepared.result_count, dtype=torch.int64, device=group.device)
+                graph.replay()
+                prepared.count_wrong(results, 0, found)
+                group.synchronize()
+                wrong += [f"{case.label}, in a graph"] if any(found.tolist()) else []
+            graph.reset()  # NCCL keeps a communicator for as long as a graph has its kernels
+    return count, wrong
+
+
+@pytest.mark.parametrize("operator", list(between_nodes()))
+def test_every_operator(ranks: Any, world_size: int, operator: str) -> None:
+    """Eager and from a graph; two nodes of all ranks."""
+    results = ranks(world_size).run(_every_case, operator, 2, timeout_s=_TIMEOUT_S)
+    for count, wrong in results:
+        assert count
+        assert wrong == []
+
+
+def _a_late_rank() -> tuple[str, float, bool]:
+    """Miss a call on rank 1, while streams that wait for its result block every queue on rank 0."""
+    case = ProductCase("gemm_all_to_all", "chunked", "bfloat16", False, 1024, 1024, 1024)
+    with process_group_of(2) as process_group:
+        group = interlace.group_of(process_group)
+        prepared = case.prepare(process_group)
+        assert not any(prepared.check())
+        interlace.set_deadline(_DEADLINE_S, process_group)
+        said, start = "", time.monotonic()
+        if group.rank == 0:
+            streams = [torch.cuda.Stream(group.device) for _ in range(_MORE_THAN_QUEUES)]
+            sums = torch.zeros(len(streams), device=group.device)
+            sums[0].add_(1)  # compiled kernels are loaded now
+            torch.cuda.synchronize(group.device)
+            try:
+                results = prepared.run()
+                called = torch.cuda.current_stream().record_event()
+                for i, stream in enumerate(streams):
+                    stream.wait_event(called)
+                    with torch.cuda.stream(stream):
+                        sums[i].add_(results[0].flatten()[0])
+                group.synchronize()
+            except PeerTimeoutError as error:
+                said = str(error)
+        seconds = time.monotonic() - start
+        dist.monitored_barrier(_hosts())
+        interlace.set_deadline(60.0, process_group)
+        interlace.recover(process_group)
+        return said, seconds, any(prepared.check())
+
+
+def _hosts() -> dist.ProcessGroup:
+    """Return a process group in which hosts can wait, whatever their GPUs do."""
+    return dist.new_group(backend="gloo")
+
+
+def test_a_late_rank(ranks: Any) -> None:
+    """The deadline holds though every queue to the device is blocked; then both recover."""
+    (said, seconds, is_wrong), (_, _, other_is_wrong) = ranks(2).run(_a_late_rank)
+    assert "rank 1" in said
+    assert seconds < 5 * _DEADLINE_S
+    assert not is_wrong
+    assert not other_is_wrong
+
+
+def _blocked() -> tuple[bool, float, list[int]]:
+    device = interlace.group_of().device
+    words = torch.zeros(2, dtype=torch.int32, device=device)
+    streams = [torch.cuda.Stream(device) for _ in range(_MORE_THAN_QUEUES)]
+    free = torch.cuda.Stream(device)
+    torch.cuda.synchronize(device)
+    for stream in streams:
+        stream_waits_for(words.data_ptr(), 1, stream)
+    with torch.cuda.stream(free):
+        free.record_event()
+    time.sleep(0.2)
+    was_blocked = not free.query()
+    start = time.monotonic()
+    with writer(device) as write:
+        write(words.data_ptr() + 4, 7)
+        write(words.data_ptr(), 1)
+    seconds = time.monotonic() - start
+    torch.cuda.synchronize(device)
+    return was_blocked, seconds, words.tolist()
+
+
+def test_words_are_written_past_blocked_queues(ranks: Any) -> None:
+    for was_blocked, seconds, words in ranks(2).run(_blocked):
+        assert was_blocked
+        assert seconds < 5
+        assert words == [1, 7]

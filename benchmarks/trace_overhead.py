@@ -108,7 +108,7 @@ def measure(case: Case) -> dict[str, Any]:
     with _collecting(launches["without"]):
         kept.append(call(inputs))
     group.synchronize()
-    with recordings.recording(group.health, group.device), _collecting(launches["with"]):
+    with recordings.recording(group.health), _collecting(launches["with"]):
         kept.append(call(inputs))
         group.synchronize()
     graphs = {name: _graph(of_name) for name, of_name in launches.items()}

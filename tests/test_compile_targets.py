@@ -105,6 +105,18 @@ def _cases_of(kernel):
             for ranks, (types, more) in zip((1, 2, 3), _norms(), strict=True)
         ],
         "multiply_few_rows": _multiply_few_rows,
+        "hold": lambda: [
+            (
+                {"signals": "i64", "ctx": "*i64", "duration": "i64"},
+                {"WORLD_SIZE": 4, "num_warps": 1},
+            )
+        ],
+        "prepare_recording": lambda: [
+            (
+                {"recorded": "*i64", "original": "*i64", "rings": "i64", "programs": "i32"},
+                {"num_warps": 4},
+            )
+        ],
         "meet": lambda: [
             (_MEETING | {"is_valid": "*i32"}, {"WORLD_SIZE": 4}),
             (_MEETING, {"WORLD_SIZE": 4, "is_valid": None}),
@@ -695,7 +707,8 @@ def kernels():
     ]
     shared = (
         "mapped.kernel",
-        "tracing.clock_kernel",
+        "comm.recording_kernel",
+        "tracing.kernels",
         "gemm.kernels.counted",
         "gemm.kernels.staged",
         "gemm.kernels.sum_parts",

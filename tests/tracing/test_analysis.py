@@ -139,6 +139,11 @@ def test_libraries_are_on_the_clock_of_the_kernels() -> None:
         Activity("product", 7, far + 900, 50), Activity("copy", 9, far + 1100, 30),
     ]  # fmt: skip
     assert beside(seen, [("another", far)]) == []
+    own = [
+        Activity("fill", 7, 10, 5), Activity("hold", 7, 20, 930), Activity("early", 7, 949, 5),
+        Activity("prepare_recording", 7, 960, 5), *seen,
+    ]  # fmt: skip
+    assert beside(own, known) == [Activity("copy", 9, far + 1100, 30)]
     document = to_perfetto(
         Timeline([[]], work_of([[]], 0.0), [[Activity("copy", 9, 2000.0, 500.0)]]), {}
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
+from interlace.errors import ArgumentError
 from interlace.tracing.clocks import Clock, compare_with_first
 
 
@@ -42,3 +45,22 @@ def _in_a_group_of_two() -> list[list[str]] | None:
 
 def test_a_trace_is_of_one_group(ranks: Any) -> None:
     assert ranks(3).run(_in_a_group_of_two) == [None] + [[["gemm_reduce_scatter"]] * 2] * 2
+
+
+def _held() -> tuple[float, list[int], str]:
+    x, w = torch.ones(1, 16), torch.ones(8, 16)
+    start = time.perf_counter()
+    with interlace.trace(hold_s=0.2) as trace:
+        interlace.gemv_all_reduce(x, w)
+    seconds = time.perf_counter() - start
+    with pytest.raises(ArgumentError) as refused, interlace.trace(hold_s=-1.0):
+        pass
+    return seconds, [len(of_rank) for of_rank in trace.launches], str(refused.value)
+
+
+def test_calls_are_held_back_on_every_rank(ranks: Any) -> None:
+    """What holds them back is no part of the trace."""
+    for seconds, launches, refused in ranks(2).run(_held):
+        assert seconds > 0.2
+        assert launches == [1, 1]
+        assert "hold_s must be" in refused

@@ -11,12 +11,11 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 
 from interlace.comm import context as ctx
 from interlace.comm.ordinary import makes_ordinary_tensors
-from interlace.units import MIB
+from interlace.units import MIB, ceil_div
 
 if TYPE_CHECKING:
     from interlace.comm.health import Health
@@ -25,9 +24,7 @@ MAX_BYTES = 512 * MIB
 """Most bytes of rings of one recording; launches beyond them record nothing."""
 
 _PROGRAMS_OF_OTHERS = 128  # rings of a kernel whose number of programs is unknown
-_ARENA_BYTES = 64 * MIB
 _ORIGINAL, _RINGS = "interlace_original", "interlace_rings"  # attributes of a tensor
-_PROGRAM_BYTES = ctx.RING_LANES * ctx.RING_BYTES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,18 +47,10 @@ class Recording:
         unrecorded: Number of launches for which there was no memory.
     """
 
-    @makes_ordinary_tensors
-    def __init__(self, health: Health, device: torch.device) -> None:
-        """Prepare to record.
-
-        Args:
-            health: The part of the group that makes its contexts.
-            device: The group's device.
-        """
+    def __init__(self, health: Health) -> None:
+        """Prepare to record; ``health`` is the part of the group that makes its contexts."""
         self._health = health
-        # Zeroed before the launches, each of which would otherwise follow a kernel that does so.
-        self._arenas = [_zeros(_ARENA_BYTES // 8, device)]
-        self._used = 0  # numbers of the last arena
+        self._used = 0  # bytes of rings
         self._launches: dict[torch.Tensor, RecordedLaunch] = {}  # by context
         self.unrecorded = 0
 
@@ -79,8 +68,8 @@ class Recording:
             return arguments
         # The operator was given a context for a kernel of any size, which can go.
         general = self._launches.pop(context, None)
-        if general is not None and self._is_last(general.rings):
-            self._used -= general.rings.numel()
+        if general is not None:
+            self._used -= general.rings.nbytes
         context = getattr(context, _ORIGINAL, context)
         name = getattr(kernel, "__name__", str(kernel))
         return {**arguments, "ctx": self.context(context, name, programs)}
@@ -105,45 +94,29 @@ class Recording:
         """
         if not self._health.has_made(context) or _is_capturing(context.device):
             return context
-        rings = self._rings(programs, context.device)
-        if rings is None:
+        nbytes = programs * ctx.RING_LANES * ctx.RING_BYTES
+        if self._used + nbytes > MAX_BYTES:
             self.unrecorded += 1
             return context
-        # From pinned memory, so that the host does not wait for the kernels before it.
-        on_gpu = context.device.type == "cuda"
-        more = torch.tensor([rings.data_ptr(), programs], dtype=torch.int64, pin_memory=on_gpu).to(
-            context.device, non_blocking=True
-        )
-        recorded = torch.cat([context, more]).view(torch.uint64)
+        self._used += nbytes
+        shape = (programs, ctx.RING_LANES, 1 + ctx.RING_EVENTS, 2)
+        rings = torch.empty(shape, dtype=torch.int64, device=context.device)
+        fields = torch.empty(ctx.RECORDING_LENGTH, dtype=torch.int64, device=context.device)
+        _prepare(fields, context, rings)
+        recorded = fields.view(torch.uint64)
         setattr(recorded, _ORIGINAL, context)
         setattr(recorded, _RINGS, rings)
         self._launches[recorded] = RecordedLaunch(name, rings)
         return recorded
 
-    def _rings(self, programs: int, device: torch.device) -> torch.Tensor | None:
-        """Return zeroed rings; None if the recording has no memory left."""
-        count = programs * _PROGRAM_BYTES // 8
-        if self._used + count > self._arenas[-1].numel():
-            nbytes = max(_ARENA_BYTES, 8 * count)
-            if nbytes + sum(arena.nbytes for arena in self._arenas) > MAX_BYTES:
-                return None
-            self._arenas.append(_zeros(nbytes // 8, device))
-            self._used = 0
-        rings = self._arenas[-1][self._used : self._used + count]
-        self._used += count
-        return rings.view(programs, ctx.RING_LANES, 1 + ctx.RING_EVENTS, 2)
 
-    def _is_last(self, rings: torch.Tensor) -> bool:
-        """Return whether rings are the ones that were made last."""
-        end = self._arenas[-1].data_ptr() + 8 * self._used
-        return rings.data_ptr() + rings.nbytes == end
+def _prepare(fields: torch.Tensor, context: torch.Tensor, rings: torch.Tensor) -> None:
+    """Enqueue the one kernel that a launch needs before it, so that a trace can leave it out."""
+    from interlace.comm.recording_kernel import RINGS, prepare_recording  # imports Triton
 
-
-def _zeros(count: int, device: torch.device) -> torch.Tensor:
-    """Return int64 zeros; on the CPU, pages that nobody writes are never touched."""
-    if device.type == "cpu":
-        return torch.from_numpy(np.zeros(count, np.int64))
-    return torch.zeros(count, dtype=torch.int64, device=device)
+    count = rings.shape[0] * ctx.RING_LANES
+    grid = (ceil_div(count, RINGS.value),)
+    prepare_recording[grid](fields, context, rings.data_ptr(), rings.shape[0])
 
 
 def _is_capturing(device: torch.device) -> bool:
@@ -159,9 +132,9 @@ def active() -> Recording | None:
 
 
 @contextlib.contextmanager
-def recording(health: Health, device: torch.device) -> Iterator[Recording]:
-    """Record what the kernels of a group do on its device within the context."""
-    made = Recording(health, device)
+def recording(health: Health) -> Iterator[Recording]:
+    """Record what the kernels of a group do within the context."""
+    made = Recording(health)
     _active.append(made)
     try:
         yield made

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def simulated_document(simulated: Trace, title: str = "") -> Json:
 
 
 @contextlib.contextmanager
-def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
+def trace(group: dist.ProcessGroup | None = None, *, hold_s: float = 0.0) -> Iterator[Trace]:
     """Record when the programs of every kernel of a group compute, put, signal and wait.
 
     Collective: every rank of the group enters the context, makes the same calls, and leaves it.
@@ -173,14 +174,19 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
     look at the second one. Calls are not replayed from CUDA graphs meanwhile, and what a program
     captures itself is not recorded.
 
+    Hosts enqueue calls at times of their own, so a short call waits for the rank whose host is
+    last. ``hold_s`` keeps the calls back on the current stream until all hosts have enqueued them.
+
     Args:
         group: A process group; the default one if None.
+        hold_s: Seconds that pass before what is enqueued begins, on all ranks at once; 0 holds
+            nothing back. It should be longer than a host takes to enqueue the calls.
 
     Yields:
         A :class:`Trace`, to be read after the context.
 
     Raises:
-        ArgumentError: This process is in a trace already.
+        ArgumentError: This process is in a trace already, or ``hold_s`` is negative.
         GroupError: The group's ranks are on several nodes.
 
     Example:
@@ -192,17 +198,18 @@ def trace(group: dist.ProcessGroup | None = None) -> Iterator[Trace]:
     """
     if recordings.active() is not None:
         raise ArgumentError("a trace must not begin within another one. Leave the first one first.")
+    if not 0 <= hold_s < math.inf:
+        raise ArgumentError(f"hold_s must be a number of seconds, at least 0; got {hold_s}.")
     owner = group_of(group)
     # Clocks are compared through memory that all ranks reach.
     owner.require_one_node("trace")
     made = Trace()
-    with (
-        libraries.observed(owner) as activities,
-        recordings.recording(owner.health, owner.device) as recording,
-    ):
-        owner.synchronize()  # what the recording has zeroed is zero on all streams
-        yield made
-        owner.synchronize()
+    with libraries.observed(owner) as activities:
+        if hold_s:
+            clocks.begin_together(owner, hold_s)
+        with recordings.recording(owner.health) as recording:
+            yield made
+    owner.synchronize()
     made.unrecorded = recording.unrecorded
     made.clocks = clocks.compare(owner)
     made.is_timed = owner.backend == "cuda"

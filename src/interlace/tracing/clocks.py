@@ -1,4 +1,6 @@
-"""Clocks of the ranks' devices, compared by kernels that ask each other for the time."""
+"""Clocks of the ranks' devices: compared by kernels that ask each other for the time, and waited
+for until all ranks begin at once.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,10 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.kernels import Launch
+from interlace.units import NS_PER_S
 
 _NAME = "tracing"
 _ROUNDS = 64
-_SIGNALS = 2  # of a pair of ranks
 
 
 class Clock(NamedTuple):
@@ -37,19 +39,41 @@ def compare(group: Group) -> list[Clock]:
     return [same, *(compare_with_first(group, rank) for rank in range(1, group.world_size))]
 
 
-def compare_with_first(group: Group, client: int) -> Clock:
-    """Compare the clock of one rank with that of rank 0, by an exchange of signals. Collective."""
-    from interlace.tracing.clock_kernel import compare_clocks  # imports Triton
+def begin_together(group: Group, hold_s: float) -> None:
+    """Enqueue a kernel that ends on all ranks at once, ``hold_s`` seconds later. Collective.
 
-    memory = group.workspace(_NAME, 1, _SIGNALS)
+    What is enqueued behind it until then begins on all ranks at once, however late their hosts are.
+    """
+    from interlace.tracing.kernels import hold  # imports Triton
+
+    arguments = {
+        "signals": _signals(group, "beginning a trace"),
+        "ctx": group.context(_NAME),
+        "duration": int(hold_s * NS_PER_S),
+    }
+    with group.running():
+        Launch(hold, (1,), arguments, {"WORLD_SIZE": group.world_size, "num_warps": 1})()
+
+
+def _signals(group: Group, step: str) -> int:
+    """Return the address of ``2 * world_size`` signals that are 0 on every rank. Collective."""
+    memory = group.workspace(_NAME, 1, 2 * group.world_size)
     memory.reset(group.rank)
     group.synchronize()
     # No signal may be set before its reader has reset its memory.
-    group.exchange("comparing clocks", client)
+    group.exchange(step, "reset")
+    return memory.signals.address
+
+
+def compare_with_first(group: Group, client: int) -> Clock:
+    """Compare the clock of one rank with that of rank 0, by an exchange of signals. Collective."""
+    from interlace.tracing.kernels import compare_clocks  # imports Triton
+
+    signals = _signals(group, "comparing clocks")
     times = torch.zeros(2, _ROUNDS, dtype=torch.int64, device=group.device)
     if group.rank in (0, client):
         arguments = {
-            "signals": memory.signals.address,
+            "signals": signals,
             "times": times,
             "ctx": group.context(_NAME),
             "rounds": _ROUNDS,

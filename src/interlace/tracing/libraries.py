@@ -19,8 +19,12 @@ from interlace.comm import Group
 _KINDS = (
     ("copy", re.compile("^Mem(cpy|set)")),
     ("collective", re.compile("nccl|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all", re.I)),
-    ("product", re.compile("gemm|gemv|cutlass|nvjet|xmma|product", re.I)),
+    ("product", re.compile("gemm|gemv|cutlass|nvjet|xmma|product|multiply", re.I)),
 )
+
+
+_HOLD, _PREPARATION = "hold", "prepare_recording"
+"""Kernels of the trace itself: one before all that is traced, and one before each launch."""
 
 
 class Activity(NamedTuple):
@@ -73,7 +77,10 @@ def observed(group: Group) -> Iterator[list[Activity]]:
 
 
 def beside(activities: Sequence[Activity], launches: Sequence[tuple[str, int]]) -> list[Activity]:
-    """Return the activities that are no recorded launches, with times of the device's clock.
+    """Return the activities that are neither recorded launches nor the trace's own.
+
+    Its own are its kernels, and all that begins before what holds the calls back has ended. Times
+    are those of the device's clock.
 
     Args:
         activities: What CUPTI has reported.
@@ -94,9 +101,13 @@ def beside(activities: Sequence[Activity], launches: Sequence[tuple[str, int]]) 
         return []
     # One that was measured: the mean of two would have to be a float, which lacks the digits.
     ahead_ns = statistics.median_low(distances)
-    recorded = {name for name, _ in launches}
+    held_ns = max(
+        (int(each.start_ns) + int(each.duration_ns) for each in activities if each.name == _HOLD),
+        default=0,
+    )
+    apart = {_HOLD, _PREPARATION, *(name for name, _ in launches)}
     return [
         activity._replace(start_ns=int(activity.start_ns) + ahead_ns)
         for activity in activities
-        if activity.name not in recorded
+        if activity.name not in apart and activity.start_ns >= held_ns
     ]

@@ -1,9 +1,31 @@
-"""The kernel that compares the clocks of two ranks' devices."""
+"""Kernels before and after what is traced: ranks begin together; their clocks are compared."""
 
 import triton
 import triton.language as tl
 
 import interlace.language as il
+
+
+@triton.jit(do_not_specialize=["signals", "duration"])
+def hold(signals, ctx, duration, WORLD_SIZE: tl.constexpr):
+    """Keep what follows on this stream back for a while, and until all ranks have come here.
+
+    One program on each rank. Protocol: it reads the clock until ``duration`` has passed, then
+    signals every peer and waits for every peer's signal.
+
+    Example: rank 0 comes at 100 and rank 1 at 180, with a duration of 1000: both leave soon after
+    1180.
+
+    Args:
+        signals: address of ``2 * WORLD_SIZE`` int32 signals, which are 0 at first.
+        duration: in ns, 64 bits.
+    """
+    group = il.join(ctx)
+    clock = tl.arange(0, 32)
+    start = tl.max(il.clock_ns(clock), 0)
+    while tl.max(il.clock_ns(clock), 0) - start < duration:
+        pass
+    il.barrier(il.pointer(signals, tl.int32), 1, group, WORLD_SIZE)
 
 
 @triton.jit(do_not_specialize=["signals", "rounds", "client", "server"])

@@ -13,15 +13,15 @@ from interlace.tracing.work import work_of
 _KINDS = {"begin", "tile", "computed", "put", "signal", "wait", "arrived"}
 
 
-def _program(rank: int, *events: tuple[float, str]) -> list[Event]:
-    """Return a program's events; a signal, or what is awaited, is the other rank's."""
+def _program(rank: int, *events: tuple[float, str], sm: int = 0) -> list[Event]:
+    """Return a program's events on an SM; a signal, or what is awaited, is the other rank's."""
     made = []
     for time_ns, kind in events:
         assert kind in _KINDS
         # A signal is known by its place: rank r sets number r.
         number = {"signal": rank, "arrived": 1 - rank, "put": 4096}.get(kind, 0)
         peer = 1 - rank if kind in ("put", "signal", "wait", "arrived") else -1
-        made.append(Event(time_ns, kind, number, peer, has_several=False, sm=0, lane=0))
+        made.append(Event(time_ns, kind, number, peer, has_several=False, sm=sm, lane=0))
     return made
 
 
@@ -49,6 +49,19 @@ def _tail() -> list[dict[int, list[Event]]]:
                      (220, "computed")),
          1: _program(0, (0, "begin"), (170, "tile"), (290, "computed"), (300, "put"))},
     ]  # fmt: skip
+
+
+def _waves() -> list[dict[int, list[Event]]]:
+    """Two programs fit at once; the third one begins on the SM of the first, which it follows."""
+    tiles = [(0, 100, 3), (0, 130, 5), (105, 205, 3)]
+    return [
+        {
+            program: _program(
+                0, (start, "begin"), (start, "tile"), (end, "computed"), (end + 5, "put"), sm=sm
+            )
+            for program, (start, end, sm) in enumerate(tiles)
+        },
+    ]
 
 
 def _copies_behind_products() -> tuple[list[dict[int, list[Event]]], list[list[Activity]]]:
@@ -80,12 +93,16 @@ def _copies_behind_products() -> tuple[list[dict[int, list[Event]]], list[list[A
             "70 ns",
         ),
         (
+            _waves(), [], {"compute": 200, "put": 10}, [],
+            "210 ns, 5% above the product's 200 ns: puts and signals between tiles, 10 ns",
+        ),
+        (
             *_copies_behind_products(), {"compute": 200, "copy": 60, "put": 30}, [],
             "290 ns, 45% above the product's 200 ns: copies and collectives while nothing is "
             "multiplied, 60 ns",
         ),
     ],
-    ids=["late rank", "slow puts", "tail", "copies behind products"],
+    ids=["late rank", "slow puts", "tail", "waves", "copies behind products"],
 )  # fmt: skip
 def test_each_reason_is_found(
     programs: list[dict[int, list[Event]]],
@@ -105,6 +122,17 @@ def test_each_reason_is_found(
     lines = summary(launches, work_of(launches, 0.0), others, is_timed=True).splitlines()
     total = next(line for line in lines if line.startswith("total: "))
     assert f"{spent.excess:.0%} above the product alone" in total
+    if spent.programs:
+        numbers = ", ".join(map(str, spent.programs))
+        assert f"{spent.tiles} tile" in total
+        assert f"{'program' if len(spent.programs) == 1 else 'programs'} {numbers})" in total
+
+
+def test_programs_that_follow_one_another_on_an_sm_count_together() -> None:
+    spent = account(work_of([[Launch("kernel", _waves()[0], 0)]], 0.0))
+    assert spent is not None
+    assert spent.programs == (0, 2)
+    assert spent.tiles == 2
 
 
 def test_libraries_alone_have_an_account() -> None:

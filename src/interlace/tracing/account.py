@@ -6,9 +6,11 @@ phases of two timelines of one call, a measured and a simulated one, can be comp
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from interlace.tracing.libraries import Activity
 from interlace.tracing.work import Flow, Place, Span, Work
@@ -59,8 +61,9 @@ class Account:
         total_ns: Time from the first event of all ranks to the last one.
         phases: Time of each of :data:`PHASES`; their sum is the total.
         waits: The waits for each rank, the longest first.
-        program: The program that computes longest; None if only libraries compute.
-        tiles: Number of tiles that it computes, one after another.
+        programs: The program that computes longest; or several that ran one after another on one
+            SM, where there are more than fit at once. Empty if only libraries compute.
+        tiles: Number of tiles that they compute, one after another.
         products: Number of products that libraries make on this rank.
     """
 
@@ -68,13 +71,13 @@ class Account:
     total_ns: float
     phases: dict[str, float]
     waits: tuple[Waiting, ...]
-    program: int | None
+    programs: tuple[int, ...]
     tiles: int
     products: int
 
     @property
     def product_ns(self) -> float:
-        """Return the time of the product by itself: that of the program with the most work."""
+        """Return the time of the product by itself: that of the programs with the most work."""
         return self.phases["compute"]
 
     @property
@@ -114,8 +117,10 @@ class Account:
     def lines(self) -> Iterator[str]:
         """Yield the account in words: the total, the product, and the reasons above 1 %."""
         made = [f"{_count(self.products, 'product')} of libraries"] if self.products else []
-        if self.program is not None:
-            made.append(f"{_count(self.tiles, 'tile')} of program {self.program}")
+        if self.programs:
+            numbers = ", ".join(map(str, self.programs))
+            noun = "program" if len(self.programs) == 1 else "programs"
+            made.append(f"{_count(self.tiles, 'tile')} of {noun} {numbers}")
         if not self.product_ns:
             yield f"total: {format_ns(self.total_ns)} (rank {self.rank} ends last). Of it"
         else:
@@ -132,15 +137,16 @@ class Account:
 def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | None:
     """Return where the time of the rank that ends last went; None if nothing was recorded.
 
-    Of each launch it follows the program that computes longest, and behind it the program that ends
-    last. What a library computes meanwhile on the same GPU comes before what that program does.
+    Of each launch it follows the programs of one SM, one after another, that compute longest, and
+    behind them the program that ends last. What a library computes meanwhile on the same GPU comes
+    before what those programs do.
 
     Args:
         work: What the programs of all ranks did.
         others: What ran beside them, for each rank.
     """
     intervals: dict[int, list[tuple[float, float, _Key]]] = defaultdict(list)
-    longest: dict[int, list[tuple[int, int, float]]] = defaultdict(list)
+    longest: dict[int, list[_Chosen]] = defaultdict(list)
     causes = _causes(work)
     for (rank, _), spans in sorted(_by_launch(work).items()):
         programs, chosen = _followed(spans)
@@ -157,9 +163,9 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
     start_ns = min(start for of_rank in intervals.values() for start, _, _ in of_rank)
     rank = max(intervals, key=lambda rank: max(end for _, end, _ in intervals[rank]))
     times = _sweep(intervals[rank], start_ns)
-    programs_of = [chosen for chosen in longest[rank] if chosen[1]]
-    program = max(programs_of, key=lambda chosen: chosen[2])[0] if programs_of else None
-    tiles = sum(tiles for _, tiles, _ in programs_of)
+    computing = [chosen for chosen in longest[rank] if chosen.tiles]
+    tiles = sum(chosen.tiles for chosen in computing)
+    most = max(computing, key=lambda chosen: chosen.computed_ns, default=_Chosen((), 0, 0.0))
     activities = others[rank] if rank < len(others) else ()
     products = sum(activity.kind == "product" for activity in activities)
     waits: dict[int, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -170,7 +176,9 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
             waits[peer][0 if is_unsent else 1] += duration_ns
     waiting = [Waiting(peer, *durations) for peer, durations in waits.items()]
     waiting.sort(key=lambda wait: -wait.duration_ns)
-    return Account(rank, sum(phases.values()), phases, tuple(waiting), program, tiles, products)
+    return Account(
+        rank, sum(phases.values()), phases, tuple(waiting), most.programs, tiles, products
+    )
 
 
 def _count(number: int, noun: str) -> str:
@@ -197,34 +205,59 @@ def _causes(work: Work) -> dict[tuple[Place, float], Flow]:
     return last
 
 
-def _followed(
-    spans: dict[Place, list[Span]],
-) -> tuple[list[tuple[Span, str]], tuple[int, int, float]]:
-    """Return the spans of one launch that are followed, each with its phase; and the program that
-    computes longest, how many tiles it has, and how long these take.
-    """
+class _Chosen(NamedTuple):
+    """The programs of one launch that are followed, their tiles, and the time of these."""
 
-    def computed(place: Place) -> float:
-        return sum(span.duration_ns for span in spans[place] if span.activity == "compute")
+    programs: tuple[int, ...]
+    tiles: int
+    computed_ns: float
+
+
+def _followed(spans: dict[Place, list[Span]]) -> tuple[list[tuple[Span, str]], _Chosen]:
+    """Return the spans of one launch that are followed, each with its phase; and whose they are."""
+
+    def computed(chain: Sequence[Place]) -> float:
+        computing = (span for place in chain for span in spans[place])
+        return sum(span.duration_ns for span in computing if span.activity == "compute")
 
     def end(place: Place) -> float:
         return spans[place][-1].end_ns
 
-    busiest = max(spans, key=lambda place: (computed(place), end(place)))
+    busiest = max(_chains(spans), key=lambda chain: (computed(chain), end(chain[-1])))
     last = max(spans, key=end)
     followed: list[tuple[Span, str]] = []
     begun = False
-    for span in spans[busiest]:
+    for span in (span for place in busiest for span in spans[place]):
         begun = begun or span.activity == "compute"
         idle = "sum" if begun or not computed(busiest) else "launch"
         followed.append((span, idle if span.activity == "other" else span.activity))
+    end_ns = end(busiest[-1])
     for span in spans[last]:
-        if span.end_ns > end(busiest):
-            clipped = dataclasses.replace(span, start_ns=max(span.start_ns, end(busiest)))
+        if span.end_ns > end_ns:
+            clipped = dataclasses.replace(span, start_ns=max(span.start_ns, end_ns))
             phase = {"compute": "tail", "other": "sum"}.get(span.activity, span.activity)
             followed.append((clipped, phase))
-    tiles = sum(span.activity == "compute" for span in spans[busiest])
-    return followed, (busiest.program, tiles, computed(busiest))
+    tiles = sum(span.activity == "compute" for place in busiest for span in spans[place])
+    return followed, _Chosen(tuple(place.program for place in busiest), tiles, computed(busiest))
+
+
+def _chains(spans: dict[Place, list[Span]]) -> list[list[Place]]:
+    """Return the programs in chains: each has begun on the SM of the one before, after its end.
+
+    A grid of more programs than fit at once runs in such chains; of the programs that have ended on
+    an SM, the one that ended last has made room for the next.
+    """
+    chains: list[list[Place]] = []
+    ended: dict[int, list[tuple[float, int]]] = defaultdict(list)  # of an SM: the end of a chain
+    for place, of_place in sorted(spans.items(), key=lambda item: item[1][0].start_ns):
+        of_sm, start_ns = ended[of_place[0].sm], of_place[0].start_ns
+        before = bisect.bisect_right(of_sm, (start_ns, len(spans)))
+        number = of_sm.pop(before - 1)[1] if before else len(chains)
+        if not before:
+            chains.append([])
+        chains[number].append(place)
+        bisect.insort(of_sm, (of_place[-1].end_ns, number))
+    return chains
 
 
 def _intervals(

@@ -124,6 +124,23 @@ def test_a_guess() -> None:
     assert "66 of 132 processors" in half.source
 
 
+def test_a_guess_by_data_sheets() -> None:
+    a100 = profile_of("NVIDIA A100-SXM4-80GB", 1)
+    assert a100.is_guess
+    assert a100.processors == 108
+    assert a100.product.flops_per_s == pytest.approx(H200.product.flops_per_s * 312 / 989)
+    assert a100.product.memory_bytes_per_s == pytest.approx(
+        H200.product.memory_bytes_per_s * 2039 / 4800
+    )
+    assert a100.link_bytes_per_s == pytest.approx(H200.link_bytes_per_s * 300 / 450)
+    # A tile takes a processor longer, as each is slower.
+    assert a100.tile_us(128, 256, 4096, a100.product.flops_per_s) > H200.tile_us(
+        128, 256, 4096, H200.product.flops_per_s
+    )
+    assert "scaled by both data sheets" in a100.source
+    assert not profile_of("NVIDIA H200").is_guess, "which was measured"
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"gpu": 1}'])
 def test_a_text_that_is_no_profile(text: str) -> None:
     with pytest.raises(ConfigError, match="a machine profile must be JSON with all its fields"):

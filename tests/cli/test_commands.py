@@ -55,11 +55,30 @@ def test_explain_needs_no_gpu() -> None:
     assert "Predicted, not measured: " in done.output
 
 
+def test_explain_guesses_by_data_sheets() -> None:
+    """A card of PCIe has slow links: what hides behind them counts for more."""
+    shape = "gemm_reduce_scatter", "8192x8192x2048", "-n", 4
+    slow = run("explain", *shape, "--gpu", "NVIDIA H100 PCIe")
+    fast = run("explain", *shape, "--gpu", "h100 80gb")
+    assert slow.exit_code == fast.exit_code == 0
+    links = [
+        int(next(line.split()[-1] for line in done.output.splitlines() if "links alone" in line))
+        for done in (slow, fast)
+    ]
+    assert links[0] == pytest.approx(450 / 64 * links[1], rel=0.02)
+    assert "a guess: NVIDIA H200's, scaled by both data sheets" in " ".join(slow.output.split())
+    assert run("explain", *shape, "--gpu", "NVIDIA L4").exit_code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["embedding_all_to_all", "1x1x1"], "one around one product, such as all_gather_gemm, "),
-        (["gemm_all_reduce", "8x8x8", "--gpu", "h100"], "profile is known: NVIDIA H200; got"),
+        (
+            ["gemm_all_reduce", "8x8x8", "--gpu", "h100"],
+            "must name one of NVIDIA H100 80GB HBM3, NVIDIA H100 NVL, NVIDIA H100 PCIe; got",
+        ),
+        (["gemm_all_reduce", "8x8x8", "--gpu", "voodoo"], "NVIDIA H200, NVIDIA H800"),
         (["gemm_all_reduce", "8x8"], "must be MxNxK"),
     ],
 )

@@ -1,4 +1,6 @@
-"""GPUs that commands take by name: those whose profiles are known, which need not be here."""
+"""GPUs that commands take by name, which need not be here: those that were measured, and those
+whose data sheets are known.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ from typing import Any, cast
 
 import torch
 
+from interlace.costs.datasheets import DATASHEETS
 from interlace.costs.known_profiles import own_gpus, profile_of, profiled_gpus
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError
@@ -15,24 +18,33 @@ from interlace.gemm.operator import GemmOperator
 from interlace.tuning.choice import Choice
 
 _SHARED_BYTES = 227 << 10
-"""Shared memory of a program on the GPUs whose profiles are known."""
+"""Shared memory of a program on GPUs whose data sheets are not known."""
 
 
 def gpu_named(text: str) -> Gpu:
-    """Return the one profiled GPU whose name contains a text, such as ``"h200"``.
+    """Return the one GPU whose name contains a text, such as ``"h200"``, whatever its case; if
+    several do, the one that was measured.
 
     Raises:
         ArgumentError: There is none, or several.
     """
-    known = sorted({*profiled_gpus(), *own_gpus()})
+    measured = {*profiled_gpus(), *own_gpus()}
+    known = sorted({*measured, *DATASHEETS})
     matching = [name for name in known if text.lower() in name.lower()]
+    # "NVIDIA L4" is part of another name, and "h200" of one that was not measured.
+    for better in ({text}, measured):
+        among = [name for name in matching if name in better]
+        matching = among if len(among) == 1 else matching
     if len(matching) != 1:
         raise ArgumentError(
-            f"--gpu must name one GPU whose profile is known: {', '.join(known)}; got {text!r}. "
-            "`interlace tune machine` on a GPU measures its profile; until then impl='auto' goes "
-            "by the H200's."
+            f"--gpu must name one of {', '.join(matching or known)}; got {text!r}. "
+            "`interlace tune machine` on another GPU measures its profile; until then impl='auto' "
+            "guesses."
         )
-    return Gpu(matching[0], profile_of(matching[0]).processors, _SHARED_BYTES)
+    (name,) = matching
+    datasheet = DATASHEETS.get(name)
+    shared_bytes = _SHARED_BYTES if datasheet is None else datasheet.shared_bytes
+    return Gpu(name, profile_of(name).processors, shared_bytes)
 
 
 def choice_on(gpu: Gpu, declaration: GemmOperator, call: Call, dtype: torch.dtype) -> Choice[Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from interlace.cache_folder import cache_folder, is_own
 from interlace.costs.corrections import Corrections
+from interlace.costs.datasheets import DATASHEETS
 from interlace.costs.network import parse_network
 from interlace.costs.time import MachineProfile, ProductRates
 from interlace.errors import ConfigError
@@ -25,12 +26,14 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
     """Return the profile of a GPU: what ``interlace tune machine`` has measured for this user, else
     the one that is shipped, else a guess.
 
-    The guess is the profile of the NVIDIA H200, with products scaled by the number of processors.
-    Links and memory stay as they are, so it ranks implementations rather than times them.
+    The guess is the profile of the NVIDIA H200, whose rates of products, memory and links are
+    scaled as the makers' data sheets are to one another; of a GPU whose data sheet is not known,
+    products alone, by the number of processors. Times that are no rates stay as they are, so it
+    ranks implementations rather than times them.
 
     Args:
         gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
-        processors: its number of streaming multiprocessors, for a guess.
+        processors: its number of streaming multiprocessors, for a guess without a data sheet.
     """
     measured = own_profile(gpu)
     if measured is not None:
@@ -38,20 +41,38 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
     shipped = shipped_profile(gpu)
     if shipped is not None:
         return shipped
+    return _guess(gpu, processors)
+
+
+def _guess(gpu: str, processors: int) -> MachineProfile:
+    """Return the profile of the model, scaled to another GPU."""
     model = shipped_profile(_MODEL)
     assert model is not None
-    share = processors / model.processors
+    own, its = DATASHEETS.get(gpu), DATASHEETS[_MODEL]
+    flops = float32_flops = processors / model.processors
+    memory = links = 1.0
+    basis = f"with {processors} of {model.processors} processors"
+    if own is not None:
+        basis = "scaled by both data sheets"
+        processors = own.processors
+        flops = own.tera_flops / its.tera_flops
+        float32_flops = own.float32_tera_flops / its.float32_tera_flops
+        memory = own.memory_gigabytes / its.memory_gigabytes
+        links = own.link_gigabytes / its.link_gigabytes
+    rates = model.product
     return dataclasses.replace(
         model,
         gpu=gpu,
-        source=f"a guess: {model.gpu}'s, with {processors} of {model.processors} processors",
+        source=f"a guess: {model.gpu}'s, {basis}",
         processors=processors,
         product=dataclasses.replace(
-            model.product,
-            flops_per_s=model.product.flops_per_s * share,
-            float32_flops_per_s=model.product.float32_flops_per_s * share,
-            own_float32_flops_per_s=model.product.own_float32_flops_per_s * share,
+            rates,
+            flops_per_s=rates.flops_per_s * flops,
+            memory_bytes_per_s=rates.memory_bytes_per_s * memory,
+            float32_flops_per_s=rates.float32_flops_per_s * float32_flops,
+            own_float32_flops_per_s=rates.own_float32_flops_per_s * float32_flops,
         ),
+        link_bytes_per_s=model.link_bytes_per_s * links,
         corrections={},
         is_guess=True,
     )

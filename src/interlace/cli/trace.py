@@ -94,7 +94,11 @@ def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     simulated = simulate(case, ranks, gpu) if request.is_simulated else None
     title = f"Trace of {case.label} on {ranks} ranks of the {backend} backend"
     trace = run_ranks(console, title, 1, trace_rank, ranks, case, request.calls, backend=backend)[0]
-    where = f"{ranks} x {gpu.name}" if backend == "cuda" else f"{ranks} ranks, CPU backend"
+    where = f"{ranks} ranks, CPU backend"
+    if backend == "cuda":
+        where = f"{ranks} x {gpu.name}"
+        if gpus < ranks:
+            where = f"{ranks} ranks that share {gpus} x {gpu.name}"
     _write(trace.to_perfetto(simulated, f"{case.label}, {where}"), outputs)
     console.print(case.label)
     console.print(trace.summary(), highlight=False)

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.compile import eager_backend, foreign, recording, uninstall
+from interlace.compile import eager_backend, foreign, foreign_norms, recording, uninstall
 from interlace.integrations import vllm
 
 M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
@@ -38,6 +38,25 @@ def _all_gather(tensor: torch.Tensor, dim: int, world_size: int, group_name: str
     parts = [torch.empty_like(tensor) for _ in range(world_size)]
     dist.all_gather(parts, tensor.contiguous())
     return torch.cat(parts, dim)
+
+
+def _rms_norm(
+    x: torch.Tensor, weight: torch.Tensor | None, epsilon: float, variance_size: int | None = None
+) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    part = wide if variance_size is None else wide[..., :variance_size]
+    normed = wide * torch.rsqrt(part.pow(2).mean(-1, keepdim=True) + epsilon)
+    if weight is not None:
+        normed = normed.to(weight.dtype) * weight
+    return normed.to(x.dtype)
+
+
+def _fused_add_rms_norm(
+    x: torch.Tensor, x_residual: torch.Tensor, weight: torch.Tensor | None, epsilon: float,
+    variance_size: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    total = x.to(torch.float32) + x_residual.to(torch.float32)
+    return _rms_norm(total, weight, epsilon, variance_size).to(x.dtype), total.to(x.dtype)
 
 
 def _resized(tensor: torch.Tensor, dim: int, size: Any) -> torch.Tensor:
@@ -72,6 +91,13 @@ def _vllm() -> Iterator[None]:
             return _resized(tensor, dim, resize(tensor.shape[dim], world_size))
 
         torch.library.register_fake(f"vllm::{name}", fake, lib=library)
+    norms = torch.library.Library("vllm_ir", "FRAGMENT")
+    settings = "Tensor? weight, float epsilon, SymInt? variance_size=None"
+    norms.define(f"rms_norm(Tensor x, {settings}) -> Tensor")
+    norms.define(f"fused_add_rms_norm(Tensor x, Tensor x_residual, {settings}) -> (Tensor, Tensor)")
+    for name, norm in (("rms_norm", _rms_norm), ("fused_add_rms_norm", _fused_add_rms_norm)):
+        norms.impl(name, norm, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"vllm_ir::{name}", norm, lib=norms)
     coordinator = SimpleNamespace(device_group=dist.group.WORLD)
     state: Any = ModuleType("vllm.distributed.parallel_state")
     state._groups = {"tp:0": lambda: coordinator, "gone:0": lambda: None}
@@ -89,9 +115,12 @@ def _vllm() -> Iterator[None]:
         uninstall()
         for name in vllm.COLLECTIVES:
             foreign.unregister(name)
+        for name in vllm.NORMS:
+            foreign_norms.unregister(name)
         for name in modules:
             del sys.modules[name]
         library._destroy()
+        norms._destroy()
 
 
 def _ops() -> Any:
@@ -126,6 +155,52 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
         [(6, K), (N, K), (6, N), (N,)],
         ["gemm_all_reduce_norm"],
         0,
+    ),
+    "vLLM's norm": (
+        lambda x, w, v: torch.ops.vllm_ir.rms_norm(_ops().all_reduce(x @ w.t(), "tp:0"), v, 1e-6),
+        [(6, K), (N, K), (N,)],
+        ["gemm_all_reduce_norm"],
+        0,
+    ),
+    "vLLM's norm with a residual": (
+        lambda x, w, r, v: torch.cat(
+            torch.ops.vllm_ir.fused_add_rms_norm(_ops().all_reduce(x @ w.t(), "tp:0"), r, v, 1e-6)
+        ),
+        [(6, K), (N, K), (6, N), (N,)],
+        ["gemm_all_reduce_norm"],
+        0,
+    ),
+    "vLLM's norm, whose total nobody takes": (
+        lambda x, w, r: torch.ops.vllm_ir.fused_add_rms_norm(
+            _ops().all_reduce(x @ w.t(), "tp:0"), r, None, 1e-6
+        )[0],
+        [(6, K), (N, K), (6, N)],
+        ["gemm_all_reduce_norm"],
+        0,
+    ),
+    "vLLM's norm of many tokens": (
+        lambda x, w, r, v: torch.cat(
+            torch.ops.vllm_ir.fused_add_rms_norm(_ops().all_reduce(x @ w.t(), "tp:0"), r, v, 1e-6)
+        ),
+        [(300, K), (N, K), (300, N), (N,)],
+        ["gemm_all_reduce"],
+        1,
+    ),
+    "vLLM's norm of a part of the columns": (
+        lambda x, w, v: torch.ops.vllm_ir.rms_norm(
+            _ops().all_reduce(x @ w.t(), "tp:0"), v, 1e-6, N // 2
+        ),
+        [(6, K), (N, K), (N,)],
+        ["gemv_all_reduce"],
+        1,
+    ),
+    "vLLM's norm of a sum that is not a product's": (
+        lambda x, r, v: torch.cat(
+            torch.ops.vllm_ir.fused_add_rms_norm(_ops().all_reduce(x, "tp:0"), r, v, 1e-6)
+        ),
+        [(6, N), (6, N), (N,)],
+        [None],
+        2,
     ),
     "reduce-scatter": (
         lambda x, w: _ops().reduce_scatter(x @ w.t(), 0, 2, "tp:0"),
@@ -168,11 +243,17 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
 }
 
 
-def _run(name: str) -> tuple[list[str | None], int, float]:
-    """What was fused, the vLLM collectives that remain, and the result's error."""
+def _run(
+    name: str, dtypes: tuple[torch.dtype, ...] = (torch.float32,)
+) -> tuple[list[str | None], int, float]:
+    """What was fused, vLLM's operators that remain, and the result's error.
+
+    The last dtype is that of all arguments from its place on.
+    """
     program, shapes, *_ = PROGRAMS[name]
     torch.manual_seed(17 + dist.get_rank())
-    arguments = [torch.randn(shape) for shape in shapes]
+    dtypes = (*dtypes, *[dtypes[-1]] * len(shapes))[: len(shapes)]
+    arguments = [torch.randn(shape).to(dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
     remaining = 0
 
     def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -186,7 +267,7 @@ def _run(name: str) -> tuple[list[str | None], int, float]:
             fuse(graph.graph)
             graph.recompile()
             targets = [str(node.target) for node in graph.graph.nodes]
-            remaining = sum(target.startswith("vllm.") for target in targets)
+            remaining = sum(target.startswith(("vllm.", "vllm_ir.")) for target in targets)
             assert not any(target.startswith("_c10d_functional") for target in targets)
             return make_boxed_func(graph.forward)
 
@@ -207,6 +288,15 @@ def test_collectives_of_vllm(ranks: Any, name: str) -> None:
     for found, remaining, error in ranks(2).run(_run, name):
         assert (found, remaining) == (operators, left)
         assert error < 1e-5
+
+
+@pytest.mark.parametrize("weight", [torch.bfloat16, torch.float32])
+def test_norms_of_vllm_in_bfloat16(ranks: Any, weight: torch.dtype) -> None:
+    """The weight may be float32, as Gemma's is; the total is rounded once, as vLLM does."""
+    name, others = "vLLM's norm with a residual", (torch.bfloat16,) * 3
+    for found, remaining, error in ranks(2).run(_run, name, (*others, weight)):
+        assert (found, remaining) == (["gemm_all_reduce_norm"], 0)
+        assert error < 1e-2
 
 
 def _dynamic(name: str) -> tuple[list[str | None], list[float]]:

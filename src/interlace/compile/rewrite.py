@@ -10,7 +10,16 @@ import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, foreign, normed, received, rows, siblings, sums
+from interlace.compile import (
+    collectives,
+    foreign,
+    foreign_norms,
+    normed,
+    received,
+    rows,
+    siblings,
+    sums,
+)
 from interlace.compile.choice import all_reduce_operator, choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
@@ -49,9 +58,12 @@ def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = True) ->
     )
     replace_copies(graph)
     spelled, refused = foreign.spell_out(graph)
+    norms = foreign_norms.spell_out(graph, {spelling.wait for spelling in spelled})
     try:
         findings = _fuse_all(graph, direction)
     finally:
+        for norm in norms:
+            norm.finish()
         for spelling in spelled:
             spelling.finish()
     findings += [

@@ -394,6 +394,25 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("connections", "percentage", "status", "said"),
+    [
+        ("", "", "ok", "8 (CUDA's default"),
+        ("32", "", "ok", "32 (CUDA_DEVICE_MAX_CONNECTIONS)"),
+        ("1", "", "not here", "CUDA graphs with triggered transfers or slices are refused"),
+        ("", "45", "missing", "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE limits the SMs"),
+    ],
+)
+def test_doctor_counts_the_queues(
+    monkeypatch: pytest.MonkeyPatch, connections: str, percentage: str, status: str, said: str
+) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage)
+    row = doctor_cuda._queues()
+    assert row.status == status
+    assert said in row.meaning
+
+
 @pytest.mark.parametrize("command", ["bench", "tune"])
 def test_batches_have_four_sizes(command: str) -> None:
     more = ["--table", "table.json"] if command == "tune" else []

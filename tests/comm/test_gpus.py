@@ -90,6 +90,18 @@ def test_ranks_that_share_gpus(
         require_dedicated_gpus(members, "a measurement")
 
 
+def test_a_limit_of_processors_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS was seen to leave parts of products unwritten under it."""
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "45")
+    members = _members(monkeypatch, ["a", "b"])
+    with pytest.warns(UserWarning, match=r"^CUDA_MPS_ACTIVE_THREAD_PERCENTAGE is set\."):
+        _check_gpus(members, ["a", "b"])
+    monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "100")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        _check_gpus(members, ["a", "b"])
+
+
 def test_only_one_rank_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     members = _members(monkeypatch, ["a"], rank=1)
     with warnings.catch_warnings():

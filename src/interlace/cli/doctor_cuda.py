@@ -53,6 +53,7 @@ def check_cuda() -> list[Row]:
         rows.append(Row(f"GPU {i}", OK, meaning))
     rows += _links(torch, count)
     rows.append(_sharing(torch, count))
+    rows.append(_queues())
     duty = "maps the GPUs' memory side by side"
     is_importable = _importable("cuda.bindings.driver")
     rows.append(needed("cuda-bindings", is_importable, duty, duty, "pip install cuda-bindings"))
@@ -130,6 +131,28 @@ def _sharing(torch: Any, count: int) -> Row:
         f"and test a fused kernel. Times mean nothing then"
     )
     return Row("ranks per GPU", OK, meaning, "interlace.launch(worker, n, backend='cuda')")
+
+
+def _queues() -> Row:
+    """Say how many queues lead from a process to a GPU, and whether its SMs are limited."""
+    from interlace.comm.members import PROCESSOR_LIMIT, limits_processors
+
+    check, limit = "queues to a GPU", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
+    if limits_processors():
+        return Row(
+            check,
+            MISSING,
+            f"{PROCESSOR_LIMIT} limits the SMs; cuBLAS was seen to leave parts of products out",
+            f"unset {PROCESSOR_LIMIT}",
+        )
+    if limit == "1":
+        meaning = (
+            "1 by CUDA_DEVICE_MAX_CONNECTIONS: streams wait for one another, and CUDA graphs with "
+            "triggered transfers or slices are refused"
+        )
+        return Row(check, ABSENT, meaning, "unset it, unless the program needs it")
+    source = "CUDA_DEVICE_MAX_CONNECTIONS" if limit else "CUDA's default; 2 under MPS"
+    return Row(check, OK, f"{limit or 8} ({source}); as many streams can wait at once")
 
 
 def _nvlink(count: int) -> Row:

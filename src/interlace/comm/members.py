@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import warnings
 from typing import Any, Protocol
 
@@ -138,12 +139,29 @@ def check_gpus(members: Members, gpus: list[str]) -> int:
             )
     ranks_per_gpu = max(gpus.count(gpu) for gpu in gpus)
     if ranks_per_gpu > 1 and members.rank == 0:
+        count = len(set(gpus))
         warnings.warn(
-            f"{members.world_size} ranks share {len(set(gpus))} GPUs by time slices. Results "
-            "are right; times mean nothing.",
+            f"{members.world_size} ranks share {count} {'GPU' if count == 1 else 'GPUs'} by time "
+            "slices. Results are right; times mean nothing.",
+            stacklevel=2,
+        )
+    if limits_processors() and members.rank == 0:
+        warnings.warn(
+            f"{PROCESSOR_LIMIT} is set. Where NVIDIA's Multi-Process Service runs, cuBLAS of CUDA "
+            "13.0 left parts of products unwritten under such a limit. Unset it.",
             stacklevel=2,
         )
     return ranks_per_gpu
+
+
+PROCESSOR_LIMIT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
+"""Variable by which NVIDIA's Multi-Process Service limits the SMs of a process."""
+
+
+def limits_processors() -> bool:
+    """Return whether the environment limits the SMs of this process."""
+    value = os.environ.get(PROCESSOR_LIMIT, "")
+    return bool(value) and value not in ("100", "100.0")
 
 
 def require_dedicated_gpus(members: Members, activity: str) -> None:

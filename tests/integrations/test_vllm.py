@@ -331,6 +331,32 @@ def test_tokens_whose_number_changes(ranks: Any, name: str, wanted: list[str | N
         assert max(errors) < 1e-5
 
 
+def _dynamic_norm(traced: int) -> tuple[list[str | None], list[float]]:
+    program, (_, *shapes), *_ = PROGRAMS["vLLM's norm with a residual"]
+    torch.manual_seed(17 + dist.get_rank())
+    w, weight = torch.randn(shapes[0]), torch.randn(shapes[2])
+    errors = []
+    with _vllm(), torch.no_grad(), recording() as findings:
+        torch.compiler.reset()
+        compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
+        for tokens in (traced, 6, 300):
+            x, residual = torch.randn(tokens, K), torch.randn(tokens, N)
+            for tensor in (x, residual):
+                torch._dynamo.mark_dynamic(tensor, 0)
+            expected = program(x, w, residual, weight)
+            error = (compiled(x, w, residual, weight) - expected).norm() / expected.norm()
+            errors.append(float(error))
+    return [finding.operator for finding in findings], errors
+
+
+@pytest.mark.parametrize("traced", [7, 320])
+def test_a_norm_of_tokens_whose_number_changes(ranks: Any, traced: int) -> None:
+    """The graph decodes, too, whatever it was traced with, and is not compiled anew."""
+    for operators, errors in ranks(2).run(_dynamic_norm, traced):
+        assert operators == ["gemm_all_reduce_norm"]
+        assert max(errors) < 1e-5
+
+
 def _inductor() -> tuple[list[str | None], float]:
     """By Inductor without a word of the program, as vLLM's own backend calls it.
 

@@ -178,8 +178,11 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     """
     fused = operator_matching("gemm", "all_reduce", "norm")
     tokens, norm, anchor = rows_of(product), tail.norm, tail.anchor
-    # A row's roundings must not depend on the number of rows where calls are batch-invariant.
-    if tokens > MOST_ROWS and not invariance.is_enabled():
+    # A row's roundings must not depend on the number of rows where calls are batch-invariant. And a
+    # graph for any number of rows, which decodes as well, loses nothing by calls of more.
+    if not is_static(*value(product.x).shape[:-1]):
+        tokens = min(tokens, MOST_ROWS)
+    elif tokens > MOST_ROWS and not invariance.is_enabled():
         raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_ROWS} or fewer")
     if product.columns > MOST_COLUMNS:
         raise LeftAlone(f"its rows are longer than {MOST_COLUMNS}")

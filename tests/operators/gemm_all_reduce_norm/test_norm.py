@@ -268,3 +268,13 @@ def test_columns_of_a_receiving_program() -> None:
     assert GemmAllReduceNormConfig(columns=500).received_columns(
         rows=8192, tokens=1, most_programs=132
     ) == 512  # fmt: skip
+
+
+def test_many_rows_take_the_sum_and_then_the_norm() -> None:
+    """Nothing was measured of so many, and their times do not follow from those of few."""
+    operator, device = GemmAllReduceNorm(), torch.device("cpu")
+    sizes = {"columns": 64, "inner": 64, "dtype": torch.bfloat16, "world_size": 2, "device": device}
+    assert operator.choose(rows=256, **sizes).impl != "gemm"
+    choice = operator.choose(rows=257, **sizes)
+    assert choice.candidates == ("gemm", "unfused")
+    assert "up to 256 rows" in choice.reason

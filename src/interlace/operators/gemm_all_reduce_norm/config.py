@@ -8,8 +8,8 @@ from interlace.tuning.configuration import Configuration, between, power_of_two
 from interlace.units import ceil_div, next_power_of_2
 
 MOST_ROWS = 256
-"""Rows (tokens) up to which the pass for ``torch.compile`` puts the operator in: with more, the sum
-and the norm are bound by bytes, and nothing is left to hide.
+"""Rows (tokens) up to which the operator is faster than the sum and the norm one after the other:
+with more, both are bound by bytes, and nothing is left to hide.
 """
 
 MOST_FUSED_ROWS = 64

@@ -48,17 +48,17 @@ def _guess(gpu: str, processors: int) -> MachineProfile:
     """Return the profile of the model, scaled to another GPU."""
     model = shipped_profile(_MODEL)
     assert model is not None
-    own, its = DATASHEETS.get(gpu), DATASHEETS[_MODEL]
+    datasheet, known = DATASHEETS.get(gpu), DATASHEETS[_MODEL]
     flops = float32_flops = processors / model.processors
     memory = links = 1.0
     basis = f"with {processors} of {model.processors} processors"
-    if own is not None:
+    if datasheet is not None:
         basis = "scaled by both data sheets"
-        processors = own.processors
-        flops = own.tera_flops / its.tera_flops
-        float32_flops = own.float32_tera_flops / its.float32_tera_flops
-        memory = own.memory_gigabytes / its.memory_gigabytes
-        links = own.link_gigabytes / its.link_gigabytes
+        processors = datasheet.processors
+        flops = datasheet.tera_flops / known.tera_flops
+        float32_flops = datasheet.float32_tera_flops / known.float32_tera_flops
+        memory = datasheet.memory_gigabytes / known.memory_gigabytes
+        links = datasheet.link_gigabytes / known.link_gigabytes
     rates = model.product
     return dataclasses.replace(
         model,

@@ -4,12 +4,15 @@ import ctypes
 import dataclasses
 import os
 import signal
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.comm.carrier import run_within
 from interlace.comm.nodes import numbered
 from interlace.registry import operators
 from interlace.testing.cases import IMPLEMENTATIONS, every_case
@@ -305,3 +308,14 @@ def _compiled_experts():
 
 def test_experts_compile_between_nodes(ranks):
     assert ranks(2).run(_compiled_experts) == [True] * 2
+
+
+def test_what_never_connects_is_given_up():
+    """NCCL waits in the host's code for a peer that is dead."""
+    with pytest.raises(RuntimeError, match=r"^NCCL must be connected within 0\.1 s; "):
+        run_within(0.1, lambda: time.sleep(30), "NCCL")
+    with pytest.raises(ZeroDivisionError):
+        run_within(5, lambda: 1 // 0, "NCCL")
+    done = []
+    run_within(5, lambda: done.append(threading.current_thread()), "NCCL")
+    assert done[0] is not threading.current_thread()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -23,6 +24,8 @@ CHANNELS = 2
 
 # Deadlines are the group's, which releases waits and aborts; torch's own timeout ends the process.
 _NEVER = datetime.timedelta(days=365)
+
+_CONNECT_S = 60.0  # in which NCCL has connected, at least: many ranks take some seconds
 
 
 class Message(NamedTuple):
@@ -57,10 +60,10 @@ class Carrier:
         Args:
             members: The group, which spans nodes.
             store: A store of the group under a prefix that was never used.
-            deadline_s: Seconds in which Gloo must have connected.
+            deadline_s: Seconds in which Gloo must have connected; NCCL has a minute, or these.
 
         Raises:
-            RuntimeError: On the CPU backend, a peer did not come in time.
+            RuntimeError: A peer did not come in time.
         """
         self._on_gpu, self._device = members.backend == "cuda", members.device
         rank, ranks = members.rank, members.world_size
@@ -75,7 +78,13 @@ class Carrier:
         self._backend._set_sequence_number_for_group()
         kind_of_device = torch.device(self._device.type)
         self._process_group._register_backend(kind_of_device, backend_type, self._backend)
-        self._greet([peer for peer in range(ranks) if peer != rank], deadline)
+        peers = [peer for peer in range(ranks) if peer != rank]
+        if self._on_gpu:
+            # NCCL waits for its peers in the host's code, for as long as they take.
+            seconds = max(deadline_s, _CONNECT_S)
+            run_within(seconds, lambda: self._greet(peers, deadline), "NCCL between nodes")
+        else:
+            self._greet(peers, deadline)
 
     def _greet(self, peers: Sequence[int], deadline: datetime.timedelta) -> None:
         """Send each peer one message and wait for its own.
@@ -130,6 +139,40 @@ class Carrier:
         if self._on_gpu:
             with contextlib.suppress(RuntimeError):
                 self._backend.abort()
+
+
+def run_within(seconds: float, function: Callable[[], None], connection: str) -> None:
+    """Run a function that connects to peers, and that may never return if one does not come.
+
+    Args:
+        seconds: Seconds after which it is given up; the thread that runs it is left behind.
+        function: What to run. It has the current CUDA device of the caller.
+        connection: Name of what it connects, for the error.
+
+    Raises:
+        RuntimeError: The time is over; or whatever the function raises.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    failures: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            # A new thread has the first device.
+            with contextlib.nullcontext() if device is None else torch.cuda.device(device):
+                function()
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=run, name="interlace connecting", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if thread.is_alive():
+        raise RuntimeError(
+            f"{connection} must be connected within {seconds:g} s; a rank is late or dead, or its "
+            "network is not reached. NCCL_DEBUG=INFO says what NCCL does."
+        )
+    if failures:
+        raise failures[0]
 
 
 def _gloo(store: dist.Store, rank: int, ranks: int, deadline: datetime.timedelta) -> Any:

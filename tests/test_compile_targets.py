@@ -585,7 +585,8 @@ def _mixture_of_experts_products(kernel):
     from interlace.operators.mixture_of_experts.kernels.dispatch import Pushing
 
     pushing = Pushing(
-        programs=16, rows=64, block_rows=2, block_columns=1024, top_k=6, align=8
+        programs=16, rows=64, block_rows=2, block_columns=1024, top_k=6, align=8,
+        expert_lanes=_MOE_LANES["E_LANES"],
     )  # fmt: skip
     shared = _MOE_LANES | {"PUSHING": pushing}
     for forward, halves in ((True, False), (True, True), (False, False)):
@@ -609,7 +610,6 @@ def _mixture_of_experts_products(kernel):
         types |= {name: f"tensordesc<bf16[{block}]>" for name, block in blocks.items()}
         constants = shared | {
             "DTYPE": tl.bfloat16,
-            "FORWARD": forward,
             "EVEN": forward,
             "HALVES": halves,
             "FORM": _swiglu(),
@@ -632,7 +632,6 @@ def _mixture_of_experts_products(kernel):
     forward = kernel == "dispatch_grouped_gemm"
     constants = shared | {
         "DTYPE": tl.float32,
-        "FORWARD": forward,
         "EVEN": False,
         "HALVES": forward,
         "FORM": _swiglu(),

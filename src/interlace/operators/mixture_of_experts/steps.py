@@ -207,13 +207,17 @@ class Steps:
         }
         constants = self.constants | {
             "TILING": self.tiling._replace(w_along_k=along_k),
-            "FORWARD": forward,
             "HALVES": halves,
             "FORM": self.call.form,
             "PUSHING": Pushing(
-                config.push_programs, push_rows, rows, row_columns, sizes.top_k, self.align
+                config.push_programs,
+                push_rows,
+                rows,
+                row_columns,
+                sizes.top_k,
+                self.align,
+                self.lanes["E_LANES"],
             ),
-            "E_LANES": self.lanes["E_LANES"],
         }
         grid = (config.push_programs + self.programs,)
         return Launch(dispatch_grouped_gemm, grid, arguments, constants, (weight, out, kept))

@@ -25,6 +25,7 @@ class Pushing(NamedTuple):
         block_rows, block_columns: The tile that it loads and stores at a time.
         top_k: Experts that a token goes to.
         align: The elements, a power of two, that rows are a multiple of.
+        expert_lanes: A power of two that is at least the number of experts.
     """
 
     programs: Any
@@ -33,6 +34,7 @@ class Pushing(NamedTuple):
     block_columns: Any
     top_k: Any
     align: Any
+    expert_lanes: Any
 
 
 class Rows(NamedTuple):
@@ -66,7 +68,7 @@ class Buffers(NamedTuple):
 @triton.jit
 def _push(
     rows, plan, buffers, flags, group, stamp, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
-    PUSHING: tl.constexpr, E_LANES: tl.constexpr,
+    PUSHING: tl.constexpr,
 ):
     """Send this program's share of the rows that leave, and signal complete experts.
 
@@ -77,7 +79,7 @@ def _push(
     COLS: tl.constexpr = PUSHING.block_columns
     E, L, hidden = plan.E, plan.L, rows.hidden
     rank = il.rank(group)
-    lanes = tl.arange(0, E_LANES)
+    lanes = tl.arange(0, PUSHING.expert_lanes)
     # The neighbour's first expert first, then the next rank's: ranks do not crowd one of them.
     experts = (rank + 1 + lanes) % WORLD_SIZE * L + lanes // WORLD_SIZE
     counts = tl.load(plan.table + rank * E + experts, mask=lanes < E, other=0)
@@ -119,19 +121,18 @@ def _push(
 def dispatch_grouped_gemm(
     x, slot_at, scales, plan, grants, a_tiles, b, bias, out, kept, ticket, met, buffers, signals,
     epochs, ctx, call, buffer_bytes, scale_bytes, buffer_index, arrivals, E, L, columns,
-    hidden_groups, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, FORWARD: tl.constexpr,
-    PUSHING: tl.constexpr, TILING: tl.constexpr, L_LANES: tl.constexpr, E_LANES: tl.constexpr,
-    HALVES: tl.constexpr, FORM: tl.constexpr,
+    hidden_groups, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr, PUSHING: tl.constexpr,
+    TILING: tl.constexpr, L_LANES: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
 ):
     """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the weights.
 
-    ``FORWARD``: ``b`` is ``[L, 2 F, hidden]``, the gate's rows before those of up if ``HALVES``, or
-    else a row of each in turn (or ``[L, F, hidden]`` if experts have no gate), and ``bias``, unless
-    it is None, ``[L, 2 F]`` in the same order; ``out`` becomes the activation of both,
-    ``[arrivals, F]``, and ``kept``, unless it is None, gate and up, ``[2, arrivals, F]``. Backward,
-    ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``, rows are accompanied by their slot's
-    weight (``scales``), and the product is stored as it is. ``TILING.w_along_k`` says which of the
-    last two dimensions of ``b`` is contiguous in memory.
+    Forward, which is where ``grants`` are given, ``b`` is ``[L, 2 F, hidden]``, the gate's rows
+    before those of up if ``HALVES``, or else a row of each in turn (or ``[L, F, hidden]`` if experts
+    have no gate), and ``bias``, unless it is None, ``[L, 2 F]`` in the same order; ``out`` becomes
+    the activation of both, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up,
+    ``[2, arrivals, F]``. Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``, rows
+    are accompanied by their slot's weight (``scales``), and the product is stored as it is.
+    ``TILING.w_along_k`` says which of the last two dimensions of ``b`` is contiguous in memory.
 
     **Protocol.**
 
@@ -152,6 +153,7 @@ def dispatch_grouped_gemm(
     rank 1's buffer and signals ``[0][0]`` there, then slot 1 into row 0 of its own. Rank 1 puts its
     slot into row 1 of rank 0's buffer, and computes expert 1 on rank 0's rows.
     """
+    FORWARD: tl.constexpr = grants is not None
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     DESCRIPTORS: tl.constexpr = TILING.descriptors
@@ -180,8 +182,7 @@ def dispatch_grouped_gemm(
             leaving = Rows(x, slot_at, scales, hidden)
             the_buffers = Buffers(buffers, buffer_bytes, scale_bytes, buffer_index, grants)
             _push(
-                leaving, the_plan, the_buffers, flags, group, stamp, WORLD_SIZE, DTYPE, PUSHING,
-                E_LANES,
+                leaving, the_plan, the_buffers, flags, group, stamp, WORLD_SIZE, DTYPE, PUSHING
             )
     else:
         lanes = tl.arange(0, L_LANES)

@@ -127,13 +127,12 @@ def _ops() -> Any:
     return torch.ops.vllm
 
 
-def _normed(
-    y: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """vLLM's ``RMSNorm.forward_native`` with a residual."""
-    total = y.to(torch.float32) + residual
-    wide = total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)
-    return wide.to(y.dtype) * weight, total.to(y.dtype)
+def _sum_and_norm(
+    x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """The norm with a residual as vLLM's own operator."""
+    y = _ops().all_reduce(x @ w.t(), "tp:0")
+    return torch.cat(torch.ops.vllm_ir.fused_add_rms_norm(y, r, v, 1e-6))
 
 
 # name: the program, shapes of its arguments, the operators wanted, the collectives left
@@ -151,7 +150,9 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
         0,
     ),
     "residual and norm": (
-        lambda x, w, r, v: torch.cat(_normed(_ops().all_reduce(x @ w.t(), "tp:0"), r, v)),
+        lambda x, w, r, v: torch.cat(
+            _fused_add_rms_norm(_ops().all_reduce(x @ w.t(), "tp:0"), r, v, 1e-6)
+        ),
         [(6, K), (N, K), (6, N), (N,)],
         ["gemm_all_reduce_norm"],
         0,
@@ -163,9 +164,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
         0,
     ),
     "vLLM's norm with a residual": (
-        lambda x, w, r, v: torch.cat(
-            torch.ops.vllm_ir.fused_add_rms_norm(_ops().all_reduce(x @ w.t(), "tp:0"), r, v, 1e-6)
-        ),
+        _sum_and_norm,
         [(6, K), (N, K), (6, N), (N,)],
         ["gemm_all_reduce_norm"],
         0,
@@ -179,9 +178,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
         0,
     ),
     "vLLM's norm of many tokens": (
-        lambda x, w, r, v: torch.cat(
-            torch.ops.vllm_ir.fused_add_rms_norm(_ops().all_reduce(x @ w.t(), "tp:0"), r, v, 1e-6)
-        ),
+        _sum_and_norm,
         [(300, K), (N, K), (300, N), (N,)],
         ["gemm_all_reduce"],
         1,
@@ -299,20 +296,22 @@ def test_norms_of_vllm_in_bfloat16(ranks: Any, weight: torch.dtype) -> None:
         assert error < 1e-2
 
 
-def _dynamic(name: str) -> tuple[list[str | None], list[float]]:
-    """vLLM compiles one graph for any number of tokens."""
-    program, (_, *shapes), *_ = PROGRAMS[name]
+def _dynamic(name: str, counts: tuple[int, ...]) -> tuple[list[str | None], list[float]]:
+    """vLLM compiles one graph for any number of tokens; with the first of ``counts``."""
+    program, shapes, *_ = PROGRAMS[name]
     torch.manual_seed(17 + dist.get_rank())
-    weights = [torch.randn(shape) for shape in shapes]
+    arguments = [torch.randn(shape) for shape in shapes]
+    of_tokens = [i for i, shape in enumerate(shapes) if shape[0] == shapes[0][0]]
     errors = []
     with _vllm(), torch.no_grad(), recording() as findings:
         torch.compiler.reset()
         compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
-        for tokens in (130, 256, 6):
-            x = torch.randn(tokens, K)
-            torch._dynamo.mark_dynamic(x, 0)
-            expected = program(x, *weights)
-            errors.append(float((compiled(x, *weights) - expected).norm() / expected.norm()))
+        for tokens in counts:
+            for i in of_tokens:
+                arguments[i] = torch.randn(tokens, *shapes[i][1:])
+                torch._dynamo.mark_dynamic(arguments[i], 0)
+            expected = program(*arguments)
+            errors.append(float((compiled(*arguments) - expected).norm() / expected.norm()))
     return [finding.operator for finding in findings], errors
 
 
@@ -326,33 +325,16 @@ def _dynamic(name: str) -> tuple[list[str | None], list[float]]:
 )
 def test_tokens_whose_number_changes(ranks: Any, name: str, wanted: list[str | None]) -> None:
     """Only an all-reduce is fused; the graph is not compiled anew."""
-    for operators, errors in ranks(2).run(_dynamic, name):
+    for operators, errors in ranks(2).run(_dynamic, name, (130, 256, 6)):
         assert operators == wanted
         assert max(errors) < 1e-5
-
-
-def _dynamic_norm(traced: int) -> tuple[list[str | None], list[float]]:
-    program, (_, *shapes), *_ = PROGRAMS["vLLM's norm with a residual"]
-    torch.manual_seed(17 + dist.get_rank())
-    w, weight = torch.randn(shapes[0]), torch.randn(shapes[2])
-    errors = []
-    with _vllm(), torch.no_grad(), recording() as findings:
-        torch.compiler.reset()
-        compiled = torch.compile(program, backend=eager_backend, fullgraph=True)
-        for tokens in (traced, 6, 300):
-            x, residual = torch.randn(tokens, K), torch.randn(tokens, N)
-            for tensor in (x, residual):
-                torch._dynamo.mark_dynamic(tensor, 0)
-            expected = program(x, w, residual, weight)
-            error = (compiled(x, w, residual, weight) - expected).norm() / expected.norm()
-            errors.append(float(error))
-    return [finding.operator for finding in findings], errors
 
 
 @pytest.mark.parametrize("traced", [7, 320])
 def test_a_norm_of_tokens_whose_number_changes(ranks: Any, traced: int) -> None:
     """The graph decodes, too, whatever it was traced with, and is not compiled anew."""
-    for operators, errors in ranks(2).run(_dynamic_norm, traced):
+    name = "vLLM's norm with a residual"
+    for operators, errors in ranks(2).run(_dynamic, name, (traced, 6, 300)):
         assert operators == ["gemm_all_reduce_norm"]
         assert max(errors) < 1e-5
 

@@ -35,12 +35,11 @@ def trace_rank(folder: str, case: Case, calls: int) -> Trace | None:
         return trace, seconds
 
     # Kernels are compiled for a trace at their first call in one.
-    trace, _ = traced(0.0)
+    traced(0.0)
+    hold_s = 0.0
     if group.backend == "cuda":
         _, seconds = traced(_MIN_HOLD_S)
-        slowest_s = max(group.exchange("tracing calls", seconds))
-        trace, _ = traced(max(_HOLD * slowest_s, _MIN_HOLD_S))
-    else:
-        trace, _ = traced(0.0)
+        hold_s = max(_HOLD * max(group.exchange("tracing calls", seconds)), _MIN_HOLD_S)
+    trace, _ = traced(hold_s)
     advance(folder)
     return trace if group.rank == 0 else None

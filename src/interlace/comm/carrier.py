@@ -81,8 +81,11 @@ class Carrier:
         peers = [peer for peer in range(ranks) if peer != rank]
         if self._on_gpu:
             # NCCL waits for its peers in the host's code, for as long as they take.
-            seconds = max(deadline_s, _CONNECT_S)
-            run_within(seconds, lambda: self._greet(peers, deadline), "NCCL between nodes")
+            def greet() -> None:
+                with torch.cuda.device(self._device):  # a new thread has the first one
+                    self._greet(peers, deadline)
+
+            run_within(max(deadline_s, _CONNECT_S), greet, "NCCL between nodes")
         else:
             self._greet(peers, deadline)
 
@@ -146,20 +149,17 @@ def run_within(seconds: float, function: Callable[[], None], connection: str) ->
 
     Args:
         seconds: Seconds after which it is given up; the thread that runs it is left behind.
-        function: What to run. It has the current CUDA device of the caller.
+        function: What to run.
         connection: Name of what it connects, for the error.
 
     Raises:
         RuntimeError: The time is over; or whatever the function raises.
     """
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     failures: list[BaseException] = []
 
     def run() -> None:
         try:
-            # A new thread has the first device.
-            with contextlib.nullcontext() if device is None else torch.cuda.device(device):
-                function()
+            function()
         except BaseException as error:
             failures.append(error)
 

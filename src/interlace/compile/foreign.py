@@ -16,7 +16,7 @@ from torch.fx import Graph, Node
 
 from interlace.compile.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, argument, is_static, value
+from interlace.compile.graph import Writer, arguments_of, is_static, schema_of, value
 
 ProcessGroupOf = Callable[[str], dist.ProcessGroup]
 
@@ -106,25 +106,23 @@ def spell_out(graph: Graph) -> tuple[list[Spelled], list[tuple[Node, str]]]:
 
 
 def _foreign(node: Node) -> Foreign | None:
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
+    schema = schema_of(node)
     return None if schema is None else _known.get(schema.name)
 
 
 def _spell(node: Node, foreign: Foreign) -> Spelled:
-    schema = node.target._schema  # type: ignore[union-attr]
-    positions = {parameter.name: index for index, parameter in enumerate(schema.arguments)}
+    arguments = arguments_of(node)
+    operand, *settings = arguments
+    named = {
+        parameter.name: argument
+        for parameter, argument in zip(schema_of(node).arguments, arguments, strict=True)
+    }
 
     def of(name: str) -> Any:
-        if name not in positions:
+        if name not in named:
             raise LeftAlone(f"{foreign.name} has no argument {name!r}")
-        return argument(node, positions[name], name)
+        return named[name]
 
-    # All arguments by position, without the operand, which is the first.
-    arguments = [
-        argument(node, index, parameter.name, parameter.default_value)
-        for index, parameter in enumerate(schema.arguments)
-    ]
-    operand, *settings = arguments
     name = of("group_name")
     try:
         group = foreign.process_group(name)

@@ -8,14 +8,14 @@ operator back where it could not.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch.fx import Graph, Node
 
 from interlace.compile import rows
-from interlace.compile.graph import Writer, argument, aten, value
+from interlace.compile.graph import Writer, argument, arguments_of, aten, schema_of, value
 
 _CAST = torch.ops.prims.convert_element_type.default
 
@@ -94,20 +94,19 @@ def spell_out(graph: Graph, sums: Collection[Node]) -> list[Spelled]:
         graph: A graph, in which norms that are nothing like that stay as they are.
         sums: The nodes that hold the result of an all-reduce.
     """
-    return [
-        spelled
-        for node in (list(graph.nodes) if _known else [])
-        for norm in _norms(node)
-        if _is_sum(argument(node, 0, "x"), sums)
-        for spelled in _spell(node, norm)
-    ]
+    spelled = []
+    for node in list(graph.nodes) if _known else []:
+        norm = _norm(node)
+        if norm is not None and _is_sum(argument(node, 0, "x"), sums):
+            spelling = _spell(node, norm)
+            spelled += [] if spelling is None else [spelling]
+    return spelled
 
 
-def _norms(node: Node) -> Iterator[ForeignNorm]:
-    """Yield the norm that a node calls, if it calls one that is functional."""
-    schema = getattr(node.target, "_schema", None) if node.op == "call_function" else None
-    if schema is not None and schema.name in _known and not schema.is_mutable:
-        yield _known[schema.name]
+def _norm(node: Node) -> ForeignNorm | None:
+    """Return the norm that a node calls; None if it calls none, or one that works in place."""
+    schema = schema_of(node)
+    return None if schema is None or schema.is_mutable else _known.get(schema.name)
 
 
 def _is_sum(node: Any, sums: Collection[Node]) -> bool:
@@ -117,13 +116,9 @@ def _is_sum(node: Any, sums: Collection[Node]) -> bool:
     return node in sums
 
 
-def _spell(node: Node, norm: ForeignNorm) -> Iterator[Spelled]:
-    """Yield a norm that was spelled out, unless it is of a part of the columns or goes unused."""
-    schema = node.target._schema  # type: ignore[union-attr]
-    arguments = [
-        argument(node, index, parameter.name, parameter.default_value)
-        for index, parameter in enumerate(schema.arguments)
-    ]
+def _spell(node: Node, norm: ForeignNorm) -> Spelled | None:
+    """Spell a norm out and return it; None if it is of a part of the columns, or goes unused."""
+    arguments = arguments_of(node)
     count = 2 if norm.has_residual else 1
     sources, (weight, eps, variance_size) = arguments[:count], arguments[count:]
     items: dict[Any, Node] = {0: node}
@@ -132,7 +127,7 @@ def _spell(node: Node, norm: ForeignNorm) -> Iterator[Spelled]:
     used = [items[place] for place in sorted(items) if items[place].users]
     is_plain = variance_size is None and (node in used or len(items) == len(node.users))
     if not is_plain or items.get(0) not in used:
-        return
+        return None
     writer, dtype = Writer(node, node), value(sources[0]).dtype
     calls: list[Node] = []
 
@@ -166,4 +161,4 @@ def _spell(node: Node, norm: ForeignNorm) -> Iterator[Spelled]:
             node.graph.erase_node(item)
     # Without its operands, the call is no use of the sum.
     node.args, node.kwargs = (), {}
-    yield Spelled(node, used, stand_ins, calls, operands, tuple(arguments[count:]))
+    return Spelled(node, used, stand_ins, calls, operands, tuple(arguments[count:]))

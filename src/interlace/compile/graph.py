@@ -53,12 +53,25 @@ def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
 
 
+def schema_of(node: Node) -> Any:
+    """Return the schema of the operator that a node calls; None for any other node."""
+    return getattr(node.target, "_schema", None) if node.op == "call_function" else None
+
+
+def arguments_of(node: Node) -> list[Any]:
+    """Return all arguments of an operator's call by position, defaults among them."""
+    return [
+        argument(node, index, parameter.name, parameter.default_value)
+        for index, parameter in enumerate(schema_of(node).arguments)
+    ]
+
+
 def changes_memory(node: Node) -> bool:
     """Return whether a call writes to one of its arguments."""
     if node.op != "call_function":
         return False
     # Calls without a schema are higher-order operators; their names tell those that mutate.
-    schema = getattr(node.target, "_schema", None)
+    schema = schema_of(node)
     return bool(schema.is_mutable) if schema is not None else "mutation" in str(node.target)
 
 

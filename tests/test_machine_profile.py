@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from interlace.bench import machine_profile
-from interlace.bench.machine_profile import ProductTime
 from interlace.cache_folder import cache_folder
 from interlace.cli import bench
-from interlace.cli.tune_machine import is_between_nodes, write
+from interlace.cli.tune_machine import is_between_nodes
 from interlace.comm import identity
 from interlace.costs import known_profiles
-from interlace.costs.known_profiles import profile_of
+from interlace.costs.known_profiles import keep_profile, profile_of
+from interlace.costs.product_fit import MeasuredRates, ProductTime, fit_rates
 from interlace.costs.time import Call, MachineProfile
 
 H200 = profile_of("NVIDIA H200")
@@ -70,7 +70,7 @@ def _result(profile: MachineProfile, rows: int, factor: float) -> dict[str, Any]
 
 def test_rates_are_found() -> None:
     """The products' times are within 2 % of those that the rates were hidden in."""
-    found = dataclasses.replace(H200, product=machine_profile.fit_rates(H200, _products(SLOW)))
+    found = dataclasses.replace(H200, product=fit_rates(H200, _products(SLOW)))
     for each in _products(SLOW):
         us = found.library_product_us(Call(each.rows, each.columns, each.inner, 2, 1))
         assert us == pytest.approx(each.us, rel=0.1)
@@ -83,10 +83,7 @@ def test_rates_are_found() -> None:
 
 def test_a_profile_of_another_gpu() -> None:
     """Implementations take 1.3 times what the H200's compositions say of this GPU's rates."""
-    rates = {
-        "products": [dataclasses.asdict(each) for each in _products(SLOW)],
-        "link_bytes_per_s": 1e11,
-    }
+    rates = MeasuredRates(_products(SLOW), 1e11, 2)
     results = [_result(SLOW, rows, 1.3) for rows in (256, 1024, 4096, 8192, 16384)]
     guess = profile_of("Another GPU", 80)
     profile = machine_profile.profile_from(guess, "Another GPU", 132, rates, results, "here")
@@ -110,7 +107,7 @@ def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     digest = identity._own_profile.__wrapped__
     assert digest(gpu) == ""
     assert profile_of("Another GPU", 132).is_guess
-    write(known_profiles.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
+    keep_profile(dataclasses.replace(SLOW, gpu="Another GPU"))
     profile_of.cache_clear()
     assert profile_of("Another GPU", 132) == dataclasses.replace(SLOW, gpu="Another GPU")
     assert known_profiles.own_gpus() == ["Another GPU"], "which interlace explain --gpu takes"
@@ -139,7 +136,7 @@ def test_a_profile_that_cannot_be_trusted(text: str, mode: int, reason: str) -> 
 @pytest.mark.usefixtures("own_cache")
 def test_only_measured_times_are_forgotten(tmp_path: Path) -> None:
     """Ranks of a sweep find this user's profile, and no times of programs before."""
-    write(known_profiles.own_file("Another GPU"), dataclasses.replace(SLOW, gpu="Another GPU"))
+    keep_profile(dataclasses.replace(SLOW, gpu="Another GPU"))
     (tmp_path / "measured").mkdir()
     with bench.nothing_measured():
         profile_of.cache_clear()

@@ -26,10 +26,10 @@ from interlace.bench.benchmark import (
 )
 from interlace.bench.expert_calls import Calls, Shape
 from interlace.bench.kernel_times import kernels_of
+from interlace.comm.machine_rates import sets_past_cache
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
-from interlace.gemm.autotune import sets_past_cache
 from interlace.gemm.reference import gather_rows
 from interlace.operators.mixture_of_experts import decode, launch, reference
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig

@@ -16,9 +16,9 @@ from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant, rela
 from interlace.bench.carriers import carriers
 from interlace.bench.roles import PAIR_NAMES, Role
 from interlace.comm.group import solo_group
+from interlace.comm.machine_rates import sets_past_cache
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
-from interlace.gemm.autotune import sets_past_cache
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands
 from interlace.gemm.operator import GemmOperator

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 import statistics
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +14,15 @@ from rich.table import Table
 
 from interlace.bench import machine_profile, profile_fit
 from interlace.bench.draws import Draw, draws
-from interlace.cache_folder import write_whole
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
-from interlace.costs.known_profiles import own_file, profile_of
+from interlace.comm import group_of
+from interlace.comm.machine_rates import measure_rates
+from interlace.costs.known_profiles import keep_profile, profile_of
+from interlace.costs.product_fit import MeasuredRates, ProductTime
 from interlace.costs.time import MachineProfile
 from interlace.errors import BackendError
 
@@ -62,17 +62,17 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
     rates, *results = document["results"]
     gpu = gpus.pop()
     processors = torch.cuda.get_device_properties(0).multi_processor_count
+    products = [ProductTime(**fields) for fields in rates.pop("products")]
     profile = machine_profile.profile_from(
         profile_of(gpu, processors),
         gpu,
         processors,
-        rates,
+        MeasuredRates(products, **rates),
         results,
         f"measured here on {document['date'][:10]}, {len(results)} calls of "
         f"{rates['world_size']} ranks",
     )
-    file = own_file(gpu)
-    write(file, profile)
+    file = keep_profile(profile)
     console = make_console()
     console.print(_table(profile, results))
     console.print(
@@ -86,13 +86,8 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
 def measure(draw: Draw | None) -> list[dict[str, Any]]:
     """Measure one drawn call, or the rates of products and links for None; collective."""
     if draw is None:
-        return [machine_profile.measure_rates()]
+        return [dataclasses.asdict(measure_rates(group_of()))]
     return measure_draw(draw, dtype="bfloat16")
-
-
-def write(file: Path, profile: MachineProfile) -> None:
-    """Write a profile where later programs look for it."""
-    write_whole(file, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
 
 
 def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:

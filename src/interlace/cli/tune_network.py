@@ -20,9 +20,8 @@ from interlace.cli.console import command_line, make_console, now
 from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
-from interlace.cli.tune_machine import write
 from interlace.comm import group_of
-from interlace.costs.known_profiles import own_file, profile_of
+from interlace.costs.known_profiles import keep_profile, own_file, profile_of
 from interlace.costs.network import NetworkRates, parse_network
 from interlace.gemm.choice import Gpu
 
@@ -100,7 +99,7 @@ def run_rank(
     gpu = Gpu.of(group.device)
     file = own_file(gpu.name)
     if group.rank == min(group.members.local_ranks):
-        write(file, dataclasses.replace(profile_of(gpu.name, gpu.processors), network=network))
+        keep_profile(dataclasses.replace(profile_of(gpu.name, gpu.processors), network=network))
     group.exchange("profiles are written", None)
     return {
         "exchanges": [dataclasses.asdict(exchange) for exchange in exchanges],

@@ -63,7 +63,7 @@ def merge(
     ``machine`` is the newest measurement's.
 
     Raises:
-        ArgumentError: the old_table table is another GPU's.
+        ArgumentError: ``old_table`` is another GPU's.
     """
     # Times of different GPUs cannot be compared, so a table has entries of one kind only.
     if old_table is not None:

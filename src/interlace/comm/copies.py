@@ -10,15 +10,17 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from interlace.comm import cpu_faults
 from interlace.comm.driver import driver, require_enqueued
-from interlace.comm.group import Group
 from interlace.comm.pauses import pauses_of_a_wait
 from interlace.errors import BackendError
+
+if TYPE_CHECKING:
+    from interlace.comm.group import Group
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from interlace.comm.channel import HostChannel
 from interlace.comm.cpu_faults import Traffic
 from interlace.comm.health import Health, Running, default_deadline
 from interlace.comm.identity import identity, settings
+from interlace.comm.machine_rates import measure_unknown, share_profile
 from interlace.comm.members import meet_members, members_of, require_dedicated_gpus
 from interlace.comm.memory import Block
 from interlace.comm.network import Network
@@ -95,14 +96,17 @@ class Group:
         meet_members(members, self.exchange)
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
+        self.agreement.compare("joining a group", settings())
+        share_profile(members, self.exchange)
         # Each rank chooses implementations by itself, so all ranks must choose by the same code,
-        # tables and settings.
-        self.agreement.compare("joining a group", identity(device) | settings())
+        # tables and profiles.
+        self.agreement.compare("joining a group", identity(device))
         self.memory = SymmetricMemory(
             self.channel, self.agreement, self.health, self.streams, self.cache.replays
         )
         self.outputs = self.memory.outputs
         self._network: Network | None = None
+        measure_unknown(self)
 
     # Identity
 

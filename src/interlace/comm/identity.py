@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 
 from interlace import __version__
-from interlace.costs.known_profiles import own_profile
+from interlace.comm.machine_rates import VARIABLE
+from interlace.costs.known_profiles import cached_by_profiles, own_profile
 
 PACKAGE = Path(__file__).parents[1]
 TABLES = PACKAGE / "tuning" / "tables"
@@ -61,12 +62,15 @@ def identity(device: torch.device) -> dict[str, str]:
 def settings() -> dict[str, str]:
     """Return the settings in the environment that all ranks must share, by name.
 
-    A rank that measures its implementations waits for its peers to measure them, too.
+    A rank that measures its implementations, or its machine, waits for its peers to do so, too.
     """
-    return {"the_environment's_setting_of_autotuning": os.environ.get("INTERLACE_AUTOTUNE", "")}
+    return {
+        "the_environment's_setting_of_autotuning": os.environ.get("INTERLACE_AUTOTUNE", ""),
+        "the_environment's_setting_of_measuring_machines": os.environ.get(VARIABLE, ""),
+    }
 
 
-@functools.cache
+@cached_by_profiles
 def _own_profile(device: torch.device) -> str:
     """Return a digest of the profile that this user has measured of a GPU; empty without one."""
     if device.type != "cuda":

@@ -11,17 +11,34 @@ import importlib.resources
 import json
 import re
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from interlace.cache_folder import cache_folder, is_own
+from interlace.cache_folder import cache_folder, is_own, write_whole
 from interlace.costs.corrections import Corrections
 from interlace.costs.datasheets import DATASHEETS
 from interlace.costs.network import parse_network
 from interlace.costs.time import MachineProfile, ProductRates
 from interlace.errors import ConfigError
 
+T = TypeVar("T")
 
-@functools.cache
+_by_profiles: list[functools._lru_cache_wrapper[Any]] = []
+"""The caches of what follows from profiles."""
+
+_adopted: dict[str, MachineProfile] = {}
+"""The profiles that this program has measured, by GPU."""
+
+
+def cached_by_profiles(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
+    """Decorate a function as ``functools.cache`` does, until :func:`adopt` changes a profile."""
+    cached = functools.cache(function)
+    _by_profiles.append(cached)
+    return cached
+
+
+@cached_by_profiles
 def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
     """Return the profile of a GPU: what ``interlace tune machine`` has measured for this user, else
     the one that is shipped, else a guess.
@@ -89,6 +106,24 @@ _MODEL = "NVIDIA H200"
 """The GPU after whose profile those of unknown GPUs are guessed."""
 
 
+def adopt(profile: MachineProfile) -> None:
+    """Make a profile that this program has measured the user's own one, until the program ends."""
+    _adopted[profile.gpu] = profile
+    for cached in _by_profiles:
+        cached.cache_clear()
+
+
+def keep_profile(profile: MachineProfile) -> Path:
+    """Write a profile where this user's later programs look for it; return the file.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    file = own_file(profile.gpu)
+    write_whole(file, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
+    return file
+
+
 def own_file(gpu: str) -> Path:
     """Return the file of the user's own profile of a GPU, which need not exist."""
     return cache_folder("profiles") / _file_name(gpu)
@@ -99,6 +134,8 @@ def own_profile(gpu: str) -> MachineProfile | None:
 
     A file that is no profile, or that others may write to, is ignored with a warning.
     """
+    if gpu in _adopted:
+        return _adopted[gpu]
     file = own_file(gpu)
     try:
         if not (is_own(file) and is_own(file.parent)):

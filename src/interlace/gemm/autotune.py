@@ -17,13 +17,13 @@ import torch.distributed as dist
 from interlace.cache_folder import cache_folder
 from interlace.comm import inductor_graphs
 from interlace.comm.identity import identity
+from interlace.comm.machine_rates import sets_past_cache
 from interlace.errors import PeerTimeoutError, RankMismatchError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.operands import Operands
 from interlace.gemm.splits import balanced
 from interlace.registry import Implementation
 from interlace.tuning.measured import MeasuredTimes
-from interlace.units import ceil_div
 
 _BUDGET_US = 100e3
 """What the calls of one measurement may take together, by their predicted times."""
@@ -234,20 +234,6 @@ def measure(
         us = _median_us(graph, call, samples) / calls
         times[candidate.name] = max(call.group.exchange("a measured time", us))
     return times
-
-
-def sets_past_cache(nbytes: int, device: torch.device) -> int:
-    """Return how many sets of operands calls must take in turn to find none of them in the L2 of a
-    GPU; at most 16.
-
-    In a program, the weights of other layers are read between two calls of a layer.
-
-    Args:
-        nbytes: The bytes that one call reads and writes.
-        device: The device of the operands.
-    """
-    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(_MOST_CALLS, ceil_div(2 * cache_bytes, max(1, nbytes)))
 
 
 def _layers(call: GemmCall) -> list[GemmCall]:

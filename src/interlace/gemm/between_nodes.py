@@ -6,12 +6,10 @@ Times follow from the machine profile's network and from the traffic that an imp
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from interlace.costs.cost import NetworkCost
-from interlace.costs.known_profiles import profile_of
+from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.network import (
     Prediction,
     best_in_slices,
@@ -49,7 +47,7 @@ def known_network(device: torch.device) -> NetworkTimes | None:
     return NetworkTimes(profile.network.network, {}, profile.margin)
 
 
-@functools.cache
+@cached_by_profiles
 def times_between_nodes(
     operator: str,
     nodes: int,

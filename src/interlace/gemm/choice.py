@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from interlace.costs.known_profiles import profile_of
+from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.time import Call, MachineProfile
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.terms import Terms
@@ -77,7 +77,7 @@ class Gpu:
         return max(1, min(most, (self.shared_bytes - beside) // stage_bytes))
 
 
-@functools.cache
+@cached_by_profiles
 def choose_product(
     operator: str,
     config_type: type[Config],

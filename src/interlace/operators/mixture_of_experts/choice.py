@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.costs.expert_time import ExpertsCall
-from interlace.costs.known_profiles import profile_of
+from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.time import MachineProfile
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts.config import (
@@ -67,7 +67,7 @@ def decode_refusal(terms: Terms) -> str | None:
     return " and ".join(rule for holds, rule in rules if not holds) or None
 
 
-@functools.cache
+@cached_by_profiles
 def choose(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
     """Return the implementation that takes the least time, with its configuration.
 

@@ -1,0 +1,272 @@
+"""Measure the rates of a machine's products and links.
+
+``interlace tune machine`` begins with it. A program on GPUs whose profile is a guess does it when a
+group is made, if ``INTERLACE_MEASURE_MACHINE=1`` says so: all ranks of the program then agree on
+one profile, which is also kept for the user's next programs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import random
+import statistics
+import warnings
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import copies
+from interlace.comm.members import Exchange, Members
+from interlace.costs.known_profiles import (
+    adopt,
+    keep_profile,
+    own_profile,
+    parse_profile,
+    profile_of,
+)
+from interlace.costs.product_fit import MeasuredRates, ProductTime, with_rates
+from interlace.costs.time import MachineProfile
+from interlace.errors import BackendError, WorkspaceError
+from interlace.units import ceil_div, round_up
+
+if TYPE_CHECKING:
+    from interlace.comm.group import Group
+
+VARIABLE = "INTERLACE_MEASURE_MACHINE"
+
+_PRODUCTS = 40
+_MOST_FLOPS = 2e12
+_SAMPLES, _GRAPH_US = 3, 300.0
+_LINK_BYTES, _LINK_COPIES = 256 << 20, 4
+_MOST_SETS = 16
+
+
+def is_asked_for() -> bool:
+    """Return whether the environment lets groups measure machines that nobody has measured."""
+    return os.environ.get(VARIABLE, "") not in ("", "0")
+
+
+# Of all ranks, one profile
+
+
+def share_profile(members: Members, exchange: Exchange) -> None:
+    """Give ranks that know no profile of their GPU the one that another rank knows. Collective.
+
+    Does nothing where measuring is not asked for, or ranks share a GPU.
+    """
+    if not _may_measure(members):
+        return
+    gpu = torch.cuda.get_device_name(members.device)
+    own = own_profile(gpu)
+    answers = exchange("joining a group", [gpu, None if own is None else dataclasses.asdict(own)])
+    known = next((profile for name, profile in answers if name == gpu and profile), None)
+    if own is None and known is not None:
+        adopt(parse_profile(json.dumps(known)))
+
+
+def measure_unknown(group: Group) -> None:
+    """Measure the machine of a group whose profile is a guess, or take what another group of this
+    program has measured. Collective.
+
+    Does nothing where measuring is not asked for, or ranks share a GPU. If a rank cannot measure,
+    all ranks go on with the guess, with a warning.
+    """
+    if not _may_measure(group.members):
+        return
+    gpu = torch.cuda.get_device_name(group.device)
+    processors = torch.cuda.get_device_properties(group.device).multi_processor_count
+    guess = profile_of(gpu, processors)
+    if own_profile(gpu) is not None or not guess.is_guess:
+        return
+    # Groups of other ranks of this program may measure at the same time; the first one to end
+    # counts for all of them, as ranks of both may form a group later.
+    board, key = dist.PrefixStore("interlace/machines", _programs_store()), gpu
+    published = None
+    if group.rank == 0 and board.check([key]):
+        published = board.get(key).decode()
+    text = group.exchange("a measured machine", published)[0]
+    if text is None:
+        try:
+            rates = measure_rates(group)
+        except (BackendError, WorkspaceError) as error:
+            warnings.warn(
+                f"interlace: {gpu} was not measured, and predictions for it are guesses: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        date = datetime.date.today()
+        source = f"{guess.source}; products and links measured {date} by {rates.world_size} ranks"
+        profile = with_rates(guess, gpu, processors, rates, source)
+        if group.rank == 0:
+            published = board.compare_set(key, "", _text_of(profile)).decode()
+        text = group.exchange("a measured machine", published)[0]
+    profile = parse_profile(text)
+    adopt(profile)
+    if group.rank == min(group.members.local_ranks):
+        _keep(profile)
+    # Another program of this node may begin when this rank has left.
+    group.exchange("a measured machine is kept", None)
+
+
+def _may_measure(members: Members) -> bool:
+    """Return whether a group may measure its machine; the same on every rank."""
+    return (
+        is_asked_for()
+        and members.backend == "cuda"
+        and members.world_size > 1
+        and members.ranks_per_gpu == 1
+    )
+
+
+def _programs_store() -> Any:
+    """Return the store of all ranks of the program."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.get_group_store()
+
+
+def _text_of(profile: MachineProfile) -> str:
+    return json.dumps(dataclasses.asdict(profile))
+
+
+def _keep(profile: MachineProfile) -> None:
+    try:
+        keep_profile(profile)
+    except OSError as error:
+        warnings.warn(
+            f"interlace: the measured profile of {profile.gpu} is not kept: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+# Measuring
+
+
+def measure_rates(group: Group) -> MeasuredRates:
+    """Measure products on every rank's GPU, and the links within nodes. Collective.
+
+    Raises:
+        BackendError: A GPU has no memory for most of the products, or refuses a copy.
+        WorkspaceError: A rank has no memory for the copies.
+    """
+    group.require_own_gpus("a measurement")
+    sizes = _sizes()
+    own_us = [_product_us(group, *size) for size in sizes]
+    by_rank: list[list[float | None]] = group.exchange("times of products", own_us)
+    # A GPU whose memory the program has filled leaves large products out.
+    products = [
+        ProductTime(*size, us=max(us for us in times if us is not None))
+        for size, times in zip(sizes, zip(*by_rank, strict=True), strict=True)
+        if None not in times
+    ]
+    if len(products) < _PRODUCTS // 2:
+        raise BackendError(
+            f"GPUs must have memory for {_PRODUCTS // 2} products; had it for {len(products)}."
+        )
+    rates = group.exchange("rates of links", _link_bytes_per_s(group))
+    links = [rate for rate in rates if rate is not None]
+    return MeasuredRates(products, min(links, default=None), group.world_size)
+
+
+def sets_past_cache(nbytes: int, device: torch.device) -> int:
+    """Return how many sets of operands calls must take in turn to find none of them in the L2 of a
+    GPU; at most 16.
+
+    In a program, the weights of other layers are read between two calls of a layer.
+
+    Args:
+        nbytes: The bytes that one call reads and writes.
+        device: The device of the operands.
+    """
+    cache_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(_MOST_SETS, ceil_div(2 * cache_bytes, max(1, nbytes)))
+
+
+def _sizes() -> list[tuple[int, int, int]]:
+    """Return rows, columns and inner sizes of the products, the same in every program."""
+    chance = random.Random(0)
+    sizes: list[tuple[int, int, int]] = []
+    while len(sizes) < _PRODUCTS:
+        rows, columns, inner = (
+            round_up(round(2 ** chance.uniform(low, high)), 8)
+            for low, high in ((3, 14), (9, 14), (8, 14))
+        )
+        if 2 * rows * columns * inner <= _MOST_FLOPS:
+            sizes.append((rows, columns, inner))
+    return sizes
+
+
+def _product_us(group: Group, rows: int, columns: int, inner: int) -> float | None:
+    """Return the time of one product on this rank's GPU; None without memory for it."""
+    device = group.device
+    # The program's own random numbers stay what they are.
+    generator = torch.Generator(device).manual_seed(0)
+
+    def operand(length: int) -> torch.Tensor:
+        values = torch.randn(length, inner, device=device, generator=generator)
+        return values.bfloat16()
+
+    try:
+        with group.on_device(), torch.no_grad():
+            nbytes = 2 * ((rows + columns) * inner + rows * columns)
+            count = max(2, sets_past_cache(nbytes, device))
+            sets = [(operand(rows), operand(columns)) for _ in range(count)]
+            return _graph_us(group, lambda i: torch.mm(sets[i % count][0], sets[i % count][1].T))
+    except torch.OutOfMemoryError:
+        return None
+
+
+def _graph_us(group: Group, call: Callable[[int], object]) -> float:
+    """Return the median time of ``call(0)``, ``call(1)``, ... one after the other in a graph."""
+    call(0)
+    calls = max(1, round(_GRAPH_US / max(1.0, _elapsed_us(lambda: call(1)))))
+    calls = round_up(calls, 2)
+
+    def enqueue() -> None:
+        for i in range(calls):
+            call(i)
+
+    graph = group.replays.record(enqueue)
+    graph.replay()  # the first replay uploads the graph
+    return statistics.median(_elapsed_us(graph.replay) for _ in range(_SAMPLES)) / calls
+
+
+def _elapsed_us(enqueue: Callable[[], object]) -> float:
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    enqueue()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def _link_bytes_per_s(group: Group) -> float | None:
+    """Return the bytes per second that a copy engine fetches from the next rank of the node while
+    all ranks fetch; None for a rank on its own. Collective.
+    """
+    local = group.members.local_ranks
+    block = group.allocate(2 * _LINK_BYTES)
+    peer = local[(local.index(group.rank) + 1) % len(local)]
+    target = block.address + group.rank * block.stride
+    source = block.address + peer * block.stride + _LINK_BYTES
+
+    def fetch() -> None:
+        for _ in range(_LINK_COPIES):
+            copies.fetch(group, target, source, _LINK_BYTES, peer)
+
+    times_us = []
+    for _ in range(_SAMPLES + 1):
+        group.exchange("fetching at once", None)
+        if len(local) > 1:
+            with group.on_device():
+                times_us.append(_elapsed_us(fetch))
+    if not times_us:
+        return None
+    # The first one is a warm-up.
+    return _LINK_COPIES * _LINK_BYTES / statistics.median(times_us[1:]) * 1e6

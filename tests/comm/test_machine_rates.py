@@ -1,0 +1,183 @@
+"""``INTERLACE_MEASURE_MACHINE=1``: all ranks of a program agree on one profile, measured when their
+first group is made. The times are made up, since there is no GPU here.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from interlace.comm import group_of, machine_rates
+from interlace.comm.group import Group
+from interlace.costs import known_profiles
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.product_fit import MeasuredRates, ProductTime
+from interlace.costs.time import Call
+from interlace.errors import WorkspaceError
+from tests.errors import error_of
+
+_GPU = "NVIDIA Unheard-of"
+
+
+def _rates(link: float) -> MeasuredRates:
+    """Return rates of a GPU that takes three times as long as the guess for every product."""
+    guess = profile_of(_GPU)
+    sizes = [(64 << i % 5, 4096, 2048 << i % 3) for i in range(20)]
+    products = [
+        ProductTime(*size, us=3 * guess.library_product_us(Call(*size, 2, 1))) for size in sizes
+    ]
+    return MeasuredRates(products, link, 2)
+
+
+def _on_gpu(group: Group) -> Any:
+    """Return a group of the CPU backend as one whose ranks have a GPU each."""
+    members = SimpleNamespace(
+        backend="cuda",
+        world_size=group.world_size,
+        ranks_per_gpu=1,
+        local_ranks=group.members.local_ranks,
+        device=torch.device("cuda", 0),
+    )
+    return SimpleNamespace(
+        members=members, rank=group.rank, device=members.device, exchange=group.exchange
+    )
+
+
+def _join(group: Any, measure: mock.Mock) -> list[str]:
+    """Do what joining a group does; return the warnings."""
+    properties = SimpleNamespace(multi_processor_count=100)
+    with (
+        mock.patch.dict(os.environ, {machine_rates.VARIABLE: "1"}),
+        mock.patch("torch.cuda.get_device_name", return_value=_GPU),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        mock.patch.object(machine_rates, "measure_rates", measure),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        machine_rates.share_profile(group.members, group.exchange)
+        machine_rates.measure_unknown(group)
+    return [str(warning.message) for warning in caught]
+
+
+def _forget() -> None:
+    known_profiles._adopted.clear()
+    for cached in known_profiles._by_profiles:
+        cached.cache_clear()
+
+
+def _two_groups(folder: str) -> tuple[str, float, int, bool, float]:
+    """Join a group of half of the ranks, and then one of all; each half has measured another rate
+    of links. Return what this rank knows then.
+    """
+    rank = dist.get_rank()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    measure = mock.Mock(return_value=_rates(1e11 * (1 + rank // 2)))
+    product = Call(1024, 4096, 4096, 2, 1)
+    with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": folder}):
+        try:
+            guessed_us = profile_of(_GPU).library_product_us(product)
+            assert _join(_on_gpu(group_of(halves[rank // 2])), measure) == []
+            assert _join(_on_gpu(group_of()), measure) == []
+            profile = profile_of(_GPU, 100)
+            kept = known_profiles.own_file(_GPU).is_file()
+            slower = profile.library_product_us(product) / guessed_us
+            return profile.source, profile.link_bytes_per_s, measure.call_count, kept, slower
+        finally:
+            _forget()
+            for half in halves:
+                if half is not dist.GroupMember.NON_GROUP_MEMBER:
+                    dist.destroy_process_group(half)
+
+
+def test_all_ranks_know_one_profile(ranks: Any, tmp_path: Path) -> None:
+    """Groups that measure at the same time take what the first one has found."""
+    found = ranks(4).run(_two_groups, str(tmp_path))
+    (source, link, _, kept, slower) = found[0]
+    assert source.startswith("a guess: NVIDIA H200's, with 100 of 132 processors; products and")
+    assert link in (1e11, 2e11)
+    assert kept
+    assert slower == pytest.approx(3, rel=0.1)
+    for other_source, other_link, measured, *_ in found:
+        assert (other_source, other_link) == (source, link)
+        assert measured <= 1, "a group whose ranks know a profile measures nothing"
+    assert sum(measured for _, _, measured, *_ in found) >= 2
+
+
+def _one_knows(folder: str) -> tuple[float, int]:
+    """Join a group of which only the last rank has a profile in its cache."""
+    rank = dist.get_rank()
+    measure = mock.Mock(return_value=_rates(1e11))
+    with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": f"{folder}/{rank}"}):
+        try:
+            if rank == 1:
+                known = machine_rates.with_rates(profile_of(_GPU), _GPU, 100, _rates(3e11), "here")
+                known_profiles.keep_profile(known)
+            known_profiles.profile_of.cache_clear()
+            _join(_on_gpu(group_of()), measure)
+            return profile_of(_GPU, 100).link_bytes_per_s, measure.call_count
+        finally:
+            _forget()
+
+
+def test_what_one_rank_knows_counts(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(_one_knows, str(tmp_path)) == [(3e11, 0), (3e11, 0)]
+
+
+def _no_memory(folder: str) -> tuple[list[str], bool]:
+    measure = mock.Mock(side_effect=WorkspaceError("no memory"))
+    # A folder that is a file cannot be written to either.
+    with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": folder}):
+        try:
+            return _join(_on_gpu(group_of()), measure), profile_of(_GPU, 100).is_guess
+        finally:
+            _forget()
+
+
+def test_a_machine_that_cannot_be_measured(ranks: Any, tmp_path: Path) -> None:
+    for said, is_guess in ranks(2).run(_no_memory, str(tmp_path)):
+        assert is_guess
+        assert any("was not measured, and predictions for it are guesses" in text for text in said)
+
+
+def _not_kept(file: str) -> tuple[list[str], float]:
+    measure = mock.Mock(return_value=_rates(1e11))
+    with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": file}):
+        try:
+            said = _join(_on_gpu(group_of()), measure)
+            return said, profile_of(_GPU, 100).link_bytes_per_s
+        finally:
+            _forget()
+
+
+def test_a_profile_that_cannot_be_kept(ranks: Any, tmp_path: Path) -> None:
+    """All ranks use it nevertheless; the one that writes for its node warns."""
+    file = tmp_path / "file"
+    file.touch()
+    (said, link), (other_said, other_link) = ranks(2).run(_not_kept, str(file))
+    assert any(f"the measured profile of {_GPU} is not kept" in text for text in said)
+    assert not any("is not kept" in text for text in other_said)
+    assert link == other_link == 1e11
+
+
+def _different_settings() -> BaseException | None:
+    with mock.patch.dict(os.environ, {machine_rates.VARIABLE: str(dist.get_rank())}):
+        return error_of(group_of, dist.new_group())
+
+
+def test_ranks_must_agree_on_the_setting(ranks: Any) -> None:
+    for error in ranks(2).run(_different_settings):
+        assert "setting of measuring machines" in str(error)
+
+
+@pytest.mark.parametrize("value", ["", "0"])
+def test_nothing_is_measured_unasked(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv(machine_rates.VARIABLE, value)
+    assert not machine_rates.is_asked_for()

@@ -32,7 +32,7 @@ def test_every_operator_file_declares_its_cost() -> None:
     """A file is named like its operator, so a forgotten decorator shows."""
     shared = {
         "corrections", "cost", "datasheets", "expert_time", "gemm", "known_profiles", "machine",
-        "network", "registry", "sharding", "time",
+        "network", "product_fit", "registry", "sharding", "time",
     }  # fmt: skip
     files = {module.name for module in pkgutil.iter_modules(interlace.costs.__path__)}
     ours = {

@@ -24,6 +24,11 @@ from interlace.errors import ArgumentError
 ENTRY_POINTS = "interlace.operators"
 """The group of entry points by which other packages make their operators known."""
 
+BATCH_INVARIANT = "batch_invariant"
+"""The value of ``impl`` that chooses among batch-invariant implementations. Ranks agree on it as on
+any other.
+"""
+
 
 def _run_by_operator(call: Any) -> Any:
     """Refuse to run: the operator's forward and backward passes tell implementations apart."""
@@ -92,7 +97,8 @@ class Operator(abc.ABC):
         command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
             adds its ``interlace bench`` and ``interlace tune``; empty if it has neither.
         choosers: The values of ``impl`` by which the operator chooses an implementation itself:
-            ``"auto"``, and ``"measured"`` if it can measure at the first call of a kind.
+            ``"auto"``; ``"measured"`` if it can measure at the first call of a kind; and
+            ``"batch_invariant"`` if it has batch-invariant implementations.
         implementations: The first one that takes any call comes first.
     """
 
@@ -212,11 +218,19 @@ class Operator(abc.ABC):
             ArgumentError: It cannot run there.
         """
         if nodes > 1 and name not in self.choosers and not self.spans_nodes(name):
-            able = [word for word in self.words if word in self.choosers or self.spans_nodes(word)]
+            able = [word for word in self.words if self._may_span_nodes(word)]
             raise ArgumentError(
                 f"{self.name}: impl={name!r} must have ranks that share memory; they are on "
                 f"{nodes} nodes. Take impl={' or '.join(map(repr, able))}."
             )
+
+    def _may_span_nodes(self, word: str) -> bool:
+        """Return whether a value of ``impl`` may run on groups of several nodes."""
+        if word == BATCH_INVARIANT:
+            return any(
+                each.is_batch_invariant and each.spans_nodes for each in self.implementations
+            )
+        return word in self.choosers or self.spans_nodes(word)
 
     def validate_impl(self, name: str) -> None:
         """Refuse a value of ``impl`` that does not exist.

@@ -19,10 +19,9 @@ import torch.distributed as dist
 import interlace
 from interlace.cli.bench_batch_invariance import table
 from interlace.gemm import few_rows, invariance
-from interlace.gemm import operator as operator_module
-from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, invariant_implementations
+from interlace.gemm.invariance import effective_impl, invariant_implementations
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import operators
+from interlace.registry import BATCH_INVARIANT, operators
 from interlace.tuning.choice import Choice
 
 INNER, COLUMNS, MOST_ROWS = 48, 40, 36
@@ -143,7 +142,7 @@ def _handed_over(name: str, dtype: torch.dtype) -> tuple[list[str], int]:
         multiply(*arguments, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(operator_module, "has_one_arithmetic", lambda *_: True)
+        patch.setattr(invariance, "has_one_arithmetic", lambda *_: True)
         patch.setattr(GemmOperator, "choose", choose)
         patch.setattr(few_rows, "multiply", counted)
         interlace.group_of().release()  # what was decided without
@@ -180,7 +179,7 @@ def _named() -> tuple[bool, str]:
         with pytest.raises(interlace.ArgumentError) as caught:
             interlace.gemm_all_reduce(x[:5], w, bias, impl="pushed")
         expected = interlace.gemm_all_reduce(x[:6], w, bias, impl="fused")
-        patch.setattr(operator_module, "has_one_arithmetic", lambda *_: True)
+        patch.setattr(invariance, "has_one_arithmetic", lambda *_: True)
         found = interlace.gemm_all_reduce(x[:6], w, bias, impl="pushed")
     return torch.equal(found, expected), str(caught.value)
 
@@ -327,4 +326,5 @@ def test_what_is_declared_invariant() -> None:
         "gemm_all_to_all": ["fused", "pushed"],
         "gemm_reduce_scatter": ["fused", "pushed"],
         "gemv_all_reduce": ["fused"],
+        "mixture_of_experts": ["fused", "decode"],
     }

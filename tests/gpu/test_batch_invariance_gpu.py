@@ -13,10 +13,8 @@ import torch.distributed as dist
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
-from interlace.gemm import few_rows, operator
+from interlace.gemm import few_rows, invariance
 from interlace.gemm.invariance import ONE_ARITHMETIC
-from interlace.operators.gemv_all_reduce import config as gemv_config
-from interlace.operators.gemv_all_reduce import launch as gemv_launch
 
 pytestmark = pytest.mark.gpu
 
@@ -191,15 +189,69 @@ def test_the_results_are_right(ranks: Any, world_size: int, name: str) -> None:
         assert error < 1e-2
 
 
+EXPERTS, TOP_K = 16, 4
+
+
+def _experts_that_differ(hidden: int, ffn: int, dtype: torch.dtype, biased: bool) -> list[str]:
+    """Batches in which some token of a mixture of experts has other bits than among all."""
+    generator = torch.Generator("cuda").manual_seed(dist.get_rank())
+    most, local = MANY_ROWS[1], EXPERTS // dist.get_world_size()
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator, device="cuda")
+
+    x = random(most, hidden).to(dtype)
+    w_in = (random(local, ffn, 2, hidden) / 16).to(dtype)
+    w_out = (random(local, hidden, ffn) / 16).to(dtype)
+    biases = random(local, ffn, 2).to(dtype), random(local, hidden).to(dtype)
+    weights, experts = torch.softmax(random(most, EXPERTS), -1).topk(TOP_K)
+
+    def call(tokens: torch.Tensor) -> torch.Tensor:
+        return interlace.mixture_of_experts(
+            x[tokens], experts[tokens], weights[tokens], w_in, w_out,
+            *(biases if biased else (None, None)),
+        )  # fmt: skip
+
+    wrong: list[str] = []
+    with torch.no_grad(), interlace.batch_invariant():
+        wanted = _bits(call(torch.arange(most, device="cuda")))
+        for count in (*IN_GRAPHS, 300, MANY_ROWS[0]):
+            order = torch.randperm(most, generator=torch.Generator().manual_seed(count))
+            tokens = order[:count].cuda()
+            _check(call(tokens), wanted[tokens], f"{count} tokens", wrong)
+            if count not in IN_GRAPHS[::3]:
+                continue
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                found = call(tokens)
+            graph.replay()
+            _check(found, wanted[tokens], f"{count} tokens in a graph", wrong)
+            torch.cuda.synchronize()
+            del graph, found
+    interlace.group_of().release()
+    return wrong
+
+
+@pytest.mark.parametrize("biased", [False, True], ids=["no biases", "biases"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+@pytest.mark.parametrize(("hidden", "ffn"), [(512, 768), (1032, 392)])
+def test_bits_of_experts(
+    ranks: Any, world_size: int, hidden: int, ffn: int, dtype: torch.dtype, biased: bool
+) -> None:
+    """By the kernels for few tokens and by those for many, as calls and from CUDA graphs."""
+    for wrong in ranks(world_size).run(
+        _experts_that_differ, hidden, ffn, dtype, biased, timeout_s=500
+    ):
+        assert wrong == []
+
+
 def _kernels(dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, float]]:
     """The GPU's compute capability, and the share of elements that have the bits of the fused
     kernel by the kernels for few rows.
     """
     shares = {}
     with pytest.MonkeyPatch.context() as patch, interlace.batch_invariant():
-        patch.setattr(operator, "has_one_arithmetic", lambda *_: True)
-        patch.setattr(gemv_config, "has_one_arithmetic", lambda *_: True)
-        patch.setattr(gemv_launch, "has_one_arithmetic", lambda *_: True)
+        patch.setattr(invariance, "has_one_arithmetic", lambda *_: True)
         interlace.group_of().release()
         for shape in SHAPES:
             x, w, bias = _operands("gemm_all_reduce", shape, dtype)

@@ -197,12 +197,12 @@ def _refused(operator, impl):
         (
             "gemm_reduce_scatter",
             "fused",
-            "'auto' or 'measured' or 'batch_invariant' or 'chunked' or 'unfused' or 'nccl'",
+            "'auto' or 'measured' or 'chunked' or 'unfused' or 'nccl'",
         ),
         (
             "gemv_all_reduce",
             "fused",
-            "'auto' or 'measured' or 'batch_invariant' or 'gemm' or 'unfused'",
+            "'auto' or 'measured' or 'gemm' or 'unfused'",
         ),
         ("mixture_of_experts", "fused", "'auto' or 'nccl' or 'unfused'"),
         ("all_to_all_bmm", "pushed", "'auto' or 'unfused'"),

@@ -10,8 +10,7 @@ import torch
 from interlace.bench import gemv_all_reduce, products
 from interlace.bench.benchmark import Benchmark, Way, relative_error
 from interlace.comm import group_of
-from interlace.gemm.invariance import BATCH_INVARIANT
-from interlace.registry import operator_named
+from interlace.registry import BATCH_INVARIANT, operator_named
 from interlace.units import round_up
 
 _WORDS = ("auto", BATCH_INVARIANT)

@@ -15,8 +15,8 @@ from interlace.cli.bench_ranks import measure_batch_invariance
 from interlace.cli.console import make_console
 from interlace.cli.options import Run
 from interlace.cli.tables import make_table
-from interlace.gemm.invariance import BATCH_INVARIANT, invariant_implementations
-from interlace.registry import operators
+from interlace.gemm.invariance import invariant_implementations
+from interlace.registry import BATCH_INVARIANT, operators
 
 SHAPES = ("8192x2048", "8192x7168", "4096x4096")
 
@@ -26,7 +26,7 @@ def compared() -> list[str]:
     return [
         name
         for name, operator in operators().items()
-        if operator.has_public_function and invariant_implementations(operator)
+        if operator.pattern and operator.has_public_function and invariant_implementations(operator)
     ]
 
 

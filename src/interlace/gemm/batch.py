@@ -11,19 +11,12 @@ import torch
 from interlace.comm import Group, ranges
 from interlace.costs.gemm import leaving
 from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.gemm.between_nodes import known_network
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
-from interlace.gemm.invariance import (
-    BATCH_INVARIANT,
-    REFERENCE_ROWS,
-    effective_impl,
-    has_one_arithmetic,
-    invariant_implementations,
-    require_invariant,
-)
-from interlace.registry import Implementation, Operator
+from interlace.registry import BATCH_INVARIANT, Implementation, Operator
 from interlace.tuning.choice import Choice
 
 
@@ -87,7 +80,7 @@ class BatchOperator(Operator):
             ArgumentError: There is no such implementation, or an error of ``validate``.
             RankMismatchError: Ranks differ in shapes, dtypes or impl.
         """
-        impl = effective_impl(self, impl)
+        impl = invariance.effective_impl(self, impl)
         group = group_for(self.name, group_name, x.device)
 
         def decide() -> tuple[int, Implementation, GemmConfig]:
@@ -104,12 +97,12 @@ class BatchOperator(Operator):
             _, inner, columns = w.shape
             is_invariant = impl == BATCH_INVARIANT
             if is_invariant:
-                require_invariant(self)
+                invariance.require_invariant(self)
             # Tiles must not follow the number of rows where they may change bits.
-            has_one_size = is_invariant and not has_one_arithmetic(x.device, x.dtype)
+            has_one_size = is_invariant and not invariance.has_one_arithmetic(x.device, x.dtype)
             self.require_nodes(impl, group.nodes)
             choice = self.choose(
-                rows=REFERENCE_ROWS * group.world_size if has_one_size else rows,
+                rows=invariance.REFERENCE_ROWS * group.world_size if has_one_size else rows,
                 columns=columns,
                 inner=inner,
                 dtype=x.dtype,
@@ -118,7 +111,7 @@ class BatchOperator(Operator):
             ).between(self, group.nodes, known_network(x.device))
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
-                name = invariant_implementations(self)[0].name
+                name = invariance.invariant_implementations(self)[0].name
                 self.require_nodes(name, group.nodes)
             # A stock pair that the tuned table prefers is no implementation here: the pass would
             # not have made the call then. The first implementation stands for it.

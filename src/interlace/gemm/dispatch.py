@@ -18,7 +18,12 @@ from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
-from interlace.gemm.invariance import effective_impl, is_invariant, name_in
+from interlace.gemm.invariance import (
+    effective_impl,
+    invariant_implementation,
+    is_invariant,
+    name_in,
+)
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
@@ -212,7 +217,8 @@ def _decide(
     if is_invariant(impl):
         # A configuration is that of the operator's own kernel.
         asked = named or (operator.implementations[0].name if config else "")
-        invariant = operator.invariant_implementation(operands, choice, terms, asked)
+        x = operands.x
+        invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
         operator.require_nodes(invariant.name, group.nodes)
         implementations = resolve(operator, invariant.name, choice, terms)
         chosen = operator.invariant_config(operands, choice, group.world_size)

@@ -14,15 +14,14 @@ import contextlib
 import functools
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from interlace.comm.kernels import capability
 from interlace.errors import ArgumentError
-from interlace.registry import Implementation, Operator
-
-BATCH_INVARIANT = "batch_invariant"
-"""The word of ``impl``. It is a chooser, as ``"auto"`` is: ranks agree on it as on any other."""
+from interlace.registry import BATCH_INVARIANT, Implementation, Operator
+from interlace.tuning.choice import Choice
 
 REFERENCE_ROWS = 64
 """Rows of a rank for which configurations are chosen, however many a call has, where tiles may
@@ -146,6 +145,44 @@ def invariant_implementations(operator: Operator) -> tuple[Implementation, ...]:
         for implementation in operator.implementations
         if implementation.is_batch_invariant
     )
+
+
+def invariant_implementation(
+    operator: Operator,
+    device: torch.device,
+    dtype: torch.dtype,
+    choice: Choice[Any],
+    terms: Any,
+    named: str = "",
+) -> Implementation:
+    """Return what runs a batch-invariant call: the invariant implementation that is predicted to be
+    the fastest where all of them give the same bits, else the first one.
+
+    Args:
+        operator: The operator.
+        device: The operands' device.
+        dtype: The operands' dtype.
+        choice: What a free call would run.
+        terms: The properties by which an implementation may refuse the call.
+        named: The implementation that the caller has named; empty if none.
+
+    Raises:
+        ArgumentError: There is none, or the one that was named is not known to give this GPU the
+            same bits.
+    """
+    require_invariant(operator)
+    first, *others = invariant_implementations(operator)
+    if not has_one_arithmetic(device, dtype):
+        if named in ("", first.name):
+            return first
+        raise ArgumentError(
+            f"{operator.name}: impl={named!r} must run on a GPU that is known to add up products "
+            f"in one way to be batch-invariant. Take impl='auto' or {first.name!r}."
+        )
+    if named:
+        return operator.implementation(named)
+    able = {each.name: each for each in (first, *others) if each.refusal(terms) is None}
+    return next((able[name] for name in choice.candidates if name in able), first)
 
 
 def require_invariant(operator: Operator) -> None:

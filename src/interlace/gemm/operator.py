@@ -13,23 +13,14 @@ import torch
 from interlace.comm import Group
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
-from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.invariance import (
-    BATCH_INVARIANT,
-    REFERENCE_ROWS,
-    has_one_arithmetic,
-    invariant_implementations,
-    is_enabled,
-    require_invariant,
-)
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
 from interlace.gemm.splits import check_sum, validate_list
-from interlace.gemm.terms import Terms
-from interlace.registry import Implementation, Operator
+from interlace.registry import BATCH_INVARIANT, Operator
 from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
 
@@ -100,35 +91,6 @@ class GemmOperator(Operator):
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
         return choose_product(self.name, cast(Any, self.config_type), **call)
 
-    def invariant_implementation(
-        self, operands: Operands, choice: Choice[Any], terms: Terms, named: str = ""
-    ) -> Implementation:
-        """Return what runs a batch-invariant call: the invariant implementation that is predicted
-        to be the fastest where all of them give the same bits, else the first one.
-
-        Args:
-            choice: What a free call would run.
-            terms: The properties by which an implementation may refuse the call.
-            named: The implementation that the caller has named; empty if none.
-
-        Raises:
-            ArgumentError: There is none, or the one that was named is not known to give this GPU
-                the same bits.
-        """
-        require_invariant(self)
-        first, *others = invariant_implementations(self)
-        if not has_one_arithmetic(operands.x.device, operands.x.dtype):
-            if named in ("", first.name):
-                return first
-            raise ArgumentError(
-                f"{self.name}: impl={named!r} must run on a GPU that is known to add up products "
-                f"in one way to be batch-invariant. Take impl='auto' or {first.name!r}."
-            )
-        if named:
-            return self.implementation(named)
-        able = {each.name: each for each in (first, *others) if each.refusal(terms) is None}
-        return next((able[name] for name in choice.candidates if name in able), first)
-
     def invariant_config(
         self, operands: Operands, choice: Choice[Any], world_size: int
     ) -> GemmConfig:
@@ -136,8 +98,8 @@ class GemmOperator(Operator):
         one number of rows.
         """
         config: GemmConfig = choice.config
-        if not has_one_arithmetic(operands.x.device, operands.x.dtype):
-            sizes = operands.sizes(REFERENCE_ROWS * world_size)
+        if not invariance.has_one_arithmetic(operands.x.device, operands.x.dtype):
+            sizes = operands.sizes(invariance.REFERENCE_ROWS * world_size)
             config = self.choose(**sizes, world_size=world_size).config
         return config
 
@@ -232,8 +194,8 @@ class GemmOperator(Operator):
         choice = self.choose(**sizes).between(self, nodes, predicted)
         node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
         terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
-        if is_enabled():
-            name = self.invariant_implementation(operands, choice, terms).name
+        if invariance.is_enabled():
+            name = invariance.invariant_implementation(self, x.device, x.dtype, choice, terms).name
             config = self.invariant_config(operands, choice, world_size)
             chosen = f"{name} ({config})" if name == self.implementations[0].name else name
             return described, chosen, f"calls must be batch-invariant; {choice.reason}"

@@ -158,7 +158,10 @@ def _arguments(**changes):
             "kind=silu, alpha=1.0, limit=7.0, up_offset=0.0.",
         ),
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
-        ({"impl": "fast"}, "impl must be one of auto, fused, decode, nccl, unfused; got 'fast'."),
+        (
+            {"impl": "fast"},
+            "impl must be one of auto, batch_invariant, fused, decode, nccl, unfused; got 'fast'.",
+        ),
         ({"config": "128"}, "config must be of type MixtureOfExpertsConfig; got str."),
     ],
 )

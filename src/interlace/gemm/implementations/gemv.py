@@ -8,9 +8,8 @@ import torch
 
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.invariance import BATCH_INVARIANT
 from interlace.gemm.operands import FLOATS
-from interlace.registry import Implementation, operator_matching
+from interlace.registry import BATCH_INVARIANT, Implementation, operator_matching
 
 MOST_ROWS = 16
 """With more rows the kernel needs a configuration that was tuned for them: with another one, 24 and

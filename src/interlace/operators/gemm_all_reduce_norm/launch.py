@@ -14,10 +14,9 @@ from interlace.comm.replays import places
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply
-from interlace.gemm.invariance import BATCH_INVARIANT
 from interlace.gemm.launch import lamport_arguments
 from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormConfig
-from interlace.registry import operator_matching
+from interlace.registry import BATCH_INVARIANT, operator_matching
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 MOST_COLUMNS = 1 << 16

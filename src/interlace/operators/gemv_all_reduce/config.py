@@ -7,7 +7,7 @@ import dataclasses
 import torch
 
 from interlace.comm import MAX_PROGRAMS
-from interlace.gemm.invariance import has_one_arithmetic
+from interlace.gemm import invariance
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 from interlace.units import next_power_of_2
 
@@ -66,7 +66,7 @@ def block_tokens(tokens: int, fewest: int = 1) -> int:
 
 def fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
     """Return the tokens of the smallest tiles of batch-invariant calls on a device."""
-    if has_one_arithmetic(device, dtype):
+    if invariance.has_one_arithmetic(device, dtype):
         return FEWEST_TOKENS_BY_MATRIX_UNIT
     return FEWEST_TOKENS_OF_ONE_INSTRUCTION
 

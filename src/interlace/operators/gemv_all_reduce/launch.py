@@ -15,10 +15,9 @@ from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
 from interlace.costs.gemv_all_reduce import floor_link_bytes
 from interlace.errors import ArgumentError
-from interlace.gemm import autotune
+from interlace.gemm import autotune, invariance
 from interlace.gemm.between_nodes import known_network
 from interlace.gemm.implementations.gemv import GEMV
-from interlace.gemm.invariance import BATCH_INVARIANT, effective_impl, has_one_arithmetic
 from interlace.operators.gemv_all_reduce import reference
 from interlace.operators.gemv_all_reduce.config import (
     OPERATOR,
@@ -27,7 +26,7 @@ from interlace.operators.gemv_all_reduce.config import (
     default_config,
     fewest_tokens,
 )
-from interlace.registry import operator_matching, operator_named
+from interlace.registry import BATCH_INVARIANT, operator_matching, operator_named
 from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, round_up
 
@@ -115,7 +114,7 @@ def run(
     Raises:
         ArgumentError: The operands have different dtypes.
     """
-    impl = effective_impl(operator_named(OPERATOR), impl)
+    impl = invariance.effective_impl(operator_named(OPERATOR), impl)
     group = group_named(group_name, x.device)
     # Decoding makes the same call again and again, so the agreement and the choice are kept.
     key = (
@@ -244,7 +243,7 @@ def invariant_config(
     protocol may differ: both of them round parts alike, and add them in rank order.
     """
     fewest = fewest_tokens(call["device"], call["dtype"])
-    if has_one_arithmetic(call["device"], call["dtype"]):
+    if invariance.has_one_arithmetic(call["device"], call["dtype"]):
         return choose(**call | {"tokens": max(call["tokens"], fewest)}).config
     config = choose(**call | {"tokens": fewest}).config
     if call["device"].type == "cuda":

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 
 from interlace.gemm.between_nodes import known_network
-from interlace.gemm.invariance import BATCH_INVARIANT, is_enabled
+from interlace.gemm.invariance import is_enabled
 from interlace.operators.gemv_all_reduce import launch
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.validate import validate
-from interlace.registry import Implementation, Operator, operator
+from interlace.registry import BATCH_INVARIANT, Implementation, Operator, operator
 
 
 @operator

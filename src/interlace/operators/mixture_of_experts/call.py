@@ -12,8 +12,14 @@ import torch
 from interlace.comm import Group, group_named, ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import known_network
+from interlace.gemm.invariance import is_invariant, name_in
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.choice import Terms, choose, configuration
+from interlace.operators.mixture_of_experts.choice import (
+    Terms,
+    choose,
+    choose_invariant,
+    configuration,
+)
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Parameters, Sizes
 from interlace.registry import operator_named
@@ -123,10 +129,14 @@ class Call:
         """
         terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
         declaration = operator_named(OPERATOR)
-        declaration.require_nodes(self.impl, self.group.nodes)
+        declaration.require_nodes(name_in(self.impl) or declaration.choosers[0], self.group.nodes)
         network = known_network(self.x.device)
         choice = choose(terms, self.x.device).between(declaration, self.group.nodes, network, terms)
-        impl = choice.impl if self.impl == "auto" else self.impl
+        impl, config = choice.impl if self.impl == "auto" else self.impl, None
+        if is_invariant(self.impl):
+            named = name_in(self.impl)
+            impl, config = choose_invariant(terms, self.x.device, choice, named)
+            declaration.require_nodes(impl, self.group.nodes)
         unmet = declaration.refusal(impl, terms)
         if unmet is not None:
             raise ArgumentError(
@@ -134,7 +144,7 @@ class Call:
             )
         if self.config:
             return impl, MixtureOfExpertsConfig.parse(self.config)
-        return impl, configuration(impl, terms, self.x.device)
+        return impl, config or configuration(impl, terms, self.x.device)
 
 
 @dataclasses.dataclass(frozen=True)

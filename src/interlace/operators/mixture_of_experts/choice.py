@@ -12,6 +12,8 @@ import torch
 from interlace.costs.expert_time import ExpertsCall
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.time import MachineProfile
+from interlace.errors import ArgumentError
+from interlace.gemm import invariance
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
@@ -86,6 +88,41 @@ def choose(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]
         return tabulated
     config = _config_of("fused", terms, tabulated)
     return dataclasses.replace(tabulated, impl="fused", config=config)
+
+
+def choose_invariant(
+    terms: Terms, device: torch.device, choice: Choice[MixtureOfExpertsConfig], named: str = ""
+) -> tuple[str, MixtureOfExpertsConfig]:
+    """Return what runs a call whose rows must have the same bits in every batch.
+
+    All kernels go along the inner dimensions in order, round where the others round, and add a
+    token's rows in the order of its slots.
+
+    Args:
+        terms: The properties of the call.
+        device: The device of the operands.
+        choice: What a free call would run.
+        named: The implementation that the caller has named; empty if none.
+
+    Raises:
+        ArgumentError: Tokens may be dropped, which goes by the others in the batch; or this GPU is
+            not known to give the same bits by the implementation that was named.
+    """
+    sizes = terms.sizes
+    if sizes.capacity < sizes.tokens:
+        raise ArgumentError(
+            f"{OPERATOR}: a call within interlace.batch_invariant() must have no capacity that "
+            f"could drop tokens; got {sizes.capacity} for {sizes.tokens} tokens. Which rows are "
+            "dropped goes by the batch."
+        )
+    declaration = operator_named(OPERATOR)
+    name = invariance.invariant_implementation(
+        declaration, device, terms.dtype, choice, terms, named
+    ).name
+    if not invariance.has_one_arithmetic(device, terms.dtype):
+        # Tiles must not follow the number of tokens where they may change bits.
+        terms = terms._replace(sizes=dataclasses.replace(sizes, tokens=invariance.REFERENCE_ROWS))
+    return name, configuration(name, terms, device)
 
 
 def configuration(impl: str, terms: Terms, device: torch.device) -> MixtureOfExpertsConfig:

@@ -11,7 +11,7 @@ import torch
 from interlace.comm import process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
-from interlace.gemm import invariance
+from interlace.gemm.invariance import effective_impl
 from interlace.operators.mixture_of_experts import decode, layout, reference, stock
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.backward_steps import BackwardSteps
@@ -19,6 +19,7 @@ from interlace.operators.mixture_of_experts.call import Call, Saved
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import Parameters
 from interlace.operators.mixture_of_experts.steps import Steps
+from interlace.registry import operator_named
 
 _BLOCK_SLOTS = 128
 _BACKWARD = f"{OPERATOR}.backward"
@@ -28,11 +29,10 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
     """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass.
 
     Raises:
-        ArgumentError: The call must be batch-invariant: which rows share a tile, and which
-            implementation runs, goes by the number of tokens.
+        ArgumentError: The call cannot run by the implementation that was asked for, or be
+            batch-invariant.
     """
-    if invariance.is_enabled():
-        invariance.refuse(OPERATOR)
+    call = dataclasses.replace(call, impl=effective_impl(operator_named(OPERATOR), call.impl))
     group = call.group
     group.check()
     mark = call.agree(OPERATOR)

@@ -8,19 +8,21 @@ from typing import Any
 import torch
 
 from interlace.costs.expert_time import ExpertsCall
+from interlace.gemm import invariance
 from interlace.gemm.between_nodes import known_network
 from interlace.operators.mixture_of_experts import stock
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
     Terms,
     choose,
+    choose_invariant,
     decode_refusal,
     tile_of,
 )
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import Sizes
 from interlace.operators.mixture_of_experts.validate import validate
-from interlace.registry import Implementation, Operator, operator
+from interlace.registry import BATCH_INVARIANT, Implementation, Operator, operator
 
 _TIMED_PARTS = ("forward", "decoding")
 """The parts of a benchmark of experts that are forward passes of the layer."""
@@ -34,14 +36,21 @@ class MixtureOfExperts(Operator):
     collective = "all_to_all"
     sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
     config_type = MixtureOfExpertsConfig
+    choosers = ("auto", BATCH_INVARIANT)
     command_module = "interlace.cli.bench_mixture_of_experts"
     implementations = (
-        Implementation("fused", "kernels that send rows as they compute them", schedule="by_slot"),
+        Implementation(
+            "fused",
+            "kernels that send rows as they compute them",
+            schedule="by_slot",
+            is_batch_invariant=True,
+        ),
         Implementation(
             "decode",
             "kernels for few tokens, which read each weight once",
             refusal=decode_refusal,
             schedule="by_token",
+            is_batch_invariant=True,
         ),
         Implementation(
             "nccl",
@@ -109,12 +118,15 @@ class MixtureOfExperts(Operator):
         terms = Terms(sizes, x.dtype, x.device.type, keeps)
         choice = self.choose(terms=terms, device=x.device)
         choice = choice.between(self, nodes, known_network(x.device), terms)
-        chosen = choice.impl
+        chosen, config, reason = choice.impl, choice.config, choice.reason
+        if invariance.is_enabled():
+            chosen, config = choose_invariant(terms, x.device, choice)
+            reason = f"calls must be batch-invariant; {reason}"
         if chosen in ("fused", "decode"):
-            chosen += f" ({choice.config})"
+            chosen += f" ({config})"
         name = str(x.dtype).removeprefix("torch.")
         call = (
             f"{self.name} of {tokens} tokens per rank, top {top_k} of {count} experts {hidden} x "
             f"{ffn}, {name}"
         )
-        return call, chosen, choice.reason
+        return call, chosen, reason

@@ -16,6 +16,7 @@ from interlace.compile import choice
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.gemm import choice as products
+from interlace.gemm import invariance
 from interlace.gemm.choice import Choice
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatter, GemmReduceScatterConfig
 from interlace.operators.gemv_all_reduce import launch as gemv
@@ -248,7 +249,9 @@ def test_a_sum_of_batches_goes_by_what_is_faster_in_parts() -> None:
         total([_product(120, 2048, 704, batch=32)] * 2, 32 * 120, 2)
 
 
-def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant() -> None:
+def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An operator with an invariant implementation takes the pair's place for any rows; the same
     one.
     """
@@ -258,8 +261,11 @@ def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant() -> None:
             assert operator.name == "gemm_all_reduce"
             reason = choice.choose(operator, _product(rows, 8192, 2048), rows, 4)
             assert reason == "calls must be batch-invariant"
+        batch = _product(256, 512, 512, batch=2)
+        assert choose("all_to_all_bmm", batch, 512, 4) == "calls must be batch-invariant"
+        monkeypatch.setattr(invariance, "invariant_implementations", lambda _: ())
         with pytest.raises(LeftAlone, match="all_to_all_bmm has no batch-invariant implementation"):
-            choose("all_to_all_bmm", _product(256, 512, 512, batch=2), 512, 4)
+            choose("all_to_all_bmm", batch, 512, 4)
         with pytest.raises(LeftAlone, match="gemm_reduce_scatter is not batch-invariant"):
             choose_sum("gemm_reduce_scatter", [_product(512, 512, 512)] * 2, 512, 4)
     assert choice.all_reduce_operator(1, True).name == "gemv_all_reduce"

@@ -64,6 +64,15 @@ def _batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor
     return _returned(received, len(x))
 
 
+def _received_batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A batch of one product; for each row, the products of all ranks' rows of that number."""
+    ranks, rows = dist.get_world_size(), len(x)
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    y, _ = torch.ops.interlace.all_to_all_bmm(x.repeat(ranks, 1), w.T[None], name, "auto")
+    return y[0].view(ranks, rows, -1).transpose(0, 1).reshape(rows, -1)
+
+
 def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
         x, w, bias, None, None, None, "rms", 1e-5, None, None, "", "auto", ""
@@ -80,6 +89,7 @@ OPERATORS: dict[str, Run] = {
     ),
     "gemm_all_to_all": _all_to_all,
     "bmm_all_to_all": _batch,
+    "all_to_all_bmm": _received_batch,
     "gemm_all_reduce_norm": _normed,
 }
 
@@ -170,6 +180,10 @@ def test_kernels_hand_over_on_one_rank(ranks: Any) -> None:
     assert products > 0
 
 
+def test_a_batch_on_one_rank(ranks: Any) -> None:
+    assert ranks(1).run(_differing, "all_to_all_bmm", torch.float32) == [[]]
+
+
 def _named() -> tuple[bool, str]:
     """Whether an implementation that is named in the mode runs, and what is said where it may give
     other bits.
@@ -217,7 +231,6 @@ def _refusals() -> list[str]:
         lambda: interlace.gemv_all_reduce(x, w, impl="unfused"),
         lambda: torch.ops.interlace.bmm_sum_all_to_all([batches[0]], [batches[1]], ""),
         lambda: torch.ops.interlace.gemm_sum_reduce_scatter([x], [w], ""),
-        lambda: torch.ops.interlace.all_to_all_bmm(x, w.T[None].contiguous(), "", "auto"),
     ]
     with interlace.batch_invariant():
         for call in calls:
@@ -320,6 +333,7 @@ def test_what_is_declared_invariant() -> None:
     }
     assert {name: names for name, names in found.items() if names} == {
         "all_gather_gemm": ["fused", "pushed"],
+        "all_to_all_bmm": ["pushed"],
         "bmm_all_to_all": ["fused"],
         "gemm_all_reduce": ["fused", "gemv", "pushed"],
         "gemm_all_reduce_norm": ["gemm"],

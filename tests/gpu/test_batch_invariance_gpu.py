@@ -72,6 +72,15 @@ def _batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor
     return _returned(received, len(x))
 
 
+def _received_batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """A batch of one product; for each row, the products of all ranks' rows of that number."""
+    ranks, rows = dist.get_world_size(), len(x)
+    assert dist.group.WORLD is not None
+    name = dist.group.WORLD.group_name
+    y, _ = torch.ops.interlace.all_to_all_bmm(x.repeat(ranks, 1), w.T[None], name, "auto")
+    return y[0].view(ranks, rows, -1).transpose(0, 1).reshape(rows, -1)
+
+
 def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
         x, w, bias, None, None, None, "rms", 1e-5, None, None, "", "auto", ""
@@ -86,6 +95,7 @@ OPERATORS: dict[str, Run] = {
     "all_gather_gemm": _all_gather,
     "gemm_all_to_all": _all_to_all,
     "bmm_all_to_all": _batch,
+    "all_to_all_bmm": _received_batch,
     "gemm_all_reduce_norm": _normed,
 }
 

@@ -31,6 +31,7 @@ class BatchCall:
         config: The fused kernel's configuration, if there is one.
         mark: The number that this call's signals carry; from the ranks' agreement.
         is_explicit: Whether the caller has asked for the implementation by name.
+        is_batch_invariant: Whether a row's result must have the same bits in every batch.
     """
 
     x: torch.Tensor
@@ -40,6 +41,7 @@ class BatchCall:
     config: GemmConfig
     mark: int
     is_explicit: bool
+    is_batch_invariant: bool
 
 
 class BatchOperator(Operator):
@@ -122,7 +124,10 @@ class BatchOperator(Operator):
         key = (self.name, x.shape, w.shape, x.dtype, w.dtype, impl)
         mark, implementation, config = group.once(key, decide)
         is_explicit = impl not in self.choosers
-        return implementation, BatchCall(x, w, group, group_name, config, mark, is_explicit)
+        is_invariant = invariance.is_invariant(impl)
+        return implementation, BatchCall(
+            x, w, group, group_name, config, mark, is_explicit, is_invariant
+        )
 
     def run(self, implementation: Implementation, call: BatchCall) -> Any:
         """Run an agreed call within a range for profilers; return what the implementation does."""

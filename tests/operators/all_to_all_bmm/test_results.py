@@ -116,8 +116,8 @@ def test_what_does_not_fit_is_refused(ranks):
         assert all("must be [R B C, K] and w [B, K, N]" in text for _, text, *_ in bad[1:-1])
         assert (
             bad[-1][1]
-            == "all_to_all_bmm: impl must be one of auto, chunked, pushed, unfused; got 'fused', "
-            "which is called 'chunked' now."
+            == "all_to_all_bmm: impl must be one of auto, batch_invariant, chunked, pushed, "
+            "unfused; got 'fused', which is called 'chunked' now."
         )
 
 

@@ -34,7 +34,6 @@ class AllToAllBmm(BatchOperator):
 
     collective = "all_to_all"
     collective_first = True
-    choosers = ("auto",)  # none of the implementations is batch-invariant
     implementations = (
         Implementation(
             "chunked",
@@ -47,6 +46,7 @@ class AllToAllBmm(BatchOperator):
             "one kernel stores rows where they are multiplied, then torch.bmm",
             launch.run_pushed,
             former_names=("mapped",),
+            is_batch_invariant=True,
         ),
         Implementation(
             "unfused", "all_to_all_single, then torch.bmm", launch.run_unfused, spans_nodes=True
@@ -73,7 +73,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> Pair:
         count, inner, _ = w.shape
         # PyTorch forbids an operator to return a view of its argument.
         received = x.view(count, -1, inner).clone(memory_format=torch.contiguous_format)
-        return torch.bmm(received, w), received
+        return launch.multiplied(received, w, call.is_batch_invariant), received
     y: Pair = declaration.run(implementation, call)
     return y
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -9,11 +10,12 @@ import torch
 from interlace.comm import Group, copies, process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.replays import places
-from interlace.gemm import fetch
+from interlace.gemm import fetch, few_rows, invariance
 from interlace.gemm.batch import BatchCall
 from interlace.gemm.fetch import OwnRows, Piece, Staging
 from interlace.gemm.implementations.pushed import push_rows
 from interlace.gemm.launch import padded_columns
+from interlace.gemm.operands import contiguous_dimension
 from interlace.gemm.reference import exchange_rows
 
 NAME = "all_to_all_bmm"
@@ -23,6 +25,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 def run_pushed(call: BatchCall) -> Pair:
     """Let one kernel store all rows where they are multiplied, then multiply."""
+    if call.is_batch_invariant:
+        call = dataclasses.replace(call, w=_for_our_kernel(call.w))
     x, y, received = _operands(call)
     w, group, inner = call.w, call.group, x.shape[1]
     ranks = group.world_size
@@ -33,9 +37,45 @@ def run_pushed(call: BatchCall) -> Pair:
 
     def enqueue() -> None:
         push()
-        torch.bmm(received[..., :inner], w, out=y)
+        _multiply(received[..., :inner], w, y, call.is_batch_invariant)
 
-    return _run(call, "pushed", x, y, received, enqueue, is_copied=False)
+    impl = "pushed, batch-invariant" if call.is_batch_invariant else "pushed"
+    return _run(call, impl, x, y, received, enqueue, is_copied=False)
+
+
+def multiplied(x: torch.Tensor, w: torch.Tensor, is_batch_invariant: bool) -> torch.Tensor:
+    """Return the products of ``x [B, M, K]`` and ``w [B, K, N]`` on one rank, as a call does."""
+    if not is_batch_invariant:
+        return torch.bmm(x, w)
+    y = x.new_empty([*x.shape[:2], w.shape[2]])
+    _multiply(x, _for_our_kernel(w), y, is_batch_invariant)
+    return y
+
+
+def _for_our_kernel(w: torch.Tensor) -> torch.Tensor:
+    """Return ``w [B, K, N]`` as our own kernel takes it: contiguous along K or N."""
+    return w.contiguous() if contiguous_dimension(w[0]) is None else w
+
+
+def _multiply(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, is_batch_invariant: bool) -> None:
+    """Multiply ``x [B, M, K]`` by ``w [B, K, N]`` into ``y``.
+
+    cuBLAS adds up in another order for another number of rows, so batch-invariant calls multiply by
+    a kernel of our own, one matrix after another.
+    """
+    if not is_batch_invariant:
+        torch.bmm(x, w, out=y)
+        return
+    config = None
+    if not invariance.has_one_arithmetic(x.device, x.dtype):
+        # Tiles must not follow the number of rows where they may change bits.
+        reference = x.new_empty([invariance.REFERENCE_ROWS, x.shape[2]])
+        along_k = contiguous_dimension(w[0].T) == 1
+        config = few_rows.default_config(
+            reference, w.shape[2], along_k=along_k, by_matrix_unit=True
+        )
+    for rows, weight, result in zip(x, w, y, strict=True):
+        few_rows.multiply(rows, [weight.T], [None], [result], config, is_batch_invariant=True)
 
 
 def run_chunked(call: BatchCall) -> Pair:

@@ -1,4 +1,4 @@
-"""From what was measured of a machine to its profile.
+"""Make a machine's profile of what was measured on it.
 
 ``interlace tune machine`` measures rates (:mod:`interlace.comm.machine_rates`) and calls of every
 operator. What the short stay cannot tell, how an implementation composes its time, is taken from

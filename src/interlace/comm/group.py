@@ -98,8 +98,7 @@ class Group:
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
         self.agreement.compare("joining a group", settings())
         share_profile(members, self.exchange)
-        # Each rank chooses implementations by itself, so all ranks must choose by the same code,
-        # tables and profiles.
+        # Each rank chooses by itself, so all must choose by the same code, tables and profiles.
         self.agreement.compare("joining a group", identity(device))
         self.memory = SymmetricMemory(
             self.channel, self.agreement, self.health, self.streams, self.cache.replays

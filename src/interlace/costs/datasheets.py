@@ -1,4 +1,4 @@
-"""What makers' data sheets say of GPUs, for guesses where nothing was measured."""
+"""Data sheets of GPUs by their makers, for guesses where nothing was measured."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ class ProductTime:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRates:
-    """What can be measured of a machine without a call of any operator.
+    """Hold what was measured of a machine without a call of any operator.
 
     Attributes:
         products: Times of products, the slowest rank's.

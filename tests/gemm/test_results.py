@@ -167,6 +167,25 @@ def test_gradients(ranks: Any, world_size: int, operator: str, impl: str) -> Non
             check_gradients(call, ranks(world_size).run(differentiate, call))
 
 
+def _with_vectors_apart(call: Call) -> bool:
+    """Whether a bias and scales whose elements are apart give the same bits as others."""
+    tensors = call.placed()
+    apart = {
+        name: torch.stack([vector, torch.full_like(vector, float("nan"))], -1)[..., 0]
+        for name, vector in tensors.items()
+        if name not in ("x", "w")
+    }
+    return torch.equal(call.make(**tensors | apart), call.make(**tensors))
+
+
+@every_way
+def test_vectors_need_not_be_contiguous(ranks: Any, operator: str, impl: str) -> None:
+    for dtype in ("float32", "float8"):
+        call = Call(operator, 6, 9, 16, dtype, bias=True, impl=impl)
+        if call.can_run:
+            assert ranks(2).run(_with_vectors_apart, call) == [True, True]
+
+
 @st.composite
 def _calls(draw: Any, operator: str, impl: str, world_size: int) -> Call:
     size = st.integers(1, 40)

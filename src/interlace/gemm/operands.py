@@ -216,8 +216,9 @@ class Operands:
     Attributes:
         x: ``[M, K]``, any strides.
         w: ``[N, K]``, contiguous along either.
-        bias: ``[N]`` of ``out_dtype``, or None.
+        bias: ``[N]`` of ``out_dtype``, or None. It is copied unless it is contiguous.
         x_scale, w_scale: float32 ``[1]``, or ``[M]`` and ``[N]``; None unless x and w are float8.
+            They are copied unless they are contiguous.
         out_dtype: of the result, and of parts that travel.
     """
 
@@ -240,11 +241,12 @@ class Operands:
                 f"a product's bias must have the dtype of its result, {self.out_dtype}; got "
                 f"{self.bias.dtype}. Convert it."
             )
-        for name in ("x_scale", "w_scale"):
-            scale = getattr(self, name)
-            if scale is not None:
-                # Kernels read one scale a row, whether it came as a row or as a column.
-                object.__setattr__(self, name, scale.reshape(-1))
+        for name in ("bias", "x_scale", "w_scale"):
+            vector = getattr(self, name)
+            if vector is not None:
+                # Kernels read one element behind the other, and one scale per row, whether it came
+                # as a row or as a column.
+                object.__setattr__(self, name, vector.reshape(-1).contiguous())
 
     def factors(self) -> Factors:
         """Return what references take: x, w, bias, both scales and the dtype of the result."""

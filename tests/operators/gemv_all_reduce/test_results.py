@@ -163,6 +163,24 @@ def _w_with_padding():
     )
 
 
+def test_elements_of_the_bias_may_be_apart(ranks):
+    for results in ranks(2).run(_bias_apart):
+        for y, expected in results:
+            assert torch.equal(y, expected)
+
+
+def _bias_apart():
+    x, w, bias = Call(2, 11, 20, bias=True).inputs(dist.get_rank())
+    apart = torch.stack([bias, torch.full_like(bias, float("nan"))], -1)[:, 0]
+    return [
+        tuple(interlace.gemv_all_reduce(x, w, vector, config=config) for vector in (apart, bias))
+        for config in (
+            GemvAllReduceConfig("one_shot", block_n=4, block_k=16),
+            GemvAllReduceConfig("two_phase", block_n=4, block_k=16),
+        )
+    ]
+
+
 def _gradients(call, needed):
     x, w, bias = call.inputs(dist.get_rank())
     inputs = [t.requires_grad_(name in needed) for name, t in zip("xwb", (x, w, bias), strict=True)]

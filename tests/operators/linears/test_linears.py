@@ -80,10 +80,12 @@ def _other_operands() -> dict[str, float]:
     many, *_ = _operands(65, 24, (), torch.float32, False)
     columns_first = [w.t().contiguous().t() for w in weights]
     wide = torch.randn(2, 48)[:, ::2]
+    apart = [torch.stack([bias, bias / 0], -1)[:, 0] for bias in biases if bias is not None]
     calls = {
         "weights along n": (x, columns_first, biases),
         "columns of x apart": (wide, weights, biases),
         "rows of x apart": (torch.randn(2, 40)[:, :24], weights, biases),
+        "elements of biases apart": (x, weights, apart),
         "many tokens": (many, weights, biases),
         "no tokens": (x[:0], weights, biases),
         "no columns": (x[:, :0], [w[:, :0] for w in weights], biases),

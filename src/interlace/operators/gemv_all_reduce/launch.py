@@ -143,6 +143,8 @@ def run(
     y = x.new_empty([*x.shape[:-1], w.shape[0]])
     if matrix.stride(-1) != 1:
         matrix = matrix.contiguous()
+    if bias is not None:
+        bias = bias.contiguous()
     # Shapes were agreed on, so without elements no rank launches anything.
     if y.numel():
         is_invariant = decision.is_batch_invariant

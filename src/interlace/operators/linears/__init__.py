@@ -59,7 +59,7 @@ def multiply(
     Args:
         x: The tokens.
         weights: One to three; what is not contiguous along K is copied.
-        biases: A vector ``[N]`` for each weight, or None for all.
+        biases: A vector ``[N]`` for each weight, or None for all; copied unless contiguous.
         config: The tiles; default: those for these sizes.
         is_batch_invariant: Whether one token must be multiplied as several are.
 
@@ -71,6 +71,7 @@ def multiply(
     x, *weights = (
         tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (x, *weights)
     )
+    biases = [None if bias is None else bias.contiguous() for bias in biases]
     results = [x.new_empty([len(x), len(w)]) for w in weights]
     few_rows.multiply(x, weights, biases, results, config, is_batch_invariant=is_batch_invariant)
     return results

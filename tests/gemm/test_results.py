@@ -162,6 +162,7 @@ def test_gradients(ranks: Any, world_size: int, operator: str, impl: str) -> Non
         Call(operator, rows, 9, 6, bias=True, impl=impl),
         Call(operator, 11, 9, 6, bias=True, splits=splits, w_along="N", impl=impl),
         Call(operator, 6, 9, 7, "bfloat16", bias=True, out_dtype="float32", impl=impl),
+        Call(operator, 6, 9, 0, bias=True, impl=impl),
     ):
         if call.can_run:
             check_gradients(call, ranks(world_size).run(differentiate, call))

@@ -46,7 +46,7 @@ def product_gradients(
         # Each rank has operands of its own, so a second derivative is a sum over the ranks.
         rows = replicated(rows, ctx.group_name)
     grad_x = rows @ w if w is not None else None
-    grad_w = rows.mT @ x.reshape(-1, x.shape[-1]) if x is not None else None
+    grad_w = rows.mT @ x.reshape(len(rows), x.shape[-1]) if x is not None else None
     return grad_x, grad_w, grad_bias
 
 

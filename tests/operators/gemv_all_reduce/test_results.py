@@ -218,6 +218,15 @@ def test_gradients_match_float64(ranks, tokens, needed):
                 assert gradient is None
 
 
+@pytest.mark.parametrize("shape", EMPTY)
+def test_gradients_of_empty_inputs(ranks, shape):
+    call = Call(*shape, bias=True)
+    for rank, gradients in enumerate(ranks(2).run(_gradients, call, "xwb")):
+        for gradient, tensor in zip(gradients[:2], call.inputs(rank), strict=False):
+            assert torch.equal(gradient, torch.zeros_like(tensor))
+        assert torch.equal(gradients[2], torch.atleast_2d(_upstream(call)).sum(0))
+
+
 def _last_positions(positions):
     """``hidden[:, -1]`` of ``[3, positions, 16]``, in address space of which only three rows are
     ever touched.

@@ -34,7 +34,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
     The output is the same on every rank, and so is its gradient.
     """
-    rows = grad.reshape(-1, grad.shape[-1])
+    rows = grad if grad.dim() == 2 else grad[None]
     grad_x, grad_w, grad_bias = product_gradients(ctx, rows, is_replicated=True)
     if grad_x is not None:
         grad_x = grad_x.reshape([*grad.shape[:-1], grad_x.shape[1]])

@@ -224,6 +224,27 @@ def test_a_vector_is_one_token(ranks: Any) -> None:
     assert ranks(2).run(_vector) == [True, True]
 
 
+def _empty() -> list[list[Any]]:
+    outcomes = []
+    for function, impl in itertools.product(
+        (interlace.gemv_all_reduce, interlace.gemm_all_reduce), IMPLS
+    ):
+        for tokens, columns in ((0, 24), (3, 0)):
+            tensors = _tensors(tokens, columns, 16, torch.bfloat16)
+            results = function(**tensors, impl=impl, out_dtype=FLOAT8)
+            shapes = [tuple(result.shape) for result in results]
+            outcomes.append([shapes, results.scale.flatten().tolist()])
+    return outcomes
+
+
+def test_no_tokens_and_no_columns(ranks: Any) -> None:
+    """A row without columns has the scale of a row of zeros."""
+    none = [[(0, 24), (0, 24), (0, 1)], []]
+    narrow = [[(3, 0), (3, 0), (3, 1)], [1.0] * 3]
+    for outcomes in ranks(2).run(_empty):
+        assert outcomes == [none, narrow] * (2 * len(IMPLS))
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -75,8 +75,10 @@ class GemmAllReduceNorm(GemmOperator):
         return _choose(**call)
 
     def run_empty(self, call: GemmCall) -> Normed:
-        """Return results without elements."""
-        return launch.empty_results(call)
+        """Return results without elements; a row without columns has a scale as a row of zeros."""
+        results = launch.empty_results(call)
+        results.scale.fill_(1.0)
+        return results
 
     def run_unfused(self, call: GemmCall) -> Normed:
         """Run ``F.linear``, ``all_reduce``, and torch's norm."""

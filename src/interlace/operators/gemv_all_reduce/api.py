@@ -133,7 +133,8 @@ def gemv_all_reduce(
             norm_weight=norm_weight, norm_bias=norm_bias, eps=eps, scale=scale,
             out_dtype=out_dtype, group=group, impl=impl, config=config,
         )  # fmt: skip
-        return Normed(y.view(*x.shape[:-1], -1), total.view(*x.shape[:-1], -1), scales)
+        shape = [*x.shape[:-1], w.shape[0]]
+        return Normed(y.view(shape), total.view(shape), scales)
     refuse_without_norm(
         OPERATOR, residual=residual, norm_bias=norm_bias, scale=scale, out_dtype=out_dtype
     )

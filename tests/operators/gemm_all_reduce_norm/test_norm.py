@@ -245,6 +245,23 @@ def test_no_tokens_and_no_columns(ranks: Any) -> None:
         assert outcomes == [none, narrow] * (2 * len(IMPLS))
 
 
+def _scales_of_small_rows(impl: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of zeros, of a number whose 448th is no float32, and of a larger one."""
+    x = torch.tensor([[0.0], [1e-44], [448.0]]) if dist.get_rank() == 0 else torch.zeros(3, 1)
+    w = torch.tensor([[1.0], [0.0]])
+    y, _, scale = interlace.gemm_all_reduce(x, w, norm="rms", eps=1.0, impl=impl, out_dtype=FLOAT8)
+    return y.float(), scale
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_scales_are_never_zero(ranks: Any, impl: str) -> None:
+    """Nothing is divided by a scale that has become 0."""
+    for y, scale in ranks(2).run(_scales_of_small_rows, impl):
+        assert y.isfinite().all()
+        assert (scale[:2] == 1).all()
+        assert scale[2] > 0
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

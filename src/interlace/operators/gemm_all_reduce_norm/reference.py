@@ -36,7 +36,7 @@ def gemm_all_reduce_norm(
     if epilogue.quantization == "none":
         return y.to(epilogue.out_dtype), h, scales
     if epilogue.scale is None:
-        largest = y.abs().amax(-1, keepdim=True)
-        scales = torch.where(largest == 0, 1.0, largest / _LARGEST_FLOAT8)
+        scales = y.abs().amax(-1, keepdim=True) / _LARGEST_FLOAT8
+        scales = torch.where(scales == 0, 1.0, scales)
     y = y / (scales if epilogue.scale is None else epilogue.scale)
     return y.clamp(-_LARGEST_FLOAT8, _LARGEST_FLOAT8).to(epilogue.out_dtype), h, scales

@@ -140,8 +140,9 @@ def norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM: tl.cons
             tl.where(place.inside & (y != y), y, 0.0)
         )
         largest = _over_sections(own, 2, place, meeting, inputs.B, "max", FORM)
-        # A row of zeros has any scale but 0.
-        scale = tl.where(largest == 0.0, 1.0, largest / _LARGEST_FLOAT8)
+        # A row of zeros has any scale but 0, and so has one of numbers too small for a scale.
+        scale = largest / _LARGEST_FLOAT8
+        scale = tl.where(scale == 0.0, 1.0, scale)
         if place.section == 0:
             tl.store(outputs.scales + place.tokens, scale, mask=place.tokens < inputs.B)
         y = y / scale

@@ -149,6 +149,21 @@ def test_decoding_matches_float64(ranks, world_size):
     check_all(calls, ranks(world_size).run(_decode, calls))
 
 
+def _weights_apart():
+    """Whether weights whose rows are no multiple of 16 bytes give the same bits as others."""
+    x, experts, weights, w_in, w_out, _ = Call(2, hidden=24, ffn=24).inputs(dist.get_rank())
+    apart = [torch.cat([weight, weight[..., :1]], -1)[..., :-1] for weight in (w_in, w_out)]
+    y, z = (
+        interlace.mixture_of_experts(x, experts, weights, *both, impl="nccl")
+        for both in (apart, (w_in, w_out))
+    )
+    return torch.equal(y, z)
+
+
+def test_stock_experts_take_weights_of_any_strides(ranks):
+    assert ranks(2).run(_weights_apart) == [True, True]
+
+
 def _with_tiles(call):
     """The interpreter can do them too; but it does not count what they send."""
     from interlace.operators.mixture_of_experts import steps

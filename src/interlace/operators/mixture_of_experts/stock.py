@@ -79,7 +79,9 @@ def run(call: Call) -> torch.Tensor:
     else:
         gates = both.view(-1, sizes.ffn, sizes.gates).unbind(2)
     active = ExpertActivation.parse(call.activation)(*gates)
-    results = torch._grouped_mm(active, call.w_out.transpose(1, 2), offs=ends)
+    w_out, out_order = layout.in_memory_order(call.w_out)
+    w_out = w_out.transpose(1, 2) if out_order.along_k else w_out
+    results = torch._grouped_mm(active, w_out, offs=ends)
     if call.b_out is not None:
         results = results + call.b_out[owner]
     # The product leaves rows behind the last expert's undefined, perhaps NaN.

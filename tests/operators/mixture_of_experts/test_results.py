@@ -164,6 +164,22 @@ def test_stock_experts_take_weights_of_any_strides(ranks):
     assert ranks(2).run(_weights_apart) == [True, True]
 
 
+def _clamped_infinity(impl, kind):
+    """A gate of minus infinity, times an up that is clamped to 1."""
+    w_in = torch.tensor([-1.0, 1.0]).view(1, 1, 2, 1)
+    return interlace.mixture_of_experts(
+        torch.full((1, 1), torch.inf), torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, 1),
+        w_in, torch.ones(1, 1, 1), activation=ExpertActivation(kind, limit=1.0), impl=impl,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["unfused", "fused", "decode"])
+@pytest.mark.parametrize("kind", ["relu", "relu2"])
+def test_relu_of_minus_infinity_is_zero(ranks, impl, kind):
+    """As in torch, and not NaN."""
+    assert [y.item() for y in ranks(2).run(_clamped_infinity, impl, kind)] == [0.0, 0.0]
+
+
 def _with_tiles(call):
     """The interpreter can do them too; but it does not count what they send."""
     from interlace.operators.mixture_of_experts import steps

@@ -65,11 +65,10 @@ def act(gate, FORM: tl.constexpr):
         factor = 1 / (1 + tl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)))
     elif FORM.kind == "gelu":
         factor = 0.5 + 0.5 * tl.erf(gate * 0.7071067811865476)
-    elif FORM.kind == "relu2":
-        # A comparison keeps NaN, as in clamp_gate.
-        factor = tl.where(gate < 0, 0.0, gate)
     else:
-        factor = tl.where(gate < 0, 0.0, 1.0)
+        factor = tl.where(gate < 0, 0.0, gate if FORM.kind == "relu2" else 1.0)
+        # A comparison keeps NaN, as in clamp_gate; minus infinity times 0 would be NaN.
+        gate = tl.where(gate < 0, 0.0, gate)
     return gate * factor, factor
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from interlace.comm import default_name
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOAT8, FLOATS, require_device
+from interlace.gemm.operands import FLOAT8, FLOATS, require_device, require_tensor
 from interlace.registry import Operator
 from interlace.tuning.configuration import Configuration
 
@@ -155,7 +155,6 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
                 f"{operator}: residual must be [B, N] = {shape} of x's dtype, {x.dtype}; got "
                 f"{list(residual.shape)} of {residual.dtype}."
             )
-        require_device(f"{operator}: residual", residual, "x", x.device)
     for name in ("norm_weight", "norm_bias"):
         vector = getattr(epilogue, name)
         if vector is None:
@@ -165,7 +164,6 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
                 f"{operator}: {name} must be [N] with N = {columns}, of float16, bfloat16 or "
                 f"float32; got {list(vector.shape)} of {vector.dtype}."
             )
-        require_device(f"{operator}: {name}", vector, "x", x.device)
     scale = epilogue.scale
     if scale is None:
         return
@@ -179,7 +177,6 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
             f"{operator}: scale must be one float32 element; got {list(scale.shape)} of "
             f"{scale.dtype}."
         )
-    require_device(f"{operator}: scale", scale, "x", x.device)
 
 
 def call_normed(
@@ -205,7 +202,22 @@ def call_normed(
         operator: The operator whose ``norm_name`` names the variant.
         x: ``[B, K]``.
         norm: None for the root mean square.
+
+    Raises:
+        ArgumentError: An operand is no dense tensor, or is not on the device of x. PyTorch chooses
+            what runs by the operands' devices, so this is refused before it is asked.
     """
+    optional = {
+        "bias": bias,
+        "residual": residual,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "scale": scale,
+    }
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in {"x": x, "w": w, **given}.items():
+        require_tensor(f"{operator.norm_name}: {name}", tensor)
+        require_device(f"{operator.norm_name}: {name}", tensor, "x", x.device)
     function = getattr(torch.ops.interlace, operator.norm_name)
     text = "" if config is None else str(config)
     results = function(

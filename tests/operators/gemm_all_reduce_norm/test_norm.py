@@ -267,6 +267,9 @@ def test_scales_are_never_zero(ranks: Any, impl: str) -> None:
     [
         ({"norm": "batch"}, "norm must be one of rms, layer; got 'batch'"),
         ({"residual": torch.zeros(2, 8)}, r"residual must be \[B, N\] = \[2, 4\] of x's dtype"),
+        ({"residual": torch.zeros(2, 4, device="meta")}, "residual must be on the device of x"),
+        ({"residual": torch.zeros(2, 4).to_sparse()}, "residual must be dense"),
+        ({"norm_bias": [0.0] * 4}, "norm_bias must be a torch.Tensor; got list"),
         ({"norm_weight": torch.zeros(5)}, r"norm_weight must be \[N\] with N = 4"),
         ({"norm_bias": torch.zeros(4, dtype=torch.int32)}, "norm_bias must be"),
         ({"eps": -1.0}, "eps must be at least 0"),

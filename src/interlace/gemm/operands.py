@@ -151,6 +151,7 @@ def require_common_dtype(operator: str, x: torch.Tensor, w: torch.Tensor) -> Non
 def _validate_bias(
     operator: str, bias: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device
 ) -> None:
+    require_tensor(f"{operator}: bias", bias)
     if list(bias.shape) != [columns]:
         raise ArgumentError(
             f"{operator}: bias must be [N] with N = {columns}; got shape {list(bias.shape)}."
@@ -181,6 +182,7 @@ def _validate_scale(
             f"{operator}: {name}_scale must be given, as {name} is float8; got none. Pass "
             "torch.ones(1) if there is none."
         )
+    require_tensor(f"{operator}: {name}_scale", scale)
     count = matrix.shape[0]
     if list(scale.shape) not in ([], [1], [count], list(broadcast)):
         raise ArgumentError(

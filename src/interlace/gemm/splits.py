@@ -53,7 +53,7 @@ def validate_list(operator: str, name: str, splits: object) -> None:
             f"Call .tolist() on a tensor."
         )
     for count in splits:
-        if isinstance(count, (float, str, bool)):
+        if count is None or isinstance(count, (float, str, bool)):
             raise ArgumentError(f"{operator}: {name} must hold integers; got {count!r}.")
 
 

@@ -30,6 +30,11 @@ TWICE = _t(5, 4)
     ("weights", "indices", "offsets", "more", "message"),
     [
         (W, IDS, ENDS, {}, "weights must be a list of tables; got one tensor. Write [weights]."),
+        (None, IDS, ENDS, {}, "weights must be a list of tables; got NoneType."),
+        ([W], IDS, ENDS, {"per_sample_weights": [1.0] * 3},
+            "per_sample_weights must be a torch.Tensor; got list."),
+        ([W], IDS, ENDS, {"gradient": RowWiseAdagrad(1.0, 1.0, states=None)},
+            "RowWiseAdagrad's states must be a list of tensors; got NoneType."),
         ([W] * 4097, IDS, ENDS, {}, "a rank must have at most 4096 tables; got 4097."),
         ([W[0]], IDS, ENDS, {}, "weights[0] must be [rows, width]; got shape [4]."),
         ([_t(5, 4, dtype=f64)], IDS, ENDS, {},

@@ -53,6 +53,7 @@ def _t(*shape, dtype=f32, device="cpu"):
             "autocast reaches the layers of interlace.nn, and no operators.",
         ),
         (_t(4), _t(5, 4, device="meta"), {}, "w must be on the device of x, cpu; got meta."),
+        (_t(4), _t(5, 4), {"bias": [0.0] * 5}, "bias must be a torch.Tensor; got list."),
         (
             _t(4),
             _t(4, 5).T,

@@ -110,6 +110,12 @@ def _arguments(**changes):
     ("changes", "message"),
     [
         ({"x": _t(8)}, "x must be [T, hidden]; got shape [8]."),
+        ({"experts": [[0, 1]]}, "experts must be a torch.Tensor; got list."),
+        (
+            {"b_in": _t(3, 4, 2).to_sparse()},
+            "b_in must be dense; got torch.sparse_coo. Call .to_dense().",
+        ),
+        ({"capacity": 1.5}, "capacity must be an integer, or None for no limit; got 1.5."),
         (
             {"x": _t(5, 8, dtype=torch.float64)},
             "x must be float16, bfloat16 or float32; got torch.float64.",

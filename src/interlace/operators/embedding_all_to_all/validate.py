@@ -34,6 +34,11 @@ def validate(
         raise ArgumentError(
             f"{OPERATOR}: weights must be a list of tables; got one tensor. Write [weights]."
         )
+    # An nn.ParameterList is no Sequence.
+    if not hasattr(weights, "__getitem__"):
+        raise ArgumentError(
+            f"{OPERATOR}: weights must be a list of tables; got {type(weights).__name__}."
+        )
     if len(weights) > MAX_TABLES:
         raise ArgumentError(
             f"{OPERATOR}: a rank must have at most {MAX_TABLES} tables; got {len(weights)}."
@@ -153,6 +158,7 @@ def _validate_table(
 
 def _validate_scale(scale: torch.Tensor, indices: torch.Tensor, mode: str) -> None:
     name = f"{OPERATOR}: per_sample_weights"
+    require_tensor(name, scale)
     if mode != "sum":
         raise ArgumentError(f"{name} must go with mode='sum'; got mode={mode!r}.")
     if scale.shape != indices.shape:
@@ -202,6 +208,11 @@ def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> Non
 
 
 def _validate_states(weights: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:
+    if not hasattr(states, "__getitem__"):
+        raise ArgumentError(
+            f"{OPERATOR}: RowWiseAdagrad's states must be a list of tensors; got "
+            f"{type(states).__name__}."
+        )
     if len(states) != len(weights):
         raise ArgumentError(
             f"{OPERATOR}: RowWiseAdagrad's states must be one for each of {len(weights)} tables; "
@@ -209,6 +220,7 @@ def _validate_states(weights: Sequence[torch.Tensor], states: Sequence[torch.Ten
         )
     for table, (weight, state) in enumerate(zip(weights, states, strict=True)):
         name = f"{OPERATOR}: RowWiseAdagrad's states[{table}]"
+        require_tensor(name, state)
         if (
             list(state.shape) != [weight.shape[0]]
             or state.dtype != torch.float32

@@ -33,6 +33,7 @@ def validate(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> Non
             f"Keep w as nn.Linear does, [N, K], or call .contiguous() once."
         )
     if bias is not None:
+        require_tensor(f"{OPERATOR}: bias", bias)
         if list(bias.shape) != [w.shape[0]]:
             raise ArgumentError(
                 f"{OPERATOR}: bias must be [N] with N = {w.shape[0]}; got shape {list(bias.shape)}."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOATS, require_device, require_float
+from interlace.gemm.operands import FLOATS, require_device, require_float, require_tensor
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import MAX_EXPERTS, MAX_TOKENS, MAX_TOP_K
@@ -24,6 +24,12 @@ def validate(
     world_size: int,
 ) -> None:
     """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
+    for name, tensor in (
+        ("x", x), ("experts", experts), ("weights", weights), ("w_in", w_in), ("w_out", w_out),
+        ("b_in", b_in), ("b_out", b_out),
+    ):  # fmt: skip
+        if tensor is not None or name not in ("b_in", "b_out"):
+            require_tensor(f"{OPERATOR}: {name}", tensor)
     if x.dim() != 2:
         raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
     tokens = x.shape[0]
@@ -65,6 +71,10 @@ def validate(
         )
     for name, tensor in (("experts", experts), ("weights", weights)):
         require_device(f"{OPERATOR}: {name}", tensor, "x", x.device)
+    if isinstance(capacity, (float, str, bool)):
+        raise ArgumentError(
+            f"{OPERATOR}: capacity must be an integer, or None for no limit; got {capacity!r}."
+        )
     if capacity is not None and capacity < 1:
         raise ArgumentError(
             f"{OPERATOR}: capacity must be positive, or None for no limit; got {capacity}."

@@ -49,8 +49,8 @@ def mixture_of_experts(
 
     Args:
         x: ``[T, hidden]``: float16, bfloat16 or float32; T the same on every rank.
-        experts: ``[T, k]``, int32 or int64, 0 to E - 1; k from 1 to 16. A negative number, or one
-            from E on, drops the slot.
+        experts: ``[T, k]``, int32 or int64, 0 to E - 1, different ones for each token; k from 1 to
+            16. A negative number, or one from E on, drops the slot.
         weights: ``[T, k]``, floating; used as float32.
         w_in: ``[L, F, 2, hidden]`` of x's dtype: ``w_in[e, :, 0]`` is the gate's weight, ``w_in[e,
             :, 1]`` that of up; ``[L, F, 1, hidden]`` for experts without a gate. It is read where
@@ -66,7 +66,8 @@ def mixture_of_experts(
             or ``"relu2"`` of the gate, times up; or an :class:`interlace.ExpertActivation`, which
             clamps both and has further numbers.
         capacity: maximum number of rows that an expert takes from each rank. Further slots, by
-            token and then by j, are dropped: they add nothing to y. None: no limit.
+            token and then by j, are dropped: they add nothing to y. None: T rows, which is no
+            limit as long as no token names an expert twice.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
             group.
         impl: ``"fused"``; ``"decode"``, kernels for few tokens, without gradients and capacity;

@@ -164,6 +164,23 @@ def test_stock_experts_take_weights_of_any_strides(ranks):
     assert ranks(2).run(_weights_apart) == [True, True]
 
 
+def _weights_of_dropped_slots(impl):
+    """Whether NaN as weights of slots that name no expert changes anything."""
+    call = Call(2, hidden=24, ffn=24, routing="holes", impl=impl)
+    x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
+    holes = torch.where(experts < 0, float("nan"), weights)
+    y, z = (
+        interlace.mixture_of_experts(x, experts, each, w_in, w_out, impl=impl)
+        for each in (holes, weights)
+    )
+    return (experts < 0).any().item() and torch.equal(y, z)
+
+
+@pytest.mark.parametrize("impl", ["unfused", "fused", "decode", "nccl"])
+def test_weights_of_dropped_slots_do_not_matter(ranks, impl):
+    assert ranks(2).run(_weights_of_dropped_slots, impl) == [True, True]
+
+
 def _clamped_infinity(impl, kind):
     """A gate of minus infinity, times an up that is clamped to 1."""
     w_in = torch.tensor([-1.0, 1.0]).view(1, 1, 2, 1)

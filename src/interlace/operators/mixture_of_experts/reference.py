@@ -66,6 +66,9 @@ def mixture_of_experts(
         results = results.index_copy(0, rows, computed)
     returned = _exchange(results, sent, arriving, group, ranks)
     rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
+    # A dropped slot's weight may be NaN, which 0 would not hide.
+    is_kept = torch.zeros_like(chosen, dtype=torch.bool).index_fill(0, order, True)
+    weights = torch.where(is_kept.view_as(weights), weights, 0.0)
     return (rows.view(*experts.shape, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
 
 

@@ -56,7 +56,10 @@ def run(call: Call) -> torch.Tensor:
     group = process_group_named(call.group_name)
     splits = [sizes.tokens] * sizes.world_size
     x = gather_rows(call.x, splits, group)
-    routing = gather_rows(torch.cat([call.experts.float(), call.weights], 1), splits, group)
+    # A dropped slot's weight may be NaN, which a result of 0 would not hide.
+    is_named = (call.experts >= 0) & (call.experts < sizes.experts)
+    weights = torch.where(is_named, call.weights, 0.0)
+    routing = gather_rows(torch.cat([call.experts.float(), weights], 1), splits, group)
     expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
     # Rows of other ranks' experts are sorted behind those of this rank's.
     expert = torch.where((expert >= 0) & (expert < local), expert, local)

@@ -157,7 +157,8 @@ def sum_results(
                 value = il.get(pointers, rank, group, column < hidden, 0.0).to(tl.float32)
                 value = tl.where(is_kept, value, 0.0)
                 if weights is not None:
-                    value *= tl.load(weights + token * TOP_K + j)
+                    # A dropped slot's weight may be NaN, which 0 would not hide.
+                    value *= tl.load(weights + token * TOP_K + j, mask=is_kept, other=0.0)
                 total += value
             pointers = y + hidden.to(tl.int64) * token + column
             tl.store(pointers, total.to(DTYPE), mask=column < hidden)

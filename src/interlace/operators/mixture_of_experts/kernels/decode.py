@@ -389,8 +389,10 @@ def decode_second_gemm(
                 expert = tl.load(experts + slot).to(tl.int32)
                 pointers = returned + hidden.to(tl.int64) * slot + column
                 value = il.get(pointers, rank, group, column < hidden, 0.0).to(tl.float32)
-                value = tl.where((expert >= 0) & (expert < E), value, 0.0)
-                total += value * tl.load(scales + slot)
+                is_named = (expert >= 0) & (expert < E)
+                value = tl.where(is_named, value, 0.0)
+                # A dropped slot's weight may be NaN, which 0 would not hide.
+                total += value * tl.load(scales + slot, mask=is_named, other=0.0)
             tl.store(
                 y + hidden.to(tl.int64) * token + column, total.to(DTYPE), mask=column < hidden
             )

@@ -181,6 +181,24 @@ def test_weights_of_dropped_slots_do_not_matter(ranks, impl):
     assert ranks(2).run(_weights_of_dropped_slots, impl) == [True, True]
 
 
+def _numbers_of_64_bits(impl):
+    """Whether 2^32 drops a slot, whose lower half is the number of an expert."""
+    call = Call(2, hidden=24, ffn=24, routing="holes", impl=impl)
+    x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
+    y, z = (
+        interlace.mixture_of_experts(
+            x, torch.where(experts < 0, number, experts), weights, w_in, w_out, impl=impl
+        )
+        for number in (2**32, -1)
+    )
+    return torch.equal(y, z)
+
+
+@pytest.mark.parametrize("impl", ["unfused", "fused", "decode", "nccl"])
+def test_numbers_beyond_32_bits_drop_a_slot(ranks, impl):
+    assert ranks(2).run(_numbers_of_64_bits, impl) == [True, True]
+
+
 def _clamped_infinity(impl, kind):
     """A gate of minus infinity, times an up that is clamped to 1."""
     w_in = torch.tensor([-1.0, 1.0]).view(1, 1, 2, 1)

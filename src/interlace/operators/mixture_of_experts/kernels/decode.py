@@ -13,7 +13,7 @@ import interlace.language as il
 from interlace.gemm.kernels.tiles import add_bias
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.kernels.activation import activate
-from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, pick
+from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, expert_of, pick
 
 SENDERS = tl.constexpr(layout.SENDERS)
 DECODE_DONE = tl.constexpr(layout.DECODE_DONE)
@@ -107,7 +107,7 @@ def gather_tokens(
     if program < SENDING:
         for first in range(program * BLOCK, slots, SENDING * BLOCK):
             slot = first + tl.arange(0, BLOCK)
-            expert = tl.load(experts + slot, mask=slot < slots, other=-1).to(tl.int32)
+            expert, _ = expert_of(experts, slot, slots, WORLD_SIZE * L)
             for step in tl.static_range(WORLD_SIZE):
                 peer = (rank + 1 + step) % WORLD_SIZE
                 il.put(named + rank * slots + slot, expert, peer, group, slot < slots)
@@ -117,8 +117,7 @@ def gather_tokens(
         lanes = tl.arange(0, triton.next_power_of_2(TOP_K))
         for task in range(program, tokens * pieces, SENDING):
             token, column = task // pieces, task % pieces * COLS + tl.arange(0, COLS)
-            chosen = tl.load(experts + token * TOP_K + lanes, mask=lanes < TOP_K, other=-1)
-            chosen = chosen.to(tl.int32)
+            chosen, _ = expert_of(experts + token * TOP_K, lanes, TOP_K, WORLD_SIZE * L)
             value = tl.load(x + hidden.to(tl.int64) * token + column, mask=column < hidden)
             target = rows + hidden.to(tl.int64) * (rank * tokens + token) + column
             for step in tl.static_range(WORLD_SIZE):
@@ -386,10 +385,9 @@ def decode_second_gemm(
             total = tl.zeros([COLS], tl.float32) + poison
             for j in tl.static_range(TOP_K):
                 slot = token * TOP_K + j
-                expert = tl.load(experts + slot).to(tl.int32)
+                _, is_named = expert_of(experts, slot, tokens * TOP_K, E)
                 pointers = returned + hidden.to(tl.int64) * slot + column
                 value = il.get(pointers, rank, group, column < hidden, 0.0).to(tl.float32)
-                is_named = (expert >= 0) & (expert < E)
                 value = tl.where(is_named, value, 0.0)
                 # A dropped slot's weight may be NaN, which 0 would not hide.
                 total += value * tl.load(scales + slot, mask=is_named, other=0.0)

@@ -45,10 +45,12 @@ class Exchange(NamedTuple):
 
 
 @triton.jit
-def _expert_of(experts, slot, slots, E):
-    """Load the expert that each slot names, and whether there is such an expert."""
-    expert = tl.load(experts + slot, mask=slot < slots, other=-1).to(tl.int32)
-    return expert, (expert >= 0) & (expert < E)
+def expert_of(experts, slot, slots, E):
+    """Load the expert that each slot names, -1 if there is no such one, and whether there is one."""
+    expert = tl.load(experts + slot, mask=slot < slots, other=-1)
+    # Compared before it is cut to 32 bits, of which a number of 64 may have those of an expert.
+    named = (expert >= 0) & (expert < E)
+    return tl.where(named, expert, -1).to(tl.int32), named
 
 
 @triton.jit(do_not_specialize=["slots", "E"])
@@ -63,7 +65,7 @@ def count_slots(experts, histograms, slots, E, E_LANES: tl.constexpr, BLOCK: tl.
     are [1, 2] on rank 0 and [1, 0] on rank 1.
     """
     block = tl.program_id(0)
-    expert, named = _expert_of(experts, block * BLOCK + tl.arange(0, BLOCK), slots, E)
+    expert, named = expert_of(experts, block * BLOCK + tl.arange(0, BLOCK), slots, E)
     counts = tl.histogram(tl.where(named, expert, 0), E_LANES, mask=named)
     tl.store(histograms + block * E_LANES + tl.arange(0, E_LANES), counts)
 
@@ -108,7 +110,7 @@ def plan_call(
     starts = tl.cumsum(counts + ROWS, 0) - counts
 
     slot = program * BLOCK + tl.arange(0, BLOCK)
-    expert, named = _expert_of(experts, slot, slots, E)
+    expert, named = expert_of(experts, slot, slots, E)
     earlier = (expert[:, None] == expert[None, :]) & (slot[:, None] > slot[None, :])
     is_expert = expert[:, None] == lanes[None, :]
     number = tl.sum(earlier.to(tl.int32), 1) + tl.sum(tl.where(is_expert, before[None, :], 0), 1)

@@ -89,6 +89,26 @@ def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_p
     assert not any(_alive(file.read_text()) for file in folder.iterdir())
 
 
+def _leave_on(leaving, end):
+    if dist.get_rank() in leaving:
+        end(0)
+    _never()
+
+
+def _interrupt(_):
+    raise KeyboardInterrupt
+
+
+@pytest.mark.usefixtures("quick_launches")
+@pytest.mark.parametrize("end", [sys.exit, os._exit, _interrupt])
+@pytest.mark.parametrize("leaving", [(1,), (0, 1)])
+def test_a_rank_that_ends_its_process_has_no_result(temporary, leaving, end):
+    """Its peers wait for it, or lose their connection to it; the error names the rank that left."""
+    with pytest.raises(LaunchError, match="ended without a result: its process ended") as caught:
+        interlace.launch(_leave_on, 2, leaving, end, backend="cpu", timeout_s=100)
+    assert caught.value.rank in leaving
+
+
 def _never():
     time.sleep(120)
 

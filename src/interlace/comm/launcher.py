@@ -157,11 +157,15 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
         while not processes.join(
             timeout=0.2 if end is None else max(0.0, min(0.2, end - time.monotonic()))
         ):
+            _require_results(processes, folder)
             if end is not None and time.monotonic() >= end:
                 raise LaunchError(
                     "launch: the ranks did not finish in time and were ended.", rank=-1
                 )
+        _require_results(processes, folder)
     except mp.ProcessRaisedException as error:
+        # Peers of a rank that has gone fail as well: that rank is the reason.
+        _require_results(processes, folder)
         rank, trace = error.error_index, str(error).strip()
         raise LaunchError(
             f"launch: rank {rank} failed: {_last_error(trace)}\n\n{trace}", rank
@@ -180,6 +184,22 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
         # Torch writes tracebacks to these files, and leaves them behind after a failure.
         for file in processes.error_files:
             Path(file).unlink(missing_ok=True)
+
+
+def _require_results(processes: mp.ProcessContext, folder: Path) -> None:
+    """Refuse a rank whose process has ended as if it had succeeded, but without a result.
+
+    Raises:
+        LaunchError: The worker of a rank has ended the process, or was interrupted.
+    """
+    for rank, process in enumerate(processes.processes):
+        if process.exitcode == 0 and not (folder / f"result-{rank}").exists():
+            raise LaunchError(
+                f"launch: rank {rank} ended without a result: its process ended with exit code 0. "
+                "The worker must return or raise an error, and neither end the process (sys.exit) "
+                "nor be interrupted.",
+                rank,
+            ) from None
 
 
 def _last_error(trace: str) -> str:

@@ -109,6 +109,29 @@ def test_a_rank_that_ends_its_process_has_no_result(temporary, leaving, end):
     assert caught.value.rank in leaving
 
 
+class _Unreadable:
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+@pytest.mark.usefixtures("quick_launches")
+def test_a_result_that_cannot_be_unpickled(temporary):
+    with pytest.raises(LaunchError, match=r"the result of rank 0 must be picklable; .*'no number'"):
+        interlace.launch(_Unreadable, 2, backend="cpu")
+
+
+def _multiply_and_destroy():
+    result = _multiply(3)
+    dist.destroy_process_group()
+    return result
+
+
+@pytest.mark.usefixtures("quick_launches")
+def test_a_worker_may_destroy_its_process_group(temporary):
+    """As programs of torchrun do at their end."""
+    assert interlace.launch(_multiply_and_destroy, 2, backend="cpu") == [[32.0] * 3] * 2
+
+
 def _never():
     time.sleep(120)
 

@@ -101,10 +101,23 @@ def launch(
             )
         assert processes is not None
         _wait(processes, None if timeout_s is None else time.monotonic() + timeout_s, Path(folder))
-        return [
-            pickle.loads((Path(folder) / f"result-{rank}").read_bytes())
-            for rank in range(world_size)
-        ]
+        return [_result_of(rank, Path(folder)) for rank in range(world_size)]
+
+
+def _result_of(rank: int, folder: Path) -> Any:
+    """Return the result that a rank has left in ``folder``.
+
+    Raises:
+        LaunchError: The result was pickled, but cannot be unpickled.
+    """
+    try:
+        return pickle.loads((folder / f"result-{rank}").read_bytes())
+    except Exception as error:
+        raise LaunchError(
+            f"launch: the result of rank {rank} must be picklable; got one that was pickled and "
+            f"cannot be unpickled ({type(error).__name__}: {error}).",
+            rank,
+        ) from error
 
 
 def _require_importable(worker: Callable[..., Any]) -> None:
@@ -262,8 +275,10 @@ def _child(
     if backend == "cuda":
         torch.cuda.synchronize()
     # Peers may still be reading this rank's memory. The barrier uses Gloo, which every backend has.
-    dist.all_reduce(torch.zeros(1))
-    dist.destroy_process_group()
+    # A worker that has destroyed the process group says that it has no peers any more.
+    if dist.is_initialized():
+        dist.all_reduce(torch.zeros(1))
+        dist.destroy_process_group()
     # The result is stored, so the process may end without the interpreter's shutdown, during which
     # threads of libraries may use objects that are freed already: one rank in some thousands ended
     # with SIGABRT ("terminate called without an active exception").

@@ -172,14 +172,14 @@ def _absent() -> tuple[object, float]:
             time.sleep(3.0)
     else:
         error = error_of(interlace.empty_symmetric, (4,), dtype=torch.float32, group=process_group)
-        found = error[0], error[2]["peer"]
+        found = error[0], error[2]["peer"], group.broken
     dist.barrier()
     return found, time.monotonic() - start
 
 
 def test_a_rank_that_takes_no_descriptors_is_named_at_the_deadline(ranks):
     (first, _), _, (third, _) = ranks(3).run(_absent)
-    assert first == third == ("PeerTimeoutError", 1)
+    assert first == third == ("PeerTimeoutError", 1, True)
 
 
 def test_a_directory_that_is_not_there(tmp_path):

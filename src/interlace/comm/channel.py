@@ -82,6 +82,22 @@ class HostChannel:
         self._stores += 1
         return dist.PrefixStore(f"{purpose}/{self._stores}", self._store)
 
+    def absence(self, label: str, peer: int, deadline_s: float) -> PeerTimeoutError:
+        """Break the group, as a peer has not come to an exchange on the host; return the error.
+
+        Args:
+            label: Name of the exchange.
+            peer: Rank that did not come; -1 if that is not known.
+            deadline_s: Seconds that this rank has waited.
+        """
+        self._health.declare_broken(label, peer)
+        error = PeerTimeoutError(
+            operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s,
+            node=self._members.node_of(peer),
+        )  # fmt: skip
+        flight_recorder.add(error)
+        return error
+
     def declare_late(self, operator: str, peer: int, slice: int) -> None:
         """Break the group on account of the rank that was late first, after ``peer`` failed this
         rank, whether over the network or within the node.
@@ -167,14 +183,7 @@ class HostChannel:
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
             # The store does not say which key is absent.
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            peer = late[0] if late else -1
-            self._health.declare_broken(label, peer)
-            late_peer = PeerTimeoutError(
-                operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s,
-                node=self._members.node_of(peer),
-            )  # fmt: skip
-            flight_recorder.add(late_peer)
-            raise late_peer from error
+            raise self.absence(label, late[0] if late else -1, deadline_s) from error
         answers = [json.loads(self._store.get(key)) for key in keys]
         # All ranks have come to this exchange, so all of them have read the previous one, whose
         # key can go.

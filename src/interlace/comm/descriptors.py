@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from interlace.comm.channel import HostChannel
-from interlace.errors import BackendError, PeerTimeoutError, WorkspaceError
+from interlace.errors import BackendError, WorkspaceError
 
 _TOKEN_BYTES = 16
 _HEADER = struct.Struct(f"<I{_TOKEN_BYTES}s")  # the sender's rank, and the receiver's token
@@ -53,7 +53,7 @@ def exchanged_descriptors(
 
     Raises:
         WorkspaceError: Another rank has failed.
-        PeerTimeoutError: A peer did not join before the group's deadline.
+        PeerTimeoutError: A peer did not join before the group's deadline; the group is broken then.
         BackendError: A peer cannot be reached, as it is on another machine, or has another
             directory for temporary files.
     """
@@ -111,9 +111,7 @@ def _exchange(
         passing = Passing(channel.rank, addresses, listener, descriptors, channel.local_ranks)
         late_peer = passing.run(time.monotonic() + channel.deadline_s)
         if late_peer is not None:
-            raise PeerTimeoutError(
-                operator=label, rank=channel.rank, peer=late_peer, deadline_s=channel.deadline_s
-            )
+            raise channel.absence(label, late_peer, channel.deadline_s)
 
 
 def new_token() -> str:

@@ -498,15 +498,18 @@ def _raises(*_: Any, **__: Any) -> None:
 
 
 def _interrupt(where: str) -> Any:
-    """An interrupt on every rank: within an exchange, between two launches, or before the first
-    one.
+    """An interrupt on every rank: within an exchange, within a step that all take together, between
+    two launches, or before the first one.
     """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
     call = Call(((4,), (8,)), 4)
     _look_up(call, "tables", group=process_group)
     try:
-        if where == "exchange":
+        if where == "step":
+            with group.agreement.together("mapping"):
+                raise _Interrupted
+        elif where == "exchange":
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(group.channel, "_exchange", _raises)
                 group.agree("multiply", columns=3)
@@ -531,7 +534,12 @@ def _launch_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "step"), [("exchange", "multiply"), ("launches", "an operator's launches")]
+    ("where", "step"),
+    [
+        ("exchange", "multiply"),
+        ("step", "mapping"),
+        ("launches", "an operator's launches"),
+    ],
 )
 def test_a_call_that_is_interrupted_breaks_the_group(ranks: Any, where: str, step: str) -> None:
     for broken, error in ranks(2).run(_interrupt, where):

@@ -193,6 +193,8 @@ class Agreement:
         with another implementation than its own. A failure between two exchanges of the body must
         be settled within the body.
 
+        An interrupt (Ctrl-C) of the step breaks the group: this rank does not tell the others.
+
         Args:
             step: Name of the step, for errors; equal on all ranks.
 
@@ -214,6 +216,9 @@ class Agreement:
             kind = WorkspaceError if isinstance(error, torch.OutOfMemoryError) else BackendError
             failure = kind(f"{step} must succeed; got {type(error).__name__}: {error}")
             failure.__cause__ = error
+        except BaseException as error:
+            self._health.declare_interrupted(step, error)
+            raise
         # Also after a failure: the peers are on their way to this exchange.
         outcomes = self._exchange(
             f"{step} (outcome)", None if failure is None else [type(failure).__name__, str(failure)]

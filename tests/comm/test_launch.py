@@ -164,6 +164,18 @@ def test_launches_that_cannot_be(monkeypatch, world_size, backend, error, messag
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("RANK", "x"), ("WORLD_SIZE", ""), ("LOCAL_RANK", "-1"), ("LOCAL_WORLD_SIZE", "2 ")],
+)
+def test_a_launchers_variable_that_is_no_number(monkeypatch, variable, value):
+    for name, given in {"RANK": "0", "WORLD_SIZE": "1", variable: value}.items():
+        monkeypatch.setenv(name, given)
+    with pytest.raises(ArgumentError) as caught:
+        interlace.launch(_never, 1, backend="cpu")
+    assert str(caught.value).startswith(f"{variable} must be a whole number; got {value!r}. ")
+
+
 def _launch_within(world_size):
     try:
         return interlace.launch(_own_pid, world_size)
@@ -268,6 +280,7 @@ def test_gpus_are_dealt_out_round_robin(monkeypatch, gpus, local_rank, ranks_her
     from interlace.comm import init_process_group
 
     started = {}
+    monkeypatch.setenv("INTERLACE_NODES", "")  # as if it were not set
     monkeypatch.setenv("NCCL_HOSTID", "as it was")
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)

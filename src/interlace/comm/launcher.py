@@ -314,6 +314,7 @@ def init_process_group(
 
     Raises:
         BackendError: The backend is cuda and there is no GPU.
+        ArgumentError: ``INTERLACE_NODES`` is no number.
     """
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
     if backend == "cuda":
@@ -328,7 +329,7 @@ def init_process_group(
             # through sockets.
             os.environ["NCCL_HOSTID"] = f"interlace-{rank}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        elif nodes := int(os.environ.get(NODES_VARIABLE, 0)):
+        elif nodes := _whole_number(NODES_VARIABLE, 0):
             # Ranks that count as several nodes are so for NCCL, too.
             os.environ["NCCL_HOSTID"] = f"interlace-node-{rank * nodes // world_size}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -367,19 +368,20 @@ def _run_as_rank(
         The results of all ranks, in rank order.
 
     Raises:
-        ArgumentError: ``world_size`` is not the size of the existing group.
+        ArgumentError: ``world_size`` is not the size of the existing group, or a variable of the
+            launcher is no number.
         LaunchError: Not all ranks came.
     """
     started = not dist.is_initialized()
     if started:
-        rank = int(os.environ["RANK"])
-        local_rank = int(os.environ.get("LOCAL_RANK", rank))
-        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+        rank = _whole_number("RANK")
+        local_rank = _whole_number("LOCAL_RANK", rank)
+        ranks_here = _whole_number("LOCAL_WORLD_SIZE", local_rank + 1)
         if backend == "auto":
             backend = "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
-        ranks = int(os.environ["WORLD_SIZE"])
+        ranks = _whole_number("WORLD_SIZE")
         environment = _child_environment(backend)
-        if int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) < ranks:
+        if _whole_number("LOCAL_WORLD_SIZE", ranks) < ranks:
             # Loopback reaches no other machine; Gloo finds the interface by the host's name.
             environment.pop("GLOO_SOCKET_IFNAME", None)
         os.environ.update(environment)
@@ -407,6 +409,27 @@ def _run_as_rank(
     finally:
         if started:
             dist.destroy_process_group()
+
+
+def _whole_number(variable: str, default: int | None = None) -> int:
+    """Return the number that an environment variable holds.
+
+    Args:
+        variable: Name of the variable.
+        default: Number if the variable is not set, or empty; None: it must be set.
+
+    Raises:
+        ArgumentError: The variable holds no number.
+    """
+    text = os.environ.get(variable, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal():
+        raise ArgumentError(
+            f"{variable} must be a whole number; got {text!r}. Unset it, or leave it to the "
+            "launcher."
+        )
+    return int(text)
 
 
 def _store_of_a_launch(timeout_s: float | None) -> dist.Store:

@@ -486,6 +486,43 @@ def test_a_workspace_that_cannot_grow_on_one_rank_grows_on_none(ranks: Any) -> N
     assert ranks(2).run(_grow_without_memory) == [("WorkspaceError", True, 1 << 14, False)] * 2
 
 
+# What a broken group refuses
+
+
+def _asked_again() -> Any:
+    """Rank 1 does not come to a first call, and the others make another one."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    interlace.set_deadline(1.0, process_group)
+    asked, exchange = [], group.channel.exchange
+
+    def counted(label: str, *args: Any, **more: Any) -> Any:
+        asked.append(label)
+        return exchange(label, *args, **more)
+
+    group.channel.exchange = counted  # type: ignore[method-assign]
+    calls = [
+        lambda: group.agree("multiply", columns=3),
+        lambda: group.agree("multiply", columns=4),
+        lambda: group.agreement.gather("multiply", "", {}, {"rows": 1}),
+        lambda: group.agreement.any_rank_now("frozen", True),
+        lambda: group.allocate(4096),
+    ]
+    errors = [error_of(call)[:2] for call in calls if group.rank != 1]
+    dist.barrier()
+    return errors, asked
+
+
+def test_a_broken_group_waits_for_nobody(ranks: Any) -> None:
+    """Each later call raises the error of the first one, without an exchange."""
+    for rank, (errors, asked) in enumerate(ranks(3).run(_asked_again)):
+        if rank != 1:
+            assert errors[0][0] == "PeerTimeoutError"
+            assert "multiply: rank" in errors[0][1]
+            assert errors == [errors[0]] * 5
+            assert asked == ["multiply"]
+
+
 # What is interrupted
 
 

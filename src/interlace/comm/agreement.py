@@ -43,6 +43,15 @@ class Agreement:
         """
         self._cache, self._health, self._exchange = cache, health, exchange
 
+    def _ask(self, label: str, value: object) -> list[Any]:
+        """Exchange a value as a call's first step, which a broken group refuses.
+
+        Without that, each call would wait for a rank that is gone, and a rank that is late would
+        find answers of other calls than its own.
+        """
+        self._health.check()
+        return self._exchange(label, value)
+
     def agree(self, operator: str, arguments: Mapping[str, Hashable]) -> int:
         """Check once per distinct ``arguments`` that all ranks call ``operator`` with equal ones.
 
@@ -112,7 +121,7 @@ class Agreement:
                     )
             return answers
         with self._health.indivisible(operator):
-            answers = self._exchange(
+            answers = self._ask(
                 f"{operator} (getting to know the ranks)", {"name": name, **shared, **local}
             )
             # One by one, so that the error names what differs.
@@ -140,7 +149,7 @@ class Agreement:
         settled = self._cache.settled.get(question)
         if settled is None:
             with self._health.indivisible(question):
-                settled = any(self._exchange(question, answer))
+                settled = any(self._ask(question, answer))
                 if settled or final:
                     self._cache.settled[question] = settled
         return settled
@@ -152,7 +161,7 @@ class Agreement:
             question: The question as text; equal on all ranks.
             answer: This rank's answer.
         """
-        return any(self._exchange(question, answer))
+        return any(self._ask(question, answer))
 
     def largest(
         self, operator: str, key: tuple[Hashable, ...], values: Sequence[int]
@@ -169,7 +178,7 @@ class Agreement:
         known = self._cache.measured.get(key)
         if known is None:
             with self._health.indivisible(operator):
-                answers = self._exchange(f"{operator} (sizes)", list(values))
+                answers = self._ask(f"{operator} (sizes)", list(values))
             known = tuple(map(max, zip(*answers, strict=True)))
             self._cache.measured[key] = known
         result: tuple[int, ...] = known
@@ -181,7 +190,7 @@ class Agreement:
         Raises:
             RankMismatchError: Arguments differ; raised on every rank, with their values.
         """
-        answers: Answers = self._exchange(operator, dict(arguments))
+        answers: Answers = self._ask(operator, dict(arguments))
         for name in arguments:
             _require_equal(operator, name, [answer.get(name) for answer in answers])
 
@@ -203,6 +212,7 @@ class Agreement:
                 on every rank; on the other ranks, the message names that rank. Running out of
                 memory is a WorkspaceError; all other foreign errors are BackendErrors.
         """
+        self._health.check()
         failure: InterlaceError | None = None
         try:
             yield

@@ -87,7 +87,8 @@ class WithinNode:
             group.check()
         except PeerTimeoutError as error:
             if not error.different_call:
-                group.channel.declare_late(operator, error.peer, error.slice)
+                # Kernels count slices from 0; here 0 stands for an exchange on the host.
+                group.channel.declare_late(operator, error.peer, error.slice + 1)
             group.check()
             raise
 

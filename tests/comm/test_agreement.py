@@ -466,6 +466,27 @@ def test_what_fails_on_one_rank_fails_on_all(ranks: Any) -> None:
     )
 
 
+def _fails_alone() -> Any:
+    """Rank 1 fails in a step in which its peer waits for it."""
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    interlace.set_deadline(1.0, process_group)
+    error = None
+    if group.rank == 1:
+        try:
+            with group.agreement.together("mapping"):
+                raise OSError("Too many open files")
+        except interlace.PeerTimeoutError as late:
+            error = late.peer, str(late.__cause__)
+    dist.barrier()
+    return error
+
+
+def test_what_failed_first_is_the_cause_of_what_follows(ranks: Any) -> None:
+    cause = "mapping must succeed; got OSError: Too many open files"
+    assert ranks(2).run(_fails_alone) == [None, (0, cause)]
+
+
 def _grow_without_memory() -> Any:
     """A workspace of which one rank cannot make its part, and the same call again once it can."""
     group = interlace.group_of(dist.new_group())

@@ -230,9 +230,12 @@ class Agreement:
             self._health.declare_interrupted(step, error)
             raise
         # Also after a failure: the peers are on their way to this exchange.
-        outcomes = self._exchange(
-            f"{step} (outcome)", None if failure is None else [type(failure).__name__, str(failure)]
-        )
+        outcome = None if failure is None else [type(failure).__name__, str(failure)]
+        try:
+            outcomes = self._exchange(f"{step} (outcome)", outcome)
+        except PeerTimeoutError as late:
+            # A peer that waits for this rank within the step gives up, and does not come here.
+            raise late from failure or late.__cause__
         if failure is not None:
             raise failure
         for rank, outcome in enumerate(outcomes):

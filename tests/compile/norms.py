@@ -140,6 +140,13 @@ FUSED: dict[str, tuple[Program, list[tuple[int, ...]], int]] = {
         [*XW, (N, FEW), V],
         1,
     ),
+    "a batch behind the sequence": (
+        lambda x, w, r, v: (lambda t: (t, rms(t, v), t.transpose(0, 1).view(-1, N)))(
+            r.transpose(0, 1) + all_reduce(x.view(-1, K) @ w.t()).view(2, 3, N)
+        ),
+        [(2, 3, K), (N, K), (3, 2, N), V],
+        1,
+    ),
     "in place, as Dynamo traces it": (
         lambda x, w, r, v: (lambda y: rms(r + aten.copy(y, all_reduce(y)), v))(x @ w.t()),
         [*XW, R, V],

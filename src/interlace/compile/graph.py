@@ -197,8 +197,17 @@ class Writer:
         return copy
 
     def laid_out_as(self, node: Node, layout: torch.Tensor) -> Node:
-        """Return ``node``, or a contiguous copy if its strides are not those of ``layout``."""
-        return node if value(node).stride() == layout.stride() else self.contiguous(node)
+        """Return ``node``, or a copy with the strides of ``layout`` if its own are others."""
+        if value(node).stride() == layout.stride():
+            return node
+        order = layout.dim_order()
+        if list(order) == sorted(order):
+            return self.contiguous(node)
+        # Later calls may be views that only these strides allow, as in models that keep the batch
+        # behind the sequence.
+        permuted = self.contiguous(self.call(aten.permute.default, node, list(order)))
+        places = [order.index(dimension) for dimension in range(len(order))]
+        return self.call(aten.permute.default, permuted, places)
 
 
 def evaluate(node: Node) -> None:

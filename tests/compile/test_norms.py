@@ -15,7 +15,20 @@ from torch.fx import GraphModule
 import interlace
 from interlace.compile import eager_backend, recording
 from interlace.compile.graph import Writer
-from tests.compile.norms import EPS, FUSED, NORMED, ROUNDINGS, XW, N, Program, R, V, float8, rms
+from tests.compile.norms import (
+    EPS,
+    FUSED,
+    NORMED,
+    ROUNDINGS,
+    XW,
+    N,
+    Program,
+    R,
+    V,
+    float8,
+    rms,
+    torchs,
+)
 from tests.compile.programs import (
     FEW,
     K,
@@ -150,6 +163,11 @@ LEFT: dict[str, tuple[Program, list[tuple[int, ...]], str]] = {
         lambda x, w: (lambda s: rms(s, s.sum(0)))(all_reduce(x @ w.t())),
         XW,
         "sum_1 is computed from the collective's result",
+    ),
+    "the sum as a weight of one row": (
+        lambda x, w: (lambda s: torchs(s) * s)(all_reduce(x @ w.t())),
+        [(1, K), (N, K)],
+        "wait_tensor is computed from the collective's result",
     ),
     "a weight from the total": (
         lambda x, w, r: (lambda s: rms(s, s.sum(0)))(all_reduce(x @ w.t()) + r),

@@ -124,16 +124,16 @@ def move_before(anchor: Node, node: Node, barred: Collection[Node]) -> Callable[
         barred: Nodes from which it must not be computed.
 
     Raises:
-        LeftAlone: It is computed from ``anchor`` or from a barred node.
+        LeftAlone: It is ``anchor`` or a barred node, or is computed from one.
     """
     moved: list[Node] = []
     pending = [node]
     while pending:
         candidate = pending.pop()
+        if candidate is anchor or candidate in barred:
+            raise LeftAlone(f"{node.name} is computed from the collective's result")
         if candidate < anchor or candidate in moved:
             continue
-        if candidate is anchor or any(source in barred for source in candidate.all_input_nodes):
-            raise LeftAlone(f"{node.name} is computed from the collective's result")
         moved.append(candidate)
         pending += candidate.all_input_nodes
 

@@ -210,6 +210,20 @@ def test_norms_that_are_not_part_of_the_operator(ranks: Any) -> None:
             assert f"the norm that follows is not part of it: {expected}" in reason or not expected
 
 
+def _one_number() -> tuple[list[str], float]:
+    arguments = tensors(*XW, (1,), V)
+    program = traced(lambda x, w, c, v: rms(all_reduce(x @ w.t()) + c, v), arguments)
+    names, _, error = fused(program, arguments)
+    return names, error
+
+
+def test_one_number_is_no_bias(ranks: Any) -> None:
+    """A vector of one element is added to all columns, which no operator does."""
+    for names, error in ranks(2).run(_one_number):
+        assert names == ["gemv_all_reduce"]
+        assert error < 1e-6
+
+
 def _with_fused_rms_norm(module: GraphModule) -> GraphModule:
     """The same with RMSNorm for LayerNorm, as the call that a GPU has for it."""
     (old,) = module.graph.find_nodes(op="call_function", target=aten.native_layer_norm.default)

@@ -103,8 +103,8 @@ def _tail(
     casts = [user for node in sums for user in node.users if cast_source(user) is node]
     wide = [cast for cast in casts if value(cast).dtype == torch.float32]
     for add, term in _additions([*sums, *wide]):
-        is_bias = value(term).dim() == 1 and {value(term).dtype, value(add).dtype} == {dtype}
-        if is_bias and bias is None:
+        is_vector = value(term).shape == value(add).shape[-1:]
+        if is_vector and bias is None and {value(term).dtype, value(add).dtype} == {dtype}:
             tail = _tail(add, [add], dtype, (*earlier, *sums), term)
             if tail is not None:
                 return tail

@@ -350,6 +350,31 @@ def test_dynamic_rows(ranks: Any) -> None:
         assert max(few_error, many_error) < 1e-5
 
 
+def _rows_by_data() -> tuple[list[str], float]:
+    """Findings' reasons and the error of a graph whose rows are chosen by their values."""
+
+    def program(x: torch.Tensor, w: torch.Tensor, r: torch.Tensor, v: torch.Tensor) -> Any:
+        chosen = (x[:, 0] != 0).nonzero().squeeze(-1)
+        total = r[chosen] + all_reduce(x[chosen] @ w.t())
+        return torchs(total) * r[chosen] + rms(total, v)
+
+    arguments = tensors(*XW, R, V)
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        torch.no_grad(),
+        recording() as findings,
+    ):
+        found = torch.compile(program, backend=eager_backend, fullgraph=True)(*arguments)
+    return [each.reason for each in findings], _error(found, program(*arguments))
+
+
+def test_rows_whose_number_depends_on_data(ranks: Any) -> None:
+    """Nothing is known of their number, not even that it is more than one."""
+    for reasons, error in ranks(2).run(_rows_by_data):
+        assert reasons == ["sizes change from call to call (dynamic shapes)"]
+        assert error < 1e-5
+
+
 def _many_rows() -> tuple[list[str | None], str]:
     torch.compiler.reset()
     compiled = torch.compile(_decode, backend=eager_backend, fullgraph=True)

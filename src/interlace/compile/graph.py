@@ -10,6 +10,7 @@ import torch
 import torch._prims  # registers torch.ops.prims
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
+from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
 from interlace.compile.findings import LeftAlone
@@ -38,6 +39,17 @@ def is_static(*sizes: object) -> bool:
     return all(isinstance(size, int) for size in sizes)
 
 
+def are_equal(first: Sequence[Any], second: Sequence[Any]) -> bool:
+    """Return whether sizes or strides are known to be equal, whatever changes from call to call.
+
+    A plain comparison would make a size that changes a condition of the graph, and raises if the
+    size depends on data.
+    """
+    return len(first) == len(second) and all(
+        statically_known_true(left == right) for left, right in zip(first, second, strict=True)
+    )
+
+
 def cast_source(node: Node) -> Node | None:
     """Return the node of which a call is a copy in another dtype, or None for any other call."""
     if node.op != "call_function" or node.target not in _CASTS:
@@ -45,7 +57,8 @@ def cast_source(node: Node) -> Node | None:
     source = node.args[0]
     assert isinstance(source, Node)
     on_one_device = value(source).device == value(node).device
-    return source if on_one_device and value(source).stride() == value(node).stride() else None
+    has_its_strides = are_equal(value(source).stride(), value(node).stride())
+    return source if on_one_device and has_its_strides else None
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
@@ -164,7 +177,7 @@ class Writer:
     def reshape(self, node: Node, shape: Sequence[int]) -> Node:
         """Return ``node`` with another shape; it is copied only if its strides allow no view."""
         tensor = value(node)
-        if list(tensor.shape) == list(shape):
+        if are_equal(tensor.shape, shape):
             return node
         try:
             tensor.view(*shape)
@@ -198,7 +211,7 @@ class Writer:
 
     def laid_out_as(self, node: Node, layout: torch.Tensor) -> Node:
         """Return ``node``, or a copy with the strides of ``layout`` if its own are others."""
-        if value(node).stride() == layout.stride():
+        if are_equal(value(node).stride(), layout.stride()):
             return node
         order = layout.dim_order()
         if list(order) == sorted(order):

@@ -20,6 +20,7 @@ from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
     Writer,
+    are_equal,
     aten,
     between,
     cast_source,
@@ -103,12 +104,13 @@ def _tail(
     casts = [user for node in sums for user in node.users if cast_source(user) is node]
     wide = [cast for cast in casts if value(cast).dtype == torch.float32]
     for add, term in _additions([*sums, *wide]):
-        is_vector = value(term).shape == value(add).shape[-1:]
+        is_vector = are_equal(value(term).shape, value(add).shape[-1:])
         if is_vector and bias is None and {value(term).dtype, value(add).dtype} == {dtype}:
             tail = _tail(add, [add], dtype, (*earlier, *sums), term)
             if tail is not None:
                 return tail
-        norm = norm_of(add, dtype) if value(term).shape == value(add).shape else None
+        has_rows = are_equal(value(term).shape, value(add).shape)
+        norm = norm_of(add, dtype) if has_rows else None
         if norm is None:
             continue
         source = cast_source(term)
@@ -139,7 +141,7 @@ def _additions(nodes: list[Node]) -> Iterator[tuple[Node, Node]]:
                     isinstance(term, Node)
                     and term not in nodes
                     and isinstance(term.meta.get("val"), torch.Tensor)
-                    and value(user).shape == value(node).shape
+                    and are_equal(value(user).shape, value(node).shape)
                 ):
                     yield user, term
 

@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from interlace.compile import rows
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import argument, aten, cast_source, value
+from interlace.compile.graph import are_equal, argument, aten, cast_source, value
 from interlace.gemm.operands import FLOAT8
 
 _LARGEST = torch.finfo(FLOAT8).max
@@ -87,7 +87,7 @@ def _library_calls(node: Node) -> Iterator[Norm]:
         else:
             continue
         shape = argument(call, 1, "normalized_shape")
-        if call.args[0] is not node or list(shape) != [value(node).shape[-1]]:
+        if call.args[0] is not node or not are_equal(shape, value(node).shape[-1:]):
             continue
         # Further items are the mean and the reciprocal root, for a backward pass.
         for item in call.users:
@@ -173,7 +173,8 @@ def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
             norm = dataclasses.replace(norm, nodes=nodes, bias=factor)
         else:
             break
-        if value(user).shape == value(longest.result).shape and value(user).dtype == dtype:
+        has_all_rows = are_equal(value(user).shape, value(longest.result).shape)
+        if has_all_rows and value(user).dtype == dtype:
             longest = norm
     return longest
 
@@ -204,7 +205,7 @@ def _quantised(norm: Norm) -> Norm:
 
 
 def _is_scale(node: Node) -> bool:
-    return value(node).numel() == 1 and value(node).dtype == torch.float32
+    return are_equal([value(node).numel()], [1]) and value(node).dtype == torch.float32
 
 
 def _is(node: Node, *targets: object) -> bool:
@@ -230,4 +231,4 @@ def _other(node: Node, operand: Node) -> Node | None:
 def _is_vector(node: Node, rows: torch.Tensor) -> bool:
     """Return whether a node is a vector that has an element for each column of ``rows``."""
     shape = value(node).shape
-    return len(shape) > 0 and all(size == 1 for size in shape[:-1]) and shape[-1] == rows.shape[-1]
+    return len(shape) > 0 and are_equal(shape, [*[1] * (len(shape) - 1), rows.shape[-1]])

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, argument, aten, is_static, value
+from interlace.compile.graph import Writer, are_equal, argument, aten, is_static, value
 from interlace.gemm.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
 
 _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default)
@@ -147,7 +147,7 @@ def require_suitable(product: Product, batches: bool = False) -> None:
         raise LeftAlone(f"{node.name} adds something else than a vector of its dtype to every row")
     if is_static(*x.shape) and not (x.numel() and w.numel()):
         raise LeftAlone(f"{node.name} is empty")
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
+    if not are_equal(x.stride()[-1:], [1]) and x.shape[-1] > 1:
         raise LeftAlone(
             f"the rows of {product.x.name} are not contiguous; a fused operator would copy them"
         )

@@ -23,7 +23,7 @@ from interlace.compile import (
 from interlace.compile.choice import all_reduce_operator, choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
-from interlace.compile.graph import Writer, argument, erase_unused, value
+from interlace.compile.graph import Writer, are_equal, argument, erase_unused, value
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import (
     require_even,
@@ -128,15 +128,17 @@ def replace_copies(graph: Graph) -> None:
             continue
         with contextlib.suppress(LeftAlone):
             y, waited = value(target), value(source)
-            if _layout(y) == _layout(waited):
+            if _has_layout_of(y, waited):
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
                 if not target.is_impure():
                     erase_unused([target])
 
 
-def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    kinds = [(each.dtype, each.device) for each in (tensor, other)]
+    layouts = [(*each.shape, *each.stride()) for each in (tensor, other)]
+    return kinds[0] == kinds[1] and are_equal(*layouts)
 
 
 def _description(node: Node, direction: str) -> dict[str, Any]:

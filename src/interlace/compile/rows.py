@@ -18,7 +18,16 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import VIEWS, Writer, argument, aten, evaluate, is_static, value
+from interlace.compile.graph import (
+    VIEWS,
+    Writer,
+    are_equal,
+    argument,
+    aten,
+    evaluate,
+    is_static,
+    value,
+)
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
@@ -34,7 +43,7 @@ def _dimensions(node: Node) -> tuple[int, int]:
 def _keeps_view(node: Node) -> bool:
     assert isinstance(node.args[0], Node)
     before, after = value(node.args[0]).shape, value(node).shape
-    return len(before) > 1 and len(after) > 1 and before[-1] == after[-1]
+    return len(before) > 1 and len(after) > 1 and are_equal(before[-1:], after[-1:])
 
 
 def _keeps_permute(node: Node) -> bool:

@@ -15,7 +15,7 @@ from interlace.compile import collectives, rows
 from interlace.compile.choice import choose_sum, nodes_of, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, aten, erase_unused, is_static, value
+from interlace.compile.graph import Writer, are_equal, aten, erase_unused, is_static, value
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import (
     require_even,
@@ -242,7 +242,8 @@ def _terms(end: Node, later: list[tuple[Node, list[Node]]]) -> Iterator[_Term]:
     if first.target is aten.add.Tensor:
         for term in first.args[:2]:
             assert isinstance(term, Node)  # a sum of products, all of them nodes
-            if first.kwargs.get("alpha", 1) != 1 or value(term).shape != value(first).shape:
+            has_all_rows = are_equal(value(term).shape, value(first).shape)
+            if first.kwargs.get("alpha", 1) != 1 or not has_all_rows:
                 raise LeftAlone(f"{first.name} scales or repeats what it adds")
             yield from _terms(term, moves)
         return

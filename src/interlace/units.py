@@ -5,6 +5,8 @@ GB is 1e9 bytes and GiB is 2**30 bytes. Times are in nanoseconds unless a name s
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 KB = 10**3
 MB = 10**6
 GB = 10**9
@@ -18,11 +20,20 @@ NS_PER_MS = 1_000_000
 NS_PER_S = 1_000_000_000
 
 
+def format_number(value: float, digits: int = 3) -> str:
+    """Format a number with ``digits`` digits, or with all those before the point.
+
+    It is never shown as a power of ten: ``999.7`` -> ``"1000"``, ``0.00001234`` -> ``"0.0000123"``.
+    """
+    text = f"{value:.{digits}g}"
+    return f"{Decimal(text):f}" if "e-" in text else f"{value:.0f}" if "e" in text else text
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes with a power of ten: ``1_500_000`` -> ``"1.5 MB"``."""
     for size, name in ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")):
         if abs(count) >= size:
-            return f"{count / size:.3g} {name}"
+            return f"{format_number(count / size)} {name}"
     return f"{count:.0f} B"
 
 
@@ -30,7 +41,7 @@ def format_ns(nanoseconds: float) -> str:
     """Format a time in nanoseconds: ``12_600`` -> ``"12.6 us"``."""
     for size, name in ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us")):
         if abs(nanoseconds) >= size:
-            return f"{nanoseconds / size:.3g} {name}"
+            return f"{format_number(nanoseconds / size)} {name}"
     return f"{nanoseconds:.0f} ns"
 
 

@@ -27,7 +27,6 @@ from interlace.cli.app import app
 from interlace.errors import ConfigError
 from interlace.sim import calibrate, plot, reproduce
 from interlace.sim.defaults import DEFAULTS
-from interlace.sim.figure import plain
 from interlace.sim.machine import load_machine
 from interlace.sim.results import Result
 from interlace.sim.scenario import Scenario
@@ -35,6 +34,7 @@ from interlace.sim.step import run
 from interlace.sim.sweeps import parse_parameter, sweep, to_csv
 from interlace.sim.trace import to_perfetto
 from interlace.sim.work import Collective, Task
+from interlace.units import format_bytes, format_ns, format_number
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -550,13 +550,27 @@ def test_progress_is_a_line_every_few_seconds(
     assert capsys.readouterr().out == ""
 
 
-def test_labels_are_plain_numbers() -> None:
-    assert [plain(value) for value in (0.01234, 12.34, 999.4, 999.6, 1730.4)] == [
+def test_no_number_is_a_power_of_ten() -> None:
+    values = (0.00001234, 0.01234, 12.34, 999.4, 999.6, 1730.4, 2e9)
+    assert [format_number(value) for value in values] == [
+        "0.0000123",
         "0.0123",
         "12.3",
         "999",
         "1000",
         "1730",
+        "2000000000",
+    ]
+    assert [format_ns(ns) for ns in (999, 999_700, 1e6, 2e12)] == [
+        "999 ns",
+        "1000 us",
+        "1 ms",
+        "2000 s",
+    ]
+    assert [format_bytes(count) for count in (999, 999_700, 2e15)] == [
+        "999 B",
+        "1000 KB",
+        "2000 TB",
     ]
 
 

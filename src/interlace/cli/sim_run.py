@@ -22,7 +22,7 @@ from interlace.sim.results import Result
 from interlace.sim.scenario import FUSING, Scenario
 from interlace.sim.trace import to_perfetto
 from interlace.sim.workloads.transformer import Transformer
-from interlace.units import GIB, KIB, MIB, format_bytes, format_ns
+from interlace.units import GIB, KIB, MIB, format_bytes, format_ns, format_number
 
 Changes = list[str] | None
 
@@ -281,7 +281,7 @@ def run_collective(
         "algorithm", "time", "buffer / time", "physical bound", "over the bound", "messages' links"
     )
     for name, result in results.items():
-        rate = f"{count / max(1, result.total_ns):.4g} GB/s"
+        rate = f"{format_number(count / max(1, result.total_ns), 4)} GB/s"
         ratio = f"{result.total_ns / result.bound.time_ns:.2f}x" if result.bound.time_ns else ""
         links = format_bytes(sum(result.sent_bytes.values()))
         table.add_row(

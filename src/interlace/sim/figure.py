@@ -39,8 +39,3 @@ def open_figure(file: Path, width: float, height: float) -> Iterator[Any]:
 def time_unit(largest_ns: float) -> tuple[float, str]:
     """Return the nanoseconds of a time axis's unit, and the unit's name."""
     return (1e6, "milliseconds") if largest_ns >= 1e6 else (1e3, "microseconds")
-
-
-def plain(value: float) -> str:
-    """Return a number with three digits or all those before the point, never as a power of ten."""
-    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:.0f}"

@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from interlace.sim.figure import open_figure, plain, time_unit
+from interlace.sim.figure import open_figure, time_unit
 from interlace.sim.results import Result
 from interlace.sim.timeline import timeline
+from interlace.units import format_number
 
 __all__ = ["bars", "correlation", "curve", "heat_map", "open_figure", "timeline", "tornado"]
 
@@ -60,7 +61,9 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
             )
             # The first bar is the reference, so its own label has no percentage.
             saved = 1 - result.total_ns / base
-            text = plain(result.total_ns / scale) + (f"\n{-100 * saved:+.1f} %" if position else "")
+            text = format_number(result.total_ns / scale) + (
+                f"\n{-100 * saved:+.1f} %" if position else ""
+            )
             axis.annotate(
                 text,
                 (position, result.total_ns / scale),

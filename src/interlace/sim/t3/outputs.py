@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.sim.figure import open_figure, plain
+from interlace.sim.figure import open_figure
 from interlace.sim.t3.measured import Comparison
 from interlace.sim.t3.memory import QUEUE_STEP_NS
 from interlace.sim.t3.reproduce import Figure
 from interlace.sim.t3.sublayer import SubLayer
 from interlace.sim.trace import named, slice_event, to_perfetto
-from interlace.units import format_ns
+from interlace.units import format_ns, format_number
 
 STEPS = 300
 _COLOURS = {
@@ -213,7 +213,7 @@ def draw_figures(figures: Sequence[Figure], file: Path) -> None:
             axis.plot([0, distance], [row, row], color="#888888", linewidth=1)
             axis.plot(distance, row, "o", color="#009E73" if figure.met else "#D55E00")
         names = [
-            f"{figure.name}: {figure.published:g} {figure.unit}, ours {plain(figure.ours)}"
+            f"{figure.name}: {figure.published:g} {figure.unit}, ours {format_number(figure.ours)}"
             for figure in figures
         ]
         axis.set_yticks(range(len(figures)), names, fontsize=8)

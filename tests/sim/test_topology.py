@@ -119,6 +119,8 @@ def test_names(text: str, ranks: int, shape: tuple[int, ...]) -> None:
         ("mesh", 4, r"topology must be ring, .*; got 'mesh'"),
         ("torus:8xA", 8, r"must have sizes such as torus:8x16"),
         ("fattree:2x4/3", 8, r"must divide evenly over its uplinks; got 4 and 3"),
+        ("fattree:2x4/0", 8, r"must divide evenly over its uplinks; got 4 and 0"),
+        ("torus:0x8", 8, r"topology must have sizes of at least 1; got 'torus:0x8'"),
     ],
 )
 def test_rejections(text: str, ranks: int, message: str) -> None:

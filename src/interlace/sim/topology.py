@@ -159,7 +159,7 @@ class FatTree(Topology):
     def __init__(
         self, leaves: int, down: int, up: int, bytes_per_s: float, latency_ns: int
     ) -> None:
-        if down % up:
+        if up < 1 or down % up:
             raise ConfigError(
                 f"a fat tree's ranks per leaf must divide evenly over its uplinks; got {down} and "
                 f"{up}. Change one of them."
@@ -336,7 +336,9 @@ def build(
         raise ConfigError(
             f"topology must have sizes such as torus:8x16 or fattree:8x16/8; got {text!r}."
         ) from error
-    if min(result.shape) < 1 or result.ranks != ranks:
+    if min(result.shape) < 1:
+        raise ConfigError(f"topology must have sizes of at least 1; got {text!r}.")
+    if result.ranks != ranks:
         raise ConfigError(
             f"topology {text} must have as many ranks as the run; got {result.ranks} for {ranks}. "
             f"Say --nodes {result.ranks}, or sizes whose product is {ranks}."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -392,8 +393,9 @@ def write(path: Path, folder: str, preset: str, **changes: Any) -> str:
             r"file.yaml: tables is wrong: it must be a number, or have value, source and "
             r"confidence; got 'four'",
         ),
-        ({"tables": -3}, r"file.yaml: tables is wrong: value must not be negative; got"),
-        ({"tables": 2.5}, r"tables must be a whole number of at least 1; got 2.5"),
+        ({"tables": -3}, r"file.yaml: tables is wrong: value must not be negative; got -3\.$"),
+        ({"tables": math.nan}, r"file.yaml: tables.value is wrong: .* finite number; got nan\.$"),
+        ({"tables": 1.5}, r"file.yaml: tables must be a whole number of at least 1; got 1.5\.$"),
         (
             {"tables": {"value": 4, "source": "x" * 9, "confidence": "sure"}},
             r"file.yaml: tables.confidence is wrong: .*'measured'",

@@ -80,7 +80,7 @@ def parse(model: type[Model], data: Any, source: str) -> Model:
     except ValidationError as error:
         # One error at a time: the first is mostly the cause of the others.
         first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"]) or "the whole"
+        key = ".".join(str(part) for part in first["loc"])
         # Unknown and missing keys are the commonest mistakes, so their messages name the fix.
         if first["type"] == "extra_forbidden":
             raise ConfigError(
@@ -88,11 +88,14 @@ def parse(model: type[Model], data: Any, source: str) -> Model:
             ) from error
         if first["type"] == "missing":
             raise ConfigError(f"{source}: {_missing(error)}") from error
-        message = first["msg"].removeprefix("Value error, ")
-        ending = "" if message.endswith(".") else "."
-        raise ConfigError(
-            f"{source}: {key} is wrong: {message}; got {_show(first['input'])}{ending or '.'}"
-        ) from error
+        message = first["msg"].removeprefix("Value error, ").removesuffix(".")
+        # A rule of the whole file names its keys and values itself.
+        if not first["loc"]:
+            raise ConfigError(f"{source}: {message}.") from error
+        value = first["input"]
+        # The number, without its source and confidence.
+        shown = value["value"] if isinstance(value, dict) and "value" in value else value
+        raise ConfigError(f"{source}: {key} is wrong: {message}; got {_show(shown)}.") from error
 
 
 def load(model: type[Model], file: Path) -> Model:

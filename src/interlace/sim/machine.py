@@ -37,7 +37,7 @@ class Source(BaseModel):
 class Sourced(Source):
     """A number with its source and a confidence."""
 
-    value: float
+    value: Annotated[float, Field(allow_inf_nan=False)]
 
     @model_validator(mode="after")
     def _not_negative(self) -> Sourced:

@@ -212,6 +212,11 @@ def test_two_hosts_against_measurements(tmp_path: Path) -> None:
     file = tmp_path / "nodes.json"
     done = CliRunner().invoke(app, ["sim", "nodes", str(document), "--json", str(file)])
     assert done.exit_code == 0, done.output
+    slower = CliRunner().invoke(
+        app, ["sim", "nodes", str(document), "--set", "collectives.launch_ns=9000000"]
+    )
+    assert slower.exit_code == 0, slower.output
+    assert slower.output != done.output
     simulated: dict[str, list[int]] = {}
     predicted: dict[str, list[int]] = {}
     for row in json.loads(file.read_text())["comparisons"]:

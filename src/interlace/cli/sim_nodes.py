@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 import importlib.resources
 from pathlib import Path
-from typing import Any
 
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs, read_json
+from interlace.cli.sim_run import Changes, parse_changes
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import shipped_profile
 from interlace.costs.network import read_network
@@ -16,11 +16,13 @@ from interlace.errors import ConfigError
 from interlace.sim.between_nodes import compare
 from interlace.sim.machine import load_machine
 
+_CHANGE = "network.latency_ns=500"
+"""An example of ``--set`` for error messages."""
 _NETWORK = "two_h200_over_sockets.json"
 
 
 def run_nodes(
-    document: Path, machine: str, network: Path | None, changes: Any, outputs: Outputs
+    document: Path, machine: str, network: Path | None, changes: Changes, outputs: Outputs
 ) -> None:
     """Print every measured time beside the simulated and the predicted one.
 
@@ -29,12 +31,12 @@ def run_nodes(
         machine: preset or YAML file of two GPUs in a network.
         network: JSON file of the measured network, or of a machine profile with one; None for the
             shipped one, of two H200s over sockets.
-        changes: values of the machine to replace.
+        changes: ``KEY=VALUE`` texts of ``--set``.
 
     Raises:
         ConfigError: a file is of something else, or the machine's GPU has no profile.
     """
-    hosts = load_machine(machine, changes)
+    hosts = load_machine(machine, parse_changes(changes, _CHANGE))
     profile = None if hosts.gpu.profile is None else shipped_profile(hosts.gpu.profile)
     if profile is None:
         raise ConfigError("the machine's gpu.profile must be a GPU's; it has none.")

@@ -472,8 +472,11 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
         (("collective", "broadcast"), "a collective must be one of"),
         (
             ("collective", "all_reduce", "--size", "many"),
-            "--size must be a number of bytes; got 'many'",
+            "Error: size must be a number of bytes; got 'many'",
         ),
+        (("sweep", "dlrm", "--param", "nodes=2,few"), "nodes must be a whole number; got 'few'"),
+        (("sweep", "dlrm", "--param", "nodes=0"), "nodes must be at least 1; got 0"),
+        (("sweep", "collective", "--param", "size=1MiB,few"), "size must be a number of bytes"),
         (("presets", "nothing"), "a preset must be one of"),
         (
             ("astra", "--network", "none.yml", "--system", "none.json", "--workload", "x"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,15 +13,15 @@ from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim_progress import show_progress
 from interlace.cli.tables import make_table
-from interlace.errors import ArgumentError, ConfigError
+from interlace.errors import ConfigError
 from interlace.sim import plot, sweeps
 from interlace.sim.astra import chakra, export
 from interlace.sim.collectives import ALGORITHMS
 from interlace.sim.results import Result
-from interlace.sim.scenario import FUSING, Scenario
+from interlace.sim.scenario import FUSING, Scenario, parse_size
 from interlace.sim.trace import to_perfetto
 from interlace.sim.workloads.transformer import Transformer
-from interlace.units import GIB, KIB, MIB, format_bytes, format_ns, format_number
+from interlace.units import format_bytes, format_ns, format_number
 
 Changes = list[str] | None
 
@@ -300,21 +299,3 @@ def run_collective(
     outputs.write_plot(lambda file: plot.timeline(list(results.values()), file))
     outputs.write_trace(lambda: to_perfetto(list(results.values())))
     outputs.say_written(console)
-
-
-def parse_size(text: str) -> int:
-    """Parse a size in bytes: ``"16MiB"`` is 16777216.
-
-    Units are B, kB, MB and GB (powers of ten), and KiB, MiB and GiB (powers of two).
-
-    Raises:
-        ArgumentError: the text is not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB|KiB|MiB|GiB)?", text.strip())
-    if not match:
-        raise ArgumentError(
-            f"--size must be a number of bytes; got {text!r}. Say 16MiB, or 16MB for powers of ten."
-        )
-    decimal = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-    units = {**decimal, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-    return int(float(match[1]) * units[match[2] or "B"])

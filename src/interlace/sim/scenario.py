@@ -6,6 +6,7 @@ Commands, sweeps and studies run scenarios.
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ from interlace.sim.results import Result
 from interlace.sim.work import Collective, Task
 from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import Choices, Fusing, Step, Workload, load_workload
+from interlace.units import GB, GIB, KB, KIB, MB, MIB
 
 KINDS = tuple(DEFAULTS)
 MODELS: dict[str, type[Workload]] = {
@@ -25,6 +27,10 @@ MODELS: dict[str, type[Workload]] = {
     "moe": moe.Moe,
 }
 FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
+_KINDS_OF_VALUES: dict[str, tuple[type, str]] = {
+    "int": (int, "a whole number"),
+    "bool": (bool, "true or false"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +94,7 @@ class Scenario(Choices):
         """Replace parameters: a field by its name, or ``model.KEY`` or ``machine.KEY``.
 
         Raises:
-            ConfigError: there is no such parameter.
+            ConfigError: there is no such parameter, or its value is of another kind.
         """
         fields: dict[str, Any] = {}
         keyed = {"model": dict(self.model_changes), "machine": dict(self.machine_changes)}
@@ -103,7 +109,7 @@ class Scenario(Choices):
             if inner_key and owner in keyed:
                 keyed[owner][inner_key] = value
             elif key in known and key != "kind":
-                fields[key] = value
+                fields[key] = _parameter(known[key], value)
             else:
                 raise ConfigError(
                     "a parameter must be one of "
@@ -147,3 +153,39 @@ class Scenario(Choices):
     def simulate(self) -> Result:
         """Simulate the scenario; errors are those of :meth:`step`."""
         return self.step().run(self.load_machine(), all_ranks=self.all_ranks)
+
+
+def parse_size(text: str) -> int:
+    """Parse a size in bytes: ``"16MiB"`` is 16777216.
+
+    Units are B, kB, MB and GB (powers of ten), and KiB, MiB and GiB (powers of two).
+
+    Raises:
+        ConfigError: the text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB|KiB|MiB|GiB)?", text.strip())
+    if not match:
+        raise ConfigError(
+            f"size must be a number of bytes; got {text!r}. Say 16MiB, or 16MB for powers of ten."
+        )
+    decimal = {"B": 1, "kB": KB, "KB": KB, "MB": MB, "GB": GB}
+    units = {**decimal, "KiB": KIB, "MiB": MIB, "GiB": GIB}
+    return int(float(match[1]) * units[match[2] or "B"])
+
+
+def _parameter(field: dataclasses.Field[Any], value: Any) -> Any:
+    """Return a scenario's parameter; a size may be text, such as ``"16MiB"``.
+
+    Raises:
+        ConfigError: the value is not of the parameter's kind.
+    """
+    if field.name == "size" and isinstance(value, str):
+        return parse_size(value)
+    if field.name == "topology" and value is None:
+        return value
+    kind, rule = _KINDS_OF_VALUES.get(str(field.type), (str, "a name"))
+    if type(value) is not kind:
+        raise ConfigError(f"{field.name} must be {rule}; got {value!r}.")
+    if field.name in ("nodes", "tensor", "pipeline") and value < 1:
+        raise ConfigError(f"{field.name} must be at least 1; got {value}.")
+    return value

@@ -457,7 +457,7 @@ def test_machine_files(tmp_path: Path, changes: dict[str, Any], message: str) ->
     [
         (
             Scenario("dlrm", model="modell"),
-            r"dlrm must be a YAML file or one of mlperf, model-i; got 'modell'",
+            r"model must be a YAML file or one of mlperf, model-i; got 'modell'",
         ),
         (Scenario("cnn"), r"a workload must be one of dlrm, .*; got 'cnn'"),
         (

@@ -300,7 +300,7 @@ def find(folder: str, name: str) -> Path:
         return Path(name)
     if name not in presets(folder):
         raise ConfigError(
-            f"{folder.removesuffix('s')} must be a YAML file or one of "
+            f"{'machine' if folder.endswith('machines') else 'model'} must be a YAML file or one of "
             f"{', '.join(presets(folder))}; got {name!r}."
         )
     return Path(str(resources.files("interlace.sim").joinpath("presets", folder, f"{name}.yaml")))

@@ -534,7 +534,7 @@ def _some_shapes(file: Path, shapes: tuple[str, ...]) -> Path:
             "a sub-layer must be one of op, fc2, fc1, ip; got 'fc3'",
         ),
         (lambda _: load_t3_model("t-nlg").product("op", 5), "must be at least 2 and divide"),
-        (lambda _: load_t3_model("gpt-5"), "must be a YAML file or one of"),
+        (lambda _: load_t3_model("gpt-5"), "^model must be a YAML file or one of"),
         (lambda _: load_t3_machine("t3-paper", {"tracker.bytes": 1}), "must be a known key"),
         (
             lambda _: load_t3_machine("t3-paper", {"memory.bytes_per_s": 0}),

@@ -50,6 +50,7 @@ def test_a_trace_of_two_ranks(tmp_path: Path, quick_launches: None) -> None:
         (["gemm_reduce_scatter", "--impl", "fast"], "--impl must be one of fused"),
         (["gemm_reduce_scatter", "8x8x8x8"], "SHAPE must be whole numbers for rows x columns x"),
         (["gemm_reduce_scatter", "8xk"], "SHAPE must be whole numbers"),
+        (["gemm_reduce_scatter", "--dtype", "int8"], "--dtype must be one of bfloat16, float16,"),
         (
             ["gemm_reduce_scatter", "--gpu", "z9"],
             "--gpu must name one of AMD Instinct MI300X, NVIDIA A10",

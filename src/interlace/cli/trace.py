@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from interlace.cli.bench import require_dtype
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.gpus import gpu_named
 from interlace.cli.outputs import Outputs
@@ -60,8 +61,8 @@ def run_trace(request: Request, outputs: Outputs) -> None:
     """Trace calls, write the trace for Perfetto and a picture, and print the summary.
 
     Raises:
-        ArgumentError: There is no such operator or implementation, the shape is none, or the
-            simulator has no such call.
+        ArgumentError: There is no such operator, implementation or dtype, the shape is none, or
+            the simulator has no such call.
         BackendError: There are no GPUs for ``backend="cuda"``.
     """
     console = make_console()
@@ -131,6 +132,8 @@ def case_of(request: Request, ranks: int) -> Case:
         raise ArgumentError(
             f"OPERATOR must be one of {', '.join(IMPLEMENTATIONS)}; got {operator!r}."
         )
+    if request.dtype:
+        require_dtype(request.dtype)
     impl = request.impl or IMPLEMENTATIONS[operator][0]
     cases = [case for case in every_case(ranks, [operator]) if case.impl == impl]
     if not cases:

@@ -299,9 +299,9 @@ def find(folder: str, name: str) -> Path:
     if name.endswith((".yaml", ".yml", ".json")):
         return Path(name)
     if name not in presets(folder):
+        option = "machine" if folder.endswith("machines") else "model"
         raise ConfigError(
-            f"{'machine' if folder.endswith('machines') else 'model'} must be a YAML file or one of "
-            f"{', '.join(presets(folder))}; got {name!r}."
+            f"{option} must be a YAML file or one of {', '.join(presets(folder))}; got {name!r}."
         )
     return Path(str(resources.files("interlace.sim").joinpath("presets", folder, f"{name}.yaml")))
 

@@ -252,7 +252,7 @@ def test_a_failure_says_how_to_repeat_it(tmp_path):
     assert done.exit_code == 1
     assert "First failure: call 7003 on rank 1, wrong: some call: 2 wrong elements" in done.output
     command = (
-        "interlace soak --backend cuda --ranks 2 --seed 1 --start 5000 "
+        "interlace soak --backend cuda --world-size 2 --seed 1 --start 5000 "
         "--calls 2004 --operators gemv_all_reduce"
     )
     assert command in done.output

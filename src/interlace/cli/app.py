@@ -276,7 +276,14 @@ def soak(
     calls: Annotated[int | None, typer.Option(min=1, help="How many calls to make, about.")] = None,
     ranks: Annotated[
         int | None,
-        typer.Option(min=1, max=8, help="Ranks; default: all GPUs, or 2 on the cpu backend."),
+        typer.Option(
+            "--world-size",
+            "-n",
+            "--ranks",
+            min=1,
+            max=8,
+            help="Ranks; default: all GPUs, or 2 on the cpu backend.",
+        ),
     ] = None,
     nodes: Nodes = None,
     backend: Backend = "auto",

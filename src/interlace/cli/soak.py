@@ -223,7 +223,7 @@ def _repeat(result: dict[str, Any], call: int) -> str:
     operators = [word for operator in result["operators"] for word in ("--operators", operator)]
     options = {
         "--backend": result["backend"],
-        "--ranks": result["world_size"],
+        "--world-size": result["world_size"],
         **({"--nodes": result["nodes"]} if result.get("nodes", 1) > 1 else {}),
         "--seed": result["seed"],
         "--start": start,

@@ -539,6 +539,14 @@ def test_help_shows_defaults() -> None:
             assert not value or f"[default: {value}]" in shown
 
 
+def test_help_of_set_names_a_key_that_the_command_has() -> None:
+    for kind in ("t3", "t3-layer", "t3-sensitivity", "t3-measured", "nodes"):
+        shown = " ".join(command(kind, "--help").output.replace("│", " ").split())
+        assert "Change a value of the machine" in shown
+        assert "model.tables" not in shown
+    assert "model.tables" in command("dlrm", "--help").output
+
+
 def test_progress_is_a_line_every_few_seconds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -122,7 +122,13 @@ sim_app.command("t3-measured")(sim_t3_commands.t3_measured)
 
 
 @sim_app.command("nodes")
-@options("machine", "changes", files=("json",), machine="h200-two-hosts")
+@options(
+    "machine",
+    "changes",
+    files=("json",),
+    helps={"changes": "Change a value of the machine, say network.latency_ns=500; several times."},
+    machine="h200-two-hosts",
+)
 def between_nodes(
     document: Annotated[
         Path,

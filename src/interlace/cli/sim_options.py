@@ -23,6 +23,10 @@ def _file(option: str, text: str) -> Any:
     return Annotated[Path | None, typer.Option(f"--{option}", metavar="FILE", help=text)]
 
 
+def _changes(text: str) -> Any:
+    return Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help=text)]
+
+
 def _named(text: str) -> Any:
     return Annotated[str, typer.Option(help=text, callback=underscored)]
 
@@ -82,15 +86,10 @@ _SHARED: dict[str, tuple[Any, Any]] = {
         0,
     ),
     "changes": (
-        Annotated[
-            list[str] | None,
-            typer.Option(
-                "--set",
-                metavar="KEY=VALUE",
-                help="Change a value, say model.tables=1024 or machine.network.latency_ns=500; "
-                "several times.",
-            ),
-        ],
+        _changes(
+            "Change a value, say model.tables=1024 or machine.network.latency_ns=500; several "
+            "times."
+        ),
         None,
     ),
     "all_ranks": (
@@ -163,14 +162,15 @@ def options(
     Args:
         names: options other than files, as keys of the table above.
         files: files that the command writes: ``json``, ``csv``, ``plot``, ``trace``, ``folder``.
-        helps: texts of files that hold something else than a workload's.
+        helps: texts of files that hold something else than a workload's, and of ``--set`` where its
+            keys are others.
         defaults: options by name whose default is the command's own.
     """
 
     def declare_shared(name: str) -> inspect.Parameter:
         annotation, default = _SHARED[name]
         if helps and name in helps:
-            annotation = _file(name, helps[name])
+            annotation = _changes(helps[name]) if name == "changes" else _file(name, helps[name])
         return declare(name, annotation, defaults.get(name, default))
 
     def decorate(command: Command) -> Command:

@@ -10,13 +10,17 @@ import typer
 from interlace.cli.sim_options import options, underscored
 
 _PRODUCT = ("model", "tensor", "sublayer", "shape", "machine", "changes")
+_CHANGES = {"changes": "Change a value of the machine, say gpu.efficiency=0.9; several times."}
 _SHARED: dict[str, Any] = {"model": "T-NLG", "machine": "t3-paper"}
 
 
 @options(
     *_PRODUCT,
     files=("json", "plot", "trace"),
-    helps={"plot": "Draw where the time goes, and DRAM and link traffic over time, by cause."},
+    helps={
+        **_CHANGES,
+        "plot": "Draw where the time goes, and DRAM and link traffic over time, by cause.",
+    },
     **_SHARED,
 )
 def t3(
@@ -50,7 +54,7 @@ def t3(
     run_t3(tokens=tokens, collective=collective, network=network, slowest=slowest, **shared)
 
 
-@options("model", "tensor", "machine", "changes", files=("json",), **_SHARED)
+@options("model", "tensor", "machine", "changes", files=("json",), helps=_CHANGES, **_SHARED)
 def t3_layer(
     sequences: Annotated[int, typer.Option(min=1, help="Sequences that generate tokens.")] = 8,
     rest_share: Annotated[
@@ -65,7 +69,7 @@ def t3_layer(
     run_layer(sequences=sequences, rest_share=rest_share, **shared)
 
 
-@options(*_PRODUCT, files=("json",), **_SHARED)
+@options(*_PRODUCT, files=("json",), helps=_CHANGES, **_SHARED)
 def t3_sensitivity(
     pairs: Annotated[
         bool,
@@ -82,7 +86,7 @@ def t3_sensitivity(
 @options(
     "changes",
     files=("json", "plot"),
-    helps={"plot": "Draw a bar for each shape."},
+    helps={**_CHANGES, "plot": "Draw a bar for each shape."},
     machine="t3-h200",
 )
 def t3_measured(
@@ -101,7 +105,7 @@ def t3_measured(
     run_measured(documents, **shared)
 
 
-@options("changes", "workers", files=("folder",), folder=Path("interlace-sim-t3"))
+@options("changes", "workers", files=("folder",), helps=_CHANGES, folder=Path("interlace-sim-t3"))
 def reproduce_t3(
     every_case: Annotated[
         bool,

@@ -87,7 +87,7 @@ def backend(
     ``mode`` and ``options`` of ``torch.compile`` mean what they mean with Inductor. Two options are
     ours: ``options={"interlace.autotune": False}`` keeps operators from measuring their
     implementations at the first calls, and ``{"interlace.merge_products": False}`` leaves products
-    of up to 16 rows with the same input to a kernel each. Results are those of the uncompiled model
+    of up to 64 rows with the same input to a kernel each. Results are those of the uncompiled model
     within the operators' rounding; every rank of a group must compile the same program. Nothing is
     sent when compiling.
     """

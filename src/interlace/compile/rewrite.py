@@ -46,7 +46,7 @@ def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = True) ->
             it to a compiler. It is changed in place; pairs that are left alone stay unchanged.
         autotune: Whether operators measure their implementations at the first call of a kind that
             is not captured in a CUDA graph (see :func:`interlace.autotune`), where they can.
-        merge_products: Whether products of up to 16 rows with the same input become one kernel.
+        merge_products: Whether products of up to 64 rows with the same input become one kernel.
 
     Returns:
         A finding for every collective of the graph, and for all products that became one kernel.

@@ -204,8 +204,9 @@ def call_normed(
         norm: None for the root mean square.
 
     Raises:
-        ArgumentError: An operand is no dense tensor, or is not on the device of x. PyTorch chooses
-            what runs by the operands' devices, so this is refused before it is asked.
+        ArgumentError: An operand is no dense tensor, or is not on the device of x; or ``eps`` is no
+            number, or ``norm`` no word. PyTorch chooses what runs by the operands' devices, so this
+            is refused before it is asked.
     """
     optional = {
         "bias": bias,
@@ -218,6 +219,11 @@ def call_normed(
     for name, tensor in {"x": x, "w": w, **given}.items():
         require_tensor(f"{operator.norm_name}: {name}", tensor)
         require_device(f"{operator.norm_name}: {name}", tensor, "x", x.device)
+    # What the schema has no place for would be PyTorch's error.
+    if not isinstance(eps, (int, float)):
+        raise ArgumentError(f"{operator.norm_name}: eps must be a number; got {eps!r}.")
+    if not isinstance(norm, (str, type(None))):
+        raise ArgumentError(f"{operator.norm_name}: norm must be a word or None; got {norm!r}.")
     function = getattr(torch.ops.interlace, operator.norm_name)
     text = "" if config is None else str(config)
     results = function(

@@ -76,6 +76,9 @@ TWICE = _t(5, 4)
             "interlace.optim.RowWiseAdagrad; got 'both'."),
         ([TWICE, TWICE], IDS, _t(5, dtype=i64), {"gradient": SGD(0.1)},
             "a fused update must have each table once; got the same memory twice in weights."),
+        ([W[:1].expand(5, -1)], IDS, ENDS, {"gradient": SGD(0.1)},
+            "a fused update must have tables whose rows do not overlap; weights[0] has strides "
+            "[0, 1]."),
         ([W.clone().requires_grad_() * 2], IDS, ENDS, {"gradient": SGD(0.1)},
             "a fused update must have tables that are leaves of the graph; weights[0] was "
             "computed. Pass the parameter itself."),

@@ -273,6 +273,8 @@ def test_scales_are_never_zero(ranks: Any, impl: str) -> None:
         ({"norm_weight": torch.zeros(5)}, r"norm_weight must be \[N\] with N = 4"),
         ({"norm_bias": torch.zeros(4, dtype=torch.int32)}, "norm_bias must be"),
         ({"eps": -1.0}, "eps must be at least 0"),
+        ({"eps": "1"}, "eps must be a number; got '1'"),
+        ({"norm": 3}, "norm must be a word or None; got 3"),
         ({"scale": torch.ones(1)}, "scale must be given for out_dtype=torch.float8_e4m3fn only"),
         ({"scale": torch.ones(2), "out_dtype": FLOAT8}, "scale must be one float32 element"),
         ({"out_dtype": torch.int8}, "out_dtype must be"),

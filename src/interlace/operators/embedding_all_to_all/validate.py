@@ -190,6 +190,12 @@ def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> Non
                 "in weights."
             )
         for table, weight in enumerate(weights):
+            # Two programs would update the elements that rows share.
+            if weight.shape[0] > 1 and weight.stride(0) < weight.shape[1]:
+                raise ArgumentError(
+                    f"{OPERATOR}: a fused update must have tables whose rows do not overlap; "
+                    f"weights[{table}] has strides {list(weight.stride())}."
+                )
             # The kernel updates the tensor's own memory; a computed tensor is discarded after use.
             if not weight.is_leaf:
                 raise ArgumentError(

@@ -49,6 +49,9 @@ def test_paths_that_cannot_be_written_are_refused_early(tmp_path: Path, option: 
             Outputs(**{option: path})
     with pytest.raises(ArgumentError, match="must be a PNG, SVG or PDF file that can be written"):
         Outputs(plot=tmp_path / "nowhere" / "a.png")
+    for name in ("a", "a.txt", "png"):
+        with pytest.raises(ArgumentError, match=r"must end in \.png, \.svg or \.pdf"):
+            Outputs(plot=tmp_path / name)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 

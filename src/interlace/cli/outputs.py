@@ -14,6 +14,8 @@ from rich.console import Console
 from interlace.cli.console import is_first_rank
 from interlace.errors import ArgumentError
 
+_PICTURES = (".png", ".svg", ".pdf")
+
 
 class Outputs:
     """The output files that the user asked for, by option.
@@ -73,6 +75,11 @@ class Outputs:
         if plot is not None and (reason := _obstacle(plot)):
             raise ArgumentError(
                 f"{plot} must be a PNG, SVG or PDF file that can be written; {reason}."
+            )
+        if plot is not None and plot.suffix.lower() not in _PICTURES:
+            raise ArgumentError(
+                f"{plot} must be a PNG, SVG or PDF file that can be written; its name must end in "
+                ".png, .svg or .pdf."
             )
 
     def write_json(self, document: Callable[[], object]) -> None:

@@ -303,6 +303,7 @@ def test_picture_as_text() -> None:
             ["bench", "gemv_all_reduce", "--tokens", "1,x"],
             "Error: --tokens must be positive numbers",
         ),
+        (["doctor", "--backend", "tpu"], "must come with --network; it is not given"),
         (["bench", "gemv_all_reduce", "--shape", "12"], "Error: a shape must be NxK"),
         (["bench", "gemv_all_reduce", "--dtype", "int8"], "Error: --dtype must be one of bfloat16"),
         (

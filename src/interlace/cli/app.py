@@ -26,7 +26,7 @@ from interlace.cli.options import (
 )
 from interlace.cli.outputs import Outputs
 from interlace.cli.sim import sim_app
-from interlace.errors import InterlaceError
+from interlace.errors import ArgumentError, InterlaceError
 
 
 class _Commands(TyperGroup):
@@ -161,6 +161,11 @@ def doctor(
         from interlace.cli import doctor_network
 
         raise typer.Exit(doctor_network.run(world_size, nodes, backend, deadline, outputs))
+    if world_size is not None or nodes is not None or backend != "auto":
+        raise ArgumentError(
+            "doctor: --world-size, --nodes and --backend must come with --network; it is not "
+            "given. Leave them out, or add it."
+        )
     from interlace.cli.doctor import run
 
     raise typer.Exit(run(outputs))

@@ -184,7 +184,9 @@ def _parameter(field: dataclasses.Field[Any], value: Any) -> Any:
     if field.name == "topology" and value is None:
         return value
     kind, rule = _KINDS_OF_VALUES.get(str(field.type), (str, "a name"))
-    if type(value) is not kind:
+    # Exactly: Python's truth values are ints.
+    given = type(value)
+    if given is not kind:
         raise ConfigError(f"{field.name} must be {rule}; got {value!r}.")
     if field.name in ("nodes", "tensor", "pipeline") and cast(int, value) < 1:
         raise ConfigError(f"{field.name} must be at least 1; got {value}.")

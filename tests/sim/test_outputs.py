@@ -539,6 +539,15 @@ def test_help_shows_defaults() -> None:
             assert not value or f"[default: {value}]" in shown
 
 
+def test_an_infinite_threshold_is_none() -> None:
+    # One tile is one stage, after which no threshold is chosen.
+    tile = ("--shape", "1x1x1", "--machine", "t3-h200", "--tensor", 4)
+    (threshold,) = (
+        line for line in command("t3", *tile).output.splitlines() if line.startswith("threshold")
+    )
+    assert threshold.split() == ["threshold", "none"]
+
+
 def test_help_of_set_names_a_key_that_the_command_has() -> None:
     for kind in ("t3", "t3-layer", "t3-sensitivity", "t3-measured", "nodes"):
         shown = " ".join(command(kind, "--help").output.replace("│", " ").split())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 import time
 from collections.abc import Callable
@@ -302,7 +303,7 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
         "DRAM accesses that open a row": lambda part: f"{100 * part.row_misses:.0f} %",
         "DRAM bus busy": lambda part: f"{100 * part.memory_busy_ns / part.time_ns:.0f} %",
         "longest wait of communication": lambda part: format_ns(part.waited_ns),
-        "threshold": lambda part: "" if part.threshold is None else f"{part.threshold:g} entries",
+        "threshold": lambda part: _threshold(part.threshold),
         "tracker: blocks at once": lambda part: str(part.tracker_entries),
         "tracker: blocks counted in DRAM": lambda part: str(part.tracker_overflows),
     }
@@ -310,3 +311,10 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
     for name, show in rows.items():
         table.add_row(name, *(show(results[shown].fused) for shown in SHOWN))
     return table
+
+
+def _threshold(entries: float | None) -> str:
+    """Return an arbiter's threshold as text: empty without an arbiter, ``none`` if it is infinite."""
+    if entries is None:
+        return ""
+    return "none" if math.isinf(entries) else f"{entries:g} entries"

@@ -314,7 +314,7 @@ def _occupancy(results: dict[str, SubLayer]) -> Table:
 
 
 def _threshold(entries: float | None) -> str:
-    """Return an arbiter's threshold as text: empty without an arbiter, ``none`` if it is infinite."""
+    """Return a threshold as text: empty without an arbiter, ``none`` if it is infinite."""
     if entries is None:
         return ""
     return "none" if math.isinf(entries) else f"{entries:g} entries"

@@ -91,6 +91,13 @@ def test_a_call_that_is_only_simulated(tmp_path: Path) -> None:
         assert f", {programs} of " in drawn
 
 
+def test_simulated_ranks_begin_together(tmp_path: Path) -> None:
+    shape = ("gemm_reduce_scatter", "2048x2048x512")
+    done = run(*shape, "--gpu", "h200", "--trace", tmp_path / "trace.json")
+    assert done.exit_code == 0, done.output
+    assert "slowest: rank 3 it began together with the others" in " ".join(done.output.split())
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -134,7 +134,12 @@ def _slowest(work: Work) -> Iterator[str]:
     if others:
         late_ns = firsts[slowest] - statistics.median(others)
         when = "later" if late_ns > 0 else "earlier"
-        yield f"  it began {format_ns(abs(late_ns))} {when} than the others"
+        # Simulated ranks begin together.
+        yield (
+            f"  it began {format_ns(abs(late_ns))} {when} than the others"
+            if round(late_ns)
+            else "  it began together with the others"
+        )
     medians = {rank: statistics.median(times) for rank, times in tiles.items()}
     if slowest in medians and len(medians) > 1:
         other = statistics.median(medians[rank] for rank in medians if rank != slowest)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from interlace.errors import ConfigError
 from interlace.sim.collectives import ALGORITHMS
@@ -188,6 +188,6 @@ def _parameter(field: dataclasses.Field[Any], value: Any) -> Any:
     given = type(value)
     if given is not kind:
         raise ConfigError(f"{field.name} must be {rule}; got {value!r}.")
-    if field.name in ("nodes", "tensor", "pipeline") and cast(int, value) < 1:
+    if field.name in ("nodes", "tensor", "pipeline") and value < 1:
         raise ConfigError(f"{field.name} must be at least 1; got {value}.")
     return value

@@ -211,6 +211,9 @@ def _serve(connection: Connection, backend: str, rank: int, world_size: int, fol
             torch.set_deterministic_debug_mode("warn")
             torch.utils.deterministic.fill_uninitialized_memory = True
         local_rank = rank if backend == "cpu" else rank % torch.cuda.device_count()
+        if backend == "cuda":
+            # All ranks are on this machine, though some may share a GPU.
+            os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
         store = f"file://{folder}/store"
         init_process_group(
             backend, rank=rank, world_size=world_size, init_method=store, local_rank=local_rank

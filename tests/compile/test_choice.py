@@ -269,3 +269,15 @@ def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant(
         with pytest.raises(LeftAlone, match="gemm_reduce_scatter is not batch-invariant"):
             choose_sum("gemm_reduce_scatter", [_product(512, 512, 512)] * 2, 512, 4)
     assert choice.all_reduce_operator(1, True).name == "gemv_all_reduce"
+
+
+@pytest.mark.parametrize(("known", "expected"), [(None, 2), (1, 1), (4, 4)])
+def test_a_group_that_has_been_used_knows_its_nodes(
+    monkeypatch: pytest.MonkeyPatch, known: int | None, expected: int
+) -> None:
+    """Of another group, four ranks are on two nodes if each node has two."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setattr(choice, "process_group_named", lambda _: None)
+    monkeypatch.setattr(choice.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
+    monkeypatch.setattr(choice, "known_nodes", lambda _: known)
+    assert choice.nodes_of("", torch.device("cuda", 0)) == expected

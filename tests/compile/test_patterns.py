@@ -763,6 +763,7 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     with monkeypatch.context() as patch:
         patch.setenv("LOCAL_WORLD_SIZE", "1")
+        patch.setattr(choice, "known_nodes", lambda group: None)
         consider()
     with monkeypatch.context() as patch:
         # Two torchrun agents of one machine.

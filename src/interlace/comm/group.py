@@ -352,8 +352,8 @@ def group_of(
         return groups[device]
 
 
-def known_nodes(process_group: dist.ProcessGroup | None) -> int:
-    """Return the number of nodes that the ranks of a group are on; 1 before the group's first call.
+def known_nodes(process_group: dist.ProcessGroup | None) -> int | None:
+    """Return the number of nodes that the ranks of a group are on; None before its first call.
 
     Nothing is exchanged, so a rank may ask alone.
     """
@@ -363,7 +363,7 @@ def known_nodes(process_group: dist.ProcessGroup | None) -> int:
     process_group = process_group or dist.group.WORLD
     with _lock:
         groups = _groups.get(process_group, {}) if process_group is not None else {}
-        return max((group.nodes for group in groups.values()), default=1)
+        return max((group.nodes for group in groups.values()), default=None)
 
 
 def stand_in(group: Group) -> contextvars.Token[Any]:

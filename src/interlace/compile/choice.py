@@ -56,11 +56,13 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
 def nodes_of(group_name: str, device: torch.device) -> int:
     """Return the number of nodes that the ranks of a usable group are on. Nothing is sent."""
     group = process_group_named(group_name)
+    # A group that has been used knows its nodes, which may be torchrun agents of one machine.
+    known = known_nodes(group)
+    if known is not None:
+        return known
     ranks_per_node = ranks_of_a_node(device)
     ranks = dist.get_process_group_ranks(group)
-    nodes = len({rank // ranks_per_node for rank in ranks}) if ranks_per_node else 1
-    # A group that has been used knows its nodes, which may be torchrun agents of one machine.
-    return max(nodes, known_nodes(group))
+    return len({rank // ranks_per_node for rank in ranks}) if ranks_per_node else 1
 
 
 def ranks_of_a_node(device: torch.device) -> int | None:

@@ -85,7 +85,7 @@ def explain(
             )
     is_distributed = dist.is_available() and dist.is_initialized()
     world_size = dist.get_world_size(group) if is_distributed else 1
-    nodes = known_nodes(group) if world_size > 1 else 1
+    nodes = (known_nodes(group) if world_size > 1 else None) or 1
     call, chosen, reason = known[operator].explain(
         *arguments, world_size=world_size, nodes=nodes, **call_options
     )

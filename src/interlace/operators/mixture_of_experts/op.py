@@ -85,7 +85,8 @@ def _fake(*arguments: Any) -> Tensors:
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     # The shapes depend on impl and on the group alone. Between nodes the unfused implementation
     # runs, which saves nothing.
-    is_unfused = impl == "unfused" or known_nodes(process_group_named(group_name)) > 1
+    nodes = known_nodes(process_group_named(group_name)) or 1
+    is_unfused = impl == "unfused" or nodes > 1
     if not keeps or is_unfused:
         nothing = [x.new_empty(0, dtype=torch.int32) for _ in range(3)]
         return y, *nothing, x.new_empty(0), x.new_empty(0)

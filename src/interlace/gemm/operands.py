@@ -245,7 +245,7 @@ class Operands:
             )
         for name in ("bias", "x_scale", "w_scale"):
             vector = getattr(self, name)
-            if vector is not None:
+            if vector is not None and not (vector.dim() == 1 and vector.is_contiguous()):
                 # Kernels read one element behind the other, and one scale per row, whether it came
                 # as a row or as a column.
                 object.__setattr__(self, name, vector.reshape(-1).contiguous())

@@ -31,7 +31,7 @@ from interlace.costs.known_profiles import (
 )
 from interlace.costs.product_fit import MeasuredRates, ProductTime, with_rates
 from interlace.costs.time import MachineProfile
-from interlace.errors import BackendError, WorkspaceError
+from interlace.errors import WorkspaceError
 from interlace.units import ceil_div, round_up
 
 if TYPE_CHECKING:
@@ -73,8 +73,11 @@ def measure_unknown(group: Group) -> None:
     """Measure the machine of a group whose profile is a guess, or take what another group of this
     program has measured. Collective.
 
-    Does nothing where measuring is not asked for, or ranks share a GPU. If a rank cannot measure,
-    all ranks go on with the guess, with a warning.
+    Does nothing where measuring is not asked for, or ranks share a GPU. If a rank has no memory to
+    measure, all ranks go on with the guess, with a warning.
+
+    Raises:
+        BackendError: The driver of this rank refuses a copy; its peers get a PeerTimeoutError.
     """
     if not _may_measure(group.members):
         return
@@ -93,7 +96,7 @@ def measure_unknown(group: Group) -> None:
     if text is None:
         try:
             rates = measure_rates(group)
-        except (BackendError, WorkspaceError) as error:
+        except WorkspaceError as error:
             warnings.warn(
                 f"interlace: {gpu} was not measured, and predictions for it are guesses: {error}",
                 RuntimeWarning,
@@ -152,8 +155,9 @@ def measure_rates(group: Group) -> MeasuredRates:
     """Measure products on every rank's GPU, and the links within nodes. Collective.
 
     Raises:
-        BackendError: A GPU has no memory for most of the products, or refuses a copy.
-        WorkspaceError: A rank has no memory for the copies.
+        WorkspaceError: A rank has no memory for most of the products, or for the copies; raised on
+            every rank.
+        BackendError: The driver refuses a copy.
     """
     group.require_own_gpus("a measurement")
     sizes = _sizes()
@@ -166,7 +170,7 @@ def measure_rates(group: Group) -> MeasuredRates:
         if None not in times
     ]
     if len(products) < _PRODUCTS // 2:
-        raise BackendError(
+        raise WorkspaceError(
             f"GPUs must have memory for {_PRODUCTS // 2} products; had it for {len(products)}."
         )
     rates = group.exchange("rates of links", _link_bytes_per_s(group))

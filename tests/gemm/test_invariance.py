@@ -23,9 +23,10 @@ from interlace.gemm.invariance import effective_impl, invariant_implementations
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import BATCH_INVARIANT, operators
 from interlace.tuning.choice import Choice
+from tests.gemm import row_calls
+from tests.gemm.row_calls import Run, bits
 
 INNER, COLUMNS, MOST_ROWS = 48, 40, 36
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def _whole(y: torch.Tensor) -> torch.Tensor:
@@ -40,57 +41,12 @@ def _share(x: torch.Tensor) -> torch.Tensor:
     return x.tensor_split(dist.get_world_size())[dist.get_rank()].contiguous()
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Rows that ranks can share out evenly; the last ones repeat the first."""
-    return torch.cat([x, x[:1].expand(-len(x) % dist.get_world_size(), -1)])
-
-
-def _returned(received: torch.Tensor, rows: int) -> torch.Tensor:
-    """The products of this rank's rows, back from the ranks that have got them."""
-    returned = torch.empty_like(received)
-    dist.all_to_all_single(returned, received)
-    return returned[:rows]
-
-
-def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return _returned(interlace.gemm_all_to_all(_padded(x), w, bias), len(x))
-
-
-def _batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A batch of one product."""
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    received = torch.ops.interlace.bmm_all_to_all(_padded(x)[None], w.T[None], name, "auto")
-    return _returned(received, len(x))
-
-
-def _received_batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A batch of one product; for each row, the products of all ranks' rows of that number."""
-    ranks, rows = dist.get_world_size(), len(x)
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    y, _ = torch.ops.interlace.all_to_all_bmm(x.repeat(ranks, 1), w.T[None], name, "auto")
-    return y[0].view(ranks, rows, -1).transpose(0, 1).reshape(rows, -1)
-
-
-def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
-        x, w, bias, None, None, None, "rms", 1e-5, None, None, "", "auto", ""
-    )
-    return torch.cat([y, residual], 1)
-
-
 OPERATORS: dict[str, Run] = {
-    "gemv_all_reduce": lambda x, w, bias: interlace.gemv_all_reduce(x, w, bias),
-    "gemm_all_reduce": lambda x, w, bias: interlace.gemm_all_reduce(x, w, bias),
+    **row_calls.OPERATORS,
     "gemm_reduce_scatter": lambda x, w, bias: _whole(interlace.gemm_reduce_scatter(x, w, bias)),
     "all_gather_gemm": lambda x, w, bias: interlace.all_gather_gemm(
         _share(x), w, bias, splits=[len(part) for part in x.tensor_split(dist.get_world_size())]
     ),
-    "gemm_all_to_all": _all_to_all,
-    "bmm_all_to_all": _batch,
-    "all_to_all_bmm": _received_batch,
-    "gemm_all_reduce_norm": _normed,
 }
 
 
@@ -106,10 +62,6 @@ def _operands(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Ten
     return x.to(dtype), w.to(dtype), bias.to(dtype)
 
 
-def _bits(y: torch.Tensor) -> torch.Tensor:
-    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
-
-
 def _differing(name: str, dtype: torch.dtype) -> list[str]:
     """Batches in which some row has other bits than in the batch of all rows."""
     x, w, bias = _operands(dtype)
@@ -118,11 +70,11 @@ def _differing(name: str, dtype: torch.dtype) -> list[str]:
         dist.broadcast(x, 0)
     run, wrong = OPERATORS[name], []
     with interlace.batch_invariant():
-        wanted = _bits(run(x, w, bias))
+        wanted = bits(run(x, w, bias))
         for rows in (1, 3, 16, 17, MOST_ROWS):
             # At another place of the batch: the rows are the last ones of all, in another order.
             chosen = torch.arange(MOST_ROWS - rows, MOST_ROWS).roll(rows // 2)
-            found = _bits(run(x[chosen].contiguous(), w, bias))
+            found = bits(run(x[chosen].contiguous(), w, bias))
             different = (found != wanted[chosen]).any(1).nonzero().flatten().tolist()
             if different:
                 wrong.append(f"{rows} rows: rows {different}")

@@ -4,7 +4,6 @@ calls and in CUDA graphs. Run with ``-m gpu``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,13 +11,12 @@ import torch
 import torch.distributed as dist
 
 import interlace
-import interlace.operators  # registers torch.ops.interlace
 from interlace.gemm import few_rows, invariance
 from interlace.gemm.invariance import ONE_ARITHMETIC
+from tests.gemm import row_calls
+from tests.gemm.row_calls import Run, bits
 
 pytestmark = pytest.mark.gpu
-
-Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 MOST_ROWS = 256
 MANY_ROWS = (777, 4096, 32768)
@@ -48,55 +46,10 @@ def _all_gather(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.T
     return interlace.all_gather_gemm(share, w, bias, splits=[len(part) for part in parts])
 
 
-def _padded(x: torch.Tensor) -> torch.Tensor:
-    """Rows that ranks can share out evenly; the last ones repeat the first."""
-    return torch.cat([x, x[:1].expand(-len(x) % dist.get_world_size(), -1)])
-
-
-def _returned(received: torch.Tensor, rows: int) -> torch.Tensor:
-    """The products of this rank's rows, back from the ranks that have got them."""
-    returned = torch.empty_like(received)
-    dist.all_to_all_single(returned, received)
-    return returned[:rows]
-
-
-def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    return _returned(interlace.gemm_all_to_all(_padded(x), w, bias), len(x))
-
-
-def _batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A batch of one product."""
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    received = torch.ops.interlace.bmm_all_to_all(_padded(x)[None], w.T[None], name, "auto")
-    return _returned(received, len(x))
-
-
-def _received_batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A batch of one product; for each row, the products of all ranks' rows of that number."""
-    ranks, rows = dist.get_world_size(), len(x)
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    y, _ = torch.ops.interlace.all_to_all_bmm(x.repeat(ranks, 1), w.T[None], name, "auto")
-    return y[0].view(ranks, rows, -1).transpose(0, 1).reshape(rows, -1)
-
-
-def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
-        x, w, bias, None, None, None, "rms", 1e-5, None, None, "", "auto", ""
-    )
-    return torch.cat([y, residual], 1)
-
-
 OPERATORS: dict[str, Run] = {
-    "gemv_all_reduce": lambda x, w, bias: interlace.gemv_all_reduce(x, w, bias),
-    "gemm_all_reduce": lambda x, w, bias: interlace.gemm_all_reduce(x, w, bias),
+    **row_calls.OPERATORS,
     "gemm_reduce_scatter": _reduce_scatter,
     "all_gather_gemm": _all_gather,
-    "gemm_all_to_all": _all_to_all,
-    "bmm_all_to_all": _batch,
-    "all_to_all_bmm": _received_batch,
-    "gemm_all_reduce_norm": _normed,
 }
 
 
@@ -114,10 +67,6 @@ def _operands(
     return x, w, bias
 
 
-def _bits(y: torch.Tensor) -> torch.Tensor:
-    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
-
-
 def _chosen(rows: int) -> torch.Tensor:
     """So many of the rows, in some order, the same on every rank."""
     order = torch.randperm(MOST_ROWS, generator=torch.Generator().manual_seed(rows))
@@ -125,7 +74,7 @@ def _chosen(rows: int) -> torch.Tensor:
 
 
 def _check(found: torch.Tensor, wanted: torch.Tensor, what: str, wrong: list[str]) -> None:
-    different = (_bits(found) != wanted).any(1).nonzero().flatten().tolist()
+    different = (bits(found) != wanted).any(1).nonzero().flatten().tolist()
     if different:
         wrong.append(f"{what}: {len(different)} of {len(found)} rows, first {different[:3]}")
 
@@ -135,7 +84,7 @@ def _differing(name: str, shape: str, dtype: torch.dtype, step: int) -> list[str
     x, w, bias = _operands(name, shape, dtype)
     run, wrong = OPERATORS[name], []
     with torch.no_grad(), interlace.batch_invariant():
-        wanted = _bits(run(x, w, bias)).clone()
+        wanted = bits(run(x, w, bias)).clone()
         # 1. Calls of every size.
         for rows in range(1, MOST_ROWS + 1, step):
             chosen = _chosen(rows)
@@ -224,7 +173,7 @@ def _experts_that_differ(hidden: int, ffn: int, dtype: torch.dtype, biased: bool
 
     wrong: list[str] = []
     with torch.no_grad(), interlace.batch_invariant():
-        wanted = _bits(call(torch.arange(most, device="cuda")))
+        wanted = bits(call(torch.arange(most, device="cuda")))
         for count in (*IN_GRAPHS, 300, MANY_ROWS[0]):
             order = torch.randperm(most, generator=torch.Generator().manual_seed(count))
             tokens = order[:count].cuda()
@@ -272,7 +221,7 @@ def _kernels(dtype: torch.dtype) -> tuple[tuple[int, int], dict[str, float]]:
                     "pushed": interlace.gemm_all_reduce(x[:rows], w, bias, impl="pushed"),
                 }
                 for name, found in others.items():
-                    share = float((_bits(found) == _bits(fused)).float().mean())
+                    share = float((bits(found) == bits(fused)).float().mean())
                     shares[f"{name}, {shape}, {rows} rows"] = share
     interlace.group_of().release()
     return torch.cuda.get_device_capability(), shares

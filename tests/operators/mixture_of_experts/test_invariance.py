@@ -17,6 +17,7 @@ import interlace
 from interlace.gemm import invariance
 from interlace.operators.mixture_of_experts import choice
 from interlace.registry import BATCH_INVARIANT
+from tests.gemm.row_calls import bits
 
 MOST_TOKENS, HIDDEN, FFN, LOCAL, TOP_K = 24, 32, 48, 2, 3
 
@@ -45,10 +46,6 @@ def _call(operands: tuple[torch.Tensor, ...], tokens: torch.Tensor, **more: Any)
     )  # fmt: skip
 
 
-def _bits(y: torch.Tensor) -> torch.Tensor:
-    return y.view(torch.int32 if y.dtype == torch.float32 else torch.int16)
-
-
 def _differing(dtype: torch.dtype, has_one_arithmetic: bool) -> tuple[list[int], set[str]]:
     """Return batches in which some token has other bits than among all, and what has run."""
     operands, wrong, ran = _operands(dtype), [], set()
@@ -68,7 +65,7 @@ def _differing(dtype: torch.dtype, has_one_arithmetic: bool) -> tuple[list[int],
                 tokens = torch.arange(MOST_TOKENS - count, MOST_TOKENS).roll(count // 2)
                 named = {"impl": "decode"} if has_one_arithmetic and count < 16 else {}
                 found = _call(operands, tokens, **named)
-                if not torch.equal(_bits(found), _bits(wanted[tokens])):
+                if not torch.equal(bits(found), bits(wanted[tokens])):
                     wrong.append(count)
     return wrong, ran
 

@@ -7,9 +7,7 @@ one profile, which is also kept for the user's next programs.
 
 from __future__ import annotations
 
-import dataclasses
 import datetime
-import json
 import os
 import random
 import statistics
@@ -28,6 +26,7 @@ from interlace.costs.known_profiles import (
     own_profile,
     parse_profile,
     profile_of,
+    text_of,
 )
 from interlace.costs.product_fit import MeasuredRates, ProductTime, with_rates
 from interlace.costs.time import MachineProfile
@@ -63,10 +62,10 @@ def share_profile(members: Members, exchange: Exchange) -> None:
         return
     gpu = torch.cuda.get_device_name(members.device)
     own = own_profile(gpu)
-    answers = exchange("joining a group", [gpu, None if own is None else dataclasses.asdict(own)])
-    known = next((profile for name, profile in answers if name == gpu and profile), None)
+    answers = exchange("joining a group", [gpu, None if own is None else text_of(own)])
+    known = next((text for name, text in answers if name == gpu and text), None)
     if own is None and known is not None:
-        adopt(parse_profile(json.dumps(known)))
+        adopt(parse_profile(known))
 
 
 def measure_unknown(group: Group) -> None:
@@ -107,7 +106,7 @@ def measure_unknown(group: Group) -> None:
         source = f"{guess.source}; products and links measured {date} by {rates.world_size} ranks"
         profile = with_rates(guess, gpu, processors, rates, source)
         if group.rank == 0:
-            published = board.compare_set(key, "", _text_of(profile)).decode()
+            published = board.compare_set(key, "", text_of(profile)).decode()
         text = group.exchange("a measured machine", published)[0]
     profile = parse_profile(text)
     adopt(profile)
@@ -131,10 +130,6 @@ def _programs_store() -> Any:
     """Return the store of all ranks of the program."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD.get_group_store()
-
-
-def _text_of(profile: MachineProfile) -> str:
-    return json.dumps(dataclasses.asdict(profile))
 
 
 def _keep(profile: MachineProfile) -> None:

@@ -120,7 +120,7 @@ def keep_profile(profile: MachineProfile) -> Path:
         OSError: It cannot be written.
     """
     file = own_file(profile.gpu)
-    write_whole(file, json.dumps(dataclasses.asdict(profile), indent=1) + "\n")
+    write_whole(file, text_of(profile) + "\n")
     return file
 
 
@@ -168,6 +168,11 @@ def own_gpus() -> list[str]:
         except (OSError, ConfigError):
             continue  # own_profile says what is wrong with it, to those who need it
     return [name for name in names if own_profile(name) is not None]
+
+
+def text_of(profile: MachineProfile) -> str:
+    """Return the JSON text from which :func:`parse_profile` makes an equal profile."""
+    return json.dumps(dataclasses.asdict(profile), indent=1)
 
 
 def parse_profile(text: str) -> MachineProfile:

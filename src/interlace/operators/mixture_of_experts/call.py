@@ -132,11 +132,13 @@ class Call:
         declaration.require_nodes(name_in(self.impl) or declaration.choosers[0], self.group.nodes)
         network = known_network(self.x.device)
         choice = choose(terms, self.x.device).between(declaration, self.group.nodes, network, terms)
-        impl, config = choice.impl if self.impl == "auto" else self.impl, None
         if is_invariant(self.impl):
             named = name_in(self.impl)
             impl, config = choose_invariant(terms, self.x.device, choice, named)
             declaration.require_nodes(impl, self.group.nodes)
+        else:
+            impl = choice.impl if self.impl == "auto" else self.impl
+            config = configuration(impl, terms, self.x.device)
         unmet = declaration.refusal(impl, terms)
         if unmet is not None:
             raise ArgumentError(
@@ -144,7 +146,7 @@ class Call:
             )
         if self.config:
             return impl, MixtureOfExpertsConfig.parse(self.config)
-        return impl, config or configuration(impl, terms, self.x.device)
+        return impl, config
 
 
 @dataclasses.dataclass(frozen=True)

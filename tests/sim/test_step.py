@@ -162,6 +162,22 @@ def test_mirrored_equals_every_rank(text: str, kind: str, algorithm: str) -> Non
     assert every.sent_bytes == pytest.approx(mirrored.sent_bytes)
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 2), (2, 4)])
+def test_both_links_between_two_neighbours_carry_a_split_tie(shape: tuple[int, ...]) -> None:
+    """In a dimension of two every message is a tie, so splitting uses the way back as well."""
+    topology = Torus(shape, 1e9, 11, "split")
+    size = 1 << 20
+    split = one(topology, Collective("all_to_all", "one_shot", size))
+    everyone = one(topology, Collective("all_to_all", "one_shot", size), all_ranks=True)
+    assert split.total_ns == everyone.total_ns
+    # Half of all bytes go to the other half of the ranks, half of them by each way.
+    crossing = topology.ranks // 2 * size / 2
+    assert split.bound.time_ns >= 1e9 * crossing / topology.bisection_bytes_per_s()
+    if shape == (2,):
+        assert split.sent_bytes == {"x+": size / 4, "x-": size / 4}
+        assert split.bound.time_ns == pytest.approx(size / 4)
+
+
 @pytest.mark.parametrize(
     "work",
     [

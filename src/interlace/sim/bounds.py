@@ -97,12 +97,13 @@ def _latency_ns(topology: Topology, axes: tuple[int, ...], *, farthest: bool) ->
 def _hop_ns_per_byte(topology: Topology, axes: tuple[int, ...]) -> float:
     """Return the nanoseconds that all links, perfectly shared, need for a byte to every member."""
     group = Group(topology, axes)
-    hops = sum(len(topology.path(0, group.displacement(index))) for index in range(1, group.size))
-    used = {
-        index
-        for member in range(1, group.size)
-        for index, _ in topology.path(0, group.displacement(member))
-    }
+    hops = 0.0
+    used: set[int] = set()
+    for member in range(1, group.size):
+        # A tie that is split takes links in both directions, and may be the only way back.
+        paths = topology.paths(0, group.displacement(member))
+        hops += sum(len(path) for path in paths) / len(paths)
+        used.update(index for path in paths for index, _ in path)
     capacity = (
         sum(topology.classes[index].bytes_per_s * topology.classes[index].count for index in used)
         / topology.ranks

@@ -19,6 +19,7 @@ import interlace
 from interlace.cli import doctor, doctor_cuda, operator_commands, picture
 from interlace.cli.app import app
 from interlace.cli.outputs import Outputs
+from interlace.costs.known_profiles import profile_of
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -53,6 +54,21 @@ def test_explain_needs_no_gpu() -> None:
     assert "unfused (PyTorch's)" in done.output
     assert "triggered" not in done.output.split("6001")[1], "which takes even rows only"
     assert "Predicted, not measured: " in done.output
+
+
+def test_explain_takes_what_auto_takes() -> None:
+    """Products of float32 run without tensor cores, by rates of the profile that are their own."""
+    products = []
+    for dtype in ("bfloat16", "float32"):
+        done = run("explain", "gemm_all_to_all", "8192x8192x2048", "--dtype", dtype)
+        assert done.exit_code == 0
+        assert f"8192 x 8192 x 2048, {dtype}, 4 ranks" in done.output
+        line = next(line for line in done.output.splitlines() if "the product alone" in line)
+        products.append(int(line.split()[-1]))
+    profile = profile_of("NVIDIA H200").product
+    slower = profile.flops_per_s / profile.float32_flops_per_s
+    assert products[1] == pytest.approx(slower * products[0], rel=0.15)
+    assert run("explain", "gemm_all_to_all", "8x8x8", "--dtype", "float64").exit_code == 1
 
 
 def test_explain_guesses_by_data_sheets() -> None:

@@ -16,7 +16,7 @@ from interlace.cli.console import print_error
 from interlace.cli.operator_commands import BenchCommands, TuneCommands
 from interlace.cli.options import (
     Backend,
-    HalfDtype,
+    Dtype,
     JsonFile,
     Nodes,
     PlotFile,
@@ -179,7 +179,7 @@ def explain(
     ],
     gpu: Annotated[str, typer.Option(help="A GPU whose profile is shipped.")] = "h200",
     world_size: Annotated[int, typer.Option("--world-size", "-n", min=2, max=8, help="Ranks.")] = 4,
-    dtype: HalfDtype = "bfloat16",
+    dtype: Dtype = "bfloat16",
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on.")] = 1,
     network: Annotated[
         Path | None,

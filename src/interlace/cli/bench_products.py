@@ -124,13 +124,15 @@ def parse_work(
     shapes: Sequence[str] | None,
     dtype: str,
     *,
+    dtypes: Sequence[str] = DTYPES,
     default: Sequence[str] = SHAPES,
     meaning: str = "MxNxK, the sizes of one rank's product",
     example: str = "4096x4096x4096",
 ) -> list[tuple[Any, ...]]:
     """Return the operator and the sizes of every shape, or of the default shapes.
 
-    ``meaning`` and ``example`` are those of :func:`interlace.cli.bench.parse_sizes`.
+    ``dtype`` must be one of ``dtypes``; ``meaning`` and ``example`` are those of
+    :func:`interlace.cli.bench.parse_sizes`.
     """
-    bench.require_dtype(dtype, DTYPES)
+    bench.require_dtype(dtype, dtypes)
     return [(operator, *bench.parse_sizes(shape, meaning, example)) for shape in shapes or default]

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from rich.table import Table
 
+from interlace.cli import bench
 from interlace.cli.bench_products import parse_work
 from interlace.cli.console import make_console
 from interlace.cli.gpus import choice_on, gpu_named
@@ -35,6 +36,7 @@ def run_explain(
     """Print the predicted times of every implementation for each shape ``MxNxK``.
 
     Args:
+        dtype: bfloat16, float16, or float32 without tensor cores.
         nodes: Number of nodes that the ranks are on, equally many on each.
         network: JSON file of the network between them, or of a machine profile with one; None for
             what the GPU's own profile has.
@@ -65,7 +67,8 @@ def run_explain(
                 "by `interlace tune machine` on the nodes, or say --network FILE."
             )
     console = make_console()
-    for _, rows, columns, inner in parse_work(declaration.name, shapes, dtype):
+    work = parse_work(declaration.name, shapes, dtype, dtypes=bench.DTYPES)
+    for _, rows, columns, inner in work:
         call = Call.of_dtype(dtype, rows, columns, inner, world_size)
         title = operator if operator == declaration.name else f"{operator} or {declaration.name}"
         console.print(

@@ -26,7 +26,7 @@ from interlace.costs.time import Call
 from interlace.errors import ConfigError
 from interlace.sim import operators
 from interlace.sim.machine import find, load_machine, presets
-from interlace.sim.scenario import FUSING, Scenario
+from interlace.sim.scenario import FUSING, Scenario, parse_size
 from interlace.sim.step import run
 from interlace.sim.topology import Switch, Torus
 from interlace.sim.work import COMPUTE, Fused, Kernel, Task
@@ -394,6 +394,7 @@ def write(path: Path, folder: str, preset: str, **changes: Any) -> str:
             r"confidence; got 'four'",
         ),
         ({"tables": -3}, r"file.yaml: tables is wrong: value must not be negative; got -3\.$"),
+        ({"tables": 1e30}, r"file.yaml: tables is wrong: .* between 1e-24 and 1e24; got 1e\+30\.$"),
         ({"tables": math.nan}, r"file.yaml: tables.value is wrong: .* finite number; got nan\.$"),
         ({"tables": 1.5}, r"file.yaml: tables must be a whole number of at least 1; got 1.5\.$"),
         (
@@ -427,6 +428,10 @@ def test_numbers_with_exponents(tmp_path: Path, number: str) -> None:
         (
             {"network__link_bytes_per_s": 0},
             r"file.yaml: network is wrong: link_bytes_per_s must be above 0",
+        ),
+        (
+            {"network__link_bytes_per_s": 1e-300},
+            r"file.yaml: network.link_bytes_per_s is wrong: .* between 1e-24 and 1e24; got 1e-300",
         ),
         (
             {"gpu__flops_efficiency": 1.2},
@@ -464,6 +469,8 @@ def test_machine_files(tmp_path: Path, changes: dict[str, Any], message: str) ->
             Scenario("dlrm", all_to_all="bruck"),
             r"all_to_all must be one of one_shot, .*; got 'bruck'",
         ),
+        (Scenario("dlrm", nodes=10**12), r"must have at most 1048576 ranks; got 1000000000000"),
+        (Scenario("collective", size=10**400), r"bytes must be at most 2\^60; got 1\.00e\+400"),
         (Scenario("dlrm", nodes=-1), r"must not be negative; got -1"),
         (
             Scenario("transformer", tensor=5),
@@ -498,6 +505,31 @@ def test_scenarios(scenario: Scenario, message: str) -> None:
         )
     with pytest.raises(ConfigError, match=message):
         scenario.simulate()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("0", 0),
+        ("7 B", 7),
+        ("1.5kB", 1500),
+        ("1.5KB", 1500),
+        ("1e9", 10**9),
+        ("2TB", 2 * 10**12),
+        ("16MiB", 2**24),
+        ("0.5GiB", 2**29),
+        ("1TiB", 2**40),
+        ("9007199254740993", 2**53 + 1),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "MiB", "16mib", "1e400", "-1", "1 PiB", "nan"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"size must be a number of bytes; got .*TiB\.$"):
+        parse_size(text)
 
 
 def test_tasks_are_the_same_program_on_a_torus() -> None:

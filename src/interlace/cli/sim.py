@@ -100,7 +100,7 @@ def collective(
         ),
     ],
     size: Annotated[
-        str, typer.Option(help="Bytes of each rank's whole buffer, say 16MiB.")
+        str, typer.Option(help="Bytes of each rank's whole buffer, say 16MiB or 1TB.")
     ] = "16MiB",
     algorithm: Annotated[
         str | None,

@@ -19,6 +19,8 @@ from interlace.sim import topology
 from interlace.sim.configfile import Model, Strict, parse, read
 from interlace.sim.engine import duration_ns
 
+_MAX_RANKS = 2**20
+
 Confidence = Literal["measured", "published", "derived", "assumed"]
 
 
@@ -40,9 +42,12 @@ class Sourced(Source):
     value: Annotated[float, Field(allow_inf_nan=False)]
 
     @model_validator(mode="after")
-    def _not_negative(self) -> Sourced:
+    def _possible(self) -> Sourced:
         if self.value < 0:
             raise ValueError("value must not be negative")
+        # Products and quotients of several such numbers are finite, so every time is.
+        if self.value and not 1e-24 <= self.value <= 1e24:
+            raise ValueError("value must be 0, or between 1e-24 and 1e24")
         return self
 
 
@@ -250,8 +255,13 @@ class Machine(Strict):
             text: short name of the topology between nodes; the machine's by default.
 
         Raises:
-            ConfigError: the topology does not fit ``ranks``.
+            ConfigError: the topology does not fit ``ranks``, or they are more than 2^20.
         """
+        # An all-to-all lists a message for each rank, which must fit into this machine's memory.
+        if ranks > _MAX_RANKS:
+            raise ConfigError(
+                f"a machine must have at most {_MAX_RANKS} ranks; got {ranks}. Take fewer nodes."
+            )
         # A node of one GPU has no inner network.
         if self.node is None or self.node.gpus == 1:
             return _net(self.network, text or self.network.topology, ranks)

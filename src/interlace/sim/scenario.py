@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from typing import Any
 
 from interlace.errors import ConfigError
@@ -18,7 +19,7 @@ from interlace.sim.results import Result
 from interlace.sim.work import Collective, Task
 from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import Choices, Fusing, Step, Workload, load_workload
-from interlace.units import GB, GIB, KB, KIB, MB, MIB
+from interlace.units import GB, GIB, KB, KIB, MB, MIB, TB, TIB
 
 KINDS = tuple(DEFAULTS)
 MODELS: dict[str, type[Workload]] = {
@@ -27,6 +28,9 @@ MODELS: dict[str, type[Workload]] = {
     "moe": moe.Moe,
 }
 FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
+_DECIMAL = {"B": 1, "kB": KB, "KB": KB, "MB": MB, "GB": GB, "TB": TB}
+_BYTES_OF = {**_DECIMAL, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
+_MAX_BYTES = 2**60
 _KINDS_OF_VALUES: dict[str, tuple[type, str]] = {
     "int": (int, "a whole number"),
     "bool": (bool, "true or false"),
@@ -79,6 +83,11 @@ class Scenario(Choices):
             raise ConfigError(
                 f"nodes, slices and bytes must not be negative; got {self.nodes}, {self.slices}, "
                 f"{self.size}."
+            )
+        # Larger ones are mistakes, and times of them are no longer exact.
+        if self.size > _MAX_BYTES:
+            raise ConfigError(
+                f"a collective's bytes must be at most 2^60; got {Decimal(self.size):.3g}."
             )
         if self.kind == "collective" and (self.model or self.model_changes):
             raise ConfigError("a collective has no model; got one. Leave it out.")
@@ -156,21 +165,23 @@ class Scenario(Choices):
 
 
 def parse_size(text: str) -> int:
-    """Parse a size in bytes: ``"16MiB"`` is 16777216.
+    """Parse a size in bytes: ``"16MiB"`` is 16777216, and so is ``"16777216"``.
 
-    Units are B, kB, MB and GB (powers of ten), and KiB, MiB and GiB (powers of two).
+    Units are B, kB, MB, GB and TB (powers of ten), and KiB, MiB, GiB and TiB (powers of two).
 
     Raises:
         ConfigError: the text is not a size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(B|kB|KB|MB|GB|KiB|MiB|GiB)?", text.strip())
+    # With two digits of an exponent no number takes long to be made.
+    number = r"(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)"
+    match = re.fullmatch(rf"{number}\s*([KMGT]i?B|kB|B)?", text.strip())
     if not match:
         raise ConfigError(
-            f"size must be a number of bytes; got {text!r}. Say 16MiB, or 16MB for powers of ten."
+            f"size must be a number of bytes; got {text!r}. Say 16MiB, or 16MB for powers of ten; "
+            "units are B, kB, MB, GB, TB, KiB, MiB, GiB and TiB."
         )
-    decimal = {"B": 1, "kB": KB, "KB": KB, "MB": MB, "GB": GB}
-    units = {**decimal, "KiB": KIB, "MiB": MIB, "GiB": GIB}
-    return int(float(match[1]) * units[match[2] or "B"])
+    # Decimal, since a float has fewer digits than a large number of bytes.
+    return int(Decimal(match[1]) * _BYTES_OF[match[2] or "B"])
 
 
 def _parameter(field: dataclasses.Field[Any], value: Any) -> Any:

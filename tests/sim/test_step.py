@@ -5,6 +5,7 @@ determinism.
 from __future__ import annotations
 
 import dataclasses
+import gc
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from interlace.sim.bounds import Bound
 from interlace.sim.collectives import ALGORITHMS, Group, schedule
 from interlace.sim.engine import Engine
 from interlace.sim.fabric import Fabric
-from interlace.sim.results import Result
+from interlace.sim.results import LinkUse, LinkUses, Result
 from interlace.sim.step import run
 from interlace.sim.topology import FatTree, Hierarchical, Switch, Topology, Torus, build
 from interlace.sim.work import (
@@ -438,6 +439,42 @@ def test_two_runs_are_the_same() -> None:
     ]
     first, second = (run(machine(), topology, tasks) for _ in range(2))
     assert first == second
+
+
+def test_link_uses_are_a_sequence_in_the_order_of_recording() -> None:
+    uses = LinkUses()
+    assert list(uses) == []
+    for link, start in (("x+", 0), ("x-", 5), ("x+", 7)):
+        uses.add(link, "all_to_all", start, start + 7, 700.5)
+    first = LinkUse("x+", "all_to_all", 0, 7, 700.5)
+    assert uses[0] == first
+    assert list(uses) == [uses[0], uses[1], uses[-1]] == uses[:]
+    assert [use.link for use in uses[1:]] == ["x-", "x+"]
+    other = LinkUses()
+    assert other != uses
+    for use in uses:
+        other.add(*dataclasses.astuple(use))
+    assert other == uses
+    with pytest.raises(IndexError):
+        uses[3]
+
+
+def test_a_run_of_more_than_centuries_is_refused() -> None:
+    slow = build("switch", 2, bytes_per_s=1e-3, latency_ns=0)
+    message = r"free again within 292 years; up would be after 5e\+14 s"
+    with pytest.raises(ConfigError, match=message):
+        one(slow, Collective("all_to_all", "one_shot", 10**12))
+
+
+def test_records_of_a_large_run_are_few_objects() -> None:
+    """Objects for every link use were searched for garbage again and again: half of the time."""
+    topology = Torus((32, 32), 1e9, 11)
+    gc.collect()
+    before = len(gc.get_objects())
+    result = one(topology, Collective("all_to_all", "one_shot", 1 << 20))
+    gc.collect()
+    assert len(result.link_uses) == 1024 * 16
+    assert len(gc.get_objects()) - before < 1024
 
 
 @pytest.mark.parametrize(

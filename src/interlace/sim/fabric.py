@@ -54,13 +54,13 @@ class Fabric:
         self.engine, self.topology, self.mirrored = engine, topology, mirrored
         self.store_and_forward = store_and_forward
         self._observe = observe
-        self._servers: dict[Hop, Server] = {}
+        self._links: dict[Hop, _Resolved] = {}
         self._paths: dict[tuple[int, int], list[list[_Resolved]]] = {}
         self.sent_bytes = [0.0] * len(topology.classes)
 
     def servers(self) -> dict[Hop, Server]:
         """Return the links that were used, by class and number."""
-        return self._servers
+        return {key: server for key, (server, *_) in self._links.items()}
 
     def send(
         self,
@@ -102,18 +102,21 @@ class Fabric:
                 self._hop(path, 0, part, 0, both.done, traffic, efficiency, overhead_ns)
 
     def _resolve(self, path: list[Hop]) -> list[_Resolved]:
-        hops = []
-        for index, link in path:
+        return [self._link((index, 0 if self.mirrored else link)) for index, link in path]
+
+    def _link(self, key: Hop) -> _Resolved:
+        # One object for all paths over a link, of which a large network has millions.
+        known = self._links.get(key)
+        if known is None:
+            index, _ = key
             description = self.topology.classes[index]
-            key = (index, 0) if self.mirrored else (index, link)
-            server = self._servers.get(key)
-            if server is None:
-                server = self._servers[key] = Server(description.name)
             # Ranks that share a link use it at the same time, so each gets its share of the
             # bandwidth; a rank with several links of a class uses one per message.
             sharing = max(1.0, self.topology.sharing(index)) if self.mirrored else 1.0
-            hops.append((server, description.bytes_per_s / sharing, description.latency_ns, index))
-        return hops
+            rate = description.bytes_per_s / sharing
+            known = Server(description.name), rate, description.latency_ns, index
+            self._links[key] = known
+        return known
 
     def _hop(
         self,
@@ -134,7 +137,7 @@ class Fabric:
         self.sent_bytes[index] += size
         # A slow link before this one delivers the last byte later than this link could pass it on.
         end = max(start + duration, tail)
-        if self._observe is not None and (self.mirrored or server is self._servers.get((index, 0))):
+        if self._observe is not None and (self.mirrored or path[at] is self._links.get((index, 0))):
             self._observe(server.name, traffic, start, start + duration, size)
         if at + 1 == len(path):
             engine.at(end + latency, arrived)

@@ -9,10 +9,13 @@ import csv
 import dataclasses
 import io
 import re
-from collections.abc import Iterable, Sequence
-from typing import Any
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
 
+from interlace.errors import ConfigError
 from interlace.sim.bounds import Bound
+from interlace.units import NS_PER_S
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,58 @@ class LinkUse:
     start_ns: int
     end_ns: int
     size: float
+
+
+class LinkUses(Sequence[LinkUse]):
+    """The link uses of a run, in the order in which they were recorded.
+
+    They are kept in columns: a run on thousands of nodes has millions, and as objects they take
+    several times the memory, and most of the run's time for the search for garbage among them.
+    """
+
+    def __init__(self) -> None:
+        # Numbers of (link, traffic), of which a run has few, by first use.
+        self._kinds: dict[tuple[str, str], int] = {}
+        self._kind, self._start, self._end = array("I"), array("q"), array("q")
+        self._size = array("d")
+
+    def add(self, link: str, traffic: str, start_ns: int, end_ns: int, size: float) -> None:
+        """Record a use.
+
+        Raises:
+            ConfigError: it ends after more than 2^63 ns, which are 292 years.
+        """
+        try:
+            self._end.append(end_ns)
+        except OverflowError as error:
+            raise ConfigError(
+                f"a link must be free again within 292 years; {link} would be after "
+                f"{end_ns / NS_PER_S:.3g} s. Send fewer bytes, or over faster links."
+            ) from error
+        self._start.append(start_ns)
+        self._kind.append(self._kinds.setdefault((link, traffic), len(self._kinds)))
+        self._size.append(size)
+
+    def __len__(self) -> int:
+        return len(self._end)
+
+    @overload
+    def __getitem__(self, index: int) -> LinkUse: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[LinkUse]: ...
+    def __getitem__(self, index: int | slice) -> LinkUse | list[LinkUse]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        names = list(self._kinds)[self._kind[index]]
+        return LinkUse(*names, self._start[index], self._end[index], self._size[index])
+
+    def __iter__(self) -> Iterator[LinkUse]:
+        names = list(self._kinds)
+        columns = zip(self._kind, self._start, self._end, self._size, strict=True)
+        return (LinkUse(*names[kind], start, end, size) for kind, start, end, size in columns)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LinkUses) and vars(self) == vars(other)
 
 
 _LAYER = re.compile(r"\b(?:l\d+|(?:bottom|top) \d+|embedding|interaction)\b")
@@ -87,7 +142,7 @@ class Result:
     memory_bytes: float
     tasks: list[TaskTime]
     spans: list[Span]
-    link_uses: list[LinkUse]
+    link_uses: Sequence[LinkUse]
     bound: Bound
     events: int
     ranks: int

@@ -18,7 +18,7 @@ from interlace.sim.exchange import Rounds, Setting, Slices, Trees, in_pieces
 from interlace.sim.fabric import Fabric
 from interlace.sim.kernel_time import kernel_ns, launch_and_body_ns
 from interlace.sim.machine import Machine
-from interlace.sim.results import LinkUse, Result, Span, TaskTime
+from interlace.sim.results import LinkUses, Result, Span, TaskTime
 from interlace.sim.topology import Topology
 from interlace.sim.work import (
     COMPUTE,
@@ -124,8 +124,10 @@ class _Simulation:
         self.machine, self.topology, self.tasks = machine, topology, tasks
         self.engine = Engine()
         self.spans: list[Span] = []
-        self.link_uses: list[LinkUse] = []
-        self.fabric = Fabric(self.engine, topology, mirrored=not all_ranks, observe=self._observe)
+        self.link_uses = LinkUses()
+        self.fabric = Fabric(
+            self.engine, topology, mirrored=not all_ranks, observe=self.link_uses.add
+        )
         self.all_ranks = all_ranks
         self.setting = Setting(machine, topology, self.engine, self.fabric, all_ranks)
         self.ranks = [_Rank(number, tasks) for number in range(topology.ranks if all_ranks else 1)]
@@ -374,11 +376,7 @@ class _Simulation:
             index = next(i for i, task in enumerate(self.tasks) if task.name == work.sent_by)
         self._slices(rank, index, work).consume(launch, body, end, work.sent_by is None)
 
-    # Only rank 0 and its links are recorded: with mirrored traffic there are no others.
-
     def _span(self, rank: _Rank, row: str, name: str, start: int, end: int) -> None:
+        # Only rank 0 is recorded, as of the links only its own are.
         if rank.number == 0:
             self.spans.append(Span(row, name, start, end))
-
-    def _observe(self, link: str, traffic: str, start: int, end: int, size: float) -> None:
-        self.link_uses.append(LinkUse(link, traffic, start, end, size))

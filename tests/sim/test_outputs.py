@@ -570,6 +570,25 @@ def test_progress_is_a_line_every_few_seconds(
     assert capsys.readouterr().out == ""
 
 
+def test_a_long_run_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([100.0, 110.0, 110.0, 110.0, 110.0, 110.0])
+    monkeypatch.setattr(sim_progress.time, "monotonic", lambda: next(clock))
+    runs = sim_progress.Runs()
+    share = [0.0]
+    runs.watch(lambda: share[0])
+    said = []
+    for share[0] in (0.0, 0.5, 0.01, 0.0001, 1.0):
+        said.append(runs.left())
+    assert said == [
+        "",
+        *(f"about {left} left of this one" for left in ("10 s", "16 min", "28 h")),
+        "",
+    ]
+    runs(1, 2)
+    monkeypatch.setattr(sim_progress.time, "monotonic", lambda: 110.0)
+    assert runs.left() == "", "of the next run nothing is known yet"
+
+
 def test_no_number_is_a_power_of_ten() -> None:
     values = (0.00001234, 0.01234, 12.34, 999.4, 999.6, 1730.4, 2e9)
     assert [format_number(value) for value in values] == [

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -464,6 +465,28 @@ def test_a_run_of_more_than_centuries_is_refused() -> None:
     message = r"free again within 292 years; up would be after 5e\+14 s"
     with pytest.raises(ConfigError, match=message):
         one(slow, Collective("all_to_all", "one_shot", 10**12))
+
+
+@pytest.mark.parametrize("all_ranks", [False, True])
+@pytest.mark.parametrize("text", ["torus:3x4", "switch:12", "fattree:3x4/2", "full:12"])
+def test_a_run_says_which_share_of_it_is_done(text: str, all_ranks: bool) -> None:
+    work: list[Work] = [
+        Collective("all_to_all", "per_dimension", 7001),
+        Collective("all_reduce", "ring", 7001),
+        Fused(Kernel(given_ns=500), "all_to_all", 7001, slices=3),
+        Fused(Kernel(given_ns=500), "all_reduce", 7001, slices=3),
+        Consuming(Kernel(given_ns=500), "all_gather", 20, slices=8),
+        Kernel(given_ns=500),
+        Message((0,), 100),
+    ]
+    tasks = [Task(str(number), COMPUTE, each) for number, each in enumerate(work)]
+    shares: list[Callable[[], float]] = []
+    topology = build(text, 12, bytes_per_s=1e9, latency_ns=11)
+    result = run(machine(), topology, tasks, all_ranks=all_ranks, watch=shares.append)
+    assert result.link_uses
+    assert shares[0]() == 1 if not all_ranks else 0.8 < shares[0]() < 1.2
+    run(machine(), topology, [Task("k", COMPUTE, Kernel(given_ns=5))], watch=shares.append)
+    assert shares[1]() == 0
 
 
 def test_records_of_a_large_run_are_few_objects() -> None:

@@ -76,7 +76,7 @@ def run_workload(
     started = time.perf_counter()
     with show_progress(kind) as runs:
         results: dict[str, Result] = {
-            fused: dataclasses.replace(requested, fused=fused).simulate()
+            fused: dataclasses.replace(requested, fused=fused).simulate(runs.watch)
             for fused in runs.over(FUSING)
         }
     seconds = time.perf_counter() - started
@@ -261,7 +261,7 @@ def run_collective(
     with show_progress(kind) as runs:
         for name in runs.over([algorithm] if algorithm else ALGORITHMS[kind]):
             try:
-                results[name] = base.change({"algorithm": name}).simulate()
+                results[name] = base.change({"algorithm": name}).simulate(runs.watch)
             # Without --algorithm, algorithms that do not fit the network are listed as skipped.
             except ConfigError as error:
                 if algorithm:

@@ -20,7 +20,7 @@ from interlace.sim.work import Collective
 # A bound on the number of events: large messages in small pieces would be millions.
 _MAX_PIECES = 64
 # Pieces in which each tree's half of the buffer flows through the tree.
-_TREE_PIECES = 16
+TREE_PIECES = 16
 # "Rounds" under which a fused kernel's messages arrive; a collective's rounds are 0 and up. The
 # parts of an all-reduce have one for each slice, from _PARTS down.
 _PRODUCED, _GATHERED, _PARTS = -1, -2, -3
@@ -328,7 +328,7 @@ class Trees:
             )
         self.setting = setting
         self.group = group
-        self.piece = -(-work.size // (2 * _TREE_PIECES))
+        self.piece = -(-work.size // (2 * TREE_PIECES))
         # A rank is a leaf of one tree and inside the other, so both directions of its links work.
         self.trees: dict[tuple[int, bool], dict[int, tuple[int, int, int]]] = {}
         self.left: dict[int, int] = {}
@@ -347,9 +347,9 @@ class Trees:
             end()
             return
         self.ends[rank] = end
-        self.left[rank] = 2 * _TREE_PIECES
+        self.left[rank] = 2 * TREE_PIECES
         for last in (True, False):
-            for piece in range(_TREE_PIECES):
+            for piece in range(TREE_PIECES):
                 self._ready(rank, last, piece)
 
     def _ready(self, rank: int, last: bool, piece: int) -> None:

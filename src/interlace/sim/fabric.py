@@ -84,10 +84,7 @@ class Fabric:
             overhead_ns: nanoseconds by which the message occupies each link beside its bytes; none
                 of the links inside a node.
         """
-        paths = self._paths.get((source, destination))
-        if paths is None:
-            paths = [self._resolve(path) for path in self.topology.paths(source, destination)]
-            self._paths[source, destination] = paths
+        paths = self._ways(source, destination)
         if paths[0] and paths[0][0][0].name.startswith(INSIDE):
             overhead_ns = 0
         if size == 0 or not paths[0]:
@@ -100,6 +97,22 @@ class Fabric:
             for path in paths:
                 part = size / len(paths)
                 self._hop(path, 0, part, 0, both.done, traffic, efficiency, overhead_ns)
+
+    def hops(self, source: int, destination: int) -> float:
+        """Return how often one rank's links are used, if every rank sends a message as far as from
+        one rank to another; the mean where ranks share links that are not mirrored.
+        """
+        ways = self._ways(source, destination)
+        if self.mirrored:
+            return sum(map(len, ways))
+        return sum(self.topology.sharing(index) for path in ways for *_, index in path)
+
+    def _ways(self, source: int, destination: int) -> list[list[_Resolved]]:
+        known = self._paths.get((source, destination))
+        if known is None:
+            known = [self._resolve(path) for path in self.topology.paths(source, destination)]
+            self._paths[source, destination] = known
+        return known
 
     def _resolve(self, path: list[Hop]) -> list[_Resolved]:
         return [self._link((index, 0 if self.mirrored else link)) for index, link in path]

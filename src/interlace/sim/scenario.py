@@ -16,6 +16,7 @@ from interlace.sim.collectives import ALGORITHMS
 from interlace.sim.defaults import DEFAULTS
 from interlace.sim.machine import Machine, load_machine
 from interlace.sim.results import Result
+from interlace.sim.step import Watch
 from interlace.sim.work import Collective, Task
 from interlace.sim.workloads import dlrm, moe, transformer
 from interlace.sim.workloads.common import Choices, Fusing, Step, Workload, load_workload
@@ -159,9 +160,13 @@ class Scenario(Choices):
         tasks = [Task(full.collective, full.collective, work)]
         return Step(f"{full.collective}, {full.algorithm}", topology, tasks)
 
-    def simulate(self) -> Result:
-        """Simulate the scenario; errors are those of :meth:`step`."""
-        return self.step().run(self.load_machine(), all_ranks=self.all_ranks)
+    def simulate(self, watch: Watch | None = None) -> Result:
+        """Simulate the scenario; errors are those of :meth:`step`.
+
+        Args:
+            watch: as :func:`interlace.sim.step.run` takes it.
+        """
+        return self.step().run(self.load_machine(), all_ranks=self.all_ranks, watch=watch)
 
 
 def parse_size(text: str) -> int:

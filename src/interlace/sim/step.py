@@ -14,7 +14,7 @@ from interlace.errors import ConfigError
 from interlace.sim.bounds import sent_before, step_bound
 from interlace.sim.collectives import Group, Round, schedule
 from interlace.sim.engine import Engine, duration_ns
-from interlace.sim.exchange import Rounds, Setting, Slices, Trees, in_pieces
+from interlace.sim.exchange import TREE_PIECES, Rounds, Setting, Slices, Trees, in_pieces
 from interlace.sim.fabric import Fabric
 from interlace.sim.kernel_time import kernel_ns, launch_and_body_ns
 from interlace.sim.machine import Machine
@@ -33,6 +33,8 @@ from interlace.sim.work import (
     Task,
 )
 
+Watch = Callable[[Callable[[], float]], None]
+
 
 def run(
     machine: Machine,
@@ -42,6 +44,7 @@ def run(
     name: str = "step",
     all_ranks: bool = False,
     extra_ns: Callable[[Result], int] | None = None,
+    watch: Watch | None = None,
 ) -> Result:
     """Simulate the tasks on every rank.
 
@@ -54,6 +57,8 @@ def run(
             times, and needed for ``double_binary_tree``.
         extra_ns: function from the result to the nanoseconds that are added to it in the end (a
             pipeline's fill and drain).
+        watch: called before the run with a function that a thread may call during the run: it
+            returns about which share of the run is done, from 0 to 1.
 
     Raises:
         ConfigError: tasks wait for one another, or for tasks that do not exist.
@@ -61,6 +66,8 @@ def run(
     """
     _check(tasks)
     simulation = _Simulation(machine, topology, tasks, all_ranks)
+    if watch is not None:
+        watch(simulation.share_done(simulation.expected_uses()))
     simulation.start()
     result = simulation.finish(name)
     if extra_ns is not None:
@@ -140,6 +147,35 @@ class _Simulation:
         for rank in self.ranks:
             self.engine.at(0, self._advance, rank)
         self.engine.run()
+
+    def share_done(self, expected: float) -> Callable[[], float]:
+        """Return a function that says which share of the expected link uses has been simulated."""
+        return lambda: len(self.link_uses) / expected if expected else 0.0
+
+    def expected_uses(self) -> float:
+        """Estimate how often rank 0's links will be used; a run's time is nearly all for that."""
+        hops = functools.cache(functools.partial(self.fabric.hops, 0))
+        total = 0.0
+        for task in self.tasks:
+            work = task.work
+            if isinstance(work, Message):
+                total += hops(self.group(work.axes[-1:]).displacement(1))
+            elif isinstance(work, Collective | Fused | Consuming) and not sent_before(work):
+                group = self.group(work.axes)
+                if not isinstance(work, Collective):
+                    once = sum(hops(group.displacement(to)) for to in range(1, group.size))
+                    times = 2 if work.kind == "all_reduce" else 1
+                    total += times * once * self._slice_count(work)
+                elif work.algorithm == "double_binary_tree":
+                    # Two trees, up and down each; how far parents are depends on the rank.
+                    total += 4 * TREE_PIECES * hops(group.displacement(1))
+                else:
+                    total += sum(
+                        hops(group.displacement(to))
+                        for step in self._rounds(work)
+                        for to, _ in step.sends
+                    )
+        return total
 
     def finish(self, name: str) -> Result:
         # Out of events with tasks left: the tasks wait in a circle, over rows or over ranks.
@@ -319,9 +355,12 @@ class _Simulation:
         group = self.group(work.axes)
         shared = self.shared.setdefault(index, Rounds(self.setting, [], group, work.kind))
         assert isinstance(shared, Rounds)
-        # No more slices than bytes, so that no slice is empty.
         block = -(-work.size // group.size)
-        return Slices(self.setting, rank.number, shared, block, min(work.slices, max(1, block)))
+        return Slices(self.setting, rank.number, shared, block, self._slice_count(work))
+
+    def _slice_count(self, work: Exchanging) -> int:
+        # No more slices than bytes, so that no slice is empty.
+        return min(work.slices, max(1, -(-work.size // self.group(work.axes).size)))
 
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
         """Run a fused kernel: slices leave as they are computed.

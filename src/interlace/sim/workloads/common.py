@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, PositiveInt, model_validator
 from interlace.sim.configfile import Strict
 from interlace.sim.machine import Machine, Source, find, load_changed, with_source
 from interlace.sim.results import Result
-from interlace.sim.step import run
+from interlace.sim.step import Watch, run
 from interlace.sim.topology import Topology
 from interlace.sim.work import COMPUTE, Kernel, Task, Work, matrix_product
 
@@ -133,7 +133,9 @@ class Step:
     tasks: list[Task]
     extra_ns: Callable[[Result], int] | None = None
 
-    def run(self, machine: Machine, *, all_ranks: bool = False) -> Result:
+    def run(
+        self, machine: Machine, *, all_ranks: bool = False, watch: Watch | None = None
+    ) -> Result:
         """Simulate the step; see :func:`interlace.sim.step.run`."""
         return run(
             machine,
@@ -142,4 +144,5 @@ class Step:
             name=self.name,
             all_ranks=all_ranks,
             extra_ns=self.extra_ns,
+            watch=watch,
         )

@@ -4,12 +4,15 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import dataclasses
 import io
 import json
 import math
+import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -568,6 +571,41 @@ def test_progress_is_a_line_every_few_seconds(
                 time.sleep(0.01)
     assert runs.done == 2
     assert capsys.readouterr().out == ""
+
+
+def test_an_interrupted_sweep_ends(tmp_path: Path) -> None:
+    """Ctrl-C reaches all processes; none may go on with the items that wait for it."""
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import time\nfrom interlace.sim.sweeps import map_processes\n"
+        "def nap(seconds):\n    print('asleep', flush=True)\n    time.sleep(seconds)\n"
+        "if __name__ == '__main__':\n    list(map_processes(nap, [600] * 16, 2))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, program], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "asleep\n"
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=60) != 0
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_chakra_files_are_refused_before_the_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("chakra")
+    prefix = tmp_path / "step"
+    done = command("dlrm", "--nodes", 4, "--chakra", prefix)
+    assert f"{prefix}.0.et, one file for each rank" in done.output.replace("\n", "")
+    assert sorted(file.name for file in tmp_path.iterdir()) == [f"step.{n}.et" for n in range(4)]
+    monkeypatch.setattr(Scenario, "simulate", lambda *_: pytest.fail("it was refused too late"))
+    done = command("dlrm", "--nodes", 4, "--chakra", tmp_path / "nowhere" / "step", code=1)
+    assert "step.0.et must be a file that can be written" in " ".join(done.output.split())
 
 
 def test_a_long_run_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rich.table import Table
@@ -73,6 +74,8 @@ def run_workload(
     show the unfused step as well.
     """
     requested = scenario(kind, options, changes).complete()
+    # Needs nothing of the results, so files that cannot be written are refused before the runs.
+    chakra_files = [] if chakra_prefix is None else _write_chakra(requested, chakra_prefix)
     started = time.perf_counter()
     with show_progress(kind) as runs:
         results: dict[str, Result] = {
@@ -121,8 +124,8 @@ def run_workload(
     ]
     outputs.write_plot(lambda file: plot.bars(titled, file), "-bars")
     outputs.write_trace(lambda: to_perfetto(shown))
-    if chakra_prefix is not None:
-        _write_chakra(requested, chakra_prefix)
+    if chakra_files:
+        console.print(f"Written: {chakra_files[0]}, one file for each rank")
     outputs.say_written(console)
 
 
@@ -235,11 +238,12 @@ def _critical(result: Result) -> str:
     return "Critical path: " + " -> ".join(shown)
 
 
-def _write_chakra(requested: Scenario, prefix: str) -> None:
+def _write_chakra(requested: Scenario, prefix: str) -> list[Path]:
+    """Write the unfused step as a Chakra trace for every rank; return the files."""
     # ASTRA-sim has no fused kernels, so the unfused step is exported whatever --fused says.
     step = dataclasses.replace(requested, fused="none").step()
     graph = export.to_graph(step.tasks, requested.load_machine())
-    chakra.write_traces([graph] * step.topology.ranks, prefix)
+    return chakra.write_traces([graph] * step.topology.ranks, prefix)
 
 
 def run_collective(

@@ -14,6 +14,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import cache
@@ -158,7 +159,9 @@ def map_processes(
         if count > 1:
             # Spawned and not forked: a caller may hold threads and locks, of torch for instance.
             context = multiprocessing.get_context("spawn")
-            pool = stack.enter_context(ProcessPoolExecutor(count, mp_context=context))
+            pool = stack.enter_context(
+                ProcessPoolExecutor(count, mp_context=context, initializer=_end_when_interrupted)
+            )
             # Chunks save messages, and four per process keep the processes evenly busy.
             outcomes = pool.map(function, items, chunksize=max(1, len(items) // (4 * count)))
         report = progress or (lambda done, total: None)
@@ -166,6 +169,12 @@ def map_processes(
         for number, outcome in enumerate(outcomes):
             report(number + 1, len(items))
             yield outcome
+
+
+def _end_when_interrupted() -> None:
+    # A process that turned Ctrl-C into an exception of its item would go on with the next item,
+    # and the caller waits for that.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def run_one(scenario: Scenario) -> dict[str, Any]:

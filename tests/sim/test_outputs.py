@@ -627,6 +627,18 @@ def test_a_long_run_says_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch) 
     assert runs.left() == "", "of the next run nothing is known yet"
 
 
+@pytest.mark.parametrize("columns", ["80", "40"])
+def test_a_narrow_terminal_shows_every_letter(
+    columns: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    done = command("collective", "all_to_all", "--nodes", 16)
+    assert "…" not in done.output
+    # The first column is as wide as its heading's first line, and names go on below.
+    folded = "".join(re.findall(r"^\w+", done.output, re.MULTILINE))
+    assert "per_dimension" in folded
+
+
 def test_no_number_is_a_power_of_ten() -> None:
     values = (0.00001234, 0.01234, 12.34, 999.4, 999.6, 1730.4, 2e9)
     assert [format_number(value) for value in values] == [

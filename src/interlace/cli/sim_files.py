@@ -213,9 +213,7 @@ def run_presets(name: str | None, yaml: bool) -> None:
         return
     document = read(file)
     headings = ("key", "value", "confidence", "source")
-    table = make_table(
-        *headings, left=headings, title=f"{folder}: {document['name']}", overflow="fold"
-    )
+    table = make_table(*headings, left=headings, title=f"{folder}: {document['name']}")
     for key, value in _flat(document):
         if isinstance(value, dict):
             shown = value["value"]

@@ -82,7 +82,7 @@ def run_reproduce(
 
 def _assumptions(done: Study) -> Table:
     headings = ("assumption", "value", "confidence", "source")
-    table = make_table(*headings, left=headings, overflow="fold")
+    table = make_table(*headings, left=headings)
     for key, value, confidence, source in done.assumptions:
         table.add_row(
             key,

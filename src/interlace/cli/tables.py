@@ -18,10 +18,13 @@ def make_table(
         left: headings of the columns that are aligned to the left; the first column by default.
             The other columns, which hold numbers, are aligned to the right.
         title: heading above the table.
-        options: further arguments of every ``rich.table.Table.add_column``.
+        options: further arguments of every ``rich.table.Table.add_column``. A name or number that
+            is too long for a narrow terminal goes on in the next line, and loses nothing.
     """
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")
     for name in columns:
         at_left = name in (columns[:1] if left is None else left)
-        table.add_column(name, justify="left" if at_left else "right", **options)
+        table.add_column(
+            name, justify="left" if at_left else "right", **{"overflow": "fold", **options}
+        )
     return table

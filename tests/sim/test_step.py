@@ -398,6 +398,22 @@ def test_bytes_leave_as_the_algorithm_says() -> None:
             ] == pytest.approx(80_000 * share), algorithm
 
 
+@pytest.mark.parametrize("size", [1, 1000, 65537])
+@pytest.mark.parametrize("ranks", [2, 7, 12])
+def test_what_leaves_is_what_the_links_carry(ranks: int, size: int) -> None:
+    """On direct links a byte that leaves crosses one link, also of sizes that do not divide."""
+    topology = build("full", ranks, bytes_per_s=1e9, latency_ns=5)
+    kernel = Kernel(given_ns=100)
+    for work in (
+        *(Collective(kind, "direct", size) for kind in ALGORITHMS),
+        *(Fused(kernel, kind, size) for kind in ("all_to_all", "reduce_scatter", "all_reduce")),
+        Fused(kernel, "all_reduce", size, gather_size=size // 3 + 1),
+        Consuming(kernel, "all_gather", size),
+    ):
+        result = one(topology, work)
+        assert sum(result.sent_bytes.values()) == sum(result.traffic_bytes.values()) > 0
+
+
 def test_schedules_deliver_every_block_once() -> None:
     """All-to-all at once and one after the other: each of the other ranks gets one block."""
     group = Group(Torus((3, 4), 1e9, 0))

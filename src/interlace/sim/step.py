@@ -32,6 +32,7 @@ from interlace.sim.work import (
     Message,
     Task,
 )
+from interlace.units import ceil_div
 
 Watch = Callable[[Callable[[], float]], None]
 
@@ -236,12 +237,13 @@ class _Simulation:
                     sent = sum(size for step in self._rounds(work) for _, size in step.sends)
                 else:
                     n = self.group(work.axes).size
-                    size = work.size
+                    # What does not divide evenly travels in blocks of the largest part.
+                    block = ceil_div(work.size, n)
                     if name == "all_reduce":
                         # Parts go to their owners, and the owners' sums go to every rank.
                         gathered = work.gather_size if isinstance(work, Fused) else None
-                        size += work.size if gathered is None else gathered
-                    sent = size * (n - 1) // n
+                        block += ceil_div(work.size if gathered is None else gathered, n)
+                    sent = block * (n - 1)
                 out[name] = out.get(name, 0.0) + sent
         return out
 
@@ -355,12 +357,12 @@ class _Simulation:
         group = self.group(work.axes)
         shared = self.shared.setdefault(index, Rounds(self.setting, [], group, work.kind))
         assert isinstance(shared, Rounds)
-        block = -(-work.size // group.size)
+        block = ceil_div(work.size, group.size)
         return Slices(self.setting, rank.number, shared, block, self._slice_count(work))
 
     def _slice_count(self, work: Exchanging) -> int:
         # No more slices than bytes, so that no slice is empty.
-        return min(work.slices, max(1, -(-work.size // self.group(work.axes).size)))
+        return min(work.slices, max(1, ceil_div(work.size, self.group(work.axes).size)))
 
     def _fused(self, rank: _Rank, index: int, work: Fused, end: Callable[[], None]) -> None:
         """Run a fused kernel: slices leave as they are computed.
@@ -391,7 +393,7 @@ class _Simulation:
                 launch,
                 body,
                 receive,
-                -(-sums // group.size),
+                ceil_div(sums, group.size),
                 lambda: self.engine.after(wait, end),
             )
         else:

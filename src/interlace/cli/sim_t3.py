@@ -168,8 +168,8 @@ def run_measured(
 ) -> None:
     """Compare T3 with measured software, shape by shape."""
     loaded = load_t3_machine(machine, parse_changes(changes, CHANGE))
-    with show_progress("t3-measured"):
-        comparisons, left_out = compare(loaded, files)
+    with show_progress("t3-measured") as runs:
+        comparisons, left_out = compare(loaded, files, progress=runs)
     console = make_console()
     console.print(f"{loaded.name}; measured: {', '.join(file.name for file in files)}")
     table = make_table(

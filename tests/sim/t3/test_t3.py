@@ -425,10 +425,10 @@ def _named(cases: list[Case], model: str) -> list[Case]:
 def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
     """Its sequential time lies within 6 % of cuBLAS + NCCL; few rows are left out."""
     machine = load_t3_machine("t3-h200")
-    found, left_out = compare(
-        machine,
-        [_some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048", "256 x 8192 x 7168"))],
-    )
+    file = _some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048", "256 x 8192 x 7168"))
+    reports: list[tuple[int, int]] = []
+    found, left_out = compare(machine, [file], progress=lambda *done: reports.append(done))
+    assert reports == [(0, 2), (1, 2), (2, 2)]
     (one,) = found
     assert left_out == ["gemm_reduce_scatter 256 x 8192 x 7168"]
     assert abs(one.error) < 0.06
@@ -445,7 +445,9 @@ def test_the_h200_model_is_near_what_was_measured(tmp_path: Path) -> None:
     ):
         compare(machine, [tmp_path / "empty.json"])
     with pytest.raises(ConfigError, match="must be a document of interlace bench"):
-        compare(machine, [tmp_path / "none.json"])
+        compare(
+            machine, [file, tmp_path / "none.json"], progress=lambda *_: pytest.fail("too late")
+        )
 
 
 @pytest.mark.parametrize("fastest", ["fused", "remote_stores", "chunked", "triggered"])

@@ -12,6 +12,7 @@ from typing import Any
 
 from interlace.costs import OPERATOR_COSTS
 from interlace.errors import ConfigError
+from interlace.sim.sweeps import Progress
 from interlace.sim.t3.collectives import Collective
 from interlace.sim.t3.machine import T3Machine
 from interlace.sim.t3.product import Product
@@ -88,11 +89,18 @@ class Comparison:
         return self.software_ns / self.corrected_ns("t3-mca")
 
 
-def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison], list[str]]:
+def compare(
+    machine: T3Machine, files: Sequence[Path], *, progress: Progress | None = None
+) -> tuple[list[Comparison], list[str]]:
     """Compare each shape of some benchmark documents whose tiles fill the machine.
 
     For fewer tiles than compute units a library picks smaller tiles or splits the inner dimension.
     This model has one tile size, so such shapes are left out.
+
+    Args:
+        machine: the machine with T3's hardware.
+        files: documents, all of which are read before the first shape is simulated.
+        progress: called before the first shape and after each.
 
     Returns:
         The comparisons, and the names of the shapes that were left out.
@@ -101,8 +109,12 @@ def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison]
         ConfigError: a file cannot be read, or is no document of ``interlace bench`` with one of
             :data:`OPERATORS`.
     """
-    compared, left_out = [], []
-    for row in (row for file in files for row in _rows(file)):
+    compared: list[Comparison] = []
+    left_out: list[str] = []
+    rows = [row for file in files for row in _rows(file)]
+    report = progress or (lambda done, total: None)
+    for number, row in enumerate(rows):
+        report(number, len(rows))
         product = Product(
             str(row["shape"]), int(row["rows"]), int(row["columns"]), int(row["inner"])
         )
@@ -114,6 +126,7 @@ def compare(machine: T3Machine, files: Sequence[Path]) -> tuple[list[Comparison]
             left_out.append(f"{row['operator']} {product.name}")
             continue
         compared.append(_compare(machine, row, product))
+    report(len(rows), len(rows))
     return compared, left_out
 
 

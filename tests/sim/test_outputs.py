@@ -17,11 +17,14 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from typer.testing import CliRunner
 from typer.testing import Result as CliResult
 
@@ -31,10 +34,11 @@ from interlace.errors import ConfigError
 from interlace.sim import calibrate, plot, reproduce
 from interlace.sim.defaults import DEFAULTS
 from interlace.sim.machine import load_machine
-from interlace.sim.results import Result
+from interlace.sim.results import LinkUse, Result
 from interlace.sim.scenario import Scenario
 from interlace.sim.step import run
 from interlace.sim.sweeps import parse_parameter, sweep, to_csv
+from interlace.sim.timeline import busy_until
 from interlace.sim.trace import to_perfetto
 from interlace.sim.work import Collective, Task
 from interlace.units import format_bytes, format_ns, format_number
@@ -94,6 +98,48 @@ def test_trace_opens_in_perfetto(results: list[Result]) -> None:
         assert any(
             (e["pid"], e["tid"], e["ts"]) == (flow["pid"], flow["tid"], flow["ts"]) for e in slices
         )
+
+
+def test_traces_and_pictures_look_at_each_use_a_few_times(
+    results: list[Result], tmp_path: Path
+) -> None:
+    """And not once per task: of a step with thousands of tasks that took minutes."""
+    passes = 0
+
+    class Counted(list[LinkUse]):
+        def __iter__(self) -> Iterator[LinkUse]:
+            nonlocal passes
+            passes += 1
+            return super().__iter__()
+
+    assert len(results[0].tasks) > 20
+    counted = dataclasses.replace(results[0], link_uses=Counted(results[0].link_uses))
+    assert to_perfetto([counted]) == to_perfetto(results[:1])
+    plot.timeline([counted], tmp_path / "timeline.png")
+    assert passes < 10
+
+
+def test_flows_lead_to_the_first_and_last_bytes(results: list[Result]) -> None:
+    trace = to_perfetto(results[:1])["traceEvents"]
+    task = next(task for task in results[0].tasks if task.name == "gradient All-to-All")
+    starts = [
+        use.start_ns
+        for use in results[0].link_uses
+        if use.traffic == "all_to_all" and task.start_ns <= use.start_ns <= task.end_ns
+    ]
+    flows = {e["id"]: e for e in trace if e["ph"] == "s" and e["ts"] == task.start_ns / 1000}
+    ends = [e["ts"] for e in trace if e["ph"] == "f" and e["id"] in flows]
+    assert sorted(ends) == [min(starts) / 1000, max(starts) / 1000]
+
+
+@given(
+    uses=st.lists(st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)), min_size=1),
+    edges=st.lists(st.integers(0, 10**9), min_size=2),
+)
+def test_the_busy_time_before_an_instant(uses: list[tuple[int, int]], edges: list[int]) -> None:
+    spans = [(start, start + duration) for start, duration in uses]
+    expected = [sum(max(0, min(edge, end) - start) for start, end in spans) for edge in edges]
+    assert list(busy_until(spans, np.array(edges, dtype=float))) == pytest.approx(expected)
 
 
 def test_pictures(results: list[Result], tmp_path: Path) -> None:

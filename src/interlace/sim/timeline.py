@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from interlace.sim.collectives import TITLES
 from interlace.sim.figure import open_figure, time_unit
-from interlace.sim.results import Result, Span
+from interlace.sim.results import LinkUse, Result, Span
 from interlace.units import format_ns
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -96,8 +96,11 @@ def _panel(
                         label="fused: computes and sends",
                     ),
                 )
+    by_link = _by_link(result.link_uses)
+    simulated_ns = result.total_ns - result.added_ns
     for number, link in enumerate(links):
-        _utilisation(axis, result, link, len(streams) + number, scale, used)
+        row = len(streams) + number
+        _utilisation(axis, simulated_ns, by_link.get(link, {}), row, scale, used)
     axis.axvline(result.bound.time_ns / scale, color="black", linestyle=":", linewidth=1.2)
     axis.annotate(
         "physical bound",
@@ -190,28 +193,47 @@ def _merged(spans: list[Span]) -> list[tuple[str, int, int, bool]]:
     return out
 
 
+def _by_link(uses: Iterable[LinkUse]) -> dict[str, dict[str, list[tuple[int, int]]]]:
+    """Return the starts and ends of uses by link and kind of traffic."""
+    out: dict[str, dict[str, list[tuple[int, int]]]] = {}
+    for use in uses:
+        kinds = out.setdefault(use.link, {})
+        kinds.setdefault(use.traffic, []).append((use.start_ns, use.end_ns))
+    return out
+
+
+def busy_until(uses: Sequence[tuple[int, int]], edges: Any) -> Any:
+    """Return for each edge the nanoseconds before it in which (start, end) uses were busy."""
+    import numpy as np
+
+    busy = np.zeros(len(edges))
+    # What began before an edge, less what ended before it: a use counts up to the edge.
+    for times, sign in zip(np.sort(np.array(uses, dtype=float), axis=0).T, (1, -1), strict=True):
+        count = np.searchsorted(times, edges)
+        sums = np.concatenate(([0.0], np.cumsum(times)))
+        busy += sign * (count * edges - sums[count])
+    return busy
+
+
 def _utilisation(
-    axis: Any, result: Result, link: str, row: int, scale: float, used: dict[str, Any]
+    axis: Any,
+    total_ns: int,
+    by_traffic: Mapping[str, Sequence[tuple[int, int]]],
+    row: int,
+    scale: float,
+    used: dict[str, Any],
 ) -> None:
     """Draw the share of time that a link was busy, in 240 steps, by kind of traffic."""
     import numpy as np
     from matplotlib.patches import Patch
 
     steps = 240
-    edges = np.linspace(0, max(1, result.total_ns - result.added_ns), steps + 1)
+    edges = np.linspace(0, max(1, total_ns), steps + 1)
     below = np.zeros(steps)
-    for traffic in dict.fromkeys(use.traffic for use in result.link_uses if use.link == link):
-        uses = [
-            (use.start_ns, use.end_ns)
-            for use in result.link_uses
-            if use.link == link and use.traffic == traffic
-        ]
-        busy = np.zeros(steps + 1)
+    for traffic, uses in by_traffic.items():
         # The busy time until each edge; differences between edges give each step's share exactly,
         # which counting samples would not.
-        for start, end in uses:
-            busy += np.clip(edges - start, 0, end - start)
-        share = np.diff(busy) / np.diff(edges)
+        share = np.diff(busy_until(uses, edges)) / np.diff(edges)
         family = _TRAFFIC.get(traffic, "other")
         # Rows are 0.72 high, and the vertical axis points down.
         low = row + 0.36 - 0.72 * below

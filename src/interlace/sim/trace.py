@@ -7,12 +7,13 @@ kernels: ``compute``, a row for each of the library's streams, ``copy engine``, 
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 from typing import Any
 
 from interlace.sim.astra.workload import Node, Report
 from interlace.sim.collectives import TITLES
-from interlace.sim.results import Result
+from interlace.sim.results import LinkUse, Result
 
 
 def to_perfetto(results: list[Result]) -> dict[str, Any]:
@@ -104,16 +105,23 @@ def slice_event(
 def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any]]:
     """List flows from each communicating task to its traffic's first and last use of a link."""
     flows: list[dict[str, Any]] = []
+    by_traffic: dict[str, list[LinkUse]] = {}
+    for use in result.link_uses:
+        by_traffic.setdefault(use.traffic, []).append(use)
+    for uses in by_traffic.values():
+        uses.sort(key=_start_ns)
     for number, task in enumerate(result.tasks):
-        during = [
-            use
-            for use in result.link_uses
-            if use.traffic
-            and use.traffic in _traffics(task.name, task.row)
-            and task.start_ns <= use.start_ns <= task.end_ns
-        ]
+        ends: list[LinkUse] = []
+        for traffic in dict.fromkeys(_traffics(task.name, task.row)):
+            uses = by_traffic.get(traffic, [])
+            # A step has thousands of tasks and millions of uses, so each task's are looked up.
+            first = bisect.bisect_left(uses, task.start_ns, key=_start_ns)
+            end = bisect.bisect_right(uses, task.end_ns, key=_start_ns)
+            if first < end:
+                ends += uses[first], uses[end - 1]
+        ends.sort(key=_start_ns)
         # Arrows to every use would hide the picture; the first and last show the span.
-        for number_in_task, use in enumerate(during[:1] + during[-1:]):
+        for number_in_task, use in enumerate(ends[:1] + ends[-1:]):
             flow = {
                 "cat": "message",
                 "name": use.traffic,
@@ -131,6 +139,10 @@ def _flows(pid: int, rows: dict[str, int], result: Result) -> list[dict[str, Any
                 }
             )
     return flows
+
+
+def _start_ns(use: LinkUse) -> int:
+    return use.start_ns
 
 
 def _traffics(name: str, row: str) -> tuple[str, ...]:

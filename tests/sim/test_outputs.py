@@ -214,6 +214,11 @@ def test_sweep_rejections() -> None:
     assert parse_parameter("model.unpack=true,false") == ("model.unpack", [True, False])
 
 
+def test_a_parameter_of_a_sweep_is_given_once() -> None:
+    done = command("sweep", "dlrm", "--param", "nodes=4", "--param", "nodes=8", code=1)
+    assert "must be given once; got nodes twice" in " ".join(done.output.split())
+
+
 # Calibration.
 
 

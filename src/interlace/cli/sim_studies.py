@@ -38,7 +38,15 @@ def run_sweep(
     """
     if value not in sweeps.VALUES:
         raise ConfigError(f"--value must be one of {', '.join(sweeps.VALUES)}; got {value!r}.")
-    values = dict(sweeps.parse_parameter(text) for text in parameters)
+    values: dict[str, list[Any]] = {}
+    for text in parameters:
+        name, of_this = sweeps.parse_parameter(text)
+        if name in values:
+            raise ConfigError(
+                f"a parameter must be given once; got {name} twice. Say all of its values at once: "
+                f"--param {name}=A,B."
+            )
+        values[name] = of_this
     chosen = {name: option for name, option in options.items() if option is not None}
     # A collective has no passes, and one result under whatever is asked of them.
     base = scenario(kind, chosen | ({"fused": "none"} if kind == "collective" else {}), changes)

@@ -324,6 +324,22 @@ def test_bad_graphs(graph: list[Node], message: str) -> None:
         run_all(ring(4), {}, graph)
 
 
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ([0, 4], r"group 3 must have different NPUs below 4; got \[0, 4\]"),
+        ([0, -1], r"group 3 must have different NPUs below 4; got \[0, -1\]"),
+        ([0, 0], r"group 3 must have different NPUs below 4; got \[0, 0\]"),
+        ([0, 1], r"graph of NPU 2: node 0's communicator group must have NPU 2 in it"),
+        ([], r"graph of NPU 0: node 0's communicator group must have NPU 0 in it"),
+    ],
+)
+def test_bad_groups(members: list[int], message: str) -> None:
+    graph = [Node(0, "a", (), "collective", collective="all_reduce", size=64, group=3)]
+    with pytest.raises(ConfigError, match=message):
+        run(ring(4), parse(System, {}, "system"), [graph] * 4, groups={3: members})
+
+
 def test_what_does_not_fit_together() -> None:
     with pytest.raises(ConfigError, match=r"one graph per NPU; got 1 for 4"):
         run(ring(4), parse(System, {}, "s"), [collective("all_reduce", 400)])

@@ -198,16 +198,24 @@ def run(
         groups: communicator groups, id -> members.
 
     Raises:
-        ConfigError: the graphs do not fit the network, have cycles, or wait for messages that are
-            never sent.
+        ConfigError: the graphs or groups do not fit the network, or graphs have cycles, or wait for
+            messages that are never sent.
     """
     if len(graphs) != network.npus:
         raise ConfigError(
             f"there must be one graph per NPU; got {len(graphs)} for {network.npus} NPUs. Change "
             "npus_count, or the graphs."
         )
+    _check_groups(groups or {}, network.npus)
     for rank, graph in enumerate(graphs):
-        check_graph(graph, f"the graph of NPU {rank}", network.npus, groups or {})
+        location = f"the graph of NPU {rank}"
+        check_graph(graph, location, network.npus, groups or {})
+        for node in graph:
+            if node.group and rank not in (groups or {})[node.group]:
+                raise ConfigError(
+                    f"{location}: node {node.id}'s communicator group must have NPU {rank} in it; "
+                    f"group {node.group} has not. Add it, or remove the node."
+                )
     for kind in sorted(
         {
             node.collective
@@ -257,6 +265,16 @@ def run(
     return Report(
         ends, exposed, engine.events, fabric.sent_bytes, [runner.spans for runner in runners], bound
     )
+
+
+def _check_groups(groups: Mapping[int, list[int]], npus: int) -> None:
+    """Refuse groups whose members are no NPUs of the network, or not all different."""
+    for number, members in groups.items():
+        if len(set(members)) != len(members) or not all(0 <= npu < npus for npu in members):
+            raise ConfigError(
+                f"communicator group {number} must have different NPUs below {npus}; got "
+                f"{members[:8]}."
+            )
 
 
 def check_graph(

@@ -27,6 +27,20 @@ def test_free_list_example():
     assert spans.take(10) == 0
 
 
+def test_free_list_with_gaps():
+    """A gap before each span stays free, and is part of the whole again."""
+    spans = FreeList(20, gap=2)
+    assert (spans.take(4), spans.take(6)) == (2, 8)
+    with pytest.raises(WorkspaceError):
+        spans.take(5)
+    assert spans.take(4) == 16
+    spans.give(8, 6)
+    assert spans.take(6) == 8
+    for span in ((2, 4), (8, 6), (16, 4)):
+        spans.give(*span)
+    assert spans.take(18) == 2
+
+
 def test_free_list_without_room():
     spans = FreeList(10)
     spans.take(8)

@@ -56,6 +56,29 @@ def use_peer(data, signals, ctx, first, COUNT: tl.constexpr, PRIMITIVE: tl.const
         il.wait(flags, 0, first + two, 0, group, two < COUNT)
 
 
+@triton.jit(do_not_specialize=["place"])
+def reach(data, place, ctx, peer, PRIMITIVE: tl.constexpr):
+    """Use two elements of symmetric memory from byte ``place`` on."""
+    group = il.join(ctx)
+    two = tl.arange(0, 2)
+    inside = two >= 0
+    floats, flags = il.pointer(data + place, tl.float32) + two, il.pointer(data + place, tl.int32)
+    words = il.pointer(data + place, tl.int64) + two[:, None]
+    if PRIMITIVE == "put":
+        il.put(floats, two.to(tl.float32), peer, group)
+    elif PRIMITIVE == "get":
+        il.get(floats, peer, group)
+    elif PRIMITIVE == "signal":
+        il.signal(flags + two, 1, peer, group)
+    elif PRIMITIVE == "wait":
+        il.wait(flags + two, 0, peer + two * 0, 0, group, inside)
+    elif PRIMITIVE == "get_packed":
+        il.get_packed(words, tl.full([], 0, tl.int32), peer, 0, group, inside[:, None])
+    else:
+        tl.static_assert(PRIMITIVE == "get_lamport")
+        il.get_lamport(floats, 0, peer, 0, group, inside)
+
+
 @triton.jit
 def wait_for_a_scalar(signals, ctx):
     """Wait for one signal, which is no tile."""

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.memory import NOT_SYMMETRIC
 from tests.errors import error_of
 
 BLOCK = 8
@@ -154,7 +153,51 @@ def test_a_tensor_in_place_of_its_address_and_a_scalar_signal(ranks):
     outcomes = ranks(2).run(_misuse)
     assert all("ptr + tl.arange(0, 1)" in scalar for scalar, _ in outcomes)
     assert outcomes[0][1] is None
-    assert outcomes[1][1][:2] == ("ArgumentError", NOT_SYMMETRIC)
+    kind, message, _ = outcomes[1][1]
+    assert kind == "ArgumentError"
+    assert message == (
+        f"put: every address must be of symmetric memory of rank 0; {BLOCK} of {BLOCK} are not, on "
+        "rank 1. Allocate as much as the kernel uses, mask what is beyond it, and give the kernel "
+        "SymmetricTensor.address, for il.pointer, instead of a tensor."
+    )
+
+
+def _reach_beyond(primitive, itemsize):
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    # Neighbours in the address range: neither may be reached from the other.
+    memory = [_symmetric(1024, torch.float32) for _ in range(3)]
+    peer = group.rank if primitive.startswith(("wait", "get_")) else 1 - group.rank
+    errors = [
+        error_of(
+            _launch, group, kernels.reach, memory[1].address, place, group.context("test"), peer,
+            PRIMITIVE=primitive,
+        )
+        for place in (4096 - itemsize, 4096, -2 * itemsize)
+    ]  # fmt: skip
+    dist.barrier()
+    return errors, [m.local.any().item() for m in memory]
+
+
+@pytest.mark.parametrize(
+    ("primitive", "itemsize"),
+    [("put", 4), ("get", 4), ("signal", 4), ("wait", 4), ("get_packed", 8), ("get_lamport", 4)],
+)
+def test_memory_that_is_too_small(ranks, primitive, itemsize):
+    """A kernel that runs past the end of its memory is told so, and reaches nothing else."""
+    # Outside are one element, both, and both before the start: past the end of other memory.
+    outside = [(1, 0), (2, 0), (2, 4096 - 2 * itemsize)]
+    for rank, (errors, touched) in enumerate(ranks(2).run(_reach_beyond, primitive, itemsize)):
+        peer = rank if primitive.startswith(("wait", "get_")) else 1 - rank
+        for (kind, message, _), (count, distance) in zip(errors, outside, strict=True):
+            assert kind == "ArgumentError"
+            assert message.startswith(primitive)
+            assert (
+                f"every address must be of symmetric memory of rank {peer}; {count} of 2 are not "
+                f"(the first is {distance} bytes past the end of 4096), on rank {rank}. " in message
+            )
+        assert not any(touched)
 
 
 def _gather():

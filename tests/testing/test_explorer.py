@@ -78,6 +78,17 @@ def _halves(rank: Rank) -> None:
         torch.testing.assert_close(y, torch.arange(8, dtype=torch.float16))
 
 
+def _reaching(rank: Rank, primitive: str) -> None:
+    """Use memory from its end on; other memory follows."""
+    from tests.language import kernels
+
+    first, _ = (interlace.empty_symmetric(1024, dtype=torch.float32) for _ in range(2))
+    with rank.group.running():
+        kernels.reach[(1,)](
+            first.address, 4096, rank.group.context("test"), rank.rank, PRIMITIVE=primitive
+        )
+
+
 def _words(rank: Rank, calls: int = 1) -> None:
     from tests.testing import kernels
 
@@ -164,6 +175,14 @@ def test_right_kernels(ranks: Any, program: Any) -> None:
             _putting,
             "two writers",
             "stores where another rank has stored before, and nothing orders the two",
+        ),
+        *(
+            (
+                functools.partial(_reaching, primitive=primitive),
+                "error",
+                f"{primitive}.*: every address must be of symmetric memory of rank",
+            )
+            for primitive in ("put", "get", "signal", "wait", "get_packed", "get_lamport")
         ),
         (functools.partial(_copying, through=""), "race|wrong result", "may still load|not close"),
         (

@@ -33,10 +33,15 @@ from interlace.units import format_bytes, round_up
 
 
 class FreeList:
-    """Allocate offsets in ``[0, size)`` by first fit; adjacent free spans are merged."""
+    """Allocate offsets in ``[0, size)`` by first fit; adjacent free spans are merged.
 
-    def __init__(self, size: int) -> None:
+    Attributes:
+        gap: Number of offsets that stay free before every span that is taken.
+    """
+
+    def __init__(self, size: int, gap: int = 0) -> None:
         self._free: list[tuple[int, int]] = [(0, size)]
+        self.gap = gap
         # The lock is for threads. A finalizer that interrupts the lock's holder in the same thread
         # would wait for ever, so releases are put off while the lock is held.
         self._lock = threading.Lock()
@@ -49,9 +54,11 @@ class FreeList:
         """
         with releases.put_off(), self._lock:
             for i, (start, end) in enumerate(self._free):
-                if end - start >= nbytes:
-                    self._free[i : i + 1] = [(start + nbytes, end)] if end - start > nbytes else []
-                    return start
+                first, last = start + self.gap, start + self.gap + nbytes
+                if last <= end:
+                    remaining = [(start, first), (last, end)]
+                    self._free[i : i + 1] = [span for span in remaining if span[0] < span[1]]
+                    return first
         raise WorkspaceError(
             "symmetric memory must fit in the address range reserved for a rank; "
             f"{format_bytes(nbytes)} more do not. "
@@ -85,35 +92,12 @@ def call_when_gone(owner: object, device: torch.device, release: Callable[[], ob
     finalizer.atexit = False  # the process's end unmaps everything
 
 
-NOT_SYMMETRIC = (
-    "a put must go to the peer's symmetric memory; got other addresses. Give the kernel "
-    "SymmetricTensor.address, for il.pointer, instead of a tensor."
-)
-"""The error of a put whose addresses are not of symmetric memory."""
-
-_ranges: weakref.WeakSet[Range | RangeView] = weakref.WeakSet()
+_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
 
 
-def is_memory_of(rank: int, first: int, last: int) -> bool:
-    """Return whether the addresses from ``first`` to ``last`` lie in a rank's part of a range."""
-    for reserved in _ranges:
-        start = reserved.base + rank * reserved.stride
-        if start <= first and last < start + reserved.stride:
-            return True
-    return False
-
-
-class RangeView:
-    """Count the ranks of a range otherwise, as the kernels of one node do.
-
-    Attributes:
-        base: Address of the part of the rank that counts as 0.
-        stride: Bytes from each part to that of the next rank.
-    """
-
-    def __init__(self, base: int, stride: int) -> None:
-        self.base, self.stride = base, stride
-        _ranges.add(self)
+def memory_of(rank: int) -> list[tuple[int, int]]:
+    """Return the first address and the number of bytes of a rank's part of every block."""
+    return [(block.address + rank * block.stride, block.nbytes) for block in _blocks]
 
 
 class Range:
@@ -124,16 +108,16 @@ class Range:
     Attributes:
         base: Address of rank 0's part.
         stride: Bytes of each rank's part.
-        offsets: Allocator of offsets, which are equal in all parts.
+        offsets: Allocator of offsets, which are equal in all parts; ``gap`` bytes stay free before
+            each block.
     """
 
     def __init__(
-        self, base: int, stride: int, device: torch.device, free: Callable[[], object]
+        self, base: int, stride: int, device: torch.device, free: Callable[[], object], gap: int = 0
     ) -> None:
         """Own the range at ``base``, which ``free()`` unreserves."""
         self.base, self.stride = base, stride
-        self.offsets = FreeList(stride)
-        _ranges.add(self)
+        self.offsets = FreeList(stride, gap)
         call_when_gone(self, device, free)
 
 
@@ -155,6 +139,7 @@ class Block:
         self.address = address
         self.nbytes = nbytes
         self.stride = stride
+        _blocks.add(self)
         call_when_gone(self, device, release)
 
 

@@ -33,7 +33,12 @@ class CpuHeap(Heap):
         self._channel = channel
         size = self.stride * channel.world_size
         self.base = base = reserve(size)
-        self._range = Range(base, self.stride, self.device, functools.partial(unmap, base, size))
+        # A page without memory between blocks: a kernel that runs past the end of one is refused,
+        # and never reaches the next.
+        self._range = Range(
+            base, self.stride, self.device, functools.partial(unmap, base, size),
+            gap=self.granularity,
+        )  # fmt: skip
 
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed shared memory on every rank; see :meth:`Heap.allocate`."""

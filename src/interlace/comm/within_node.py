@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import cpu_faults
 from interlace.comm.group import Group
-from interlace.comm.memory import Block, RangeView
+from interlace.comm.memory import Block
 from interlace.comm.workspace import Workspace
 from interlace.errors import PeerTimeoutError
 
@@ -50,8 +50,8 @@ class WithinNode:
         step = distance(self.ranks)
         assert step is not None
         self._stride = step * group.stride
-        base = group.memory.heap.base + self.ranks[0] * group.stride
-        self._view = RangeView(base, self._stride)  # by which the CPU backend checks puts
+        # Kept as long as kernels may run: the CPU backend checks their addresses by these blocks.
+        self._workspaces: dict[str, Workspace] = {}
 
     def workspace(self, operator: str, half_bytes: int, signal_count: int = 1) -> Workspace:
         """Return an operator's memory, whose addresses are those of the node's first rank.
@@ -59,9 +59,11 @@ class WithinNode:
         Collective among all ranks of the group when it must grow.
         """
         whole = self._group.workspace(operator, half_bytes, signal_count)
-        return dataclasses.replace(
+        part = dataclasses.replace(
             whole, data=self._part(whole.data), signals=self._part(whole.signals)
         )
+        self._workspaces[operator] = part
+        return part
 
     def context(self, operator: str) -> torch.Tensor:
         """Return the ``ctx`` argument of an operator's kernels."""
@@ -100,5 +102,5 @@ class _Part(Block):
     """Count the ranks of a block from another one on; the block keeps the memory."""
 
     def __init__(self, whole: Block, address: int, stride: int) -> None:
+        super().__init__(address, whole.nbytes, stride, torch.device("cpu"), lambda: None)
         self._whole = whole
-        self.address, self.nbytes, self.stride = address, whole.nbytes, stride

@@ -164,6 +164,11 @@ def require_peers(primitive, peer, mask, group, _semantic=None):
     """Do nothing, in no instruction: ranks of peers are checked in the interpreter only."""
 
 
+@core.extern
+def require_memory(primitive, ptr, peer, mask, group, _semantic=None):
+    """Do nothing, in no instruction: addresses are checked in the interpreter only."""
+
+
 @triton.jit
 def store_to_peer(ptr, value, peer, rank, mask):
     """Store a tile at pointers into the memory of ``peer``; relaxed.

@@ -8,15 +8,22 @@ Every store to a peer goes through ``cpu_faults.deliver``, which counts it and m
 import ctypes
 import functools
 import time
+from typing import Any
 
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton import interpreter
 
 from interlace.comm import context, cpu_faults
-from interlace.comm.memory import NOT_SYMMETRIC, is_memory_of
+from interlace.comm.memory import memory_of
 from interlace.comm.pauses import pause_s
 from interlace.errors import ArgumentError
+from interlace.units import MIB
+
+
+# An address that is farther behind a block has nothing to do with it. Two ranks' parts are farther
+# apart, in the explorer too.
+_NEAR = 32 * MIB
 
 
 def is_cuda():
@@ -114,6 +121,77 @@ def require_peers(primitive, peer, mask, group):
         )
 
 
+def require_memory(primitive, ptr, peer, mask, group):
+    """Refuse addresses that are not symmetric memory of the peer whose copy they shall be.
+
+    Args:
+        primitive: name of the primitive, for the error.
+        ptr: pointer, or tile of pointers, at which this rank sees the peer's copy.
+        peer: ranks of the group, a scalar or a tile that broadcasts with ``ptr``.
+        mask: tile that broadcasts with ``ptr``, or None; addresses outside it are not used.
+        group: the value of :func:`interlace.language.join`.
+
+    Raises:
+        ArgumentError: an address within the mask is of no block of the peer.
+    """
+    mask = plain(mask)
+    addresses, peers, selected = np.broadcast_arrays(
+        ptr.handle.data, np.asarray(plain(peer)), np.asarray(True if mask is None else mask, bool)
+    )
+    itemsize = max(ptr.dtype.element_ty.primitive_bitwidth // 8, 1)
+    require_addresses(plain(primitive), addresses[selected], peers[selected], itemsize, group)
+
+
+def require_addresses(
+    primitive: str, addresses: Any, peers: Any, itemsize: int, group: Any
+) -> None:
+    """Refuse elements of ``itemsize`` bytes outside of the symmetric memory of their ranks.
+
+    Args:
+        primitive: name of the primitive, for the error.
+        addresses: uint64 array.
+        peers: rank whose memory each element shall be in: a scalar, or an array of that shape.
+        itemsize: bytes of an element.
+        group: the value of :func:`interlace.language.join`.
+
+    Raises:
+        ArgumentError: an element lies, in part or whole, in no block of its rank.
+    """
+    # A process on its own may have any of its memory written as if by a peer.
+    if not np.asarray(plain(group[2])).item():
+        return
+    peers = np.broadcast_to(np.asarray(plain(peers)), addresses.shape)
+    for peer in np.unique(peers).tolist():
+        of_peer = addresses[peers == peer]
+        first, last = int(of_peer.min()), int(of_peer.max()) + itemsize
+        blocks = memory_of(peer)
+        # As a rule, a tile is of one block.
+        if any(start <= first and last <= start + nbytes for start, nbytes in blocks):
+            continue
+        outside = np.ones(of_peer.shape, bool)
+        for start, nbytes in blocks:
+            outside &= (of_peer - np.uint64(start)) > np.uint64(max(nbytes - itemsize, 0))
+        if outside.any():
+            stray = int(of_peer[outside][0])
+            raise ArgumentError(
+                f"{primitive}: every address must be of symmetric memory of rank {peer}; "
+                f"{outside.sum()} of {outside.size} are not{_distance(stray, blocks)}, on rank "
+                f"{np.asarray(plain(group[1])).item()}. Allocate as much as the kernel uses, mask "
+                "what is beyond it, and give the kernel SymmetricTensor.address, for il.pointer, "
+                "instead of a tensor."
+            )
+
+
+def _distance(address, blocks):
+    """Say how far an address lies behind the last block that begins before it, if it is near."""
+    before = [(start, nbytes) for start, nbytes in blocks if start <= address]
+    if not before:
+        return ""
+    start, nbytes = max(before)
+    beyond = address - start - nbytes
+    return f" (the first is {beyond} bytes past the end of {nbytes})" if beyond < _NEAR else ""
+
+
 def store_to_peer(ptr, value, peer, rank, mask):
     """Store a tile at pointers into the memory of ``peer``; it may be delivered late."""
     addresses, values, selected = _store_arguments(ptr, value, mask)
@@ -144,11 +222,7 @@ def signal_peer(ptr, epoch, peer, rank, mask, ORDER):
 
 
 def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
-    """Send one message per peer: a tile for several peers leaves as several messages.
-
-    Raises:
-        ArgumentError: an address is not of the peer's symmetric memory.
-    """
+    """Send one message per peer: a tile for several peers leaves as several messages."""
     me = np.asarray(plain(rank)).item()
     peers = np.broadcast_to(np.asarray(plain(peer)), addresses.shape)
     for destination in np.unique(peers[selected]).tolist():
@@ -158,9 +232,6 @@ def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
         if destination == me:
             store()
             continue
-        sent_to = addresses[part]
-        if not is_memory_of(destination, int(sent_to.min()), int(sent_to.max())):
-            raise ArgumentError(NOT_SYMMETRIC)
         count(destination, int(part.sum()) * values.dtype.itemsize)
         cpu_faults.deliver(store, ordered=ordered)
 

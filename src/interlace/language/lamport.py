@@ -14,7 +14,7 @@ in each call, all that it is sent.
 import triton
 import triton.language as tl
 
-from interlace.language._instructions import num_threads, records
+from interlace.language._instructions import num_threads, records, require_memory
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import LATE, NO_RANK, after_look, report
 from interlace.language.primitives import put
@@ -98,6 +98,11 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
     sign = _sign(ptr.shape, words.dtype.element_ty)
     # A tile, because the interpreter turns a scalar condition into integers when it meets a mask.
     me = rank(group) + tl.zeros(ptr.shape, tl.int32)
+    for source in tl.static_range(SOURCES):
+        awaited = mask if own is None else mask & (me != source)
+        require_memory(
+            "get_lamport, sum_lamport", words + source * stride, rank(group), awaited, group
+        )
     if records(group):
         append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0

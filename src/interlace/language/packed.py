@@ -10,7 +10,7 @@ its values have arrived, and words need no order among themselves or with anythi
 import triton
 import triton.language as tl
 
-from interlace.language._instructions import num_threads, records
+from interlace.language._instructions import num_threads, records, require_memory
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import HIGHEST_INT32, LATE, NO_RANK, after_look, report
 from interlace.language.epochs import EPOCH_MASK
@@ -164,6 +164,11 @@ def sum_words(
     if kept is not None and VALUES == 2:
         # The peers get this part rounded. Adding it rounded here, too, makes all sums equal.
         kept = _round_to_20_bits(kept).to(tl.float32, bitcast=True)
+    for source in tl.static_range(SOURCES):
+        awaited = unmasked if kept is None else unmasked & (me != source)
+        require_memory(
+            "get_packed, sum_packed", words + source * stride, rank(group), awaited, group
+        )
     if records(group):
         append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0

@@ -10,8 +10,8 @@ import triton.language as tl
 
 from interlace.comm import context
 from interlace.language._instructions import (
-    fence_system, load_acquire, num_threads, pause, records, require_peers, signal_peer,
-    store_to_peer,
+    fence_system, load_acquire, num_threads, pause, records, require_memory, require_peers,
+    signal_peer, store_to_peer,
 )
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import (
@@ -47,9 +47,11 @@ def put(ptr, value, peer, group, mask=None):
         mask: elements outside it are not stored.
     """
     require_peers("put", peer, mask, group)
+    target = peer_pointer(ptr, peer, group)
+    require_memory("put", target, peer, mask, group)
     if records(group) and STORES_AT_ONCE:
         append_put(value, peer, group)
-    store_to_peer(peer_pointer(ptr, peer, group), value, peer, rank(group), mask)
+    store_to_peer(target, value, peer, rank(group), mask)
     if records(group) and not STORES_AT_ONCE:
         append_put(value, peer, group)
 
@@ -68,8 +70,10 @@ def get(ptr, peer, group, mask=None, other=None):
         other: value of the elements outside the mask.
     """
     require_peers("get", peer, mask, group)
+    source = peer_pointer(ptr, peer, group)
+    require_memory("get", source, peer, mask, group)
     # The first-level cache is not coherent: it may hold the memory as it was before the peer's put.
-    return tl.load(peer_pointer(ptr, peer, group), mask=mask, other=other, cache_modifier=".cg")
+    return tl.load(source, mask=mask, other=other, cache_modifier=".cg")
 
 
 @triton.jit
@@ -105,10 +109,12 @@ def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
             earlier put of this program, by any of its threads. ``"relaxed"``: no order.
     """
     require_peers("signal", peer, mask, group)
+    target = peer_pointer(ptr, peer, group)
+    require_memory("signal", target, peer, mask, group)
     # Recorded first: a peer could see the signal before the record of it had a time.
     if records(group):
         append_signal(ptr, peer, mask, group)
-    signal_peer(peer_pointer(ptr, peer, group), epoch, peer, rank(group), mask, ORDER)
+    signal_peer(target, epoch, peer, rank(group), mask, ORDER)
 
 
 @triton.jit
@@ -159,7 +165,9 @@ def wait(ptr, epoch, peer, slice, group, mask):
     # too).
     COPIES: tl.constexpr = triton.cdiv(num_threads(), ptr.shape[0])
     copy = tl.zeros([ptr.shape[0], COPIES], tl.int32) + tl.arange(0, COPIES)[None, :]
-    signals = peer_pointer(ptr, rank(group), group)[:, None] + copy * 0
+    own = peer_pointer(ptr, rank(group), group)
+    require_memory("wait", own, rank(group), mask, group)
+    signals = own[:, None] + copy * 0
     awaited = mask[:, None] & (copy >= 0)
     if records(group):
         append_wait(WAIT, peer, slice, mask, group)

@@ -17,7 +17,6 @@ import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
 from interlace.comm import cpu_faults, shortcuts, slices
-from interlace.comm.memory import NOT_SYMMETRIC
 from interlace.errors import ArgumentError
 from interlace.language import lamport, packed, primitives
 from interlace.testing.host_operations import HostOperations
@@ -34,15 +33,9 @@ class _World:
     """The interface of simulated memory for ``interlace.comm`` and ``interlace.language``."""
 
     def send(self, addresses: Any, values: Any, kind: str) -> None:
-        """Store values of a put or a signal; ``kind`` is ``"put"``, ``"release"`` or ``"relaxed"``.
-
-        Raises:
-            ArgumentError: an address is not of symmetric memory.
-        """
+        """Store values; ``kind`` is ``"put"``, or the order of a signal."""
         run = current()
         assert run is not None
-        if not run.tree.view.holds(addresses).all():
-            raise ArgumentError(NOT_SYMMETRIC)
         if len(addresses):
             run.send(addresses, values, kind)
 

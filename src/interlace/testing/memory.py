@@ -131,7 +131,9 @@ class View:
         Raises:
             WorkspaceError: the program needs more than ``PART_BYTES``.
         """
-        offset, self._used = self._used, self._used + round_up(max(nbytes, 1), mmap.PAGESIZE)
+        # A page that is nobody's, so that a kernel which runs past the end does not reach the next.
+        offset = self._used + mmap.PAGESIZE
+        self._used = offset + round_up(max(nbytes, 1), mmap.PAGESIZE)
         if self._used > PART_BYTES:
             raise WorkspaceError(
                 f"symmetric memory of an explored rank must fit in {format_bytes(PART_BYTES)}; "

@@ -15,7 +15,7 @@ import torch
 import triton.language as tl
 
 from interlace import language
-from interlace.errors import ArgumentError
+from interlace.language._interpreted import require_addresses
 from interlace.testing import judges
 from interlace.testing.memory import Addresses
 from interlace.testing.operations import Kind, Operation, Words
@@ -32,6 +32,7 @@ def wait(
     pointers = language.peer_pointer(ptr, language.rank(group), group).handle.data
     selected = np.broadcast_to(_plain(mask), pointers.shape).astype(bool)
     stamps = np.broadcast_to(np.asarray(_plain(epoch)).astype(np.int32), pointers.shape)[selected]
+    require_addresses("wait", pointers[selected], language.rank(group), 4, group)
     _await(run, Kind.WAIT, pointers[selected], stamps, (0, 4))
     # The primitive shall see signals that have just arrived. Their true values may be a call ahead,
     # which would make runs differ that are otherwise the same.
@@ -97,6 +98,8 @@ def _having_awaited(
         or [pointers[:0].ravel()]
     )
     stamps = np.full(len(addresses), np.asarray(_plain(epoch)).item(), np.int32)
+    primitives = "get_packed, sum_packed" if values else "get_lamport, sum_lamport"
+    require_addresses(primitives, addresses, rank, itemsize, group)
     response = _await(run, Kind.WORDS, addresses, stamps, (values, itemsize))
     with _having_seen(run, addresses, np.frombuffer(response or b"", f"i{itemsize}")):
         yield
@@ -109,14 +112,9 @@ def _await(
 
     Args:
         detail: Number of values per packed word, or 0, and the bytes of a signal or word.
-
-    Raises:
-        ArgumentError: an address is not of symmetric memory.
     """
     if not len(addresses):
         return None
-    if not run.tree.view.holds(addresses).all():
-        raise ArgumentError("a kernel must wait for symmetric memory; got other addresses.")
     offsets = run.tree.view.offsets_of(addresses)
     cells = run.tree.cells.cells_at(offsets, detail[1])
     return run.perform(kind, cells, stamps, detail)

@@ -41,13 +41,13 @@ def shift(
     i, single = tl.arange(0, SIZE), tl.arange(0, 1)
     tile, flags = il.pointer(data, tl.float32) + i, il.pointer(signals, tl.int32)
     il.put_signal(tile, tl.load(x + i), flags, epoch, right, group)
-    arrived = il.wait(flags + single, epoch, left + single, 0, group, single == 0)
+    arrived = il.wait(flags + single, epoch, left, 0, group)
     tl.store(y + i, tl.where(arrived, il.get(tile, me, group) + 1, float("nan")))
     # The message back: this rank has read its tile, and its right neighbour has read the tile that
     # this rank has sent.
     if ASKS:
         il.signal(flags + 1, epoch, left, group)
-        il.wait(flags + 1 + single, epoch, right + single, 0, group, single == 0)
+        il.wait(flags + 1 + single, epoch, right, 0, group)
 
 
 def program(rank: Rank, asks: bool) -> None:

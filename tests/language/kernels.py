@@ -86,6 +86,41 @@ def wait_for_a_scalar(signals, ctx):
 
 
 @triton.jit
+def wait_for_one(data, signals, ctx, peer, AWAITS: tl.constexpr):
+    """Await one signal, or word, or value, of a peer that is a scalar, without a mask."""
+    group = il.join(ctx)
+    one = tl.arange(0, 1)
+    epoch = tl.full([], 1, tl.int32)
+    if AWAITS == "signal":
+        il.wait(il.pointer(signals, tl.int32) + one, epoch, peer, 0, group)
+    elif AWAITS == "word":
+        il.get_packed(il.pointer(data, tl.int64) + one[:, None], epoch, peer, 0, group)
+    else:
+        il.get_lamport(il.pointer(data, tl.float32) + one, epoch, peer, 0, group)
+
+
+@triton.jit
+def mistype(data, ctx, MISTAKE: tl.constexpr):
+    """Use memory as what it is not."""
+    group = il.join(ctx)
+    two = tl.arange(0, 2)
+    epoch = tl.full([], 1, tl.int32)
+    floats, words = il.pointer(data, tl.float32) + two, il.pointer(data, tl.int64) + two
+    if MISTAKE == "signal":
+        il.signal(floats, epoch, 0, group)
+    elif MISTAKE == "wait":
+        il.wait(words, epoch, 0, 0, group)
+    elif MISTAKE == "put_packed":
+        il.put_packed(floats, two.to(tl.float32), epoch, 0, group)
+    elif MISTAKE == "float16":
+        il.put_packed(words, two.to(tl.float16), epoch, 0, group)
+    elif MISTAKE == "get_packed":
+        il.get_packed(floats[:, None], epoch, 0, 0, group)
+    else:
+        il.get_packed(words, epoch, 0, 0, group)
+
+
+@triton.jit
 def scatter(data, ctx, WORLD_SIZE: tl.constexpr):
     """Put element i to rank i: one put whose peer is a tile."""
     group = il.join(ctx)

@@ -200,6 +200,54 @@ def test_memory_that_is_too_small(ranks, primitive, itemsize):
         assert not any(touched)
 
 
+def _mistype():
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data, context = _symmetric(8, torch.float32), group.context("test")
+    messages = {
+        "signal": "ptr must point to int32 signals",
+        "wait": "ptr must point to int32 signals",
+        "put_packed": "ptr must point to int64 words",
+        "float16": "values must be float32",
+        "get_packed": "ptr must point to int64 words",
+        "1-D": "ptr must be a 2-D tile of words",
+    }
+    for mistake, message in messages.items():
+        with pytest.raises(Exception, match=message):
+            _launch(group, kernels.mistype, data.address, context, MISTAKE=mistake)
+
+
+def test_pointers_and_values_of_a_wrong_type_are_refused(ranks):
+    """A signal of another size would never be seen; the wait for it would expire."""
+    ranks(1).run(_mistype)
+
+
+def _await_one(awaits):
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    data, signals = _symmetric(8, torch.float32), _symmetric(1, torch.int32)
+    interlace.set_deadline(0.5)
+    peer = (group.rank + 1) % group.world_size
+    error = error_of(
+        _launch, group, kernels.wait_for_one, data.address, signals.address, group.context("test"),
+        peer, AWAITS=awaits,
+    )  # fmt: skip
+    dist.barrier()
+    interlace.recover()
+    interlace.set_deadline(60)
+    return error
+
+
+@pytest.mark.parametrize("awaits", ["signal", "word", "value"])
+def test_waits_for_one_peer_without_a_mask(ranks, awaits):
+    """A peer that is a scalar is named by the error."""
+    for rank, (kind, message, _) in enumerate(ranks(2).run(_await_one, awaits)):
+        assert kind == "PeerTimeoutError"
+        assert f"rank {rank} waited 0.5 s for rank {1 - rank} " in message
+
+
 def _gather():
     from tests.language import kernels
 
@@ -389,6 +437,35 @@ def _epochs(start):
         kernels.next_of_every_program[(programs,)](epochs, out[0], out[1])
         seen.append([set(numbers) for numbers in out.tolist()])
     return seen, len(epochs.unique())
+
+
+def _enter_grids():
+    from interlace.comm import MAX_PROGRAMS
+    from tests.language import kernels
+
+    epochs = torch.ones(MAX_PROGRAMS, dtype=torch.int32)
+    out = torch.zeros(2, MAX_PROGRAMS + 1, dtype=torch.int32)
+    group = interlace.group_of()
+
+    def launch(grid):
+        with group.running():
+            kernels.next_of_every_program[grid](epochs, out[0], out[1])
+
+    grids = (MAX_PROGRAMS + 1,), (2, 2), (1, 1, 2)
+    return [error_of(launch, grid) for grid in grids], epochs.unique().tolist()
+
+
+def test_a_grid_without_an_epoch_cell_for_each_program_is_refused(ranks):
+    [(errors, epochs)] = ranks(1).run(_enter_grids)
+    for (kind, message, _), grid in zip(
+        errors, ("(4097, 1, 1)", "(2, 2, 1)", "(1, 1, 2)"), strict=True
+    ):
+        assert kind == "ArgumentError"
+        assert message.startswith(
+            "next_epoch, enter: the grid must be 1-D, of at most 4096 programs, since each has an "
+            f"epoch cell; got {grid}."
+        )
+    assert epochs == [1]
 
 
 _WRAP = 1 << 24

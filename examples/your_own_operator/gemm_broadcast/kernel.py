@@ -62,12 +62,10 @@ def gemm_broadcast(
                 there = flags + FIRST_TILE + tile + tl.zeros_like(peers)
                 il.signal(there, stamp, peers, group, others)
     else:
-        lane = tl.arange(0, 1)
         for tile in tl.range(program, tiles_m * tiles_n, programs):
             # 3. Readers copy a tile as soon as it is there; NaN where the root never came.
-            arrived = il.wait(
-                flags + FIRST_TILE + tile + lane, stamp, lane * 0 + ROOT, tile, group, lane == 0
-            ).to(tl.int32)
+            there = flags + FIRST_TILE + tile + tl.arange(0, 1)
+            arrived = il.wait(there, stamp, ROOT, tile, group).to(tl.int32)
             tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
             m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
             n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -78,7 +76,6 @@ def gemm_broadcast(
         # 4. The last program of a reader frees the landing for the next call.
         if il.arrive_last(il.peer_pointer(flags + _COUNTER, me, group), program, programs):
             done = il.in_turn(flags, epoch, _MAX_RANKS)
-            root = lane * 0 + ROOT
-            il.signal(done + me + lane, epoch, root, group, lane == 0)
+            il.signal(done + me, epoch, ROOT, group)
     il.clear_old(flags + FIRST_TILE, tiles_m * tiles_n, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import triton.language as tl
 from triton._C.libtriton import interpreter
+from triton.runtime.interpreter import interpreter_builder
 
 from interlace.comm import context, cpu_faults
 from interlace.comm.memory import memory_of
@@ -118,6 +119,24 @@ def require_peers(primitive, peer, mask, group):
             f"{plain(primitive)}: peer must be a rank of the group, 0 to {ranks - 1}; got "
             f"{peers[outside].flat[0]} on rank {plain(group[1]).item()}. Take it modulo the "
             "number of ranks, or leave it out by the mask."
+        )
+
+
+def require_grid(most):
+    """Refuse a launch whose programs have not each an epoch cell of their own.
+
+    Args:
+        most: number of epoch cells.
+
+    Raises:
+        ArgumentError: the grid has another dimension, or too many programs.
+    """
+    grid = interpreter_builder.grid_dim
+    if grid[0] > plain(most) or grid[1] > 1 or grid[2] > 1:
+        raise ArgumentError(
+            f"next_epoch, enter: the grid must be 1-D, of at most {plain(most)} programs, since "
+            f"each has an epoch cell; got {tuple(grid)}. Let each program take several tiles: "
+            "tl.range(tl.program_id(0), tiles, tl.num_programs(0))."
         )
 
 

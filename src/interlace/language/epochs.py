@@ -11,6 +11,7 @@ import triton.language as tl
 from interlace.comm import context
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.interpreter import interpreting
+from interlace.language._instructions import require_grid
 from interlace.language.addresses import join, peer_pointer, rank
 
 EPOCH_MASK = tl.constexpr(context.EPOCH_MASK)
@@ -33,12 +34,16 @@ def next_epoch(epochs):
     The load takes one trip to memory, as :func:`join` does. Call both once the kernel's first loads
     are under way; then they cost no time.
 
+    The grid has one dimension and at most ``MAX_PROGRAMS`` programs, each of which has a cell; the
+    CPU backend refuses another one.
+
     Args:
         epochs: int32 pointer to the operator's ``MAX_PROGRAMS`` epoch cells.
 
     Returns:
         The epoch (int32 scalar): 1 to ``2**24 - 2``, and then 1 again.
     """
+    require_grid(_MAX_PROGRAMS)
     return tl.load(epochs + tl.program_id(0), volatile=True)
 
 

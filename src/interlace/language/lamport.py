@@ -54,16 +54,18 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
         slice: int32 scalar: number of the awaited slice, for the error.
         group: the value of :func:`join`.
         mask: tile of the shape of ``ptr``; elements outside it are not awaited and count as zero.
+            None: all of them.
         WORLD_SIZE: number of ranks.
 
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
     """
-    return sum_values(ptr, own, stride, 0, epoch, slice, group, mask, WORLD_SIZE)
+    selected = tl.full(ptr.shape, 1, tl.int1) if mask is None else mask
+    return sum_values(ptr, own, stride, 0, epoch, slice, group, selected, WORLD_SIZE)
 
 
 @triton.jit
-def get_lamport(ptr, epoch, peer, slice, group, mask):
+def get_lamport(ptr, epoch, peer, slice, group, mask=None):
     """Wait for one tile of values that :func:`put_lamport` stores here, and free their memory.
 
     Args:
@@ -77,7 +79,8 @@ def get_lamport(ptr, epoch, peer, slice, group, mask):
     Returns:
         The values (float32 tile); NaN after the deadline, or once the group is broken.
     """
-    return sum_values(ptr, None, 0, peer, epoch, slice, group, mask, 1)
+    selected = tl.full(ptr.shape, 1, tl.int1) if mask is None else mask
+    return sum_values(ptr, None, 0, peer, epoch, slice, group, selected, 1)
 
 
 @triton.jit

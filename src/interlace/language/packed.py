@@ -38,6 +38,10 @@ def put_packed(ptr, value, epoch, peer, group, mask=None, VALUES: tl.constexpr =
             (sign, 8 of exponent, 11 of mantissa, so that values of float16 and bfloat16 are kept
             exactly), and 24 bits of the epoch, without its mark.
     """
+    _require_words(ptr)
+    tl.static_assert(
+        value.dtype == tl.float32, "put_packed: values must be float32; convert them by .to"
+    )
     if VALUES == 1:
         high = value.to(tl.int32, bitcast=True).to(tl.int64) << 32
         word = high | (epoch.to(tl.int64) & _STAMP_MASK)
@@ -47,6 +51,15 @@ def put_packed(ptr, value, epoch, peer, group, mask=None, VALUES: tl.constexpr =
         pair = (first.to(tl.int64) << 32) | ((second.to(tl.int64) & _STAMP_MASK) << 12)
         word = pair | (epoch.to(tl.int64) & EPOCH_MASK)
     put(ptr, word, peer, group, mask)
+
+
+@triton.jit
+def _require_words(ptr):
+    """Refuse pointers to another type: a packed word is an int64."""
+    tl.static_assert(
+        ptr.dtype.element_ty == tl.int64,
+        "packed words: ptr must point to int64 words; see il.pointer",
+    )
 
 
 @triton.jit
@@ -90,24 +103,28 @@ def _tag(word, VALUES: tl.constexpr):
 
 
 @triton.jit
-def get_packed(ptr, epoch, peer, slice, group, mask, VALUES: tl.constexpr = 1):
+def get_packed(ptr, epoch, peer, slice, group, mask=None, VALUES: tl.constexpr = 1):
     """Wait for a tile of packed words, and unpack it.
 
     Args:
         ptr: 2-D tile of int64 pointers to the words on this rank (rank 0's copy, as always).
         epoch: int32 scalar: the stamp or the number that is awaited.
-        peer: tile that broadcasts with ``ptr``: the ranks that put the words, for the error.
+        peer: int32 scalar, or a tile that broadcasts with ``ptr``: the ranks that put the words,
+            for the error.
         slice: int32 scalar: number of the awaited slice, for the error.
         group: the value of :func:`join`.
         mask: tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
+            None: all of them.
         VALUES: number of values per word, as they were put.
 
     Returns:
         The values: a float32 tile of the shape of ``ptr``, or ``[*shape, 2]``. NaN after the
         deadline, or once the group is broken.
     """
+    _require_tile_of_words(ptr)
     source = peer + tl.zeros(ptr.shape, tl.int32)
-    return sum_words(ptr, None, 0, source, epoch, slice, group, mask, 1, VALUES)
+    selected = tl.full(ptr.shape, 1, tl.int1) if mask is None else mask
+    return sum_words(ptr, None, 0, source, epoch, slice, group, selected, 1, VALUES)
 
 
 @triton.jit
@@ -126,6 +143,7 @@ def sum_packed(
         slice: int32 scalar: number of the awaited slice, for the error.
         group: the value of :func:`join`.
         mask: tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
+            None: all of them.
         WORLD_SIZE: number of ranks.
         VALUES: number of values per word, as they were put. With two, ``own`` and the result are
             ``[*shape, 2]``.
@@ -133,8 +151,20 @@ def sum_packed(
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
     """
+    _require_tile_of_words(ptr)
     first = tl.zeros(ptr.shape, tl.int32)
-    return sum_words(ptr, own, stride, first, epoch, slice, group, mask, WORLD_SIZE, VALUES)
+    selected = tl.full(ptr.shape, 1, tl.int1) if mask is None else mask
+    return sum_words(ptr, own, stride, first, epoch, slice, group, selected, WORLD_SIZE, VALUES)
+
+
+@triton.jit
+def _require_tile_of_words(ptr):
+    """Refuse what is no 2-D tile of pointers to packed words."""
+    _require_words(ptr)
+    tl.static_assert(
+        len(ptr.shape) == 2,
+        "get_packed, sum_packed: ptr must be a 2-D tile of words; of a 1-D tile, ptr[:, None]",
+    )
 
 
 @triton.jit

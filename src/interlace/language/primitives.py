@@ -108,6 +108,7 @@ def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
         ORDER: ``"release"`` (system scope): a rank that has waited for the signal sees every
             earlier put of this program, by any of its threads. ``"relaxed"``: no order.
     """
+    _require_signals(ptr)
     require_peers("signal", peer, mask, group)
     target = peer_pointer(ptr, peer, group)
     require_memory("signal", target, peer, mask, group)
@@ -135,7 +136,7 @@ def put_signal(ptr, value, signal_ptr, epoch, peer, group, mask=None):
 
 
 @triton.jit
-def wait(ptr, epoch, peer, slice, group, mask):
+def wait(ptr, epoch, peer, slice, group, mask=None):
     """Wait until this rank's signals ``ptr`` have reached ``epoch``: acquire, system scope.
 
     A signal has reached ``epoch`` if its mark is that of ``epoch`` and its number is that of
@@ -145,10 +146,11 @@ def wait(ptr, epoch, peer, slice, group, mask):
     Args:
         ptr: 1-D int32 tile of signals (rank 0's copy, as always).
         epoch: int32 scalar: the stamp or the number that is awaited.
-        peer: tile of the ranks that set the signals, for the error.
+        peer: int32 scalar, or a tile that broadcasts with ``ptr``: the ranks that set the signals,
+            for the error.
         slice: int32 scalar: number of the awaited slice, for the error.
         group: the value of :func:`join`.
-        mask: tile; signals outside it are not awaited.
+        mask: tile of the shape of ``ptr``; signals outside it are not awaited.
 
     Returns:
         True once the signals have arrived (bool scalar). False after the deadline, or once the
@@ -158,7 +160,12 @@ def wait(ptr, epoch, peer, slice, group, mask):
         len(ptr.shape) == 1,
         "wait: ptr must be a 1-D tile of signals; of a single signal, ptr + tl.arange(0, 1)",
     )
+    _require_signals(ptr)
     require_peers("wait", peer, mask, group)
+    lanes = tl.arange(0, ptr.shape[0])
+    peer = peer + lanes * 0
+    if mask is None:
+        mask = lanes >= 0
     # A tile that is smaller than the program is held several times over, each copy loaded by
     # another thread, and while signals arrive the copies differ. Copies get a dimension of their
     # own: the sum over it decides, so that every thread has the same answer (packed.py does so,
@@ -201,6 +208,15 @@ def wait(ptr, epoch, peer, slice, group, mask):
     if records(group):
         append_wait(ARRIVED, peer, (ptr.to(tl.int64) >> 2).to(tl.int32), mask, group)
     return arrived > 0
+
+
+@triton.jit
+def _require_signals(ptr):
+    """Refuse pointers to another type: a word of another size would hold no signal."""
+    tl.static_assert(
+        ptr.dtype.element_ty == tl.int32,
+        "signal, wait: ptr must point to int32 signals; see il.pointer",
+    )
 
 
 @triton.jit

@@ -24,13 +24,19 @@ from interlace.units import next_power_of_2
 
 
 def wait(
-    original: Callable[..., Any], ptr: Any, epoch: Any, peer: Any, slice: Any, group: Any, mask: Any
+    original: Callable[..., Any],
+    ptr: Any,
+    epoch: Any,
+    peer: Any,
+    slice: Any,
+    group: Any,
+    mask: Any = None,
 ) -> Any:
     """Wait for signals as one operation, then call ``original``, which is ``il.wait``."""
     run = current()
     assert run is not None
     pointers = language.peer_pointer(ptr, language.rank(group), group).handle.data
-    selected = np.broadcast_to(_plain(mask), pointers.shape).astype(bool)
+    selected = np.broadcast_to(True if mask is None else _plain(mask), pointers.shape).astype(bool)
     stamps = np.broadcast_to(np.asarray(_plain(epoch)).astype(np.int32), pointers.shape)[selected]
     require_addresses("wait", pointers[selected], language.rank(group), 4, group)
     _await(run, Kind.WAIT, pointers[selected], stamps, (0, 4))

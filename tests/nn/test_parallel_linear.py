@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, distribute_tensor
 
 import interlace
 from interlace.nn import ColumnParallelLinear, RowParallelLinear, unsharded_state_dict
@@ -228,3 +230,47 @@ def test_rejected(ranks: Any) -> None:
     assert repr(interlace.nn.ColumnParallelLinear(4, 6)) == (
         "ColumnParallelLinear(in_features=4, out_features=6, bias=True, rank=0 of 1, impl=auto)"
     )
+
+
+def _other_dtypes() -> list[tuple[str, str]]:
+    """Errors of forward passes, of layers made in float64 and of one that became it later."""
+    size, options = 4 * dist.get_world_size(), {"dtype": torch.float64}
+    layers: list[nn.Module] = [
+        ColumnParallelLinear(size, size, **options),
+        ColumnParallelLinear(size, size, **options, sequence_parallel=True),
+        RowParallelLinear(size, size, **options),
+        RowParallelLinear(size, size, **options, sequence_parallel=True),
+        interlace.nn.MoE(size, size, experts=4, **options),
+        ColumnParallelLinear(size, size).double(),
+    ]
+    inputs = [4 if isinstance(layer, RowParallelLinear) else size for layer in layers]
+    errors = [
+        error_of(layer, torch.ones(2, columns, dtype=torch.float64))
+        for layer, columns in zip(layers, inputs, strict=True)
+    ]
+    return [error[:2] if error is not None else ("", "nothing") for error in errors]
+
+
+def test_a_dtype_that_operators_do_not_have_is_refused_in_the_forward_pass(ranks: Any) -> None:
+    for errors in ranks(2).run(_other_dtypes):
+        names = ["ColumnParallelLinear"] * 2 + ["RowParallelLinear"] * 2
+        assert errors == [
+            (
+                "ArgumentError",
+                f"{name}: x and weight must be float16, bfloat16 or float32; got torch.float64.",
+            )
+            for name in [*names, "MoE", "ColumnParallelLinear"]
+        ]
+
+
+def _distributed_input() -> list[Any]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.ones(2, IN), mesh, [Replicate()])
+    return [error_of(ColumnParallelLinear(IN, 8), x)]
+
+
+def test_a_distributed_tensor_is_refused(ranks: Any) -> None:
+    for (error,) in ranks(2).run(_distributed_input):
+        assert error is not None
+        assert error[0] == "ArgumentError"
+        assert error[1].startswith("ColumnParallelLinear: x must be this rank's tensor; got a DT")

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOATS
+from interlace.gemm.operands import FLOATS, require_float, require_tensor
 
 
 def operands(
@@ -27,8 +27,10 @@ def operands(
         x, weight and the further parameters.
 
     Raises:
-        ArgumentError: the dtype of x is not that of the weight.
+        ArgumentError: x is a DTensor or not dense, its dtype is not that of the weight, or the
+            operators have no such dtype.
     """
+    require_tensor(f"{layer}: x", x)
     # Autocast converts the arguments of torch's own operators only, so a layer that calls
     # Interlace's must convert its operands itself.
     device = x.device.type
@@ -43,4 +45,7 @@ def operands(
             f"{layer}: x must have the weight's dtype, {weight.dtype}; got {x.dtype}. Convert x, "
             "or use torch.autocast."
         )
+    # A layer whose forward pass is one of torch's products would meet the operator, and its
+    # refusal, only in the backward pass.
+    require_float(f"{layer}: x and weight", x.dtype)
     return x, weight, *parameters

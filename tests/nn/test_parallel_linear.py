@@ -263,6 +263,38 @@ def test_a_dtype_that_operators_do_not_have_is_refused_in_the_forward_pass(ranks
         ]
 
 
+def _transformed() -> tuple[list[Any], bool]:
+    """Errors of transforms that need gradients, and whether those without give what a loop does."""
+    layer, x = ColumnParallelLinear(IN, 8), torch.randn(3, 2, IN)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return layer(x).sum()
+
+    errors = [
+        error_of(torch.func.grad(loss), x),
+        error_of(torch.func.jacrev(layer), x),
+        error_of(torch.func.vmap(layer), x),
+        error_of(lambda: torch.func.jvp(layer, (x,), (x,))),
+    ]
+    with torch.no_grad():
+        expected = torch.stack([layer(part) for part in x])
+        same = torch.allclose(torch.func.vmap(layer)(x), expected)
+        y, tangent = torch.func.jvp(layer, (x,), (x,))
+    same = same and torch.allclose(y, expected)
+    return errors, same and torch.allclose(tangent, x @ layer.weight.mT, atol=1e-6)
+
+
+def test_transforms_of_torch_func(ranks: Any) -> None:
+    for errors, same in ranks(2).run(_transformed):
+        for error in errors:
+            assert error is not None
+            assert error[0] == "ArgumentError"
+            assert error[1].startswith(
+                "ColumnParallelLinear: this layer cannot be differentiated by torch.func; got a "
+            )
+        assert same
+
+
 def _distributed_input() -> list[Any]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(torch.ones(2, IN), mesh, [Replicate()])

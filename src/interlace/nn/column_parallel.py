@@ -133,7 +133,8 @@ class ColumnParallelLinear(ParallelLinear):
         Both run on the current stream.
 
         Raises:
-            ArgumentError: x does not end in K, or its dtype or device is not the weight's.
+            ArgumentError: x does not end in K, its dtype or device is not the weight's, its dtype
+                is none of those above, or a transform of ``torch.func`` needs its gradient.
         """
         least = 2 if self.sequence_parallel else 1
         if x.dim() < least or x.shape[-1] != self.in_features:
@@ -153,7 +154,26 @@ class ColumnParallelLinear(ParallelLinear):
 def _linear_of_replicated(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str
 ) -> torch.Tensor:
-    """Compute ``F.linear`` of an x that every rank holds; see :class:`_Replicated`."""
+    """Compute ``F.linear`` of an x that every rank holds; see :class:`_Replicated`.
+
+    Raises:
+        ArgumentError: a gradient is needed within a transform of ``torch.func``.
+    """
+    if not (
+        torch.is_grad_enabled()
+        and any(tensor is not None and tensor.requires_grad for tensor in (x, weight, bias))
+    ):
+        # Nothing has to be summed over the ranks later, so every transform of torch's works.
+        return F.linear(x, weight, bias)
+    # torch.func would ask for a form of _Replicated that it differentiates by itself, and the
+    # operators in its backward pass refuse that. Dynamo, which cannot trace the question, does not
+    # ask it.
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise ArgumentError(
+            "ColumnParallelLinear: this layer cannot be differentiated by torch.func; got a call "
+            "inside of grad, vjp, jacrev, jvp or vmap, with an input or a parameter that requires "
+            "a gradient. Use loss.backward(), or torch.no_grad() around a vmap without gradients."
+        )
     apply: Any = _Replicated.apply
     y: torch.Tensor = apply(x, weight, bias, group_name, impl)
     return y

@@ -233,6 +233,8 @@ class TransferQueue:
             self._thread = _CopyThread(self._queue, owner)
             self._thread.start()
         else:
+            # The copies' stream waits for this point before it looks at the counters, which are
+            # zero only from here on.
             self._start = so_far(self._group)
 
     def release(self) -> None:

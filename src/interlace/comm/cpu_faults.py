@@ -206,6 +206,7 @@ def deliver(store: Callable[[], None], *, ordered: bool) -> None:
     if not faults.reorder_puts:
         store()
     elif ordered:
+        # A signal releases all earlier puts, so none of them may arrive after it.
         flush()
         store()
     else:

@@ -241,6 +241,8 @@ def _send(
                 _wait(carrier.exchange((Message(peer, message),), ()))
             if put is None:
                 return
+            # The data have been handed over once the wait is over, so the source may be written
+            # again.
             memory.count(put.counter)
 
 

@@ -225,6 +225,7 @@ class Health:
         self._record_view[ctx.RECORD_PEER] = peer
         self._record_view[ctx.RECORD_SLICE] = slice
         self._record_view[ctx.RECORD_WANTED] = self._record_view[ctx.RECORD_SEEN] = 0
+        # The code comes last: a thread that sees it finds the rest of the record written.
         self._record_view[ctx.RECORD_CODE] = ctx.LATE
 
     def declare_interrupted(self, step: str, error: BaseException) -> None:

@@ -96,6 +96,7 @@ class Watch:
         self._streams, self._network = streams, weakref.proxy(network)
         self._operator = ""
         self._calls = torch.zeros(1, dtype=torch.int32, device=members.device)
+        # The words differ until the first call begins: equal ones mean that a call is under way.
         self._words = torch.tensor([-1, 0], dtype=torch.int32).pin_memory()
         self._view = self._words.numpy()
         self._stopped = threading.Event()
@@ -112,6 +113,7 @@ class Watch:
 
     def end(self) -> None:
         """Enqueue the end of the call, after the current stream has waited for all slices."""
+        # The device counts, so that replays of a CUDA graph do as well.
         self._calls.add_(1)
         self._copy(1)
 
@@ -140,11 +142,14 @@ class Watch:
     def _give_up(self) -> None:
         """Break the group and let go of every stream that waits."""
         if not self._health.broken:
+            # Every rank that waits comes here by its own deadline; the one that is late does not.
             late = self._channel.first_not_waiting(self._operator, _ANSWER_S)
             # Which slice did not come is not known here: the streams have not got that far.
             self._health.declare_broken(self._operator, late, 1)
         # The streams that wait, and those that wait for them, may block all queues to the device.
         with contextlib.suppress(ReferenceError), writer(self._members.device) as write:
+            # The flag comes first: kernels that run once the streams go on must find the group
+            # broken, and make their results NaN.
             write(self._health.broken_address, _RELEASED)
             # The carrier is aborted before the streams that wait for counters go on, so that no
             # slice leaves that is not complete. Its abort may wait for these streams in turn.

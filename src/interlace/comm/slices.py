@@ -106,6 +106,8 @@ class SliceQueue:
         require_queues(self._group, "slices")
         assert self._network.watch is not None
         self._network.watch.begin(self._operator)
+        # The side stream waits for this event before it looks at the counters, which are zero only
+        # from here on.
         self._start = self._group.streams.current().record_event()
         self._arrived = []
 
@@ -160,6 +162,8 @@ class SliceQueue:
         if self._start is not None:
             streams = self._group.streams
             streams.current().wait_event(streams.side(True).record_event())
+            # The call ends for the watch only behind the wait, so that it watches until all slices
+            # are here.
             assert self._network.watch is not None
             self._network.watch.end()
             self._start = None
@@ -180,6 +184,7 @@ class SliceQueue:
         if self._thread is not None:
             self._thread.cancelled = True
             self._thread.join()
+        # Otherwise the watch would take the cancelled call for a late one.
         if self._start is not None and self._network.watch is not None:
             self._network.watch.end()
         self._thread = self._start = None

@@ -207,6 +207,8 @@ def check_messages(sources, stamps, landing, is_valid, epochs, ctx, call, count,
         seen = tl.load(il.pointer(stamps + source * _STAMP_BYTES, tl.int32), volatile=True)
         if is_right & (seen != stamp):
             il.report_late(group, tl.load(entry).to(tl.int32), source + 1, stamp, seen)
+            # The report has broken the group, so the slices of the remaining peers are void as
+            # well.
             is_right = il.is_broken(group) == 0
         if not is_right:
             # Rows of any width: aligned like an element, not more.

@@ -119,6 +119,7 @@ class StampedQueue:
 
     def release(self, steps: int | None = None) -> None:
         """Enqueue the exchanges, after what counts was enqueued; by default those of all steps."""
+        # The queue's first step is the exchange of stamps, ahead of the caller's steps.
         self._queue.release(None if steps is None else 1 + steps)
 
     def wait(self, number: int) -> None:
@@ -126,6 +127,8 @@ class StampedQueue:
 
         Slices of another call, or in a group that is broken, become NaN.
         """
+        # Stamps are compared before any slice is used: work that passes slices on must not spread
+        # those of another call.
         if not self._is_checked:
             self._queue.wait(0)
             self._check()

@@ -212,6 +212,8 @@ class TriggeredTransfers(MappedOutput):
         The current stream waits, not the host.
         """
         if self._queues:
+            # The counts are checked before the copies' waits are enqueued. The check sets a wrong
+            # counter to the awaited number, so the waits end even if a kernel has left out a tile.
             self._settle()
             self._queues[self.half].release()
         else:

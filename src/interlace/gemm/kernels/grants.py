@@ -46,6 +46,8 @@ def grant_buffer(turn, own_buffer, stamp, group):
 @triton.jit
 def granted_buffers(turn, own_buffer, stamp, group):
     """Wait for the grants of all peers. Return whether all came, and each rank's buffer."""
+    # The wait acquires, and each grant's signal has released the buffer's number, so the load below
+    # reads the number of this call.
     arrived = il.wait(turn.granted + turn.peers, stamp, turn.peers, 0, group, turn.is_peer)
     theirs = il.get(turn.numbers + turn.peers, turn.me, group, turn.is_peer, 0)
     return arrived, tl.where(turn.peers == turn.me, own_buffer, theirs)
@@ -58,6 +60,8 @@ def end_sending(turn, flags, stamp, group):
     Programs count themselves, so that a peer waits for one signal rather than for every program's.
     """
     counter = il.peer_pointer(flags + COUNTER, turn.me, group)
+    # Each program counts itself with acquire-release order. So the puts of all programs are in the
+    # past of the last one, and its signals release them all.
     if il.arrive_last(counter, tl.program_id(0), tl.num_programs(0)):
         mine = turn.me + tl.zeros_like(turn.peers)
         il.signal(turn.done + mine, stamp, turn.peers, group, turn.is_peer)
@@ -66,4 +70,6 @@ def end_sending(turn, flags, stamp, group):
 @triton.jit
 def await_senders(turn, stamp, group):
     """Wait until all peers have sent everything, and return whether they have."""
+    # A peer signals after its last put. Once this wait has ended, nobody writes to this rank's
+    # memory for this call any more.
     return il.wait(turn.done + turn.peers, stamp, turn.peers, 0, group, turn.is_peer)

@@ -33,6 +33,8 @@ def memory_of(words, half, epoch, dtype: tl.constexpr):
 @triton.jit
 def end_call(words, half, epochs, epoch, group):
     """Clear old packed words of both halves, and count the call."""
+    # Slots need no clearing, as their readers have set them to zero. Only the packed words before
+    # them keep the stamps of earlier calls.
     first = il.pointer(words, tl.int64)
     il.clear_old(first, _HEADER_WORDS, epoch, group)
     il.clear_old(first + half, _HEADER_WORDS, epoch, group)

@@ -75,6 +75,7 @@ def add_parts(
     slot_stride = slots.most_rows.to(tl.int64) * slots.row_stride
     IN_RANK_ORDER: tl.constexpr = SENDING.in_rank_order
     if IN_RANK_ORDER:
+        # Rounded as if it had travelled: otherwise a row's bits would depend on which rank owns it.
         own = total.to(OUT).to(tl.float32)
         total = tl.zeros_like(total)
     all_ranks = OWN_PART or IN_RANK_ORDER
@@ -174,12 +175,15 @@ def send_and_sum(
             else:
                 # 2. A tile of this rank's own rows: wait for the peers' parts and add them.
                 if WORLD_SIZE > 1:
+                    # Two ranks cannot wait for each other here: this program has announced its own
+                    # parts of the awaited round by now, above at the latest.
                     awaited = flags + peers * slots.per_source + tile
                     arrived = il.wait(awaited, stamp, peers, tile, group, is_peer).to(tl.int32)
                     all_arrived = all_arrived * arrived
                     if TILES:
                         il.accept_tiles()
                     total = add_parts(total, slots, row, column, rows, N, group, SENDING, TILING)
+                    # After a failed wait the slots may hold parts of an earlier call.
                     total = il.nan_unless(arrived, total)
                 elif SENDING.in_rank_order:
                     total = total.to(OUT).to(tl.float32)

@@ -80,6 +80,8 @@ def stage_rows(
             scales = il.peer_pointer(scales, me, group)
             tl.store(scales + line, scale, mask=(line < rows) & (free + lines * 0 > 0))
     # 3. The last program to finish tells every peer that all rows are staged.
+    # If a peer timed out, nothing was staged, and a signal would make peers fetch rows of an
+    # earlier call.
     if free > 0:
         counter = il.peer_pointer(flags + COUNTER, me, group)
         if il.arrive_last(counter, program, tl.num_programs(0)):

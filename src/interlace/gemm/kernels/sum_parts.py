@@ -51,6 +51,8 @@ def sum_parts(
                 if SCATTER:
                     value = tl.load(part + peer * count + offsets, mask=inside, other=0.0)
                 il.put_lamport(slots + me * size + offsets, value, peer, group, inside)
+        # All chunks have been sent before the first is awaited, so no two ranks wait for each
+        # other.
         own_part = part + me * count if SCATTER else part
         for chunk in range(program, (elements + CHUNK - 1) // CHUNK, programs):
             offsets = chunk * CHUNK + lanes

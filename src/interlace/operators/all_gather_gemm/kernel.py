@@ -74,9 +74,12 @@ def _multiply(
                 lanes = tl.arange(0, 1)
                 awaited = arrivals.flags + HEADER + source + lanes
                 has_rows = rows + lanes > 0
+                # A copy sets this signal, behind the copy of the rows on the same stream, so the rows
+                # are in memory when the signal is.
                 complete = il.wait(awaited, arrivals.stamp, source + lanes, 0, group, has_rows)
                 all_arrived = all_arrived * complete.to(tl.int32)
                 if TILING.descriptors:
+                    # Descriptors load through another proxy than the one that the wait orders.
                     il.accept_tiles()
         if row < rows:
             x_row = row if OWN else first + row
@@ -86,6 +89,7 @@ def _multiply(
             total = finish_tile(total, scales, bias, x_row, column, x_rows, N)
             il.record("computed", task, group)
             if not OWN:
+                # A failed wait breaks the group, so later sources count as missing, too.
                 total = il.nan_unless(all_arrived, total)
             value = total.to(OUT)
             if SENDING.tile_stores:

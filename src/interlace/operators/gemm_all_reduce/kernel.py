@@ -63,6 +63,7 @@ def gemm_all_reduce(
     slot_half = slot_address + half * half_bytes
     arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + HEADER, per_source)
     sums = Results(results, outputs, buffers, buffer_bytes)
+    # Without every grant nothing is sent: a buffer that was not granted may hold a tensor in use.
     if arrived > 0:
         # 2. Parts go to their owners; each owner's sums go to every rank's buffer.
         arrived = send_and_sum(
@@ -74,6 +75,8 @@ def gemm_all_reduce(
         end_sending(turn, flags, stamp, group)
     # 4. Nobody reads or writes anything of this call once all peers have said so.
     if program == programs - 1:
+        # The program of the highest index is the one that waits, so that its wait keeps no other
+        # program of this launch from a processor.
         complete = await_senders(turn, stamp, group).to(tl.int32)
         if arrived * complete == 0:
             offset = own_buffer.to(tl.int64) * buffer_bytes

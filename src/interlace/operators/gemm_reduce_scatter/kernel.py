@@ -147,10 +147,13 @@ def multiply_and_sum(
         needed = (tl.minimum(row + BLOCK_M, rows) - 1) // piece_rows + 1
         if needed > pieces_here:
             awaited = is_peer & (pieces < needed)
+            # The signals are set by copies that follow the pieces on their streams. If one is late,
+            # this program's later tiles are NaN as well.
             arrived = il.wait(flags + HEADER + lanes, stamp, sources, tile, group, awaited)
             all_arrived = all_arrived * arrived.to(tl.int32)
             pieces_here = needed
             if SENDING.tile_stores:
+                # Descriptors load through another proxy than the one that the wait orders.
                 il.accept_tiles()
         total = add_parts(total, arriving, row, column, rows, N, group, SENDING, TILING, OWN_PART)
         total = il.nan_unless(all_arrived, total)

@@ -113,6 +113,7 @@ def _receive(
     total = il.sum_lamport(
         slots + offsets, None, slot, stamp, receiver, group, place.inside, WORLD_SIZE
     )
+    # Values that arrived from a rank in another call look like this call's.
     total = il.nan_unless(agreed, total)
     meeting = Meeting(calls + 16, inputs.B, stamp, receiver, group)
     norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM)

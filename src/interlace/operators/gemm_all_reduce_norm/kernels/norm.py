@@ -178,6 +178,9 @@ def _over_sections(
         me = il.rank(meeting.group)
         line = meeting.words + (number * meeting.tokens + place.tokens).to(tl.int64) * SECTIONS
         exists = place.tokens < B
+        # The own number goes through memory as well, so that all sections combine the same numbers
+        # in the same order. Packed words carry the call's stamp, so they are not cleared between
+        # calls.
         il.put_packed(line + place.section, own, meeting.stamp, me, meeting.group, exists)
         part = tl.arange(0, triton.next_power_of_2(SECTIONS))[:, None]
         mask = (part < SECTIONS) & exists

@@ -49,6 +49,7 @@ def sum_and_norm_rows(
             for step in tl.static_range(1, WORLD_SIZE):
                 peer = (me + step) % WORLD_SIZE
                 il.put_lamport(slots + me * size + offsets, value, peer, group, place.inside)
+        # All rows have been sent before the first is awaited, so no two ranks wait for each other.
         for row in range(program, B, programs):
             place = place_of(0, 0, row, N, B, COLUMNS, 1)
             loaded = load_inputs(inputs, place)

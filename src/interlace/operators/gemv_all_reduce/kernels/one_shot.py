@@ -79,6 +79,8 @@ def gemv_all_reduce_one_shot(
             part = in_words(multiply_tile(operands, K, TILING), VALUES)
             rows, tokens, mask = tile_at(tile, N, B, TILING)
             offsets, inside = words_of(tile, rows, N, B, TILING)
+            # The last step is this rank itself: with several tiles, its parts do not stay in
+            # registers until they are added.
             for step in tl.static_range(1, WORLD_SIZE + 1):
                 target = slots + rank * slot + offsets
                 peer = (rank + step) % WORLD_SIZE

@@ -138,6 +138,7 @@ def _send_sum(
     if result.bias is not None:
         total += tl.load(result.bias + tl.minimum(rows, result.N - 1)).to(tl.float32)[:, None]
     value = in_words(total.to(result.y.dtype.element_ty).to(tl.float32), VALUES)
+    # The last step is this rank itself, which reads the sums of its own rows like any owner's.
     for step in tl.static_range(1, WORLD_SIZE + 1):
         target = slots.results + offsets
         peer = (rank + step) % WORLD_SIZE

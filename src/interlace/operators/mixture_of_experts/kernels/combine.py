@@ -47,6 +47,7 @@ def grouped_gemm_combine(
     the_plan = Plan(plan, E, L)
     complete = completeness(plan, met, E, WORLD_SIZE)
     rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
+    # If a rank is missing, its memory was not granted. Without rows nothing is multiplied or put.
     rows = rows * complete
     # The rows of the next rank are the first to be computed.
     next_begin = tl.load(

@@ -125,6 +125,9 @@ def gather_tokens(
                 of_peer = (chosen >= peer * L) & (chosen < (peer + 1) * L)
                 if tl.sum(of_peer.to(tl.int32)) > 0:
                     il.put(target, value, peer, group, column < hidden)
+        # Each sending program signals for its own puts, so that no counter has to find the last of
+        # them. It signals this rank, too: the programs that list rows read what other programs of
+        # this launch have put.
         everyone = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
         own_signals = arrived + rank * SENDERS + program + everyone * 0
         il.signal(own_signals, stamp, everyone, group, everyone < WORLD_SIZE)
@@ -140,6 +143,8 @@ def gather_tokens(
         for first in range(0, length, BLOCK):
             entry = first + tl.arange(0, BLOCK)
             expert = il.get(named + entry, rank, group, entry < length, -1)
+            # If a rank is missing, the lists stay empty, and the later kernels neither compute nor
+            # put.
             is_own = (expert == rank * L + local).to(tl.int32) * complete.to(tl.int32)
             place = count + tl.cumsum(is_own, 0) - is_own
             tl.store(entries + local.to(tl.int64) * length + place, entry, mask=is_own > 0)
@@ -369,13 +374,18 @@ def decode_second_gemm(
             pointers = returned + (entry % slots).to(tl.int64)[:, None] * hidden + column
             mask = exists[:, None] & (column < hidden)
             il.put(pointers, total.to(DTYPE), (entry // slots)[:, None], group, mask)
+        # Without every rank nothing was put, and a signal would announce an earlier call's results.
         if complete > 0:
             # The last program has acquired the puts of all, and its signals release them.
             finished = il.peer_pointer(flags + DECODE_FINISHED, rank, group)
             if il.arrive_last(finished, program, MULTIPLYING):
+                # This rank is signalled, too: its adding programs read results that other programs
+                # have put.
                 is_rank = everyone < WORLD_SIZE
                 il.signal(done + rank + everyone * 0, stamp, everyone, group, is_rank)
     else:
+        # The programs that wait have higher indices than those that multiply, so they keep none of
+        # them from starting.
         arrived = il.wait(done + everyone, stamp, everyone, 0, group, everyone < WORLD_SIZE)
         poison = tl.where(arrived & (complete > 0), 0.0, float("nan"))
         pieces = (hidden + COLS - 1) // COLS

@@ -224,6 +224,8 @@ def dispatch_grouped_gemm(
                     # Descriptors load through another proxy than the one that the wait orders.
                     if DESCRIPTORS:
                         il.accept_tiles()
+                    # Rows of a source that is missing may be those of an earlier call, so they
+                    # become NaN.
                     poison = tl.where(arrived, 0.0, float("nan"))
                     ready = expert
                 first = pick(begin, lanes, expert)

@@ -101,5 +101,7 @@ def _shared_file(nbytes: int) -> int:
 def _unmap(reserved: Range, ranks: Sequence[int], offset: int, size: int) -> None:
     """Unmap ``size`` bytes per rank and free their offset; the addresses stay reserved."""
     for rank in ranks:
+        # Reserving replaces the mapping. Unmapping alone would let the operating system give the
+        # addresses to somebody else while the range still counts on them.
         reserve(size, reserved.base + rank * reserved.stride + offset)
     reserved.offsets.give(offset, size)

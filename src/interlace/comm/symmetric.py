@@ -120,6 +120,7 @@ def empty_symmetric(
     require_dtype("empty_symmetric", dtype)
     owner = group_of(group, device)
     owner.require_one_node("empty_symmetric")
+    # Compared first: each rank maps its peers' memory in the size of its own request.
     owner.agreement.compare("empty_symmetric", {"shape": list(sizes), "dtype": str(dtype)})
     nbytes = math.prod(sizes) * dtype.itemsize
     block = owner.allocate(nbytes)

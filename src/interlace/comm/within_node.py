@@ -81,6 +81,8 @@ class WithinNode:
             yield
             return
         group = self._group
+        # These kernels number the node's ranks from 0, so they count on their own, and the counts
+        # are added under the group's ranks.
         traffic = cpu_faults.Traffic(events=None if group.traffic.events is None else [])
         with cpu_faults.counting(traffic):
             yield

@@ -117,9 +117,13 @@ def embedding_all_to_all_between_nodes(
                 tables, table, member * BAGS, count, own_columns, BAGS, True, VECTORS
             )
             tl.store(il.pointer(place, OUT) + cells, total, mask=mask)
+            # One task of each slice writes the stamp, and its count below releases it together with
+            # the block.
             if (table == 0) & (member == 0):
                 rows = tl.minimum(samples - sample, slice_blocks * BAGS)
                 tl.store(_stamp_at(place, rows, own_columns * OUT_BYTES), stamp)
+        # Blocks without samples are counted, too: the network waits for the same number of blocks
+        # whatever each destination's share of the batch is.
         il.count(il.pointer(counters, tl.int32) + number)
 
     # Step 3. Without every grant of the node nothing is stored to it.

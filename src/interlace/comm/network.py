@@ -48,7 +48,7 @@ class Network:
 
     @makes_ordinary_tensors
     def counters(self, operator: str, count: int) -> torch.Tensor:
-        """Return int32 counters of ``operator``, at least ``count``; their content is anything.
+        """Return int32 counters of ``operator``, at least ``count``; their content is undefined.
 
         They live as long as the network, as captured graphs refer to them.
         """
@@ -79,8 +79,8 @@ class Watch:
     Each call copies the number of calls into the host's memory when it begins, and the next number
     when all its slices have arrived; both are enqueued, so replays of a CUDA graph do it as well. A
     thread looks at the two numbers: they are equal while a call is under way. If they stay so for
-    longer than the deadline, it breaks the group, lets go of the streams that wait for counters,
-    and aborts the carrier. What arrived means nothing then, and results become NaN.
+    longer than the deadline, it breaks the group, aborts the carrier, and releases the streams that
+    wait for counters. Received data are not valid then, and results become NaN.
     """
 
     @makes_ordinary_tensors
@@ -140,7 +140,7 @@ class Watch:
         return min(_LONGEST_PAUSE_S, deadline_s / _LOOKS_PER_DEADLINE)
 
     def _give_up(self) -> None:
-        """Break the group and let go of every stream that waits."""
+        """Break the group and release every stream that waits."""
         if not self._health.broken:
             # Every rank that waits comes here by its own deadline; the one that is late does not.
             late = self._channel.first_not_waiting(self._operator, _ANSWER_S)

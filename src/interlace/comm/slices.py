@@ -2,8 +2,8 @@
 
 A slice is a contiguous piece of this rank's memory with a counter and one destination. The kernel
 adds to the counter with release order; once the counter has reached the slice's value, the slice is
-sent. It arrives in a *landing*, memory of the destination that nobody else writes. The contract is
-that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed* before the kernel,
+sent. It arrives in a *landing*, memory of the destination that no other rank writes. The contract
+is that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed* before the kernel,
 *released* after the kernel was launched, and *joined* before the landings are read::
 
     queue = SliceQueue(group, OPERATOR, steps, mark)
@@ -14,7 +14,7 @@ that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed* b
 
 Slices are exchanged in *steps*: in step k a rank sends to and receives from each of its peers at
 most one slice, and all ranks have the same steps in the same order. A step begins when its counters
-have reached their values on this rank. What needs one step only calls ``wait(step)`` before.
+have reached their values on this rank. Work that needs one step only calls ``wait(step)`` first.
 
 On CUDA a side stream waits for the counters by the driver's stream memory operations; on the CPU
 backend a thread waits for the same counters.
@@ -112,11 +112,11 @@ class SliceQueue:
         self._arrived = []
 
     def release(self, steps: int | None = None) -> None:
-        """Enqueue the exchanges, after what counts was enqueued; end with :meth:`join`.
+        """Enqueue the exchanges, after the kernels that count; end with :meth:`join`.
 
         Args:
             steps: The number of steps that are to be enqueued by now; default: all. The others
-                need another call, once what counts for them was enqueued.
+                need another call, after the kernels that count for them.
 
         Raises:
             BackendError: The driver refuses a wait.

@@ -75,12 +75,12 @@ def collect(
     row_stride, WORLD_SIZE: tl.constexpr, REDUCTION: tl.constexpr, IN_PLACE: tl.constexpr,
     CAPTURED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
-    """Meet all ranks, then bring what they wrote for this one into the contiguous ``result``.
+    """Meet all ranks, then bring the data that they wrote for this rank into ``result``.
 
-    The ranks have written ``[rank, row, column]``. ``REDUCTION`` is ``"copy"``: all of it becomes
-    ``[rank * row, column]``. ``"sum"``: the sum over ranks, ``[row, column]``, float32 in rank
-    order. ``"sum_for_all"``: that sum, of every rank: ``[rank * row, column]``; ``landing`` is
-    symmetric memory of this size, the result itself if ``IN_PLACE``.
+    The ranks have written ``[rank, row, column]``; ``result`` is contiguous. ``REDUCTION`` is
+    ``"copy"``: all of it becomes ``[rank * row, column]``. ``"sum"``: the sum over ranks, ``[row,
+    column]``, float32 in rank order. ``"sum_for_all"``: that sum, of every rank: ``[rank * row,
+    column]``; ``landing`` is symmetric memory of this size, the result itself if ``IN_PLACE``.
 
     **Protocol.** Each program meets the programs of its index on all ranks, as :func:`meet` does.
     Under ``"sum_for_all"`` it then puts its tiles of this rank's sum into every peer's landing,
@@ -144,7 +144,7 @@ def collect(
 
 @triton.jit
 def _load_part(pointers, inside):
-    """Load what a peer has stored: from the L2, as the L1 may hold what was there before."""
+    """Load data that a peer has stored, from the L2, as the L1 may hold older data."""
     return tl.load(pointers, mask=inside, other=0.0, cache_modifier=".cg")
 
 
@@ -167,7 +167,7 @@ def tile_at(tile, rows, columns, ROWS: tl.constexpr, COLS: tl.constexpr):
 def _stamp_if_valid(stamp, is_valid):
     """Return the stamp that a rank signals.
 
-    If ``is_valid`` is 0, what the rank stored is no result, and no peer waits for the stamp.
+    If ``is_valid`` is 0, the rank has stored no valid result, and no peer waits for its stamp.
     """
     if is_valid is not None:
         stamp = tl.where(tl.load(is_valid) > 0, stamp, il.unmarked(stamp))
@@ -195,8 +195,8 @@ def check_messages(sources, stamps, landing, is_valid, epochs, ctx, call, count,
     order of the stamps that have arrived.
 
     **Protocol.** All data have arrived, or the group is broken. Data of another call are reported,
-    and NaN takes their place; then, and if the group is broken, ``is_valid`` becomes 0, so that
-    nobody goes on with them.
+    and NaN takes their place; then, and if the group is broken, ``is_valid`` becomes 0, so that no
+    later work uses them.
 
     **Example.** Two ranks: rank 0 finds the stamp of its own call, and ``is_valid`` becomes 1.
     """

@@ -31,16 +31,16 @@ class Landing(NamedTuple):
 
 
 class StampedQueue:
-    """Exchange slices with all peers of a group that spans nodes, and check whose call they are of.
+    """Exchange slices with all peers of a group that spans nodes, and check their call.
 
-    The messages of NCCL have neither tags nor sizes that it compares. So ahead of its slices each
-    rank sends every peer a stamp, the epoch and the mark of the call; when all have arrived, a
-    kernel compares them, and fills with NaN what is of another call. Use it within
+    The messages of NCCL have neither tags nor sizes that it compares. So before its slices each
+    rank sends every peer a stamp, the epoch and the mark of the call. When all have arrived, a
+    kernel compares them, and fills data of another call with NaN. Use it within
     ``Group.running``::
 
         queue.open(); compute and count; queue.release(); is_valid = queue.close()
 
-    What needs the slices of one step only comes after ``queue.wait(step)``, which compares the
+    Work that needs the slices of one step only comes after ``queue.wait(step)``, which compares the
     stamps at the first step.
     """
 
@@ -118,7 +118,7 @@ class StampedQueue:
         self._queue.arm()
 
     def release(self, steps: int | None = None) -> None:
-        """Enqueue the exchanges, after what counts was enqueued; by default those of all steps."""
+        """Enqueue the exchanges, by default of all steps, after the kernels that count."""
         # The queue's first step is the exchange of stamps, ahead of the caller's steps.
         self._queue.release(None if steps is None else 1 + steps)
 
@@ -138,7 +138,7 @@ class StampedQueue:
             self._void(message.data)()
 
     def _void(self, landing: torch.Tensor) -> Launch:
-        """Return the launch that fills a slice with NaN if it means nothing."""
+        """Return the launch that fills a slice with NaN if it is not valid."""
         from interlace.mapped.kernel import void_message
 
         return Launch(

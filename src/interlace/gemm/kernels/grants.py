@@ -34,7 +34,7 @@ class Turn(NamedTuple):
 def grant_buffer(turn, own_buffer, stamp, group):
     """Tell every source which of this rank's buffers it may write in this call. By one program.
 
-    A rank that is not in this call yet has granted nothing, so nobody writes to it.
+    A rank that is not in this call yet has granted nothing, so no peer writes to it.
     """
     mine = turn.me + tl.zeros_like(turn.peers)
     # The number comes first: the signal behind it releases it.

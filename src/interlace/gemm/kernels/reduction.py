@@ -63,7 +63,7 @@ def add_parts(
     """Return a float32 tile of this rank's own rows plus the peers' parts of it, in rank order.
 
     This rank's own tile is the first to be added, unrounded. With ``SENDING.in_rank_order`` it is
-    rounded as the parts were that travelled, and has its place among them.
+    rounded like the received parts, and added in rank order with them.
 
     Args:
         OWN_PART: Whether this rank's slot holds a part, too.

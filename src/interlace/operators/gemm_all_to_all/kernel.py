@@ -36,17 +36,17 @@ def gemm_all_to_all(
     puts the buffer's number into ``GRANTS[me]`` there and signals. So a rank that is not in this
     call yet receives nothing. Once all grants are here, programs go round over tiles,
     ``INTERLEAVE`` for one destination and then for the next, from the neighbour on, this rank being
-    the last: links are busy from beginning to end, and nobody's are crowded. A tile's copy runs
+    the last: links are busy from beginning to end, and no rank's are congested. A tile's copy runs
     while the next tile is computed. The last program to have sent all its tiles signals every
-    destination. The program of the highest index waits, last of all, until all sources are done. A
-    granted buffer is written by nobody after that. All signals have two sets.
+    destination. The program of the highest index waits, last of all, until all sources are done. No
+    rank writes to a granted buffer after that. All signals have two sets.
 
-    No program waits for one that waits, other than for program 0's grants, which come first of all.
+    No program waits for a program that waits, except for program 0's grants, which are sent first.
 
     With tile stores, ``tiles`` describes ``[rank, buffer, part, row, column]``, with ``part_rows``
-    rows in each part of an output. Of a batch, x and w are ``BATCH`` products' ``product_rows``
-    rows and weights, one behind the other; routes are of the first product's rows, and what a
-    destination gets of the others' follows.
+    rows in each part of an output. For a batch, x and w hold the ``product_rows`` rows and the
+    weights of ``BATCH`` products, one after the other. Routes describe the first product's rows; a
+    destination's rows of the other products follow those of the first.
 
     Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on
     rank 1. Rank 0 writes a1 to row 0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes

@@ -78,8 +78,8 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """Wait until parts may be sent: every peer has read those of the last call. One program.
 
     Protocol: a peer's signal ``[DONE]`` here, of the set of the last call, is then the last call's
-    epoch. ``notes``, for what follows: this call's epoch, and its stamp, which copies set as the
-    parts' signals; or what nobody waits for, if a peer is missing.
+    epoch. ``notes`` receives, for later kernels and copies, this call's epoch, and its stamp, which
+    copies set as the parts' signals; or 0, which no rank waits for, if a peer is missing.
 
     Example: the third call finds 2 in the signals that the peers set here, and notes 3 and its
     stamp.
@@ -112,7 +112,8 @@ def multiply_and_sum(
     Protocol: copy engines put each peer's part into its slot, in pieces of ``piece_rows`` rows, and
     this call's stamp into the signal ``[source][piece]`` behind each. A tile is added up when all
     peers' pieces of its rows are here. The last program to have read everything sets DONE at every
-    peer. Of a sum of products (``OWN_PART``) the others' own rows are in this rank's slot.
+    peer. In a sum of products (``OWN_PART``), this rank's slot holds its rows of the other
+    products.
 
     Example: two ranks, four own rows, tiles of one row, two pieces: rows 0 and 1 need the other
     rank's first piece only.

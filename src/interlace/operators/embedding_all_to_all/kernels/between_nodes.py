@@ -63,12 +63,12 @@ def embedding_all_to_all_between_nodes(
     2. Tasks pool the blocks for other nodes, slice by slice, all destinations of a slice in turn,
        into ``staging``. Each block that is stored is counted in its slice's counter, with release
        order: when the counter has reached the number of blocks of all destinations, the network
-       takes the slice (:mod:`interlace.comm.slices`). Nobody waits here.
+       takes the slice (:mod:`interlace.comm.slices`). No program waits here.
     3. The blocks for the node follow, as under ``direct``, once the node's grants have arrived.
     4. :func:`embedding_all_to_all_close` announces them to the node.
 
-    What other nodes send arrives in a landing of this rank, which no kernel waits for: the stream
-    does, before :func:`embedding_all_to_all_collect`.
+    Data of other nodes arrive in a landing of this rank. No kernel waits for them; the stream does,
+    before :func:`embedding_all_to_all_collect`.
 
     **Example.** Two nodes of one rank, a table of width 1 each, batch 4, slices of one sample. Rank
     0 pools a2 and counts, so that a2 leaves for rank 1; then a3, which leaves, too; then a0 and a1,
@@ -192,8 +192,8 @@ def embedding_all_to_all_collect(
     slices]`` per rank of another node.
 
     **Protocol.** All slices have arrived, or the group is broken. Each slice carries the stamp of
-    its sender's call behind its rows. A slice of another call is reported, and NaN takes its place;
-    so it does if the group is broken.
+    its sender's call behind its rows. A slice of another call is reported and becomes NaN; if the
+    group is broken, every slice does.
 
     **Example.** Two nodes of one rank, four samples, slices of one sample: rank 0 finds b0 and b1
     in its landing, each with a stamp, and copies them to column 1 of its output.

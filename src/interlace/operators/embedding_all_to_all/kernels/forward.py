@@ -161,7 +161,7 @@ def embedding_all_to_all_forward(
     3. Under ``direct`` and ``tiles`` the last program to have finished these blocks signals every
        destination. Under ``sliced`` blocks go to ``staging``; the program that completes a slice of
        ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag.
-    4. The program of the highest index waits, last of all, until all sources are done. Nobody
+    4. The program of the highest index waits, last of all, until all sources are done. No rank
        writes to a granted buffer after that: this rank's stream goes on, and the next grant of the
        buffer is made when its tensor has been freed.
 

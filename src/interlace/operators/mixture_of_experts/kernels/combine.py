@@ -26,9 +26,9 @@ def grouped_gemm_combine(
 
     **Protocol.** Programs go round over tiles, expert by expert, an expert's rows from those of the
     next rank on, so that ranks do not crowd one destination and own rows come last. A tile goes to
-    ``results`` of every source that has rows in it. As a tensor descriptor's tile it goes there in
-    full: what lies before and behind the source's rows falls into the spare rows between experts.
-    The last program to have finished signals every source. Nobody waits: rows have been granted
+    ``results`` of every source that has rows in it. A tensor descriptor stores the whole tile
+    there: the rows before and after the source's rows fall into the spare rows between experts. The
+    last program to have finished signals every source. No program waits: rows have been granted
     with the counts; backward, by the meeting of :func:`dispatch_grouped_gemm`. If a rank was
     missing there (``met``), nothing is put. Results are written again in the next call, when their
     reader, which has granted again, has read them.

@@ -1,5 +1,5 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples docs package test-gpu test-integrations test-gin smoke-gpu clean
+.PHONY: setup demo test quick check pytest examples docs package test-gpu test-integrations test-gin test-oldest-triton smoke-gpu clean
 
 PYTHON = python3
 BIN = .venv/bin
@@ -105,6 +105,17 @@ test-gin: setup
 		$(BIN)/python -m pip install --quiet --no-deps --no-compile --target "$(NCCL_CACHE)" $(NCCL)
 	INTERLACE_NCCL="$(NCCL_CACHE)/nvidia/nccl" $(BIN)/python -m pytest -n 2 --dist worksteal tests/comm/test_nccl.py \
 		tests/language/test_gin_compiled.py
+
+# Every kernel is compiled by the oldest Triton that the package allows, too, 190 MB, kept where NCCL's wheel is:
+# it refuses some programs that later ones compile. Not for AMD's GPUs, where it compiles no compare-and-swap of a tile
+# of 64-bit elements.
+OLDEST_TRITON = triton==3.6.0
+OLDEST_TRITON_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/interlace/$(OLDEST_TRITON)
+
+test-oldest-triton: setup
+	@test -e "$(OLDEST_TRITON_CACHE)/triton/__init__.py" || \
+		$(BIN)/python -m pip install --quiet --no-deps --no-compile --target "$(OLDEST_TRITON_CACHE)" $(OLDEST_TRITON)
+	PYTHONPATH="$(OLDEST_TRITON_CACHE)" $(BIN)/python -m pytest -n 2 tests/test_compile_targets.py -k "not gfx942"
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'

@@ -101,11 +101,10 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
     sign = _sign(ptr.shape, words.dtype.element_ty)
     # A tile, because the interpreter turns a scalar condition into integers when it meets a mask.
     me = rank(group) + tl.zeros(ptr.shape, tl.int32)
-    for source in tl.static_range(SOURCES):
-        awaited = mask if own is None else mask & (me != source)
-        require_memory(
-            "get_lamport, sum_lamport", words + source * stride, rank(group), awaited, group
-        )
+    # Not ``source``, which Triton 3.6 does not let a branch below define anew.
+    for part in tl.static_range(SOURCES):
+        checked = mask if own is None else mask & (me != part)
+        require_memory("get_lamport, sum_lamport", words + part * stride, rank(group), checked, group)
     if records(group):
         append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0

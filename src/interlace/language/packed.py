@@ -194,11 +194,10 @@ def sum_words(
     if kept is not None and VALUES == 2:
         # The peers get this part rounded. Adding it rounded here, too, makes all sums equal.
         kept = _round_to_20_bits(kept).to(tl.float32, bitcast=True)
-    for source in tl.static_range(SOURCES):
-        awaited = unmasked if kept is None else unmasked & (me != source)
-        require_memory(
-            "get_packed, sum_packed", words + source * stride, rank(group), awaited, group
-        )
+    # Not ``source``, which Triton 3.6 does not let a branch below define anew.
+    for part in tl.static_range(SOURCES):
+        checked = unmasked if kept is None else unmasked & (me != part)
+        require_memory("get_packed, sum_packed", words + part * stride, rank(group), checked, group)
     if records(group):
         append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0

@@ -81,6 +81,24 @@ def test_rates_are_found() -> None:
     )
 
 
+def test_noise_moves_no_rate_far() -> None:
+    """A library that is good at some sizes and bad at others, as real ones are, changes no rate
+    beyond reason, and no prediction by more than its noise.
+    """
+    chance = random.Random(2)
+    noisy = [
+        dataclasses.replace(each, us=each.us * chance.lognormvariate(0, 0.25))
+        for each in _products(H200)
+    ]
+    found = dataclasses.replace(H200, product=fit_rates(H200, noisy))
+    for field in dataclasses.fields(found.product):
+        change = getattr(found.product, field.name) / getattr(H200.product, field.name)
+        assert 0.5 < change < 2, field.name
+    for each in _products(H200):
+        us = found.library_product_us(Call(each.rows, each.columns, each.inner, 2, 1))
+        assert us == pytest.approx(each.us, rel=0.25)
+
+
 def test_a_profile_of_another_gpu() -> None:
     """Implementations take 1.3 times what the H200's compositions say of this GPU's rates."""
     rates = MeasuredRates(_products(SLOW), 1e11, 2)

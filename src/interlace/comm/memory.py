@@ -92,12 +92,15 @@ def call_when_gone(owner: object, device: torch.device, release: Callable[[], ob
     finalizer.atexit = False  # the process's end unmaps everything
 
 
-_blocks: weakref.WeakSet[Block] = weakref.WeakSet()
+_blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
+"""The blocks that exist, by their ``id``."""
 
 
 def memory_of(rank: int) -> list[tuple[int, int]]:
     """Return the first address and the number of bytes of a rank's part of every block."""
-    return [(block.address + rank * block.stride, block.nbytes) for block in _blocks]
+    # A list of references is made at once, while other threads may allocate.
+    blocks = [block for block in (known() for known in _blocks.valuerefs()) if block is not None]
+    return [(block.address + rank * block.stride, block.nbytes) for block in blocks]
 
 
 class Range:
@@ -139,7 +142,7 @@ class Block:
         self.address = address
         self.nbytes = nbytes
         self.stride = stride
-        _blocks.add(self)
+        _blocks[id(self)] = self
         call_when_gone(self, device, release)
 
 

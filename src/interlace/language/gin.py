@@ -155,8 +155,8 @@ def _await(gin, index, goal, OF: tl.constexpr, peer, slice, group):
         # Signals have no epoch: with 0 for it, the error speaks of a slice of the network.
         no_epoch = tl.zeros([], tl.int32)
         report(group, peer, slice + 1, no_epoch, no_epoch, LATE)
-    # An acquire empties the first-level cache, so looks are relaxed, and one acquire by every thread
-    # follows. After the barrier any thread may load what any other thread has acquired.
+    # An acquire empties the first-level cache, so looks are relaxed, and one acquire by every
+    # thread follows. After the barrier any thread may load what any other thread has acquired.
     _read(gin, index, OF, _ACQUIRE)
     tl.debug_barrier()
     if records(group):

@@ -94,7 +94,8 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
     """
     # In a smaller tile several threads would load the same element, and could disagree about it.
     tl.static_assert(
-        ptr.numel >= num_threads(), "sum_lamport, get_lamport: the tile must have an element for each thread"
+        ptr.numel >= num_threads(),
+        "sum_lamport, get_lamport: the tile must have an element for each thread",
     )
     FLOAT: tl.constexpr = ptr.dtype.element_ty
     words = _as_integers(peer_pointer(ptr, rank(group), group))
@@ -104,7 +105,8 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
     # Not ``source``, which Triton 3.6 does not let a branch below define anew.
     for part in tl.static_range(SOURCES):
         checked = mask if own is None else mask & (me != part)
-        require_memory("get_lamport, sum_lamport", words + part * stride, rank(group), checked, group)
+        place = words + part * stride
+        require_memory("get_lamport, sum_lamport", place, rank(group), checked, group)
     if records(group):
         append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0

@@ -197,7 +197,8 @@ def sum_words(
     # Not ``source``, which Triton 3.6 does not let a branch below define anew.
     for part in tl.static_range(SOURCES):
         checked = unmasked if kept is None else unmasked & (me != part)
-        require_memory("get_packed, sum_packed", words + part * stride, rank(group), checked, group)
+        place = words + part * stride
+        require_memory("get_packed, sum_packed", place, rank(group), checked, group)
     if records(group):
         append(tl.zeros([], tl.int32), WAIT, SEVERAL, slice, group)
     looks = 0

@@ -74,8 +74,8 @@ def _multiply(
                 lanes = tl.arange(0, 1)
                 awaited = arrivals.flags + HEADER + source + lanes
                 has_rows = rows + lanes > 0
-                # A copy sets this signal, behind the copy of the rows on the same stream, so the rows
-                # are in memory when the signal is.
+                # A copy sets this signal, behind the copy of the rows on the same stream, so the
+                # rows are in memory when the signal is.
                 complete = il.wait(awaited, arrivals.stamp, source + lanes, 0, group, has_rows)
                 all_arrived = all_arrived * complete.to(tl.int32)
                 if TILING.descriptors:
@@ -112,7 +112,8 @@ def _multiply(
 def all_gather_gemm(
     x, w, bias, x_scale, w_scale, scales, gathered, result, y_address, signals, epochs, ctx, routes,
     call, most_rows, part_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride,
-    row_groups, inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr, TILING: tl.constexpr,
+    row_groups, inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
 

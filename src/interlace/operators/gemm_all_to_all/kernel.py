@@ -27,8 +27,8 @@ from interlace.gemm.kernels.tiles import (
 def gemm_all_to_all(
     x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
     own_buffer, most_rows, own_rows, part_rows, product_rows, N, K, x_stride, w_stride,
-    x_scale_stride, w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr, SENDING: tl.constexpr,
-    TILING: tl.constexpr,
+    x_scale_stride, w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr,
+    SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
 

@@ -221,7 +221,8 @@ def embedding_all_to_all_collect(
             for start in range(0, width, COLUMNS):
                 column = (start + tl.arange(0, COLUMNS))[None, :]
                 mask = (line < rows) & (column < width)
-                value = tl.load(il.pointer(place, OUT) + line * width + column, mask=mask, other=0.0)
+                arrived = il.pointer(place, OUT) + line * width + column
+                value = tl.load(arrived, mask=mask, other=0.0)
                 target = il.pointer(output, OUT) + first_column + column
                 target += (number * slice_rows + line) * columns
                 tl.store(target, il.nan_unless(is_right, value), mask=mask)

@@ -1,4 +1,6 @@
-"""The kernels of ``impl="decode"``: few tokens, experts' weights read once; README.md explains them.
+"""The kernels of ``impl="decode"``: few tokens, experts' weights read once.
+
+README.md explains the protocols.
 
 A row's place follows from its source and its token, so nothing is numbered before it is sent, and
 no counts are exchanged: each rank finds the rows of its experts in what all ranks have sent.
@@ -79,8 +81,8 @@ def gather_tokens(
     """Send tokens and their routing to the ranks that need them; list the rows of each expert.
 
     The landing holds, in each half, the experts that every rank's slots name, int32 ``[R, T k]``,
-    and ``rows_at`` bytes behind their start the tokens ``[R, T, hidden]``. A token goes once to each
-    rank that has one of its experts.
+    and ``rows_at`` bytes behind their start the tokens ``[R, T, hidden]``. A token goes once to
+    each rank that has one of its experts.
 
     **Protocol.** The first ``SHARES.programs`` programs put, and each signals every rank,
     ``[source][program]`` in the set of the epoch's parity. The others, one per expert of this rank,
@@ -267,8 +269,8 @@ def decode_first_gemm(
 
     ``weights`` is ``[L, 2 F, hidden]``: a line of the gate and one of up in turn, or, with
     ``HALVES``, all of the gate's before those of up; ``[L, F, hidden]`` if experts have no gate.
-    ``bias``, unless it is None, is ``[L, 2 F]`` in the same order. Rows are in the order of experts,
-    an expert's in that of its list. Experts without rows are not read.
+    ``bias``, unless it is None, is ``[L, 2 F]`` in the same order. Rows are in the order of
+    experts, an expert's in that of its list. Experts without rows are not read.
 
     **Protocol.** No peer takes part: :func:`gather_tokens` has waited for all that is read.
 

@@ -127,11 +127,11 @@ def dispatch_grouped_gemm(
     """Send every slot's row of ``x`` to its expert's rank; multiply what arrives by the weights.
 
     Forward, which is where ``grants`` are given, ``b`` is ``[L, 2 F, hidden]``, the gate's rows
-    before those of up if ``HALVES``, or else a row of each in turn (or ``[L, F, hidden]`` if experts
-    have no gate), and ``bias``, unless it is None, ``[L, 2 F]`` in the same order; ``out`` becomes
-    the activation of both, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up,
-    ``[2, arrivals, F]``. Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``, rows
-    are accompanied by their slot's weight (``scales``), and the product is stored as it is.
+    before those of up if ``HALVES``, or else a row of each in turn (or ``[L, F, hidden]`` if
+    experts have no gate), and ``bias``, unless it is None, ``[L, 2 F]`` in the same order; ``out``
+    becomes the activation of both, ``[arrivals, F]``, and ``kept``, unless it is None, gate and up,
+    ``[2, arrivals, F]``. Backward, ``x`` is the output's gradient, ``b`` is ``[L, hidden, F]``,
+    rows are accompanied by their slot's weight (``scales``), and the product is stored as it is.
     ``TILING.w_along_k`` says which of the last two dimensions of ``b`` is contiguous in memory.
 
     **Protocol.**

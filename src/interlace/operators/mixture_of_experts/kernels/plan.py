@@ -46,7 +46,7 @@ class Exchange(NamedTuple):
 
 @triton.jit
 def expert_of(experts, slot, slots, E):
-    """Load the expert that each slot names, -1 if there is no such one, and whether there is one."""
+    """Load the expert that each slot names, -1 if there is none, and whether there is one."""
     expert = tl.load(experts + slot, mask=slot < slots, other=-1)
     # Compared before it is cut to 32 bits, of which a number of 64 may have those of an expert.
     named = (expert >= 0) & (expert < E)

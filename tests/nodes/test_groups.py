@@ -106,7 +106,7 @@ def _wrong_number():
 
 
 def test_a_number_of_nodes_must_divide_the_ranks(ranks):
-    message = "INTERLACE_NODES must be a number that divides the 4 ranks; got '3'."
+    message = "INTERLACE_NODES must be a number that divides the 4 ranks; got 3."
     assert ranks(4).run(_wrong_number) == [("ArgumentError", message)] * 4
 
 

@@ -5,13 +5,13 @@ Each command's module is imported when it runs, and torch with it.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from interlace import environment
 from interlace.cli.console import print_error
 from interlace.cli.operator_commands import BenchCommands, TuneCommands
 from interlace.cli.options import (
@@ -36,10 +36,12 @@ class _Commands(TyperGroup):
     """
 
     def invoke(self, ctx: Any) -> Any:
+        is_debugging = False
         try:
+            is_debugging = bool(ctx.params.get("debug") or environment.switch("INTERLACE_DEBUG"))
             return super().invoke(ctx)
         except InterlaceError as error:
-            if ctx.params.get("debug") or os.environ.get("INTERLACE_DEBUG", "0") not in ("", "0"):
+            if is_debugging:
                 raise
             print_error(error)
             raise typer.Exit(1) from None

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.metadata
-import os
 from pathlib import Path
 
 import torch
 
-from interlace import __version__
-from interlace.comm.machine_rates import VARIABLE
+from interlace import __version__, environment
+from interlace.comm.machine_rates import is_asked_for
 from interlace.costs.known_profiles import cached_by_profiles, own_profile
 
 PACKAGE = Path(__file__).parents[1]
@@ -65,8 +64,8 @@ def settings() -> dict[str, str]:
     A rank that measures its implementations, or its machine, waits for its peers to do so, too.
     """
     return {
-        "the_environment's_setting_of_autotuning": os.environ.get("INTERLACE_AUTOTUNE", ""),
-        "the_environment's_setting_of_measuring_machines": os.environ.get(VARIABLE, ""),
+        "the_environment's_setting_of_autotuning": str(environment.switch("INTERLACE_AUTOTUNE")),
+        "the_environment's_setting_of_measuring_machines": str(is_asked_for()),
     }
 
 

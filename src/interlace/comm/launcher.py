@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from interlace.comm.nodes import NODES_VARIABLE
+from interlace.environment import whole_number
 from interlace.errors import ArgumentError, BackendError, LaunchError
 
 _UNGUARDED = (
@@ -329,7 +330,7 @@ def init_process_group(
             # through sockets.
             os.environ["NCCL_HOSTID"] = f"interlace-{rank}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-        elif nodes := _whole_number(NODES_VARIABLE, 0):
+        elif nodes := whole_number(NODES_VARIABLE, 0, least=1):
             # Ranks that count as several nodes are so for NCCL, too.
             os.environ["NCCL_HOSTID"] = f"interlace-node-{rank * nodes // world_size}"
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -374,14 +375,14 @@ def _run_as_rank(
     """
     started = not dist.is_initialized()
     if started:
-        rank = _whole_number("RANK")
-        local_rank = _whole_number("LOCAL_RANK", rank)
-        ranks_here = _whole_number("LOCAL_WORLD_SIZE", local_rank + 1)
+        rank = whole_number("RANK")
+        local_rank = whole_number("LOCAL_RANK", rank)
+        ranks_here = whole_number("LOCAL_WORLD_SIZE", local_rank + 1)
         if backend == "auto":
             backend = "cuda" if torch.cuda.device_count() >= ranks_here else "cpu"
-        ranks = _whole_number("WORLD_SIZE")
+        ranks = whole_number("WORLD_SIZE")
         environment = _child_environment(backend)
-        if _whole_number("LOCAL_WORLD_SIZE", ranks) < ranks:
+        if whole_number("LOCAL_WORLD_SIZE", ranks) < ranks:
             # Loopback reaches no other machine; Gloo finds the interface by the host's name.
             environment.pop("GLOO_SOCKET_IFNAME", None)
         os.environ.update(environment)
@@ -409,27 +410,6 @@ def _run_as_rank(
     finally:
         if started:
             dist.destroy_process_group()
-
-
-def _whole_number(variable: str, default: int | None = None) -> int:
-    """Return the number that an environment variable holds.
-
-    Args:
-        variable: Name of the variable.
-        default: Number if the variable is not set, or empty; None: it must be set.
-
-    Raises:
-        ArgumentError: The variable holds no number.
-    """
-    text = os.environ.get(variable, "")
-    if not text and default is not None:
-        return default
-    if not text.isdecimal():
-        raise ArgumentError(
-            f"{variable} must be a whole number; got {text!r}. Unset it, or leave it to the "
-            "launcher."
-        )
-    return int(text)
 
 
 def _store_of_a_launch(timeout_s: float | None) -> dist.Store:

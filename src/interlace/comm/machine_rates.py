@@ -8,7 +8,6 @@ one profile, which is also kept for the user's next programs.
 from __future__ import annotations
 
 import datetime
-import os
 import random
 import statistics
 import warnings
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from interlace import environment
 from interlace.comm import copies
 from interlace.comm.members import Exchange, Members
 from interlace.costs.known_profiles import (
@@ -48,7 +48,7 @@ _MOST_SETS = 16
 
 def is_asked_for() -> bool:
     """Return whether the environment lets groups measure machines that nobody has measured."""
-    return os.environ.get(VARIABLE, "") not in ("", "0")
+    return bool(environment.switch(VARIABLE))
 
 
 # Of all ranks, one profile

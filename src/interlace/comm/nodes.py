@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
+from interlace.environment import whole_number
 from interlace.errors import ArgumentError
 
 NODES_VARIABLE = "INTERLACE_NODES"
@@ -67,15 +68,15 @@ def _by_launcher(environment: Mapping[str, str]) -> str:
 
 def _declared() -> str:
     """Return the node of this process by ``INTERLACE_NODES``, or ``""`` if that is not set."""
-    text = os.environ.get(NODES_VARIABLE, "")
-    if not text:
+    nodes = whole_number(NODES_VARIABLE, 0, least=1)
+    if not nodes:
         return ""
     ranks = dist.get_world_size()
-    if not text.isdecimal() or int(text) < 1 or ranks % int(text):
+    if ranks % nodes:
         raise ArgumentError(
-            f"{NODES_VARIABLE} must be a number that divides the {ranks} ranks; got {text!r}."
+            f"{NODES_VARIABLE} must be a number that divides the {ranks} ranks; got {nodes}."
         )
-    return str(dist.get_rank() // (ranks // int(text)))
+    return str(dist.get_rank() // (ranks // nodes))
 
 
 def _boot_id() -> str:

@@ -26,13 +26,13 @@ import contextlib
 import dataclasses
 import functools
 import gc
-import os
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from interlace import environment
 from interlace.comm import inductor_graphs
 from interlace.comm import recording as recordings
 from interlace.comm.launches import launches
@@ -92,7 +92,9 @@ class Replays:
     def __init__(self, device: torch.device) -> None:
         """Create a store of graphs for ``device``; on the CPU it always enqueues."""
         self._device = device
-        self._enabled = device.type == "cuda" and os.environ.get("INTERLACE_REPLAY", "1") != "0"
+        self._enabled = (
+            device.type == "cuda" and environment.switch("INTERLACE_REPLAY") is not False
+        )
         self._graphs: OrderedDict[Hashable, _Replayable] = OrderedDict()
         self._candidates: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
         # Tables of the call that is being enqueued for the first time; None at all other times.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from interlace.comm.interpreter import interpreting
 from interlace.comm.nodes import NODES_VARIABLE
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
+from interlace.environment import whole_number
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchOperator
 from interlace.gemm.between_nodes import times_between_nodes
@@ -71,12 +71,10 @@ def ranks_of_a_node(device: torch.device) -> int | None:
     ``INTERLACE_NODES`` decides, then ``LOCAL_WORLD_SIZE``, which torchrun sets; without them, the
     number of visible GPUs.
     """
-    nodes = os.environ.get(NODES_VARIABLE, "")
-    if nodes.isdecimal() and int(nodes):
-        return dist.get_world_size() // int(nodes)
-    local_world_size = os.environ.get("LOCAL_WORLD_SIZE", "")
-    if local_world_size.isdecimal() and int(local_world_size):
-        return int(local_world_size)
+    if nodes := whole_number(NODES_VARIABLE, 0, least=1):
+        return dist.get_world_size() // nodes
+    if ranks := whole_number("LOCAL_WORLD_SIZE", 0, least=1):
+        return ranks
     return torch.cuda.device_count() if device.type == "cuda" else None
 
 

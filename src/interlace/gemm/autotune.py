@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from interlace import environment
 from interlace.cache_folder import cache_folder
 from interlace.comm import inductor_graphs
 from interlace.comm.identity import identity
@@ -87,8 +87,7 @@ def is_enabled(impl: str = "auto") -> bool:
 
 @functools.cache
 def _by_environment() -> bool | None:
-    value = os.environ.get("INTERLACE_AUTOTUNE", "")
-    return value != "0" if value else None
+    return environment.switch("INTERLACE_AUTOTUNE")
 
 
 @functools.cache

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
+from interlace import environment
 from interlace.comm.kernels import capability
 from interlace.errors import ArgumentError
 from interlace.registry import BATCH_INVARIANT, Implementation, Operator
@@ -86,7 +86,7 @@ def is_enabled() -> bool:
 
 @functools.cache
 def _by_environment() -> bool:
-    return os.environ.get("INTERLACE_BATCH_INVARIANT", "") not in ("", "0")
+    return bool(environment.switch("INTERLACE_BATCH_INVARIANT"))
 
 
 def effective_impl(operator: Operator, impl: str) -> str:

@@ -6,11 +6,11 @@ The agreement of a name is a constant of graphs.
 from __future__ import annotations
 
 import dataclasses
-import os
 from typing import Any, NamedTuple
 
 import torch
 
+from interlace import environment
 from interlace.comm import Group, group_named
 from interlace.comm.group import Answers
 from interlace.errors import ArgumentError, RankMismatchError
@@ -199,4 +199,4 @@ def checks_indices(check_indices: bool | None, device: torch.device) -> bool:
     """Decide whether a call looks at the numbers in indices and offsets."""
     if check_indices is not None:
         return check_indices
-    return device.type == "cpu" or os.environ.get("INTERLACE_CHECK_INDICES", "0") not in ("", "0")
+    return device.type == "cpu" or bool(environment.switch("INTERLACE_CHECK_INDICES"))

@@ -1,0 +1,48 @@
+"""Read switches and numbers from environment variables; docs/reference.md lists Interlace's."""
+
+from __future__ import annotations
+
+import os
+
+from interlace.errors import ArgumentError
+
+_ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
+
+
+def switch(variable: str) -> bool | None:
+    """Return whether a variable is on; None if it is not set, or empty.
+
+    On are ``1``, ``true``, ``yes`` and ``on``, off are ``0``, ``false``, ``no`` and ``off``, in
+    small letters or capitals.
+
+    Raises:
+        ArgumentError: The variable holds something else.
+    """
+    text = os.environ.get(variable, "")
+    if not text:
+        return None
+    if text.lower() not in _ON + _OFF:
+        raise ArgumentError(f"{variable} must be 1 or 0; got {text!r}. Change it, or unset it.")
+    return text.lower() in _ON
+
+
+def whole_number(variable: str, default: int | None = None, *, least: int = 0) -> int:
+    """Return the number that a variable holds, which may be a launcher's.
+
+    Args:
+        variable: Name of the variable.
+        default: What is returned if it is not set, or empty; None: it must be set.
+        least: The smallest number that it may hold.
+
+    Raises:
+        ArgumentError: The variable holds no such number.
+    """
+    text = os.environ.get(variable, "")
+    if not text and default is not None:
+        return default
+    if not text.isdecimal() or int(text) < least:
+        rule = f"a whole number of at least {least}" if least else "a whole number"
+        raise ArgumentError(
+            f"{variable} must be {rule}; got {text!r}. Unset it, or leave it to the launcher."
+        )
+    return int(text)

@@ -1,0 +1,49 @@
+"""Switches and numbers in environment variables."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from interlace import environment
+from interlace.cli.app import app
+from interlace.errors import ArgumentError
+
+VARIABLE = "NAME_OF_A_VARIABLE"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1", True), ("on", True), ("True", True), ("0", False), ("no", False), ("", None)],
+)
+def test_switches(monkeypatch: pytest.MonkeyPatch, text: str, expected: bool | None) -> None:
+    monkeypatch.setenv(VARIABLE, text)
+    assert environment.switch(VARIABLE) is expected
+
+
+def test_a_switch_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.switch(VARIABLE) is None
+    monkeypatch.setenv(VARIABLE, "2")
+    with pytest.raises(ArgumentError, match=f"{VARIABLE} must be 1 or 0; got '2'"):
+        environment.switch(VARIABLE)
+
+
+def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.whole_number(VARIABLE, 4) == 4
+    with pytest.raises(ArgumentError, match="must be a whole number; got ''"):
+        environment.whole_number(VARIABLE)
+    monkeypatch.setenv(VARIABLE, "12")
+    assert environment.whole_number(VARIABLE, 4, least=12) == 12
+    with pytest.raises(ArgumentError, match="must be a whole number of at least 13; got '12'"):
+        environment.whole_number(VARIABLE, 4, least=13)
+    for text in ("1.5", "-1", "few", "²"):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(ArgumentError, match=f"must be a whole number; got '{text}'"):
+            environment.whole_number(VARIABLE, 4)
+
+
+def test_commands_say_which_variable_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INTERLACE_DEBUG", "perhaps")
+    done = CliRunner().invoke(app, ["explain", "gemm_all_to_all", "8x8x8"])
+    assert done.exit_code == 1
+    assert "INTERLACE_DEBUG must be 1 or 0; got 'perhaps'" in done.output

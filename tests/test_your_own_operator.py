@@ -4,6 +4,7 @@ declaration alone.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import importlib
 import sys
@@ -14,7 +15,13 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace import registry
+from interlace.cli.gpus import choice_on, gpu_named
 from interlace.costs import find_cost
+from interlace.costs.time import Call
+from interlace.gemm import schema
+from interlace.gemm.implementations.fused import FUSED
+from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.registry import operators
 from tests.errors import error_of
 from tests.programs import run_program
@@ -155,6 +162,47 @@ def test_explain_and_the_registry_know_it():
         interlace.ArgumentError, match="impl must be one of auto, measured, batch_invariant, fused,"
     ):
         package.gemm_broadcast(x, w, impl="chunked")
+
+
+def test_auto_takes_the_first_implementation_whatever_its_name():
+    """The times of a new operator are not known, and nothing says that its kernel is "fused"."""
+    ring = dataclasses.replace(FUSED, name="ring")
+    declaration = type("GemmRing", (package.GemmBroadcast,), {"implementations": (ring, UNFUSED)})()
+    sizes = {"rows": 64, "columns": 64, "inner": 64, "dtype": torch.float32, "world_size": 2}
+    assert declaration.choose(**sizes, device=torch.device("cpu")).impl == "ring"
+    call = Call.of_dtype("float32", 64, 64, 64, 2)
+    assert choice_on(gpu_named("h200"), declaration, call, torch.float32).impl == "ring"
+
+
+def test_an_operator_without_the_unfused_pair_is_refused(monkeypatch):
+    """Another one may refuse a call, also one that a user's program makes for the first time."""
+    kernel_only = {"name": "gemm_kernel_only", "implementations": (FUSED,)}
+    declaration = type("GemmKernelOnly", (package.GemmBroadcast,), kernel_only)()
+    monkeypatch.setitem(registry._operators, declaration.name, declaration)
+    with pytest.raises(interlace.ArgumentError, match=r"must include 'unfused'.*got fused"):
+        schema.define(declaration.name)
+
+
+def _float8():
+    x, w, _ = _operands(dtype=torch.float8_e4m3fn)
+    scales = torch.full((1,), 2.0), torch.full((1,), 2.0)
+    name = dist.group.WORLD.group_name
+    return [
+        error_of(lambda: package.gemm_broadcast(x, w)),
+        error_of(
+            lambda: torch.ops.interlace.gemm_broadcast(
+                x, w, None, *scales, torch.bfloat16, name, "fused", ""
+            )
+        ),
+    ]
+
+
+def test_float8_is_refused_by_an_operator_that_takes_none(ranks):
+    """Its public function has no scales to pass, and its kernel would leave them out."""
+    for rank in ranks(2).run(_float8):
+        for kind, message, *_ in rank:
+            assert kind == "ArgumentError"
+            assert message.startswith("gemm_broadcast: x must be float16, bfloat16 or float32; got")
 
 
 def _bench():

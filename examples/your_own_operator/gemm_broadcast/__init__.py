@@ -28,6 +28,7 @@ class GemmBroadcast(GemmOperator):
 
     collective = "broadcast"
     split_names = ()
+    takes_float8 = False  # its kernel applies no scales
     implementations = (FUSED, UNFUSED)
 
     def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:

@@ -34,7 +34,7 @@ def prepare(call: GemmCall, y: torch.Tensor) -> Launch:
     tiles = ceil_div(operands.rows, config.block_m) * ceil_div(operands.columns, config.block_n)
     workspace = group.workspace(call.operator.name, y.nbytes, kernel.FIRST_TILE.value + tiles)
     arguments = operand_arguments(operands, config, descriptors=False)
-    # This operator takes no float8, so its kernel has no scales.
+    # The kernel has no scales, as the operator takes no float8.
     for name in ("x_scale", "w_scale", "x_scale_stride", "w_scale_stride"):
         del arguments[name]
     arguments |= {

@@ -60,4 +60,5 @@ def choice_on(gpu: Gpu, declaration: GemmOperator, call: Call, dtype: torch.dtyp
         inner=call.inner,
         dtype=dtype,
         world_size=call.world_size,
+        default=declaration.implementations[0].name,
     )

@@ -202,7 +202,7 @@ def _decide(
     }
     # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
     mark = group.agree(operator.name, **agreed)
-    operands.require_supported(operator.name)
+    operands.require_supported(operator.name, operator.takes_float8)
     rows = operator.plan_rows(operands.rows, splits, group)
     named = name_in(impl)
     operator.require_nodes(named or operator.choosers[0], group.nodes)

@@ -75,8 +75,13 @@ def validate(
     out_dtype: torch.dtype | None,
     impl: str,
     config: object,
+    *,
+    takes_float8: bool = True,
 ) -> None:
     """Refuse what no rank could compute; the operators' ``api`` modules state the rules.
+
+    Args:
+        takes_float8: Whether the operator multiplies float8 operands.
 
     Raises:
         ArgumentError: An operand breaks a rule. The message has the operator's name, the rule, the
@@ -84,6 +89,7 @@ def validate(
     """
     name = operator.name
     validate_matrices(name, x, w)
+    require_operand_dtype(name, x.dtype, takes_float8)
     if out_dtype is not None:
         require_float(f"{name}: out_dtype", out_dtype)
     if bias is not None:
@@ -114,10 +120,7 @@ def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
     if w.dim() != 2:
         raise ArgumentError(f"{operator}: w must be [N, K]; got shape {list(w.shape)}.")
     require_common_dimension(operator, x, w)
-    if x.dtype not in (*FLOATS, FLOAT8):
-        raise ArgumentError(
-            f"{operator}: x must be float16, bfloat16, float32 or float8_e4m3fn; got {x.dtype}."
-        )
+    require_operand_dtype(operator, x.dtype)
     require_common_dtype(operator, x, w)
     require_device(f"{operator}: w", w, "x", x.device)
     if contiguous_dimension(w) is None:
@@ -126,6 +129,14 @@ def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
             "Keep w as nn.Linear does, [N, K], pass .T of a contiguous [K, N], or call "
             ".contiguous() once."
         )
+
+
+def require_operand_dtype(operator: str, dtype: torch.dtype, takes_float8: bool = True) -> None:
+    """Refuse operands of a dtype that an operator does not multiply."""
+    if dtype in FLOATS or (takes_float8 and dtype == FLOAT8):
+        return
+    names = "bfloat16, float32 or float8_e4m3fn" if takes_float8 else "bfloat16 or float32"
+    raise ArgumentError(f"{operator}: x must be float16, {names}; got {dtype}.")
 
 
 def require_common_dimension(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
@@ -343,8 +354,19 @@ class Operands:
         x, w = _laid_out(self.x, 1), _laid_out(self.w, along)
         return self if x is self.x and w is self.w else dataclasses.replace(self, x=x, w=w)
 
-    def require_supported(self, operator: str) -> None:
-        """Raise :class:`BackendError` if this GPU cannot multiply the operands' dtype."""
+    def require_supported(self, operator: str, takes_float8: bool = True) -> None:
+        """Refuse operands that the operator, or this GPU, cannot multiply.
+
+        Args:
+            operator: The operator's name.
+            takes_float8: Whether it multiplies float8 operands.
+
+        Raises:
+            ArgumentError: The operands are float8, and the operator takes none.
+            BackendError: The GPU cannot multiply their dtype.
+        """
+        # ``torch.ops.interlace`` is called with scales whatever the public function takes.
+        require_operand_dtype(operator, self.x.dtype, takes_float8)
         if self.x.dtype == FLOAT8 and self.x.device.type == "cuda":
             capability = torch.cuda.get_device_capability(self.x.device)
             if capability < FLOAT8_CAPABILITY:

@@ -39,6 +39,7 @@ class GemmOperator(Operator):
         returns_gathered: Whether the result is a pair, the gathered x beside the product.
         adds_ranks: Whether the result is a sum over ranks; then a bias is added once, after the
             sum, and every rank has the same one.
+        takes_float8: Whether it multiplies float8 operands, whose scales its kernels then apply.
     """
 
     computation = "gemm"
@@ -49,6 +50,7 @@ class GemmOperator(Operator):
     split_names: ClassVar[tuple[str, ...]] = ("splits",)
     returns_gathered: ClassVar[bool] = False
     adds_ranks: ClassVar[bool] = False
+    takes_float8: ClassVar[bool] = True
 
     # What ranks agree on, and how rows are shared out
 
@@ -89,7 +91,8 @@ class GemmOperator(Operator):
 
     def choose(self, **call: Any) -> Choice[Any]:
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
-        return choose_product(self.name, cast(Any, self.config_type), **call)
+        default = self.implementations[0].name
+        return choose_product(self.name, cast(Any, self.config_type), **call, default=default)
 
     def invariant_config(
         self, operands: Operands, choice: Choice[Any], world_size: int
@@ -182,7 +185,9 @@ class GemmOperator(Operator):
         """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
         # The choice depends on no scale's value, so one stands for what the call will be given.
         scale = x.new_empty([], dtype=torch.float32) if x.dtype == FLOAT8 else None
-        validate(self, x, w, bias, scale, scale, out_dtype, "auto", None)
+        validate(
+            self, x, w, bias, scale, scale, out_dtype, "auto", None, takes_float8=self.takes_float8
+        )
         operands = Operands(x, w, bias, scale, scale, output_dtype(x, out_dtype))
         lists = tuple(splits.get(name) for name in self.split_names)
         self.validate_splits(lists)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from interlace.comm import default_name
 from interlace.comm.registration import OPERATOR_TAGS, UNCAPTURABLE_TAGS, register
+from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands, output_dtype, validate
@@ -33,9 +34,13 @@ def define(name: str) -> GemmOperator:
 
     An operator that exchanges lists in every call has an overload ``exchanged`` for such calls, as
     a CUDA graph can hold none of them.
+
+    Raises:
+        ArgumentError: The operator declares no implementation ``"unfused"``.
     """
     operator = operator_named(name)
     assert isinstance(operator, GemmOperator)
+    _require_unfused(operator)
     # Numbers of rows are symbolic, so that a graph compiled for dynamic shapes serves other lists,
     # too.
     lists = "".join(f"SymInt[]? {split}, " for split in operator.split_names)
@@ -84,6 +89,17 @@ def define(name: str) -> GemmOperator:
     return operator
 
 
+def _require_unfused(operator: GemmOperator) -> None:
+    """Refuse an operator without the implementation that runs where all others refuse a call."""
+    names = [implementation.name for implementation in operator.implementations]
+    if "unfused" not in names:
+        raise ArgumentError(
+            f"{operator.name}: implementations must include 'unfused', which refuses no call; got "
+            f"{', '.join(names) or 'none'}. Declare "
+            "interlace.gemm.implementations.unfused.UNFUSED."
+        )
+
+
 def _unpack(operator: GemmOperator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return tensors, lists of rows, out_dtype, gather, group_name, impl and config."""
     lists = len(operator.split_names)
@@ -118,7 +134,10 @@ def call(
     Raises:
         ArgumentError: No rank could compute this.
     """
-    validate(operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config)
+    validate(
+        operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,
+        takes_float8=operator.takes_float8,
+    )  # fmt: skip
     operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
     lists = [None if rows is None else list(rows) for rows in splits]  # type: ignore[call-overload]
     overload = _EXCHANGED if operator.exchanges(tuple(lists)) else "default"

@@ -463,6 +463,9 @@ for command in ("bench", "tune"):
         main()
     except SystemExit as end:
         assert not end.code, end.code
+sys.argv = ["interlace", "explain", "gemm_broadcast", "64x64x64"]
+print("Usage: ")
+main()
 """
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -471,7 +474,9 @@ for command in ("bench", "tune"):
         capture_output=True,
         text=True,
     )
-    benching, tuning = done.stdout.split("Usage: ")[1:]
+    benching, tuning, explained = done.stdout.split("Usage: ")[1:]
+    assert "No time of gemm_broadcast is predicted" in explained
+    assert "impl='auto' takes fused: nothing was measured" in explained
     for shown, option in ((benching, "--transports"), (tuning, "--table")):
         assert "GEMM + Broadcast: f" in shown
         assert option in shown

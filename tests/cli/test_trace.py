@@ -47,6 +47,7 @@ def test_a_trace_of_two_ranks(tmp_path: Path, quick_launches: None) -> None:
     ("arguments", "message"),
     [
         (["gemm"], "OPERATOR must be one of"),
+        (["gemm_broadcast"], "of your own, put interlace.trace() around calls of it"),
         (["gemm_reduce_scatter", "--impl", "fast"], "--impl must be one of fused"),
         (["gemm_reduce_scatter", "8x8x8x8"], "SHAPE must be whole numbers for rows x columns x"),
         (["gemm_reduce_scatter", "8xk"], "SHAPE must be whole numbers"),

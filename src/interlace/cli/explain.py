@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.table import Table
@@ -22,6 +23,7 @@ from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named, operators
+from interlace.tuning.choice import Choice
 
 
 def run_explain(
@@ -76,7 +78,14 @@ def run_explain(
             + (f", {nodes} nodes, {rates.network}" if rates else "")
         )
         if rates is None:
-            console.print(_table(declaration, device, call, dtype))
+            choice = choice_on(device, declaration, call, getattr(torch, dtype))
+            console.print(_table(declaration, device, call, choice))
+            if not choice.times_us:
+                console.print(
+                    f"No time of {declaration.name} is predicted: `interlace tune profile` fits "
+                    f"its times to what `interlace bench {declaration.name}` has measured. "
+                    f"impl='auto' takes {choice.impl}: {choice.reason}."
+                )
         else:
             console.print(_table_between_nodes(declaration, name, call, nodes, rates))
         console.print()
@@ -88,9 +97,8 @@ def run_explain(
     console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
 
 
-def _table(declaration: GemmOperator, gpu: Gpu, call: Call, dtype: str) -> Table:
+def _table(declaration: GemmOperator, gpu: Gpu, call: Call, choice: Choice[Any]) -> Table:
     profile = profile_of(gpu.name)
-    choice = choice_on(gpu, declaration, call, getattr(torch, dtype))
     table = make_table("implementation", "us", "of the best stock pair")
     pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
     for name, us in choice.times_us.items():

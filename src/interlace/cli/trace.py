@@ -130,7 +130,8 @@ def case_of(request: Request, ranks: int) -> Case:
     operator, shape = request.operator, request.shape
     if operator not in IMPLEMENTATIONS:
         raise ArgumentError(
-            f"OPERATOR must be one of {', '.join(IMPLEMENTATIONS)}; got {operator!r}."
+            f"OPERATOR must be one of {', '.join(IMPLEMENTATIONS)}; got {operator!r}. To trace an "
+            "operator or a kernel of your own, put interlace.trace() around calls of it."
         )
     if request.dtype:
         require_dtype(request.dtype)

@@ -628,8 +628,9 @@ def test_an_interrupted_sweep_ends(tmp_path: Path) -> None:
     """Ctrl-C reaches all processes; none may go on with the items that wait for it."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import time\nfrom interlace.sim.sweeps import map_processes\n"
-        "def nap(seconds):\n    print('asleep', flush=True)\n    time.sleep(seconds)\n"
+        "import os\nimport time\nfrom interlace.sim.sweeps import map_processes\n"
+        # A line at once: two processes write to one pipe.
+        "def nap(seconds):\n    os.write(1, b'asleep\\n')\n    time.sleep(seconds)\n"
         "if __name__ == '__main__':\n    list(map_processes(nap, [600] * 16, 2))\n"
     )
     process = subprocess.Popen(

@@ -8,6 +8,7 @@ from interlace.comm.process_groups import (
     default_name,
     process_group_named,
     rank_and_size,
+    require_same_ranks,
 )
 from interlace.comm.recovery import recover, set_deadline, synchronize
 from interlace.comm.symmetric import SymmetricTensor, empty_symmetric
@@ -30,6 +31,7 @@ __all__ = [
     "process_group_named",
     "rank_and_size",
     "recover",
+    "require_same_ranks",
     "set_deadline",
     "synchronize",
 ]

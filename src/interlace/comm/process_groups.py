@@ -47,14 +47,25 @@ def device_of_group(device: torch.device | str | None) -> torch.device:
 
 
 def process_group_named(name: str) -> dist.ProcessGroup | None:
-    """Return the process group of a name; ``""`` gives None, the default group."""
+    """Return the process group of a name; ``""`` gives None, the default group.
+
+    Raises:
+        GroupError: There is no such group, or it was destroyed.
+    """
     if not name:
         return None
     from torch.distributed.distributed_c10d import _resolve_process_group
 
     # The parameter is annotated as str until torch 2.12.
     resolve: Callable[[str], dist.ProcessGroup] = _resolve_process_group  # type: ignore[assignment]
-    return resolve(name)
+    try:
+        return resolve(name)
+    except (RuntimeError, ValueError, LookupError) as error:
+        raise GroupError(
+            f"a process group must exist while it is used; got the name {name!r}, which no group "
+            "has or whose group was destroyed. Make the group before the call, and destroy it "
+            "after its last one."
+        ) from error
 
 
 def default_name(group: dist.ProcessGroup | None) -> str:
@@ -91,7 +102,7 @@ def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in a group and the group's size; 0 and 1 without a group.
 
     Raises:
-        GroupError: This rank is not a member.
+        GroupError: This rank is not a member, or the group was destroyed.
     """
     require_member(process_group)
     # torch.compile cannot look into a context variable.
@@ -101,4 +112,37 @@ def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
             return substitute.rank, substitute.world_size
     if not (dist.is_available() and dist.is_initialized()):
         return 0, 1
-    return dist.get_rank(process_group), dist.get_world_size(process_group)
+    try:
+        return dist.get_rank(process_group), dist.get_world_size(process_group)
+    except ValueError as error:
+        raise GroupError(
+            "a process group must exist while it is used; got one that was destroyed. Make "
+            "another group, and what uses it, and load the state dict."
+        ) from error
+
+
+def require_same_ranks(
+    subject: str, process_group: dist.ProcessGroup | None, rank: int, world_size: int
+) -> None:
+    """Refuse to use a module with other ranks than it was made for.
+
+    Without its process group a module would take this process alone for all ranks, and return a
+    part of its result.
+
+    Args:
+        subject: The module's name in the error.
+        process_group: Its process group; None is the default one.
+        rank: This process's rank when the module was made.
+        world_size: Number of ranks when the module was made.
+
+    Raises:
+        GroupError: The group was destroyed, or another one is the default group now.
+    """
+    now = rank_and_size(process_group)
+    if now != (rank, world_size):
+        raise GroupError(
+            f"{subject}: its process group must have the ranks that it was made for, this one "
+            f"being rank {rank} of {world_size}; got rank {now[0]} of {now[1]}, as the default "
+            "process group was destroyed or replaced. Make the module again, and load its state "
+            "dict."
+        )

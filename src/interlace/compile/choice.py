@@ -15,6 +15,7 @@ from interlace.comm.nodes import NODES_VARIABLE
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.environment import whole_number
+from interlace.errors import GroupError
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchOperator
 from interlace.gemm.between_nodes import times_between_nodes
@@ -44,7 +45,7 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
     try:
         group = process_group_named(group_name)
         ranks = dist.get_process_group_ranks(group)
-    except (LookupError, RuntimeError, ValueError) as error:
+    except (GroupError, LookupError, RuntimeError, ValueError) as error:
         raise LeftAlone(f"its group {group_name!r} is not known in this process") from error
     if len(ranks) == 1:
         raise LeftAlone("its group has one rank, which has nothing to send")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from interlace.comm import default_name
+from interlace.comm import default_name, require_same_ranks
 from interlace.errors import ArgumentError
 from interlace.gemm.gradients import replicated
 from interlace.nn.autocast import operands
@@ -135,7 +135,9 @@ class ColumnParallelLinear(ParallelLinear):
         Raises:
             ArgumentError: x does not end in K, its dtype or device is not the weight's, its dtype
                 is none of those above, or a transform of ``torch.func`` needs its gradient.
+            GroupError: the layer's process group was destroyed or replaced.
         """
+        require_same_ranks(type(self).__name__, self.group, self.rank, self.world_size)
         least = 2 if self.sequence_parallel else 1
         if x.dim() < least or x.shape[-1] != self.in_features:
             shape = "[sequence, ..., " if self.sequence_parallel else "[..., "

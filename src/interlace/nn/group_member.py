@@ -84,7 +84,7 @@ class _Reference:
         advice = "Make the same groups in the same order, or load a state dict into a new module."
         try:
             process_group = process_group_named(self.name)
-        except (RuntimeError, ValueError, LookupError) as error:
+        except GroupError as error:
             raise GroupError(
                 f"{module}: the process group that it was saved with must exist; got none of the "
                 f"name {self.name!r}. {advice}"

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm import Group
+from interlace.comm import Group, require_same_ranks
 from interlace.errors import ArgumentError, PeerTimeoutError
 from interlace.gemm.operands import require_device
 from interlace.nn.group_member import GroupMember
@@ -101,9 +101,11 @@ class InputDistribution(GroupMember):
 
         Raises:
             ArgumentError: shapes or dtypes do not fit.
+            GroupError: the process group was destroyed or replaced.
             RankMismatchError: ranks differ in their number of samples, or in dtypes.
             PeerTimeoutError: a rank did not join within the group's deadline (on the CPU backend).
         """
+        require_same_ranks(_NAME, self.process_group, self.group.rank, self.group.world_size)
         samples = self._samples(indices, offsets)
         if per_sample_weights is not None and per_sample_weights.shape != indices.shape:
             raise ArgumentError(

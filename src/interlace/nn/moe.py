@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from interlace.comm import rank_and_size
+from interlace.comm import rank_and_size, require_same_ranks
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.group_member import GroupMember
@@ -221,8 +221,10 @@ class MoE(GroupMember, nn.Module):
 
         Raises:
             ArgumentError: x does not end in H, or its dtype or device is not the weights'.
+            GroupError: the layer's process group was destroyed or replaced.
             RankMismatchError: ranks have different numbers of tokens.
         """
+        require_same_ranks("MoE", self.group, self.rank, self.world_size)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ArgumentError(f"MoE: x must be [..., {self.hidden}]; got shape {list(x.shape)}.")
         # The router is one of torch's layers, which autocast converts by itself.

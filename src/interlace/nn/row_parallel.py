@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from interlace.comm import require_same_ranks
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
@@ -119,7 +120,9 @@ class RowParallelLinear(ParallelLinear):
 
         Raises:
             ArgumentError: x does not end in K/R, or its dtype or device is not the weight's.
+            GroupError: the layer's process group was destroyed or replaced.
         """
+        require_same_ranks(type(self).__name__, self.group, self.rank, self.world_size)
         columns = self.weight.shape[1]
         if x.dim() == 0 or x.shape[-1] != columns:
             raise ArgumentError(

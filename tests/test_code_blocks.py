@@ -168,6 +168,8 @@ def worker():
     model = torch.nn.ModuleDict({"up": up, "down": down})
     dist.barrier()
     # block 1
+    optimizer = torch.optim.SGD(model.parameters())
+    # block 2
 """,
         ranks=1,
         smaller={"4096": "32", "28672": "64", "14336": "32"},

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm.gin import open_gin
+from interlace.comm.gin_cpu import Put, engine_at
 from tests.errors import error_of
 from tests.nodes.groups import process_group_of
 
@@ -148,6 +149,17 @@ def _refused():
         said.append(error_of(gin.window, 0)[:2])
         gin.close()
         return said
+
+
+def test_a_process_on_its_own_puts_to_itself(monkeypatch):
+    """Without a process group it has no store, by which ranks would connect."""
+    monkeypatch.setenv("INTERLACE_BACKEND", "cpu")
+    gin = open_gin(1)
+    source, landing = gin.window(64), gin.window(64)
+    source.data.fill_(3)
+    engine_at(gin.address).put(0, Put(landing.handle, 8, source.handle, 0, 4, 0, -1))
+    assert landing.data.tolist() == [0] * 8 + [3] * 4 + [0] * 52
+    gin.close()
 
 
 def test_what_a_card_would_answer_with_damage_is_refused(ranks):

@@ -242,6 +242,26 @@ def test_refusals(ranks: Any) -> None:
     assert "one that it cannot follow" in steps
 
 
+def _opening_gin(rank: Rank) -> None:
+    interlace.open_gin(signals=1)
+
+
+def _tracing(rank: Rank) -> None:
+    with interlace.trace():
+        rank.ready()
+
+
+def _outside() -> list[str]:
+    programs = _opening_gin, _tracing
+    return [str(explore(program, ranks=2, schedules=5).failure) for program in programs]
+
+
+def test_what_only_runs_outside_of_the_explorer_says_so(ranks: Any) -> None:
+    [(network, trace)] = ranks(1).run(_outside)
+    assert "open_gin must be called outside of interlace.testing.explore" in network
+    assert "a trace must begin outside of interlace.testing.explore" in trace
+
+
 # Several nodes
 
 

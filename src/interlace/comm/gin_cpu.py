@@ -76,19 +76,30 @@ class EmulatedEngine:
 
     @makes_ordinary_tensors
     def __init__(self, group: Group, signals: int, counters: int) -> None:
-        """Connect to all ranks. Collective."""
+        """Connect to all ranks. Collective.
+
+        Raises:
+            BackendError: Memory is simulated by the explorer, which has no network.
+        """
+        if cpu_faults.world() is not None:
+            raise BackendError(
+                "open_gin must be called outside of interlace.testing.explore, which follows no "
+                "puts over the network; got inside."
+            )
         self.address, self.options = next(_addresses), dict[str, Any]()
         self._rank = group.rank
         self._memory = _Memory(signals, counters)
-        store = group.channel.new_store("gin")
-        with group.agreement.together("connecting gin"):
-            carrier = Carrier(group.members, store, group.deadline_s)
         peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._queues = {peer: queue.SimpleQueue[Put | None]() for peer in peers}
         threads = []
-        for peer, puts in self._queues.items():
-            threads.append(_thread(_send, carrier, peer, self._memory, puts))
-            threads.append(_thread(_receive, carrier, peer, self._memory))
+        # A process on its own has no store to connect by.
+        if peers:
+            store = group.channel.new_store("gin")
+            with group.agreement.together("connecting gin"):
+                carrier = Carrier(group.members, store, group.deadline_s)
+            for peer, puts in self._queues.items():
+                threads.append(_thread(_send, carrier, peer, self._memory, puts))
+                threads.append(_thread(_receive, carrier, peer, self._memory))
         _engines[self.address] = self
         # Also if nobody closes it, and at the end of the process: a thread within Gloo at that
         # point would abort the process.
@@ -106,11 +117,8 @@ class EmulatedEngine:
 
         Raises:
             ArgumentError: A window, a range, a signal or a counter does not exist.
-            BackendError: Memory is simulated by the explorer, which has no network.
         """
         self._check(put)
-        if cpu_faults.world() is not None:
-            raise BackendError("gin_put must run outside of interlace.testing.explore; got inside.")
         if peer == self._rank:
             self._memory.arrive(put.target, put.target_start, self._memory.source(put), put.signal)
             self._memory.count(put.counter)

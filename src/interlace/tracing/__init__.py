@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from interlace.comm import group_of
+from interlace.comm import cpu_faults, group_of
 from interlace.comm import recording as recordings
 from interlace.errors import ArgumentError
 from interlace.tracing import clocks, libraries
@@ -186,7 +186,8 @@ def trace(group: dist.ProcessGroup | None = None, *, hold_s: float = 0.0) -> Ite
         A :class:`Trace`, to be read after the context.
 
     Raises:
-        ArgumentError: This process is in a trace already, or ``hold_s`` is negative.
+        ArgumentError: This process is in a trace already or explores a program, or ``hold_s`` is
+            negative.
         GroupError: The group's ranks are on several nodes.
 
     Example:
@@ -196,6 +197,11 @@ def trace(group: dist.ProcessGroup | None = None, *, hold_s: float = 0.0) -> Ite
         >>> if rank == 0:
         ...     trace.save("trace.json")
     """
+    if cpu_faults.world() is not None:
+        raise ArgumentError(
+            "a trace must begin outside of interlace.testing.explore, where times mean nothing and "
+            "all ranks share a process; got inside."
+        )
     if recordings.active() is not None:
         raise ArgumentError("a trace must not begin within another one. Leave the first one first.")
     if not 0 <= hold_s < math.inf:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -231,6 +233,22 @@ def test_its_program_runs(tmp_path):
     ended = run_program(EXAMPLE / "run.py", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
     assert [line[:6] for line in ended.stdout.splitlines()] == ["rank 0", "rank 1"]
+
+
+def test_its_kernel_compiles_for_gpus_that_are_not_here(tmp_path):
+    """In a process that does not interpret kernels, as the program says."""
+    environment = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)  # empty: compile, not load
+    done = subprocess.run(
+        [sys.executable, EXAMPLE / "compile.py"],
+        env=environment,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.rsplit(": ")[0] for line in done.stdout.splitlines()]
+    assert lines == ["cuda 90", "cuda 100", "hip gfx942"]
 
 
 def _program(rank):

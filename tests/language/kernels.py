@@ -87,12 +87,17 @@ def wait_for_a_scalar(signals, ctx):
 
 @triton.jit
 def wait_for_one(data, signals, ctx, peer, AWAITS: tl.constexpr):
-    """Await one signal, or word, or value, of a peer that is a scalar, without a mask."""
+    """Await one signal, or word, or value, of a peer that is a scalar, without a mask or with one
+    that is a scalar.
+    """
     group = il.join(ctx)
     one = tl.arange(0, 1)
     epoch = tl.full([], 1, tl.int32)
     if AWAITS == "signal":
         il.wait(il.pointer(signals, tl.int32) + one, epoch, peer, 0, group)
+    elif AWAITS == "condition":
+        il.wait(il.pointer(signals, tl.int32) + one, epoch, peer, 1, group, peer < 0)
+        il.wait(il.pointer(signals, tl.int32) + one, epoch, peer, 0, group, peer >= 0)
     elif AWAITS == "word":
         il.get_packed(il.pointer(data, tl.int64) + one[:, None], epoch, peer, 0, group)
     else:

@@ -240,12 +240,12 @@ def _await_one(awaits):
     return error
 
 
-@pytest.mark.parametrize("awaits", ["signal", "word", "value"])
-def test_waits_for_one_peer_without_a_mask(ranks, awaits):
-    """A peer that is a scalar is named by the error."""
+@pytest.mark.parametrize("awaits", ["signal", "condition", "word", "value"])
+def test_waits_for_one_peer_without_a_tile_of_masks(ranks, awaits):
+    """A peer that is a scalar is named by the error; a mask that is a scalar holds for the tile."""
     for rank, (kind, message, _) in enumerate(ranks(2).run(_await_one, awaits)):
         assert kind == "PeerTimeoutError"
-        assert f"rank {rank} waited 0.5 s for rank {1 - rank} " in message
+        assert f"rank {rank} waited 0.5 s for rank {1 - rank} (slice 0, " in message
 
 
 def _gather():

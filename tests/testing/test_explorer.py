@@ -262,6 +262,28 @@ def test_what_only_runs_outside_of_the_explorer_says_so(ranks: Any) -> None:
     assert "a trace must begin outside of interlace.testing.explore" in trace
 
 
+def _awaiting_a_scalar(rank: Rank) -> None:
+    from tests.language import kernels
+
+    _, signals = _memory()
+    rank.ready()
+    with rank.group.running():
+        kernels.wait_for_a_scalar[(1,)](signals.address, rank.group.context("test"))
+
+
+def _refused_wait() -> tuple[str, str]:
+    failure = explore(_awaiting_a_scalar, ranks=2, schedules=5).failure
+    assert failure is not None
+    return failure.kind, str(failure)
+
+
+def test_a_signal_that_is_no_tile_is_refused_before_it_is_awaited(ranks: Any) -> None:
+    """Nobody sets it, so else it would be reported as a deadlock."""
+    [(kind, text)] = ranks(1).run(_refused_wait)
+    assert kind == "error"
+    assert "ptr must be a 1-D tile of signals" in text
+
+
 # Several nodes
 
 

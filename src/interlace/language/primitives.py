@@ -146,26 +146,22 @@ def wait(ptr, epoch, peer, slice, group, mask=None):
     Args:
         ptr: 1-D int32 tile of signals (rank 0's copy, as always).
         epoch: int32 scalar: the stamp or the number that is awaited.
-        peer: int32 scalar, or a tile that broadcasts with ``ptr``: the ranks that set the signals,
-            for the error.
+        peer: int32 scalar, if one rank sets all the signals, or a tile of the shape of ``ptr``, the
+            rank that sets each signal. Only the error needs it: the signals are always this rank's.
         slice: int32 scalar: number of the awaited slice, for the error.
         group: the value of :func:`join`.
-        mask: tile of the shape of ``ptr``; signals outside it are not awaited.
+        mask: bool scalar, or a tile of the shape of ``ptr``; signals outside it are not awaited.
 
     Returns:
         True once the signals have arrived (bool scalar). False after the deadline, or once the
         group is broken: the program must not use the awaited data, and should end.
     """
-    tl.static_assert(
-        len(ptr.shape) == 1,
-        "wait: ptr must be a 1-D tile of signals; of a single signal, ptr + tl.arange(0, 1)",
-    )
-    _require_signals(ptr)
-    require_peers("wait", peer, mask, group)
+    require_tile_of_signals(ptr)
     lanes = tl.arange(0, ptr.shape[0])
     peer = peer + lanes * 0
-    if mask is None:
-        mask = lanes >= 0
+    # A scalar becomes a tile first: the interpreter turns it into integers when it meets a tile.
+    mask = lanes >= 0 if mask is None else (mask + lanes * 0) != 0
+    require_peers("wait", peer, mask, group)
     # A tile that is smaller than the program is held several times over, each copy loaded by
     # another thread, and while signals arrive the copies differ. Copies get a dimension of their
     # own: the sum over it decides, so that every thread has the same answer (packed.py does so,
@@ -208,6 +204,16 @@ def wait(ptr, epoch, peer, slice, group, mask=None):
     if records(group):
         append_wait(ARRIVED, peer, (ptr.to(tl.int64) >> 2).to(tl.int32), mask, group)
     return arrived > 0
+
+
+@triton.jit
+def require_tile_of_signals(ptr):
+    """Refuse what is no 1-D tile of pointers to signals, which :func:`wait` takes."""
+    tl.static_assert(
+        len(ptr.shape) == 1,
+        "wait: ptr must be a 1-D tile of signals; of a single signal, ptr + tl.arange(0, 1)",
+    )
+    _require_signals(ptr)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from interlace import language
 from interlace.language._interpreted import require_addresses
+from interlace.language.primitives import require_tile_of_signals
 from interlace.testing import judges
 from interlace.testing.memory import Addresses
 from interlace.testing.operations import Kind, Operation, Words
@@ -35,6 +36,8 @@ def wait(
     """Wait for signals as one operation, then call ``original``, which is ``il.wait``."""
     run = current()
     assert run is not None
+    # Before the rank stands still, where a signal that is not awaited as meant would be a deadlock.
+    require_tile_of_signals(ptr)
     pointers = language.peer_pointer(ptr, language.rank(group), group).handle.data
     selected = np.broadcast_to(True if mask is None else _plain(mask), pointers.shape).astype(bool)
     stamps = np.broadcast_to(np.asarray(_plain(epoch)).astype(np.int32), pointers.shape)[selected]

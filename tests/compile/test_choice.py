@@ -68,6 +68,16 @@ def _auto(operator: str, rows: int, columns: int, inner: int, ranks: int, **opti
     return operator_named(operator).choose(**call)
 
 
+def test_a_wider_result_takes_longer_to_send() -> None:
+    """What cannot return another dtype than its operands' is no candidate then."""
+    sizes = ("gemm_reduce_scatter", 8192, 8192, 8192, 4)
+    same, also_same = _auto(*sizes), _auto(*sizes, out_dtype=torch.bfloat16)
+    wider = _auto(*sizes, out_dtype=torch.float32)
+    assert same == also_same
+    assert same.times_us["unfused"] < 0.9 * wider.times_us["unfused"]
+    assert {"chunked", "async_tp"} <= same.times_us.keys() - wider.times_us.keys()
+
+
 @pytest.mark.parametrize(
     ("operator", "fastest"),
     [

@@ -108,6 +108,7 @@ def choose_on(
     inner: int,
     dtype: torch.dtype,
     world_size: int,
+    out_dtype: torch.dtype | None = None,
     default: str = "fused",
 ) -> Choice[Config]:
     """Return the implementation that takes the least time on a GPU, which need not be here.
@@ -115,6 +116,7 @@ def choose_on(
     Args:
         rows, columns, inner: M, N and K of this rank's product, the same on every rank (so not the
             rows of one rank's split).
+        out_dtype: The dtype of the result, if it is not the one that comes by default.
         default: The implementation to take where no time is known.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}
@@ -131,9 +133,10 @@ def choose_on(
         call = Call.of_dtype(str(dtype).removeprefix("torch."), **sizes, world_size=world_size)
         terms = Terms.of_sizes(rows, columns, dtype, "cuda")
         # Float8 has a wider result.
-        terms = dataclasses.replace(
-            terms, is_even=rows % world_size == 0, converts=dtype.itemsize == 1
-        )
+        converts = dtype.itemsize == 1 if out_dtype is None else out_dtype != dtype
+        terms = dataclasses.replace(terms, is_even=rows % world_size == 0, converts=converts)
+        if out_dtype is not None and converts:
+            call = dataclasses.replace(call, output_itemsize=out_dtype.itemsize)
         tile = config.block_m, config.block_n
         times_us = predicted_times(profile, operator, call, tile, terms)
         if times_us:

@@ -206,7 +206,11 @@ def _decide(
     rows = operator.plan_rows(operands.rows, splits, group)
     named = name_in(impl)
     operator.require_nodes(named or operator.choosers[0], group.nodes)
-    choice = operator.choose(**operands.sizes(rows.product), world_size=group.world_size)
+    choice = operator.choose(
+        **operands.sizes(rows.product),
+        out_dtype=operands.out_dtype,
+        world_size=group.world_size,
+    )
     if group.spans_nodes:
         sizes = operands.sizes(rows.product)
         times = times_between_nodes(

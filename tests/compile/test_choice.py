@@ -78,6 +78,26 @@ def test_a_wider_result_takes_longer_to_send() -> None:
     assert {"chunked", "async_tp"} <= same.times_us.keys() - wider.times_us.keys()
 
 
+def test_a_product_that_is_cast_before_the_sum() -> None:
+    """The choice is among those that return another dtype, and operands side by side are one of
+    these; products in parts are not.
+    """
+    operator, product = operator_named("gemm_reduce_scatter"), _product(8192, 8192, 8192)
+    reason = choice.choose(operator, product, 8192, 4, out_dtype=torch.float32)
+    assert "predicted for NVIDIA H200: fused" in reason
+    assert "chunked" not in reason
+    small = _product(256, 512, 256)
+    with pytest.raises(LeftAlone, match=r"not faster with a result of .*float32, to"):
+        choice.choose(operator, small, 256, 4, out_dtype=torch.float32)
+    side_by_side, reason = choice.choose_sum(
+        operator, [_product(8192, 8192, 512)] * 3, 8192, 4, torch.float32
+    )
+    assert side_by_side
+    assert "chunked" not in reason
+    with pytest.raises(LeftAlone, match="too large to be put side by side, and is cast to"):
+        choice.choose_sum(operator, [product] * 2, 8192, 4, torch.float32)
+
+
 @pytest.mark.parametrize(
     ("operator", "fastest"),
     [

@@ -558,7 +558,7 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "converted": (
         lambda x, w: all_reduce((x @ w.t()).double()),
         W2[:2],
-        "what goes into it is _to_copy, not a product",
+        "_to_copy casts the product to torch.float64; operators return float16",
     ),
     "a sum of products": (
         lambda x, w, v: all_reduce(x @ w.t() + x @ v.t()),

@@ -80,34 +80,55 @@ def ranks_of_a_node(device: torch.device) -> int | None:
 
 
 def choose_in_group(
-    operator: Operator, product: Product, rows: int, ranks: int, group_name: str
+    operator: Operator,
+    product: Product,
+    rows: int,
+    ranks: int,
+    group_name: str,
+    out_dtype: torch.dtype | None = None,
 ) -> str:
     """Return the reason of :func:`choose` for the nodes that a usable group's ranks are on."""
-    return choose(operator, product, rows, ranks, nodes_of(group_name, product.device))
+    nodes = nodes_of(group_name, product.device)
+    return choose(operator, product, rows, ranks, nodes, out_dtype)
 
 
-def choose(operator: Operator, product: Product, rows: int, ranks: int, nodes: int = 1) -> str:
+def choose(
+    operator: Operator,
+    product: Product,
+    rows: int,
+    ranks: int,
+    nodes: int = 1,
+    out_dtype: torch.dtype | None = None,
+) -> str:
     """Return the reason why ``operator`` is the faster way to compute this product.
 
     Args:
         rows: M. For an all-gather, the rows of all ranks; for a batch, those of all its products.
         nodes: Number of nodes that the ranks are on.
+        out_dtype: The dtype of the result, if it is not the product's.
 
     Raises:
         LeftAlone: The pair is faster, or nothing was measured. Where calls must be batch-invariant,
             the operator has no implementation that is, or it refuses these operands.
     """
+    converts = {} if out_dtype in (None, product.dtype) else {"out_dtype": out_dtype}
     if nodes > 1:
+        if converts:
+            raise LeftAlone(
+                f"the product is cast to {out_dtype} before the sum, which {operator.name} does "
+                "within a node"
+            )
         return _choose_between_nodes(operator, product, rows, ranks, nodes)
+    terms = dataclasses.replace(_terms(product, rows, ranks), converts=bool(converts))
     if invariance.is_enabled():
-        return _choose_invariant(operator, _terms(product, rows, ranks))
+        return _choose_invariant(operator, terms)
     sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
-    choice = operator.choose(**sizes, dtype=product.dtype, world_size=ranks, device=product.device)
+    call = {"dtype": product.dtype, "world_size": ranks, "device": product.device, **converts}
+    choice = operator.choose(**sizes, **call)
     # ``impl="auto"`` of an explicit call runs the fused kernel where no time is known. The pass
     # must not: the user has not asked for the operator, so it has to be known to be faster.
     if not choice.is_known and product.device.type == "cuda":
         raise LeftAlone(f"nothing is known on this GPU of the sizes of {operator.name}")
-    terms = _terms(product, rows, ranks)
     # What runs is the first implementation that does not refuse these operands. If that is a pair,
     # the operator would only add overhead.
     name, unmet = choice.accepted(operator, terms)
@@ -120,7 +141,8 @@ def choose(operator: Operator, product: Product, rows: int, ranks: int, nodes: i
     if unmet:
         refusals = (f"impl={each!r}, which must have {lacks}" for each, lacks in unmet.items())
         raise LeftAlone(f"{operator.name} would be faster by {' or '.join(refusals)}")
-    raise LeftAlone(f"{operator.name} is not faster: {choice.reason}")
+    result = f" with a result of {out_dtype}, to which the product is cast" if converts else ""
+    raise LeftAlone(f"{operator.name} is not faster{result}: {choice.reason}")
 
 
 def _choose_between_nodes(
@@ -165,7 +187,7 @@ def _choose_invariant(operator: Operator, terms: Terms) -> str:
 
 
 def _terms(product: Product, rows: int, ranks: int) -> Terms:
-    """Return the terms of the operator's call; its result has the operands' dtype."""
+    """Return the terms of the operator's call if its result has the operands' dtype."""
     terms = Terms.of_sizes(rows, product.columns, product.dtype, product.device.type)
     return dataclasses.replace(terms, has_bias=product.bias is not None, is_even=rows % ranks == 0)
 
@@ -179,7 +201,11 @@ def are_small(products: list[Product], rows: int) -> bool:
 
 
 def choose_sum(
-    operator: Operator, products: list[Product], rows: int, ranks: int
+    operator: Operator,
+    products: list[Product],
+    rows: int,
+    ranks: int,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[bool, str]:
     """Return whether to concatenate the operands of a sum of products, and why that is faster.
 
@@ -188,6 +214,8 @@ def choose_sum(
 
     Args:
         rows: M; for batches, the rows of all products.
+        out_dtype: The dtype of the result, if it is not the products'. Then operands must be
+            concatenated.
 
     Raises:
         LeftAlone: Neither way is faster than the pair for a product of the total K, or nothing was
@@ -197,13 +225,15 @@ def choose_sum(
         raise LeftAlone(f"it is a sum of products, of which {operator.name} is not batch-invariant")
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
-    choice = operator.choose(**sizes, dtype=first.dtype, world_size=ranks, device=first.device)
+    converts = {} if out_dtype in (None, first.dtype) else {"out_dtype": out_dtype}
+    call = {"dtype": first.dtype, "world_size": ranks, "device": first.device, **converts}
+    choice = operator.choose(**sizes, **call)
     batches = isinstance(operator, BatchOperator)
     # A batch has no operands to lay side by side.
     one_product = not (batches or choice.impl == "chunked" or operator.is_pair(choice.impl))
     side_by_side = one_product and are_small(products, rows)
     # Where operands are too large to be copied, chunks need only be faster than the pair.
-    in_parts = bool(operator.sum_name) and (
+    in_parts = bool(operator.sum_name and not converts) and (
         first.device.type == "cpu" or "chunked" in choice.faster
     )
     if first.device.type == "cuda" and not choice.is_known:
@@ -211,8 +241,9 @@ def choose_sum(
             f"nothing is known on this GPU of the sizes of {operator.name}, of a sum of products"
         )
     if one_product and not (side_by_side or in_parts):
+        cast = f", and is cast to {out_dtype}, which products in parts are not" if converts else ""
         raise LeftAlone(
-            "it is a sum of products whose operands are too large to be put side by side"
+            f"it is a sum of products whose operands are too large to be put side by side{cast}"
         )
     if not (side_by_side or in_parts):
         raise LeftAlone(
@@ -227,17 +258,18 @@ def choose_sum(
     )
 
 
-def all_reduce_operator(rows: int, rows_contiguous: bool) -> Operator:
+def all_reduce_operator(rows: int, rows_contiguous: bool, *, converts: bool = False) -> Operator:
     """Return the operator for a product and an all-reduce of ``rows`` tokens.
 
     Args:
         rows: M.
         rows_contiguous: Whether the weight's rows are contiguous along K.
+        converts: Whether the result's dtype is not that of the operands.
     """
     # With few tokens the product is limited by reading the weight, which the GEMV operator does
-    # fastest; it needs the weight to be contiguous along K.
+    # fastest; it needs the weight to be contiguous along K, and returns the operands' dtype.
     # Batch-invariant calls must take the same one for any number of tokens.
-    few = rows < FEW_TOKENS and rows_contiguous and not invariance.is_enabled()
+    few = rows < FEW_TOKENS and rows_contiguous and not (converts or invariance.is_enabled())
     return operator_matching("gemv" if few else "gemm", "all_reduce")
 
 

@@ -17,7 +17,10 @@ from interlace.compile.findings import LeftAlone
 
 aten = torch.ops.aten
 
-_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+CAST = torch.ops.prims.convert_element_type.default
+"""The call that casts a tensor, in the form that graphs get from Inductor's decompositions."""
+
+_CASTS = (aten._to_copy.default, CAST)
 
 _PROVENANCE = ("stack_trace", "nn_module_stack", "fwd_nn_module_stack", "source_fn_stack")
 
@@ -59,6 +62,12 @@ def cast_source(node: Node) -> Node | None:
     on_one_device = value(source).device == value(node).device
     has_its_strides = are_equal(value(source).stride(), value(node).stride())
     return source if on_one_device and has_its_strides else None
+
+
+def is_cast(node: Node) -> bool:
+    """Return whether a call changes the dtype of its argument, and nothing else of it."""
+    source = cast_source(node)
+    return source is not None and value(source).dtype != value(node).dtype
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
@@ -111,17 +120,15 @@ VIEWS = (
 
 
 def views_since(node: Node, before: Node) -> tuple[Node, list[Node]]:
-    """Follow views upstream from ``node`` to a node that comes before ``before``.
+    """Follow views and casts upstream from ``node`` to a node that comes before ``before``.
 
     Returns:
-        The first node that comes before ``before`` or is not a view; and the views that lead from
-        it to ``node``, the last one first.
+        The first node that comes before ``before`` or is neither a view nor a cast; and the calls
+        that lead from it to ``node``, the last one first.
     """
     views = []
-    while (
-        not node < before
-        and node.op == "call_function"
-        and node.target in (*VIEWS, aten.select.int)
+    while not node < before and (
+        (node.op == "call_function" and node.target in (*VIEWS, aten.select.int)) or is_cast(node)
     ):
         views.append(node)
         node = node.all_input_nodes[0]

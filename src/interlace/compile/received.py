@@ -7,11 +7,18 @@ import operator
 from torch.fx import Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import rows
+from interlace.compile import casts, rows
 from interlace.compile.choice import choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, aten, erase_unused, evaluate, value, views_since
+from interlace.compile.graph import (
+    Writer,
+    aten,
+    erase_unused,
+    evaluate,
+    value,
+    views_since,
+)
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import require_even_splits, require_unchanged, rows_of
 from interlace.registry import operator_matching
@@ -32,6 +39,7 @@ def all_gather(collective: Collective) -> tuple[str, str]:
     ranks = usable_ranks(collective.group_name, product.device)
     fused = operator_matching("all_gather", "gemm")
     reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
+    collective, product, note = casts.move_before(collective, product)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product) // ranks, product.inner])
     pair = writer.call(
@@ -48,7 +56,7 @@ def all_gather(collective: Collective) -> tuple[str, str]:
         # known only now that all uses have been rewritten.
         pair.update_arg(7, False)
         evaluate(pair)
-    return fused.name, reason
+    return fused.name, reason + note
 
 
 def _put_gathered(
@@ -90,8 +98,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     ranks = usable_ranks(collective.group_name, product.device)
     require_even_splits(collective, ranks)
     wait = collective.waits[0]
-    nodes = rows.region(wait, product.x)
-    by_products = rows.by_products(wait, nodes, product.batch, ranks)
+    by_products = rows.by_products(wait, rows.region(wait, product.x), product.batch, ranks)
     if product.x not in by_products:
         raise LeftAlone(
             f"the rows of {product.node.name} are not those from one rank after the other"
@@ -100,6 +107,9 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
         raise LeftAlone(f"{product.node.name} adds a bias, which cuBLAS does not do for a batch")
     fused = operator_matching("all_to_all", "bmm")
     reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
+    collective, product, note = casts.move_before(collective, product)
+    nodes = rows.region(wait, product.x)
+    by_products = rows.by_products(wait, nodes, product.batch, ranks)
     writer = _writer_before_use(collective, product)
     x = writer.reshape(collective.input, [rows_of(product), product.inner])
     pair = writer.call(
@@ -119,7 +129,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     erase_unused(nodes)
     collective.replace(ordered)
     erase_unused([*rows.upstream(ordered)][:-1])
-    return fused.name, reason
+    return fused.name, reason + note
 
 
 def _product_after(collective: Collective, batches: bool = False) -> Product:
@@ -143,7 +153,7 @@ def _product_after(collective: Collective, batches: bool = False) -> Product:
             if collective.waits[0] not in rows.upstream(product.x):
                 raise LeftAlone(f"it brings the weight of {node.name}, or a part of it")
             require_suitable(product, batches)
-            rows.region(collective.waits[0], product.x)
+            casts.require_movable(collective, product)
             # The operator takes the collective's position in the graph, so weight and bias must
             # be computed before the first use of the collective's result.
             origins = [views_since(source, first_use)[0] for source in product.sources]
@@ -183,7 +193,7 @@ def _downstream(waits: list[Node]) -> list[Node]:
 def _writer_before_use(collective: Collective, product: Product) -> Writer:
     """Return a writer that inserts before the first use of a collective's result.
 
-    Views of weight and bias that come later in the graph are moved before that point.
+    Views and casts of weight and bias that come later in the graph are moved before that point.
     """
     anchor = min(
         user

@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import (
+    casts,
     collectives,
     foreign,
     foreign_norms,
@@ -23,7 +24,14 @@ from interlace.compile import (
 from interlace.compile.choice import all_reduce_operator, choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
-from interlace.compile.graph import Writer, are_equal, argument, erase_unused, value
+from interlace.compile.graph import (
+    Writer,
+    are_equal,
+    argument,
+    erase_unused,
+    is_cast,
+    value,
+)
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import (
     require_even,
@@ -190,13 +198,18 @@ def _product_before(collective: Collective, batches: bool = False) -> Product:
     return product
 
 
-def _summed_bias(product: Product, group_name: str, writer: Writer) -> Node | None:
-    """Add an all-reduce of the product's bias, and return its result; None without a bias."""
+def _summed_bias(
+    product: Product, dtype: torch.dtype, group_name: str, writer: Writer
+) -> Node | None:
+    """Add an all-reduce of the product's bias in a dtype, and return its result; None without a
+    bias.
+    """
     # Each rank adds its own bias before the sum, so the sum over ranks contains all of them. The
     # operators add a bias once, after the sum: it must be the sum of all ranks' biases.
     if product.bias is None:
         return None
-    total = writer.call(collectives.ALL_REDUCE, product.bias, "sum", group_name)
+    bias = casts.cast_to(dtype, product.bias, writer)
+    total = writer.call(collectives.ALL_REDUCE, bias, "sum", group_name)
     return writer.call(collectives.WAIT, total)
 
 
@@ -209,13 +222,17 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
         return sums.all_reduce(collective)
     product = _product_before(collective)
     moves = list(rows.upstream(collective.input))[:-1]
+    casts_between = [node for node in moves if is_cast(node)]
     for node in moves:
-        if node.target not in rows.MOVES:
+        if node.target not in rows.MOVES and node not in casts_between:
             raise LeftAlone(f"{node.name} takes parts of the product")
+    dtype = casts.sent_dtype(product, moves, collective)
     ranks = usable_ranks(collective.group_name, product.device)
     note = ""
     try:
         tail = normed.tail_of(collective)
+        if tail is not None and casts_between:
+            raise LeftAlone(f"{casts_between[0].name} casts the product to {dtype} before the sum")
         if tail is not None:
             return normed.fuse(collective, product, tail, ranks)
     except LeftAlone as refusal:
@@ -224,16 +241,16 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
     writer = Writer(product.node, collective.node)
     weight = value(product.w)
     along_k = (weight if not product.by_columns else weight.mT).stride(-1) == 1
-    operator = all_reduce_operator(tokens, along_k)
+    operator = all_reduce_operator(tokens, along_k, converts=dtype != product.dtype)
     is_gemm = isinstance(operator, GemmOperator)
     if product.bias is not None and not is_gemm:
         raise LeftAlone(
             "a bias is added before the sum, which for few tokens costs a collective of its own"
         )
-    reason = choose_in_group(operator, product, tokens, ranks, collective.group_name)
+    reason = choose_in_group(operator, product, tokens, ranks, collective.group_name, dtype)
     x = product.rows(writer)
-    bias = _summed_bias(product, collective.group_name, writer)
-    options = [None, None, product.dtype] if is_gemm else []
+    bias = _summed_bias(product, dtype, collective.group_name, writer)
+    options = [None, None, dtype] if is_gemm else []
     target = overload(operator.name)
     y = writer.call(
         target, x, product.weight(writer), bias, *options, collective.group_name, "auto", ""
@@ -242,11 +259,13 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
         y = writer.reshape(y, value(product.node).shape)
     product.node.replace_all_uses_with(writer.laid_out_as(y, value(product.node)))
     erase_unused([product.node])
+    if casts_between:
+        casts.remove(casts_between, moves)
     # ``y`` stands at the product's position and already holds the sum over ranks; the nodes that
     # moved the product now move the sum, so the collective is replaced by its own operand.
     after = Writer(collective.node, collective.node)
     collective.replace(after.laid_out_as(argument(collective.node, 0, "input"), collective.result))
-    return operator.name, reason + note
+    return operator.name, reason + casts.note_of(product, dtype) + note
 
 
 def _moved(collective: Collective, product: Product, writer: Writer, nodes: list[Node]) -> Node:
@@ -278,19 +297,22 @@ def _reduce_scatter(collective: Collective) -> tuple[str, str]:
     if sums.is_sum(collective.input):
         return sums.reduce_scatter(collective)
     product, nodes, ranks, writer = _rows_before(collective)
+    dtype = casts.sent_dtype(product, nodes, collective)
     operator = operator_matching("gemm", "reduce_scatter")
-    reason = choose_in_group(operator, product, rows_of(product), ranks, collective.group_name)
+    reason = choose_in_group(
+        operator, product, rows_of(product), ranks, collective.group_name, dtype
+    )
     x = _moved(collective, product, writer, nodes)
-    bias = _summed_bias(product, collective.group_name, writer)
+    bias = _summed_bias(product, dtype, collective.group_name, writer)
     y = writer.call(
         overload(operator.name),
         x,
         product.weight(writer),
         bias,
-        *[None, None, None, product.dtype, collective.group_name, "auto", ""],
+        *[None, None, None, dtype, collective.group_name, "auto", ""],
     )
     collective.become(y, writer, [*nodes, product.node])
-    return operator.name, reason
+    return operator.name, reason + casts.note_of(product, dtype)
 
 
 def _all_to_all(collective: Collective) -> tuple[str, str]:
@@ -311,6 +333,12 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
         return sums.all_to_all(collective)
     product, nodes, ranks, writer = _rows_before(collective, batches=True)
     require_even_splits(collective, ranks)
+    dtype = casts.sent_dtype(product, nodes, collective)
+    if dtype.itemsize < product.dtype.itemsize:
+        raise LeftAlone(
+            f"the product is cast to {dtype} before it is sent, and would take more bytes as "
+            f"{product.dtype}"
+        )
     if product.batch > 1:
         return _all_to_all_of_batch(collective, product, nodes, ranks, writer)
     operator = operator_matching("gemm", "all_to_all")
@@ -323,7 +351,7 @@ def _all_to_all_of_product(collective: Collective) -> tuple[str, str]:
         product.bias,
         *[None, None, None, None, product.dtype, collective.group_name, "auto", ""],
     )
-    collective.become(y, writer, [*nodes, product.node])
+    collective.become(casts.cast_to(dtype, y, writer), writer, [*nodes, product.node])
     return operator.name, reason
 
 
@@ -348,6 +376,8 @@ def _all_to_all_of_batch(
         collective.group_name,
         "auto",
     )
+    # Elements only move, so a cast may come after the exchange as well, and fewer bytes are sent.
+    y = casts.cast_to(value(collective.input).dtype, y, writer)
     collective.become(y, writer, [*nodes, product.node])
     return operator.name, f"a batch of {product.batch}: {reason}"
 

@@ -3,7 +3,8 @@
 A *row* is a vector along the last dimension. Views, permutations, splits and concatenations that
 leave the last dimension alone only move rows. They may therefore move the rows of x before the
 product instead of those of its result: if ``P`` is the permutation, ``P(x @ w.T) = P(x) @ w.T``.
-DTensor spells gathers and scatters along any dimension but the first with such calls.
+DTensor spells gathers and scatters along any dimension but the first with such calls. Casts, as
+mixed precision puts them between, leave every row in its place, so they count as such calls here.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from interlace.compile.graph import (
     argument,
     aten,
     evaluate,
+    is_cast,
     is_static,
     value,
 )
@@ -113,8 +115,10 @@ MOVES = (*VIEWS, *_RESHAPES, *_SAME)
 
 
 def moves_rows(node: Node) -> bool:
-    """Return whether a call is of a kind that can move rows; its dimensions are not checked."""
-    return node.op == "call_function" and node.target in _KEEPS
+    """Return whether a call is of a kind that can move rows, or a cast; its dimensions are not
+    checked.
+    """
+    return node.op == "call_function" and (node.target in _KEEPS or is_cast(node))
 
 
 def keeps_order(node: Node) -> bool:
@@ -138,7 +142,8 @@ def upstream(node: Node) -> Iterator[Node]:
 
 
 def region(start: Node, end: Node) -> list[Node]:
-    """Return the calls that turn ``start`` into ``end`` by moving rows, in the graph's order.
+    """Return the calls that turn ``start`` into ``end`` by moving rows, and casts, in the graph's
+    order.
 
     The last call is ``end``; ``start`` is not among them.
 
@@ -153,7 +158,7 @@ def region(start: Node, end: Node) -> list[Node]:
             continue
         if not moves_rows(node):
             raise LeftAlone(f"{node.name} comes between {start.name} and {end.name}")
-        if not _KEEPS[node.target](node):
+        if not is_cast(node) and not _KEEPS[node.target](node):
             raise LeftAlone(f"{node.name} cuts or reorders the columns of {start.name}")
         if not is_static(*_shape(node)):
             raise LeftAlone("sizes change from call to call (dynamic shapes)")
@@ -244,7 +249,9 @@ def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
         index = torch.arange(leading.numel())
         done: dict[Node, Any] = {start: index.view(*leading, 1)}
         for node in nodes:
-            if node.target in _RESHAPES:
+            if is_cast(node):
+                done[node] = done[node.all_input_nodes[0]]
+            elif node.target in _RESHAPES:
                 done[node] = done[node.all_input_nodes[0]].reshape(*value(node).shape[:-1], 1)
             else:
                 target: Any = node.target
@@ -255,7 +262,7 @@ def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
 
 
 def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) -> Node:
-    """Apply to ``replacement`` the calls ``nodes``, which move the rows of ``start``.
+    """Apply to ``replacement`` the calls ``nodes``, which move the rows of ``start``, but no casts.
 
     Args:
         writer: Adds the new calls.
@@ -269,6 +276,9 @@ def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) ->
     columns = int(value(replacement).shape[-1])
     done = {start: replacement}
     for node in nodes:
+        if is_cast(node):
+            done[node] = done[node.all_input_nodes[0]]
+            continue
         if node.target in _RESHAPES:
             assert isinstance(node.args[0], Node)
             done[node] = writer.reshape(done[node.args[0]], [*value(node).shape[:-1], columns])

@@ -11,11 +11,19 @@ from collections.abc import Iterator
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import collectives, rows
+from interlace.compile import casts, collectives, rows
 from interlace.compile.choice import choose_sum, nodes_of, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, are_equal, aten, erase_unused, is_static, value
+from interlace.compile.graph import (
+    Writer,
+    are_equal,
+    aten,
+    erase_unused,
+    is_cast,
+    is_static,
+    value,
+)
 from interlace.compile.producers import Product, product_of, require_suitable
 from interlace.compile.requirements import (
     require_even,
@@ -75,18 +83,19 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
     require_even(collective, ranks)
     operator = operator_matching("gemm", "reduce_scatter")
     products = [term.product for term in terms]
-    side_by_side, reason = choose_sum(operator, products, rows_of(products[0]), ranks)
+    dtype = casts.sent_dtype(products[0], nodes, collective)
+    side_by_side, reason = choose_sum(operator, products, rows_of(products[0]), ranks, dtype)
     writer = Writer(collective.node, collective.node)
     if side_by_side:
         name, (x, w) = operator.name, _side_by_side(terms, writer)
-        options = [None, None, None, None, value(x).dtype, collective.group_name, "auto", ""]
+        options = [None, None, None, None, dtype, collective.group_name, "auto", ""]
         y = writer.call(overload(name), x, w, *options)
     else:
         name = operator.sum_name
         xs, ws = [term.x(writer) for term in terms], [term.product.weight(writer) for term in terms]
         y = writer.call(overload(name), xs, ws, collective.group_name)
     collective.become(y, writer, nodes)
-    return name, reason
+    return name, reason + casts.note_of(products[0], dtype)
 
 
 def all_reduce(collective: Collective) -> tuple[str, str]:
@@ -98,13 +107,14 @@ def all_reduce(collective: Collective) -> tuple[str, str]:
     terms, nodes, ranks = _read(collective)
     operator = operator_matching("gemm", "all_reduce")
     products = [term.product for term in terms]
-    _, reason = choose_sum(operator, products, rows_of(products[0]), ranks)
+    dtype = casts.sent_dtype(products[0], nodes, collective)
+    _, reason = choose_sum(operator, products, rows_of(products[0]), ranks, dtype)
     writer = Writer(collective.node, collective.node)
     x, w = _side_by_side(terms, writer)
-    options = [None, None, None, value(x).dtype, collective.group_name, "auto", ""]
+    options = [None, None, None, dtype, collective.group_name, "auto", ""]
     y = writer.call(overload(operator.name), x, w, *options)
     collective.become(y, writer, nodes)
-    return operator.name, reason
+    return operator.name, reason + casts.note_of(products[0], dtype)
 
 
 def all_to_all(collective: Collective) -> tuple[str, str]:
@@ -116,6 +126,8 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     terms, nodes, ranks = _read(collective, batches=True)
     products = [term.product for term in terms]
     require_even_splits(collective, ranks)
+    for cast in filter(is_cast, nodes):
+        raise LeftAlone(f"{cast.name} casts a part of the sum, which no operator does before it")
     if len({product.batch for product in products}) > 1:
         raise LeftAlone("it is a sum of batches of several sizes")
     batch = products[0].batch
@@ -183,14 +195,17 @@ def _merge(add: Node) -> tuple[Node, Node]:
         collective.require_sum()
         if not _adds_products(collective.input):
             raise LeftAlone(f"what goes into {collective.node.name} is no product")
-        terms, _, ranks = _read(collective)
+        terms, nodes, ranks = _read(collective)
         products += [term.product for term in terms]
+        dtype = casts.sent_dtype(products[0], nodes, collective)
+    if len({product.dtype for product in products}) > 1:
+        raise LeftAlone("they are sums of products of several dtypes")
     kinds = [(read.group_name, read.result.dtype, read.result.shape) for read in (first, second)]
     if kinds[0] != kinds[1]:
         raise LeftAlone("their groups, dtypes or shapes differ")
     require_unchanged(min(product.node for product in products), second.node)
     operator = operator_matching("gemm", "all_reduce")
-    choose_sum(operator, products, rows_of(products[0]), ranks)
+    choose_sum(operator, products, rows_of(products[0]), ranks, dtype)
     total = Writer(second.node, add).call(aten.add.Tensor, first.input, second.input)
     second.node.update_arg(0, total)
     add.replace_all_uses_with(second.waits[0])

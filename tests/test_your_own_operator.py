@@ -176,6 +176,15 @@ def test_auto_takes_the_first_implementation_whatever_its_name():
     assert choice_on(gpu_named("h200"), declaration, call, torch.float32).impl == "ring"
 
 
+def test_an_operator_that_explains_nothing_says_so(monkeypatch):
+    """One around no product declares itself what ``interlace.explain`` takes and says."""
+    members = {"computation": "scan", "collective": "sum", "choose": lambda self, **call: None}
+    declaration = type("Scan", (registry.Operator,), members)()
+    monkeypatch.setitem(registry._operators, declaration.name, declaration)
+    with pytest.raises(interlace.ArgumentError, match="got 'scan_sum', whose declaration has"):
+        interlace.explain("scan_sum", torch.ones(1))
+
+
 def test_an_operator_without_the_unfused_pair_is_refused(monkeypatch):
     """Another one may refuse a call, also one that a user's program makes for the first time."""
     kernel_only = {"name": "gemm_kernel_only", "implementations": (FUSED,)}

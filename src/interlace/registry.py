@@ -128,8 +128,15 @@ class Operator(abc.ABC):
         """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the tensors and the options that :meth:`explain` takes, by name."""
-        raise NotImplementedError
+        """Return the tensors and the options that :meth:`explain` takes, by name.
+
+        Raises:
+            ArgumentError: The operator does not explain its choice.
+        """
+        raise ArgumentError(
+            f"explain: operator must be one that explains its choice; got {self.name!r}, whose "
+            "declaration has neither argument_names nor explain."
+        )
 
     def explain(self, *arguments: Any, world_size: int, **options: Any) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason.

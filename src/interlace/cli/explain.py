@@ -53,7 +53,9 @@ def run_explain(
         # The two names are one decision.
         declaration = operator_matching("gemm", declaration.collective)
     if not isinstance(declaration, GemmOperator):
-        products = [name for name in operators() if isinstance(operator_named(name), GemmOperator)]
+        products = [
+            name for name in sorted(operators()) if isinstance(operator_named(name), GemmOperator)
+        ]
         raise ArgumentError(
             f"operator must be one around one product, such as {', '.join(products)}; got "
             f"{operator!r}. docs/results.md has what was measured of the others."

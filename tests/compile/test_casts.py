@@ -434,6 +434,8 @@ def _block(sequence_parallel: bool, trains: bool) -> tuple[list[Any], list[float
         block = parallel_block(sequence_parallel, bias=False)
         torch.manual_seed(11 + (dist.get_rank() if sequence_parallel else 0))
         x = torch.randn(2, 12, WIDTH)
+        # Another size of a model that this process has compiled before would be a dynamic one.
+        torch.compiler.reset()
         compiled = torch.compile(block, backend=eager_backend, fullgraph=True)
         with recording() as findings:
             if trains:
@@ -442,6 +444,7 @@ def _block(sequence_parallel: bool, trains: bool) -> tuple[list[Any], list[float
                 with torch.no_grad(), torch.autocast(x.device.type, dtype=BF16):
                     pairs = zip([compiled(x)], [block(x)], strict=True)
             errors = [float((a - b).norm() / b.norm()) for a, b in pairs]
+        torch.compiler.reset()
     seen = [(f.graph, f.collective, f.operator) for f in findings if f.collective != "products"]
     return seen, errors
 

@@ -71,6 +71,6 @@ def test_ranks_with_other_settings_do_not_form_a_group(ranks: Any) -> None:
     """One would measure, and wait for peers that do not."""
     message = (
         "joining a group: the environment's setting of autotuning must be the same on every rank; "
-        "got '0' on rank 0, '1' on rank 1. Nothing was computed."
+        "got 'False' on rank 0, 'True' on rank 1. Nothing was computed."
     )
     assert ranks(2).run(_other_settings) == [("RankMismatchError", message)] * 2

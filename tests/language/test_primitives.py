@@ -1,6 +1,9 @@
 """The primitives of ``interlace.language`` between ranks, in kernels as small as possible."""
 
+import ctypes
 import functools
+import os
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -246,6 +249,35 @@ def test_waits_for_one_peer_without_a_tile_of_masks(ranks, awaits):
     for rank, (kind, message, _) in enumerate(ranks(2).run(_await_one, awaits)):
         assert kind == "PeerTimeoutError"
         assert f"rank {rank} waited 0.5 s for rank {1 - rank} (slice 0, " in message
+
+
+def _look_while_another_process_stores():
+    from tests.language import kernels
+
+    group, memory = interlace.group_of(), _symmetric(1024, torch.int16)
+    number = ctypes.c_int16.from_address(memory.local.data_ptr())
+    child = os.fork()
+    while not child:
+        for _ in range(1000):
+            number.value = 0x1234
+            number.value = 0
+    seen = set()
+    try:
+        out = torch.empty(4096, dtype=torch.int16)
+        for _ in range(200):
+            _launch(group, kernels.look, memory.address, out, group.context("test"), COUNT=len(out))
+            seen |= set(out.tolist())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    return seen
+
+
+def test_numbers_of_two_bytes_arrive_whole(ranks):
+    """Triton's interpreter loads them by memcpy, which may load one byte before and one after."""
+    # The memory of a process on its own is not shared with its children.
+    for seen in ranks(2).run(_look_while_another_process_stores):
+        assert seen == {0, 0x1234}
 
 
 def _gather():

@@ -159,6 +159,12 @@ def load_acquire(ptr, mask):
         return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
+@triton.jit
+def load_whole(ptr, mask):
+    """Load integers that a peer may store meanwhile; 0 outside ``mask``."""
+    return tl.load(ptr, mask=mask, other=0, volatile=True)
+
+
 @core.extern
 def require_peers(primitive, peer, mask, group, _semantic=None):
     """Do nothing, in no instruction: ranks of peers are checked in the interpreter only."""

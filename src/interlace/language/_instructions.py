@@ -6,18 +6,18 @@ from interlace.comm.interpreter import interpreting
 if interpreting():
     from interlace.language._interpreted import (
         asks_for_records, clock_ns, fence_system, is_cuda, is_tile, kind_of_event,
-        load_acquire, num_threads, pause, processor, records, require_grid, require_memory,
-        require_peers, signal_peer, store_to_peer, tile_bytes,
+        load_acquire, load_whole, num_threads, pause, processor, records, require_grid,
+        require_memory, require_peers, signal_peer, store_to_peer, tile_bytes,
     )
 else:
     from interlace.language._device import (
         asks_for_records, clock_ns, fence_system, is_cuda, is_tile, kind_of_event,
-        load_acquire, num_threads, pause, processor, records, require_grid, require_memory,
-        require_peers, signal_peer, store_to_peer, tile_bytes,
+        load_acquire, load_whole, num_threads, pause, processor, records, require_grid,
+        require_memory, require_peers, signal_peer, store_to_peer, tile_bytes,
     )
 
 __all__ = [
     "asks_for_records", "clock_ns", "fence_system", "is_cuda", "is_tile",
-    "kind_of_event", "load_acquire", "num_threads", "pause", "processor", "records",
+    "kind_of_event", "load_acquire", "load_whole", "num_threads", "pause", "processor", "records",
     "require_grid", "require_memory", "require_peers", "signal_peer", "store_to_peer", "tile_bytes",
 ]

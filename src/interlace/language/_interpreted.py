@@ -92,6 +92,19 @@ def load_acquire(ptr, mask):
     return tl.atomic_add(ptr, 0, mask=mask, sem="acquire", scope="sys")
 
 
+def load_whole(ptr, mask):
+    """Load integers of 16 or 32 bits that a peer may store meanwhile: each as it was before, or as
+    it is after. 0 outside ``mask``.
+    """
+    if ptr.dtype.element_ty.primitive_bitwidth == 32:
+        return tl.load(ptr, mask=mask, other=0)
+    # Triton's interpreter copies elements by memcpy, which may load the bytes of two one after the
+    # other: half of a number would arrive. It loads aligned words of four bytes at once.
+    address = ptr.to(tl.int64)
+    pair = tl.load((address & -4).to(tl.pointer_type(tl.int32)), mask=mask, other=0)
+    return (pair >> ((address & 2) * 8).to(tl.int32)).to(tl.int16)
+
+
 def require_peers(primitive, peer, mask, group):
     """Refuse ranks that the group does not have: there is no memory of theirs to access.
 

@@ -14,7 +14,7 @@ in each call, all that it is sent.
 import triton
 import triton.language as tl
 
-from interlace.language._instructions import num_threads, records, require_memory
+from interlace.language._instructions import load_whole, num_threads, records, require_memory
 from interlace.language.addresses import peer_pointer, rank
 from interlace.language.deadlines import LATE, NO_RANK, after_look, report
 from interlace.language.primitives import put
@@ -121,7 +121,7 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
         absent = tl.zeros(ptr.shape, tl.int32)
         for source in tl.static_range(SOURCES):
             awaited = mask if own is None else mask & (me != source)
-            word = tl.load(words + source * stride, mask=awaited, other=0, volatile=True)
+            word = load_whole(words + source * stride, awaited)
             absent += (awaited & (word == 0)).to(tl.int32)
             value = (word ^ sign).to(FLOAT, bitcast=True).to(tl.float32)
             value = tl.where(awaited, value, 0.0)
@@ -133,7 +133,7 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
         for step in tl.static_range(SOURCES):
             source = SOURCES - 1 - step
             awaited = mask & (me != first + source)
-            word = tl.load(words + source * stride, mask=awaited, other=0, volatile=True)
+            word = load_whole(words + source * stride, awaited)
             if tl.sum(tl.ravel((awaited & (word == 0)).to(tl.int32))) > 0:
                 late = first + source
         if late < NO_RANK:

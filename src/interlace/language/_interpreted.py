@@ -96,7 +96,8 @@ def load_whole(ptr, mask):
     """Load integers of 16 or 32 bits that a peer may store meanwhile: each as it was before, or as
     it is after. 0 outside ``mask``.
     """
-    if ptr.dtype.element_ty.primitive_bitwidth == 32:
+    if ptr.dtype.element_ty.primitive_bitwidth == 32 or cpu_faults.world() is not None:
+        # The explorer lets one rank access memory at a time, and sees which elements it loads.
         return tl.load(ptr, mask=mask, other=0)
     # Triton's interpreter copies elements by memcpy, which may load the bytes of two one after the
     # other: half of a number would arrive. It loads aligned words of four bytes at once.

@@ -230,12 +230,11 @@ def worker():
     ),
     "docs/writing-an-operator.md": Program(
         """
-from interlace.gemm import schema
-from interlace.gemm.operator import GemmOperator
 import interlace
-from interlace.registry import operator_named
-
-FUSED, UNFUSED = operator_named("gemm_reduce_scatter").implementations[:2]
+from interlace.gemm import schema
+from interlace.gemm.implementations.fused import FUSED
+from interlace.gemm.implementations.unfused import UNFUSED
+from interlace.gemm.operator import GemmOperator
 
 # block 0
 """,

@@ -89,6 +89,20 @@ def _reaching(rank: Rank, primitive: str) -> None:
         )
 
 
+def _keeping(rank: Rank, kept: list[interlace.SymmetricTensor]) -> None:
+    """Keep memory after the exploration."""
+    kept.append(interlace.empty_symmetric(1 << 20, dtype=torch.uint8))
+
+
+def _reaching_where_memory_was() -> Report:
+    """Explore what reaches past the end of its memory, where memory of an earlier run was."""
+    kept: list[interlace.SymmetricTensor] = []
+    explore(functools.partial(_keeping, kept=kept)).raise_if_failed()
+    report = explore(functools.partial(_reaching, primitive="put"))
+    assert kept
+    return report
+
+
 def _words(rank: Rank, calls: int = 1) -> None:
     from tests.testing import kernels
 
@@ -210,6 +224,13 @@ def test_mistakes(ranks: Any, program: Any, kind: str, message: str) -> None:
         interlace.InterlaceError, match=f"every schedule of a program must be right; got a ({kind})"
     ):
         report.raise_if_failed()
+
+
+def test_memory_of_an_earlier_run_counts_no_longer(ranks: Any) -> None:
+    """Memory past the end is nobody's, even if a tensor of an earlier exploration lay there."""
+    [report] = ranks(1).run(_reaching_where_memory_was)
+    assert report.failure is not None
+    assert "put: every address must be of symmetric memory of rank" in report.failure.message
 
 
 def test_the_same_seed_tries_the_same_schedules(ranks: Any) -> None:

@@ -93,7 +93,7 @@ def call_when_gone(owner: object, device: torch.device, release: Callable[[], ob
 
 
 _blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
-"""The blocks that exist, by their ``id``."""
+"""The blocks whose memory exists, by their ``id``."""
 
 
 def memory_of(rank: int) -> list[tuple[int, int]]:
@@ -144,6 +144,10 @@ class Block:
         self.stride = stride
         _blocks[id(self)] = self
         call_when_gone(self, device, release)
+
+    def withdraw(self) -> None:
+        """Leave the block out of :func:`memory_of`, because its memory is gone before it."""
+        _blocks.pop(id(self), None)
 
 
 class Heap(ABC):

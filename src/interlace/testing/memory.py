@@ -106,6 +106,7 @@ class View:
         os.ftruncate(self._fd, self.nbytes)
         self.base = map_file(self.nbytes, self._fd)
         self._aliases: list[tuple[int, int, list[int]]] = []
+        self._blocks: list[Block] = []
         self._used = 0
 
     def reset(self) -> None:
@@ -115,6 +116,11 @@ class View:
         for base, nbytes, pieces in self._aliases:
             unmap(base, nbytes * len(pieces))
         self._aliases.clear()
+        # A program may keep its tensors longer than the run. The same addresses belong to the next
+        # run's tensors, or to nobody.
+        for block in self._blocks:
+            block.withdraw()
+        self._blocks.clear()
         self._used = 0
 
     def close(self) -> None:
@@ -123,8 +129,8 @@ class View:
         unmap(self.base, self.nbytes)
         os.close(self._fd)
 
-    def take(self, nbytes: int) -> int:
-        """Allocate memory and return its offset, which is the same in every rank's part.
+    def allocate(self, nbytes: int, device: torch.device) -> Block:
+        """Allocate memory at the same offset of every rank's part.
 
         Memory is not freed while a program runs.
 
@@ -140,7 +146,9 @@ class View:
                 f"got {format_bytes(self._used)}. "
                 f"Explore smaller shapes: protocols do not depend on them."
             )
-        return offset
+        block = Block(self.base + offset, nbytes, PART_BYTES, device, lambda: None)
+        self._blocks.append(block)
+        return block
 
     def alias(self, addresses: Sequence[int], nbytes: int) -> int:
         """Map pieces of ``nbytes`` once more, one behind the other; return the first address."""
@@ -184,9 +192,7 @@ class ExploredHeap(Heap):
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate pieces of ``nbytes``, each of whole pages."""
         size = pieces * round_up(max(nbytes, 1), self.granularity)
-        return Block(
-            self._view.base + self._view.take(size), size, self.stride, self.device, lambda: None
-        )
+        return self._view.allocate(size, self.device)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], None]]:
         """Map pieces once more, one behind the other; return the address, and how to undo it."""

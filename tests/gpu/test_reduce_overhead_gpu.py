@@ -239,3 +239,30 @@ def _with_lists() -> list[str]:
 def test_calls_that_ask_the_host_each_time(ranks: Any, world_size: int) -> None:
     for wrong in ranks(world_size).run(_with_lists, timeout_s=300):
         assert wrong == []
+
+
+_LEFT: list[Any] = []
+
+
+def _leave_a_graph() -> dict[str, int]:
+    """Leave a CUDA graph with an all-reduce by NCCL behind, and return what Inductor has made."""
+    group = dist.group.WORLD
+    assert group is not None
+
+    def total(x: torch.Tensor) -> torch.Tensor:
+        summed = torch.ops._c10d_functional.all_reduce(x * 2, "sum", group.group_name)
+        return torch.ops._c10d_functional.wait_tensor(summed) + 1
+
+    compiled = torch.compile(total, mode="reduce-overhead", fullgraph=True)
+    _LEFT.append(compiled)
+    for _ in range(3):
+        torch.compiler.cudagraph_mark_step_begin()
+        y = compiled(torch.ones(1024, device="cuda"))
+    torch.testing.assert_close(y, torch.full_like(y, 2.0 * dist.get_world_size() + 1))
+    return graphs_of_inductor()
+
+
+def test_ranks_end_though_graphs_hold_collectives(own_gpus: None, world_size: int) -> None:
+    """NCCL destroys no communicator while a CUDA graph has captured one of its collectives."""
+    results = interlace.launch(_leave_a_graph, world_size, backend="cuda", timeout_s=120)
+    assert all(made["recorded"] >= 1 for made in results)

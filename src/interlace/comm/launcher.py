@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import gc
 import itertools
 import multiprocessing
 import os
@@ -276,10 +277,11 @@ def _child(
     if backend == "cuda":
         torch.cuda.synchronize()
     # Peers may still be reading this rank's memory. The barrier uses Gloo, which every backend has.
-    # A worker that has destroyed the process group says that it has no peers any more.
+    # A worker that has destroyed the process group says that it has no peers any more. Nothing else
+    # destroys it: NCCL would wait for the CUDA graphs that the worker has left, and the process
+    # ends anyway.
     if dist.is_initialized():
         dist.all_reduce(torch.zeros(1))
-        dist.destroy_process_group()
     # The result is stored, so the process may end without the interpreter's shutdown, during which
     # threads of libraries may use objects that are freed already: one rank in some thousands ended
     # with SIGABRT ("terminate called without an active exception").
@@ -409,7 +411,19 @@ def _run_as_rank(
         return results
     finally:
         if started:
-            dist.destroy_process_group()
+            _destroy_process_group()
+
+
+def _destroy_process_group() -> None:
+    """Destroy the default process group of a worker that has ended.
+
+    From 2.26 on, NCCL waits in this call until every CUDA graph with one of its collectives is
+    gone. The graphs that ``torch.compile`` captured outlive the worker, so they are freed first.
+    """
+    if "torch._inductor.cudagraph_trees" in sys.modules:
+        torch.compiler.reset()
+        gc.collect()
+    dist.destroy_process_group()
 
 
 def _store_of_a_launch(timeout_s: float | None) -> dist.Store:

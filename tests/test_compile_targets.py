@@ -107,8 +107,8 @@ def _cases_of(kernel):
         "multiply_few_rows": _multiply_few_rows,
         "hold": lambda: [
             (
-                {"signals": "i64", "ctx": "*i64", "duration": "i64"},
-                {"WORLD_SIZE": 4, "num_warps": 1},
+                {"signals": "i64", "unread": "i64", "ctx": "*i64", "duration": "i64"},
+                {"UNREAD": 1 << 18, "WORLD_SIZE": 4, "BLOCK": 1024, "num_warps": 4},
             )
         ],
         "prepare_recording": lambda: [

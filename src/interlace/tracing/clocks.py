@@ -10,10 +10,16 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.kernels import Launch
+from interlace.comm.workspace import Workspace
 from interlace.units import NS_PER_S
 
 _NAME = "tracing"
 _ROUNDS = 64
+
+_UNREAD = 1 << 18
+"""Elements of 4 bytes that every rank writes to every peer before a trace: 1 MiB uses all links."""
+
+_BLOCK = 1024
 
 
 class Clock(NamedTuple):
@@ -42,34 +48,40 @@ def compare(group: Group) -> list[Clock]:
 def begin_together(group: Group, hold_s: float) -> None:
     """Enqueue a kernel that ends on all ranks at once, ``hold_s`` seconds later. Collective.
 
-    What is enqueued behind it until then begins on all ranks at once, however late their hosts are.
+    What is enqueued behind it until then begins on all ranks at once, however late their hosts are,
+    and finds all links between them awake.
     """
     from interlace.tracing.kernels import hold  # imports Triton
 
+    memory = _reset_memory(group, "beginning a trace")
     arguments = {
-        "signals": _signals(group, "beginning a trace"),
+        "signals": memory.signals.address,
+        "unread": memory.data.address,
         "ctx": group.context(_NAME),
         "duration": int(hold_s * NS_PER_S),
     }
+    constants = {
+        "UNREAD": _UNREAD, "WORLD_SIZE": group.world_size, "BLOCK": _BLOCK, "num_warps": 4,
+    }  # fmt: skip
     with group.running():
-        Launch(hold, (1,), arguments, {"WORLD_SIZE": group.world_size, "num_warps": 1})()
+        Launch(hold, (1,), arguments, constants)()
 
 
-def _signals(group: Group, step: str) -> int:
-    """Return the address of ``2 * world_size`` signals that are 0 on every rank. Collective."""
-    memory = group.workspace(_NAME, 1, 2 * group.world_size)
+def _reset_memory(group: Group, step: str) -> Workspace:
+    """Return memory with ``_UNREAD`` elements and two signals per rank, all 0. Collective."""
+    memory = group.workspace(_NAME, 4 * _UNREAD, 2 * group.world_size)
     memory.reset(group.rank)
     group.synchronize()
     # No signal may be set before its reader has reset its memory.
     group.exchange(step, "reset")
-    return memory.signals.address
+    return memory
 
 
 def compare_with_first(group: Group, client: int) -> Clock:
     """Compare the clock of one rank with that of rank 0, by an exchange of signals. Collective."""
     from interlace.tracing.kernels import compare_clocks  # imports Triton
 
-    signals = _signals(group, "comparing clocks")
+    signals = _reset_memory(group, "comparing clocks").signals.address
     times = torch.zeros(2, _ROUNDS, dtype=torch.int64, device=group.device)
     if group.rank in (0, client):
         arguments = {

@@ -6,25 +6,42 @@ import triton.language as tl
 import interlace.language as il
 
 
-@triton.jit(do_not_specialize=["signals", "duration"])
-def hold(signals, ctx, duration, WORLD_SIZE: tl.constexpr):
+@triton.jit(do_not_specialize=["signals", "unread", "duration"])
+def hold(
+    signals, unread, ctx, duration, UNREAD: tl.constexpr, WORLD_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     """Keep what follows on this stream back for a while, and until all ranks have come here.
 
-    One program on each rank. Protocol: it reads the clock until ``duration`` has passed, then
-    signals every peer and waits for every peer's signal.
+    One program on each rank. Protocol: it reads the clock until ``duration`` has passed, fills
+    ``unread`` on every peer, then signals every peer and waits for every peer's signal, which
+    comes after what the peer has written.
+
+    Links that have carried nothing for some time sleep, each by itself, and the next message over
+    one waits until it has woken up. Writes to many addresses use all of them, so that calls in a
+    trace find them as they are in a program that communicates all the time.
 
     Example: rank 0 comes at 100 and rank 1 at 180, with a duration of 1000: both leave soon after
     1180.
 
     Args:
         signals: address of ``2 * WORLD_SIZE`` int32 signals, which are 0 at first.
+        unread: address of ``UNREAD`` int32, which every peer fills with 0 and nobody reads.
         duration: in ns, 64 bits.
+        UNREAD: a multiple of ``BLOCK``.
     """
     group = il.join(ctx)
+    me = il.rank(group)
     clock = tl.arange(0, 32)
     start = tl.max(il.clock_ns(clock), 0)
     while tl.max(il.clock_ns(clock), 0) - start < duration:
         pass
+    elements = tl.arange(0, BLOCK)
+    for peer in range(WORLD_SIZE):
+        if peer != me:
+            for first in range(0, UNREAD, BLOCK):
+                target = il.pointer(unread, tl.int32) + first + elements
+                il.put(target, tl.zeros_like(elements), peer, group)
     il.barrier(il.pointer(signals, tl.int32), 1, group, WORLD_SIZE)
 
 

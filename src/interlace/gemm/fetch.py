@@ -111,18 +111,10 @@ class OwnRows(NamedTuple):
     staged: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Fetching:
-    """Copies that have been enqueued on streams beside the current one.
-
-    Attributes:
-        arrived: For each rank, an event after the copies of its rows, to be passed to
-            :func:`interlace.comm.copies.wait_for`.
-        first: Whether the copies were given priority over the current stream.
-    """
-
-    arrived: dict[int, torch.cuda.Event | None]
-    first: bool
+Arrivals = dict[int, torch.cuda.Event | None]
+"""For each rank, an event after the copies of its rows, to be passed to
+:func:`interlace.comm.copies.wait_for`.
+"""
 
 
 def begin(
@@ -135,9 +127,8 @@ def begin(
     mark: int,
     *,
     own_rows: OwnRows | None = None,
-    first: bool,
     signal: bool,
-) -> Fetching:
+) -> Arrivals:
     """Enqueue the copies that fetch the peers' rows, to run beside the current stream's next work.
     :func:`end` must follow.
 
@@ -154,9 +145,6 @@ def begin(
         pieces: The copies from each peer, in the order in which they are enqueued.
         mark: The number from the ranks' agreement.
         own_rows: Rows of x that are copied to ``gathered`` as well; None for no rows.
-        first: Whether to stage this rank's rows before the current stream's next work rather than
-            beside it. A product that occupies all SMs would otherwise delay the peers until it
-            ends.
         signal: Whether to set the product's signals after each source's rows.
     """
     from interlace.gemm.kernels import staged
@@ -197,12 +185,12 @@ def begin(
     # 1. Stage this rank's rows in symmetric memory and tell the peers.
     programs = 2 if group.backend == "cpu" else _STAGERS
     stage = Launch(staged.stage_rows, (programs,), arguments, constants | {"ROWS": 4, "COLS": 1024})
-    fetching, since = Fetching({}, first), copies.so_far(group)
-    if first:
-        stage()
-    with copies.beside(group, first=first, since=since):
-        if not first:
-            stage()
+    arrived: Arrivals = {}
+    since = copies.so_far(group)
+    # Staging comes before the current stream's next work, not beside it: a product that got the
+    # SMs first would occupy all of them, and keep the peers waiting until it ends.
+    stage()
+    with copies.beside(group, first=True, since=since):
         # 2. Wait until every peer has staged its rows. This kernel needs an SM while the product
         # occupies all of them; it gets one now, while staging still leaves SMs free.
         awaiting = {"signals": signals, "ctx": context, "notes": notes, "call": mark}
@@ -224,7 +212,7 @@ def begin(
             if signal and parts:
                 flag = signals + group.rank * group.stride + 4 * (layout.HEADER + source)
                 copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)
-            fetching.arrived[source] = copies.so_far(group)
+            arrived[source] = copies.so_far(group)
         # 4. Tell every peer that its rows were fetched, so that it may stage the next call's.
         releasing = {
             "signals": signals,
@@ -234,7 +222,7 @@ def begin(
             "cells": gathered.numel(),
         }
         Launch(staged.release_rows, (1,), releasing, {"WORLD_SIZE": ranks, "num_warps": 1})()
-    return fetching
+    return arrived
 
 
 def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
@@ -257,6 +245,6 @@ def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
     Launch(staged.settle_products, (settlers,), arguments, {"BLOCK": _SETTLED})()
 
 
-def end(group: Group, fetching: Fetching) -> None:
+def end(group: Group) -> None:
     """Make the current stream wait until all copies are done and the peers have been told."""
-    copies.join(group, first=fetching.first)
+    copies.join(group, first=True)

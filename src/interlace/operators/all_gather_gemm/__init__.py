@@ -32,16 +32,9 @@ from interlace.units import ceil_div
 
 @dataclasses.dataclass(frozen=True)
 class AllGatherGemmConfig(GemmConfig):
-    """One way to run the fused kernel of ``all_gather_gemm``; see :class:`GemmConfig` for the other
-    fields.
-
-    Attributes:
-        stage_first: 1 to give staging this rank's rows for the others priority over the product; 0
-            to let it share.
-    """
+    """One way to run the fused kernel of ``all_gather_gemm``; see :class:`GemmConfig`."""
 
     group_m: int = between(16, 1, 1 << 20)
-    stage_first: int = between(0, 0, 1)
 
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -146,11 +139,11 @@ class AllGatherGemm(GemmOperator):
         return y, gathered.clone() if gathered is x else gathered
 
     def candidates(self, start: GemmConfig, rows: int, world_size: int) -> list[GemmConfig]:
-        """Return small tiles for few rows; else staging before the product and beside it."""
+        """Return small tiles for few rows; else the start, also with narrower tiles."""
         if ceil_div(rows, world_size) < 128:
             return super().candidates(start, rows, world_size)
-        assert isinstance(start, AllGatherGemmConfig)
-        return [dataclasses.replace(start, stage_first=first) for first in (0, 1)]
+        # No program sends tiles here, so none need begin late.
+        return [start, dataclasses.replace(start, block_n=128)]
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: Pair) -> None:
         """Save the gathered x and w, as far as their gradients are needed."""

@@ -42,13 +42,11 @@ def run(call: GemmCall) -> Pair:
         if group.world_size == 1:
             product()
             return
-        # 1. Stage and fetch rows beside the product, or stage them first where the product would
-        # keep every SM from the staging kernel.
-        first = bool(getattr(config, "stage_first", 0))
-        fetching = _begin(call, operands, staging, gathered, first=first, signal=True)
+        # 1. Stage this rank's rows, then fetch the peers' beside the product.
+        _begin(call, operands, staging, gathered, signal=True)
         # 2. The product waits for each source's signal in the kernel.
         product()
-        fetch.end(group, fetching)
+        fetch.end(group)
 
     with group.running():
         key = NAME, "fused", config, rows, call.gather, mark, places(y, gathered), operands.memory()
@@ -106,15 +104,14 @@ def _prepare_chunked(
     def enqueue() -> None:
         parts, weight = y.split(rows), operands.w.T
         arriving = gathered[:, : operands.inner].split(rows)
-        # Staging comes first: kernels of cuBLAS often occupy all SMs until they end.
-        fetching = _begin(call, operands, staging, gathered, first=True, signal=False)
+        arrivals = _begin(call, operands, staging, gathered, signal=False)
         multiply_into(parts[group.rank], operands.x, weight, operands.bias)
         for step in range(1, group.world_size):
             source = (group.rank + step) % group.world_size
-            copies.wait_for(group, fetching.arrived[source])
+            copies.wait_for(group, arrivals[source])
             multiply_into(parts[source], arriving[source], weight, operands.bias)
         fetch.settle(group, staging, y, call.mark)
-        fetch.end(group, fetching)
+        fetch.end(group)
 
     return enqueue
 
@@ -137,9 +134,8 @@ def _begin(
     staging: Staging,
     gathered: torch.Tensor,
     *,
-    first: bool,
     signal: bool,
-) -> fetch.Fetching:
+) -> fetch.Arrivals:
     """Enqueue the copies of the peers' rows into ``gathered``; see
     :func:`interlace.gemm.fetch.begin`.
     """
@@ -153,7 +149,6 @@ def _begin(
         _pieces(group, staging, rows, gathered),
         call.mark,
         own_rows=_own_rows(group, staging, rows, gathered) if call.gather else None,
-        first=first,
         signal=signal,
     )
 

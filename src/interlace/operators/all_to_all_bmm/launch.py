@@ -163,8 +163,8 @@ def _fetch(
     own_rows = OwnRows(
         me * count * share, count * share, address_of(me), share, ranks * share, staged=False
     )
-    fetching = fetch.begin(
-        group, staging, x, None, received, pieces, mark, own_rows=own_rows, first=True, signal=False
+    arrivals = fetch.begin(
+        group, staging, x, None, received, pieces, mark, own_rows=own_rows, signal=False
     )
     arriving = received.view(count, ranks, share, -1)[..., :inner]
     results = y.view(count, ranks, share, -1)
@@ -173,8 +173,8 @@ def _fetch(
     # of tiles for each.
     for sources in (slice(me + 1, ranks), slice(0, me)):
         for source in range(ranks)[sources]:
-            copies.wait_for(group, fetching.arrived[source])
+            copies.wait_for(group, arrivals[source])
         if sources.stop > sources.start:
             torch.bmm(arriving[:, sources].flatten(1, 2), w, out=results[:, sources].flatten(1, 2))
     fetch.settle(group, staging, y, mark)
-    fetch.end(group, fetching)
+    fetch.end(group)

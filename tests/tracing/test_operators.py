@@ -183,3 +183,8 @@ def test_more_events_than_a_ring_holds() -> None:
     assert [event.number for event in launch.programs[1]] == numbers[10:]
     assert [event.time_ns for event in launch.programs[1]] == list(range(count - 10))
     assert {(event.sm, event.peer, event.kind) for event in launch.programs[1]} == {(7, 3, "mark")}
+    # A library's product before the first event is where times count from.
+    early = packed._replace(others=[["product", 7, 1010 - 200, 150]])
+    [[launch]], [[product]] = unpack([early])
+    assert (product.start_ns, product.duration_ns) == (0, 150)
+    assert launch.programs[1][0].time_ns == 200

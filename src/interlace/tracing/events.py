@@ -118,7 +118,8 @@ def timer_step_ns(packed: Sequence[dict[str, Any]]) -> int:
 def unpack(of_ranks: Sequence[Packed]) -> tuple[list[list[Launch]], list[list[Activity]]]:
     """Return the launches and the other activities of each rank.
 
-    Times count from the first event of all ranks.
+    Times count from the first event or activity of all ranks: a library's product may come before
+    every kernel that records.
 
     Args:
         of_ranks: What each rank has packed, in rank order.
@@ -128,7 +129,15 @@ def unpack(of_ranks: Sequence[Packed]) -> tuple[list[list[Launch]], list[list[Ac
     for rank, of_rank in zip(of_ranks, tables, strict=True):
         for table in of_rank:
             table[:, 2] -= round(rank.offset_ns)
+    activities = [
+        [
+            activity._replace(start_ns=activity.start_ns - round(rank.offset_ns))
+            for activity in (Activity(*fields) for fields in rank.others)
+        ]
+        for rank in of_ranks
+    ]
     times = [int(table[:, 2].min()) for of_rank in tables for table in of_rank if len(table)]
+    times += [activity.start_ns for of_rank in activities for activity in of_rank]
     start_ns = min(times, default=0)
     launches = [
         [
@@ -138,11 +147,8 @@ def unpack(of_ranks: Sequence[Packed]) -> tuple[list[list[Launch]], list[list[Ac
         for rank, of_rank in zip(of_ranks, tables, strict=True)
     ]
     others = [
-        [
-            activity._replace(start_ns=activity.start_ns - round(rank.offset_ns) - start_ns)
-            for activity in (Activity(*fields) for fields in rank.others)
-        ]
-        for rank in of_ranks
+        [activity._replace(start_ns=activity.start_ns - start_ns) for activity in of_rank]
+        for of_rank in activities
     ]
     return launches, others
 

@@ -360,7 +360,7 @@ def _headline(figure: Any, trace: _Trace, width: float) -> None:
         findings = findings[:1]
     if not facts.get("finding"):
         findings = [("", facts.get("simulated_finding"))]
-    characters = int(8.2 * width)
+    characters = int(9.5 * width)
     lines = [
         line
         for prefix, finding in findings

@@ -47,6 +47,7 @@ LOOKUPS = (1, 4, 8, 20, 64)
 SLICES = (1, 2, 4, 8, 16)
 DEADLINE_S = 3.0
 
+_MOST_LOOKUPS = 1024
 _SAMPLES, _CALLS = 5, 4
 _STACKS_S = 85.0
 _BUDGET_S = 40.0  # after which no further number of lookups is measured
@@ -151,11 +152,8 @@ def measure() -> dict[str, Any]:
     first = Workload.of(20, weights, alone)
     pooled = first.pool()
     exchange_us = timed(lambda: first.exchange(pooled))
-    pool_us = timed(first.pool)
-    balanced = max(1, round(20 * exchange_us / pool_us)) if on_gpu else 2
-    say(
-        f"exchange {exchange_us:.0f} us, pooling {pool_us:.0f} us at 20 lookups: {balanced} balance"
-    )
+    balanced = lookups_that_take(exchange_us, weights, alone) if on_gpu else 2
+    say(f"exchange {exchange_us:.0f} us; pooling takes as long with {balanced} lookups")
     results: dict[str, Any] = {"exchange_us": exchange_us, "balanced_lookups": balanced}
     results["lookups"] = {}
     results["lookups"][balanced] = compare(Workload.of(balanced, weights, alone), sweep=True)
@@ -168,6 +166,17 @@ def measure() -> dict[str, Any]:
     faulthandler.cancel_dump_traceback_later()
     say(f"{time.monotonic() - begun:.0f} s in all")
     return results
+
+
+def lookups_that_take(us: float, weights: list[torch.Tensor], alone: dist.ProcessGroup) -> int:
+    """Return the number of lookups with which pooling takes so many microseconds.
+
+    A call has a fixed part as well, so two numbers of lookups are measured.
+    """
+    few, many = 32, 128
+    few_us, many_us = (timed(Workload.of(count, weights, alone).pool) for count in (few, many))
+    us_per_lookup = max(many_us - few_us, 1.0) / (many - few)
+    return min(max(1, round(many + (us - many_us) / us_per_lookup)), _MOST_LOOKUPS)
 
 
 def tables_of_rank() -> tuple[list[torch.Tensor], dist.ProcessGroup]:

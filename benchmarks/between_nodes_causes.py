@@ -39,6 +39,7 @@ from between_nodes import (
     Workload,
     captured,
     config_of,
+    lookups_that_take,
     run,
     say,
     tables_of_rank,
@@ -74,8 +75,10 @@ def measure() -> dict[str, Any]:
     )  # fmt: skip
     first = Workload.of(20, weights, alone)
     pooled = first.pool()
-    balanced = round(20 * timed(lambda: first.exchange(pooled)) / timed(first.pool))
-    workload = Workload.of(max(1, balanced) if on_gpu else 2, weights, alone)
+    balanced = 2
+    if on_gpu:
+        balanced = lookups_that_take(timed(lambda: first.exchange(pooled)), weights, alone)
+    workload = Workload.of(balanced, weights, alone)
     nbytes = pooled[len(pooled) // dist.get_world_size() :].nbytes
     results: dict[str, Any] = {"balanced_lookups": balanced, "us": {}}
     for channels in (2, 4, 8) if on_gpu else (2,):

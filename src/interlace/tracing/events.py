@@ -137,7 +137,7 @@ def unpack(of_ranks: Sequence[Packed]) -> tuple[list[list[Launch]], list[list[Ac
         for rank in of_ranks
     ]
     times = [int(table[:, 2].min()) for of_rank in tables for table in of_rank if len(table)]
-    times += [activity.start_ns for of_rank in activities for activity in of_rank]
+    times += [int(activity.start_ns) for of_rank in activities for activity in of_rank]
     start_ns = min(times, default=0)
     launches = [
         [

@@ -206,8 +206,8 @@ def test_a_pair_comes_before_what_is_hardly_shorter() -> None:
 
 
 def test_corrections_count_near_measured_calls() -> None:
-    """One call took twice the composed time. At the same sizes half of the difference is taken for
-    that call's own; far away nothing of it is left.
+    """One call took twice the composed time, and is predicted to. At nearly the same sizes half of
+    the difference is taken for that call's own; far away nothing of it is left.
     """
     made = {"fixed": 10.0, "product": 1.0}
     profile = dataclasses.replace(
@@ -228,7 +228,12 @@ def test_corrections_count_near_measured_calls() -> None:
     ]
     corrections = profile_fit.corrections_of(profile, points)["gemm_all_reduce"]
     corrected = dataclasses.replace(profile, corrections={"gemm_all_reduce": corrections})
-    expected = ((call, math.sqrt(2)), (far, 1.0), (dataclasses.replace(call, rows=1024), 1.23))
+    expected = (
+        (call, 2.0),
+        (dataclasses.replace(call, rows=513), math.sqrt(2)),
+        (dataclasses.replace(call, rows=1024), 1.23),
+        (far, 1.0),
+    )
     for each, factor in expected:
         us = corrected.predict_us("gemm_all_reduce", "chunked", each, "by_rank", (0, 0))
         assert us == pytest.approx(factor * composed_us(each), rel=0.01)

@@ -207,7 +207,7 @@ def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str
 
     The logarithms of measured / composed are taken for a smooth function of the sizes plus a
     deviation of each call's own that is as large (Gaussian-process regression with the nearness of
-    calls as kernel). So a call that differs from its neighbours counts for little.
+    calls as kernel). So a call that differs from its neighbours says little of others.
 
     Args:
         profile: The compositions, without corrections.
@@ -334,6 +334,16 @@ def predicted_fastest(profile: MachineProfile, points: Iterable[Point]) -> Point
 
 
 def errors(profile: MachineProfile, points: Iterable[Point]) -> list[float]:
-    """Return ``predicted / measured`` of every point whose implementation has a composition."""
-    predicted = ((point.predicted_us(profile), point.us) for point in points)
-    return [us / measured for us, measured in predicted if us is not None]
+    """Return ``predicted / measured`` of every point whose implementation has a composition, as if
+    no call were known by its own time.
+    """
+    composed, ratios = dataclasses.replace(profile, corrections={}), []
+    for point in points:
+        us = point.predicted_us(composed)
+        if us is None:
+            continue
+        corrections = profile.corrections.get(point.operator)
+        if corrections is not None and point.call.itemsize == 2:
+            us *= corrections.common_factor(point.implementation, point.call)
+        ratios.append(us / point.us)
+    return ratios

@@ -63,13 +63,15 @@ def nearness(first: Place, second: Place) -> float:
 class Corrections:
     """Correct one operator's composed times by those of measured calls of similar sizes.
 
-    The nearer a measured call is, the more it counts: its weight is multiplied by exp(-d**2 / 2),
-    where d is the distance of the two calls' sizes.
+    The logarithm of measured / composed has two parts. One is common to calls of similar sizes: the
+    nearer a measured call is, the more it counts. The other is a call's own, and is known only for
+    calls that were measured, which are predicted to take the time that they took.
 
     Attributes:
         calls: the sizes of the measured calls; of a product, rows, columns, inner and ranks.
         weights: for each implementation, the weight of each of these calls; 0 where it was not
-            measured.
+            measured. A call's weight times its :func:`nearness` to another one is what it says of
+            the common part there, and the weight itself is the call's own part.
     """
 
     calls: Sequence[Sequence[int]]
@@ -77,6 +79,17 @@ class Corrections:
 
     def factor(self, implementation: str, call: TimedCall) -> float:
         """Return the factor by which a composed time is to be multiplied."""
+        weights = self.weights.get(implementation)
+        if weights is None:
+            return 1.0
+        index = self._indices.get(tuple(call.size))
+        own = 0.0 if index is None else weights[index]
+        return math.exp(own) * self.common_factor(implementation, call)
+
+    def common_factor(self, implementation: str, call: TimedCall) -> float:
+        """Return the factor without the call's own part, as if the call had not been measured
+        itself.
+        """
         weights = self.weights.get(implementation)
         if weights is None:
             return 1.0
@@ -88,3 +101,7 @@ class Corrections:
                 if weight
             )
         )
+
+    @functools.cached_property
+    def _indices(self) -> dict[tuple[int, ...], int]:
+        return {tuple(known): index for index, known in enumerate(self.calls)}

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -71,6 +72,10 @@ SHOWN = 10  # findings
 MOST_STEPS = 64
 TO_MEASURE = 3
 _COPIED_BYTES = 1 << 30
+# transformers 5.24 has another name for what keys and values are kept in.
+_CACHE = "cache"
+if _CACHE not in inspect.signature(LlamaForCausalLM.forward).parameters:
+    _CACHE = "past_key_values"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -201,7 +206,7 @@ class Inputs:
     def cache(self, model: LlamaForCausalLM) -> StaticCache:
         """Return keys and values of the prompt, with room for steps."""
         cache = StaticCache(config=model.config, max_cache_len=self.length)
-        model(input_ids=self.prompt, past_key_values=cache, use_cache=True)
+        model(input_ids=self.prompt, use_cache=True, **{_CACHE: cache})
         return cache
 
     def step(self, call: Callable[..., Any], cache: StaticCache) -> torch.Tensor:
@@ -210,8 +215,8 @@ class Inputs:
             input_ids=self.token,
             position_ids=self.positions,
             attention_mask=self.mask,
-            past_key_values=cache,
             use_cache=True,
+            **{_CACHE: cache},
         ).logits
         return logits
 

@@ -238,11 +238,11 @@ class Streams:
             yield from self._alone("release_rows", self._release)
 
         def main() -> Process:
+            yield [("staging", me)]
             if kernel is not None:
                 yield round(1e3 * self._profile.product.launch_us)
                 kernel.start(me, kernel.gather)
                 return
-            yield [("staging", me)]
             yield from self.product(self.rows)
             for source in sources:
                 yield [("rows", source, me)]

@@ -1,10 +1,16 @@
-"""What ``make docs`` checks of the site it has built, on sites that are made here."""
+"""What ``make docs`` checks of the site it has built, on sites that are made here; and the pages of
+measurements.
+"""
 
 from __future__ import annotations
 
+import json
+import runpy
 from pathlib import Path
 
 from tests.site import faults_of
+
+ROOT = Path(__file__).parents[1]
 
 
 def _site(folder: Path, **pages: str) -> Path:
@@ -38,3 +44,16 @@ def test_what_is_wrong_with_a_site(tmp_path: Path) -> None:
         "index.html: the link gone.html leads to no file",
         "style.css: //fonts.org/a.woff2 is fetched from another host",
     ]
+
+
+def test_every_file_of_measurements_is_a_page(tmp_path: Path) -> None:
+    page_of = runpy.run_path(str(ROOT / "docs" / "site" / "measurements.py"))["page_of"]
+    files = sorted((ROOT / "benchmarks" / "results").rglob("*.json"))
+    assert files
+    for file in files:
+        assert page_of(file).startswith(f"# {file.stem}\n")
+    # Short results may name their values once.
+    file = tmp_path / "named.json"
+    results = {"columns": ["rows", "us"], "results": [[1, 2.5], [16, None]]}
+    file.write_text(json.dumps({"machine": {}, **results}))
+    assert page_of(file).endswith("| rows | us |\n|---:|---:|\n| 1 | 2.50 |\n| 16 |  |\n\n")

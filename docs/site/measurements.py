@@ -57,6 +57,10 @@ def _tables(document: Mapping[str, Any]) -> Iterator[str]:
     if not isinstance(results, list):
         rest = {key: value for key, value in document.items() if key not in ("machine", "command")}
         yield f"```json\n{json.dumps(rest, indent=1)}\n```"
+    elif "columns" in document:
+        # Many short results: the names of their values stand once, before them.
+        names = document["columns"]
+        yield _table([dict(zip(names, values, strict=True)) for values in results])
     elif all("model" in result and "times" in result for result in results):
         yield _table([_call_of_a_model(result) for result in results])
     elif all("times" in result and "floor_us" in result for result in results):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import json
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from interlace.comm import flight_recorder
 from interlace.comm.health import Health
 from interlace.comm.members import Members, by_rank
-from interlace.comm.rendezvous import meet
+from interlace.comm.rendezvous import meet, wait_for_keys
 from interlace.errors import PeerTimeoutError, RankMismatchError
 
 _ANSWER_S = 1.0  # in which a peer that gave up says which rank it gave up on
@@ -122,9 +120,7 @@ class HostChannel:
         chain = [self.rank]
         while peer >= 0 and peer not in chain:
             chain.append(peer)
-            try:
-                self._store.wait([f"late/{peer}"], datetime.timedelta(seconds=_ANSWER_S))
-            except (RuntimeError, TimeoutError):  # torch's DistStoreError is a RuntimeError
+            if not wait_for_keys(self._store, [f"late/{peer}"], _ANSWER_S):
                 return peer
             accused = int(self._store.get(f"late/{peer}"))
             if accused < 0:
@@ -140,8 +136,7 @@ class HostChannel:
         """
         keys = [f"waiting/{label}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], "")
-        with contextlib.suppress(RuntimeError, TimeoutError):
-            self._store.wait(keys, datetime.timedelta(seconds=answer_s))
+        wait_for_keys(self._store, keys, answer_s)
         return next((rank for rank, key in enumerate(keys) if not self._store.check([key])), -1)
 
     def exchange(self, label: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
@@ -178,12 +173,10 @@ class HostChannel:
         sequence, self._sequence = self._sequence, self._sequence + 1
         keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
         self._store.set(keys[self.rank], text)
-        try:
-            self._store.wait(keys, datetime.timedelta(seconds=deadline_s))
-        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError is a RuntimeError
+        if not wait_for_keys(self._store, keys, deadline_s):
             # The store does not say which key is absent.
             late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise self.absence(label, late[0] if late else -1, deadline_s) from error
+            raise self.absence(label, late[0] if late else -1, deadline_s)
         answers = [json.loads(self._store.get(key)) for key in keys]
         # All ranks have come to this exchange, so all of them have read the previous one, whose
         # key can go.

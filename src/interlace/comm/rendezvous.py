@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from interlace.comm.pauses import pauses_of_a_wait
 from interlace.errors import PeerTimeoutError
 
 _MARGIN_S = 5.0  # extra time for rank 0 to name the absent rank, on a busy machine
+_PATIENCE_S = 0.5  # how long Ctrl-C may have to wait for the store
 
 
 def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -> str:
@@ -86,20 +89,32 @@ def _report(store: Any, rank: int, timeout_s: float) -> tuple[str, int]:
     # Step 1: say hello with a word that no earlier attempt can have used.
     word = secrets.token_hex(16)
     store.set(f"hello/{rank}", word)
-    if not _wait(store, f"welcome/{word}", timeout_s):
+    if not wait_for_keys(store, [f"welcome/{word}"], timeout_s):
         return "", 0
     name = store.get(f"welcome/{word}").decode()
     store.delete_key(f"welcome/{word}")
     store.set(f"joined/{name}/{rank}", "")
-    if not _wait(store, f"verdict/{name}", timeout_s + _MARGIN_S):
+    if not wait_for_keys(store, [f"verdict/{name}"], timeout_s + _MARGIN_S):
         return name, 0
     return name, int(store.get(f"verdict/{name}"))
 
 
-def _wait(store: Any, key: str, timeout_s: float) -> bool:
-    """Return whether ``key`` appears in the store within ``timeout_s`` seconds."""
+def wait_for_keys(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
+    """Return whether all ``keys`` appear in the store within ``timeout_s`` seconds.
+
+    Python handles no signal during the store's own wait, which therefore lasts for a moment only.
+    After it, Ctrl-C ends the wait at once.
+    """
+    end = time.monotonic() + timeout_s
+    with contextlib.suppress(RuntimeError, TimeoutError):  # torch's DistStoreError is the former
+        store.wait(keys, datetime.timedelta(seconds=min(timeout_s, _PATIENCE_S)))
+        return True
+    pauses = pauses_of_a_wait()
     try:
-        store.wait([key], datetime.timedelta(seconds=timeout_s))
-    except (RuntimeError, TimeoutError):  # torch's DistStoreError is a RuntimeError
+        while not store.check(keys):
+            if time.monotonic() >= end:
+                return False
+            time.sleep(next(pauses))
+    except RuntimeError:  # the store is gone
         return False
     return True

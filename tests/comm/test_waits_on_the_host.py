@@ -1,0 +1,55 @@
+"""Ctrl-C while a rank waits for others on the host: in the store, which Python cannot interrupt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import interlace
+from interlace.comm import group_of
+from interlace.comm.rendezvous import wait_for_keys
+
+DEADLINE_S, INTERRUPT_S, SOON_S = 30.0, 1.0, 10.0
+
+
+def test_keys_that_come_late_and_never(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    store.set("first", "")
+    timer = threading.Timer(0.8, dist.FileStore(str(tmp_path / "store"), 1).set, ("second", ""))
+    timer.start()
+    assert wait_for_keys(store, ["first", "second"], SOON_S)
+    timer.join()
+    begun = time.monotonic()
+    assert not wait_for_keys(store, ["first", "third"], 0.8)
+    assert time.monotonic() - begun >= 0.8
+
+
+def _interrupted() -> tuple[float, bool] | None:
+    """Interrupt rank 0 while it waits for rank 1 in an exchange, which comes much later."""
+    process_group = dist.new_group([0, 1])
+    group = group_of(process_group)
+    interlace.set_deadline(DEADLINE_S, process_group)
+    if dist.get_rank() == 1:
+        dist.barrier()
+        return None
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(INTERRUPT_S, os.kill, (os.getpid(), signal.SIGINT)).start()
+    begun = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        group.exchange("waiting", 0)
+    seconds = time.monotonic() - begun
+    dist.barrier()
+    return seconds, group.broken
+
+
+def test_an_interrupt_ends_a_wait_at_once(ranks: Any) -> None:
+    (seconds, broken), _ = ranks(2).run(_interrupted)
+    assert INTERRUPT_S <= seconds < SOON_S
+    assert broken, "the peer would wait for an exchange that this rank has left"

@@ -36,10 +36,15 @@ def gpu_named(text: str) -> Gpu:
         among = [name for name in matching if name in better]
         matching = among if len(among) == 1 else matching
     if len(matching) != 1:
+        if matching:
+            hint = ", which is a part of each of these names. Give more of the one that you mean."
+        else:
+            hint = (
+                ". `interlace tune machine` on another GPU measures its profile; until then "
+                "impl='auto' guesses."
+            )
         raise ArgumentError(
-            f"--gpu must name one of {', '.join(matching or known)}; got {text!r}. "
-            "`interlace tune machine` on another GPU measures its profile; until then impl='auto' "
-            "guesses."
+            f"--gpu must name one of {', '.join(matching or known)}; got {text!r}{hint}"
         )
     (name,) = matching
     datasheet = DATASHEETS.get(name)

@@ -6,8 +6,8 @@ import functools
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from interlace.errors import ArgumentError
 from interlace.integrations.transformers_experts import Layout
@@ -77,41 +77,83 @@ def _implementation() -> type:
                 top_k_index, top_k_weights: ``[T, k]``: their experts, by their numbers among those
                     of all ranks, and the experts' weights.
             """
-            tokens = hidden_states.shape[0]
-            rows, index, weights = (
-                self._slice(tensor, fill)
-                for tensor, fill in ((hidden_states, 0), (top_k_index, -1), (top_k_weights, 0))
-            )
+            tokens, ranks = hidden_states.shape[0], self.tp_mesh.size()
+            # The ranks of a TP group hold the same tokens. Shares are equal, as the operator needs
+            # them: rows without an expert complete the last ones.
+            share = max(1, ceil_div(tokens, ranks))
+            missing = (ranks * share - tokens) if ranks > 1 else 0
+            if missing:
+                hidden_states = F.pad(hidden_states, (0, 0, 0, missing))
+                top_k_index = F.pad(top_k_index, (0, 0, 0, missing), value=-1)
+                top_k_weights = F.pad(top_k_weights, (0, 0, 0, missing))
+            if ranks > 1:
+                group = self.tp_mesh.get_group()
+                first = self.tp_mesh.get_local_rank() * share
+                hidden_states, top_k_weights = _Share.apply(  # type: ignore[no-untyped-call]
+                    group, first, share, hidden_states, top_k_weights
+                )
+                top_k_index = top_k_index.narrow(0, first, share)
             # Parameters are this rank's while the forward pass runs, and torch.Tensors.
             parameters = self.layout.parameters(self.experts)
             y = mixture_of_experts(
-                rows.to(parameters[0].dtype),
-                index,
-                weights,
+                hidden_states.to(parameters[0].dtype),
+                top_k_index,
+                top_k_weights,
                 *parameters,
                 activation=self.layout.activation,
                 group=self.ep_mesh.get_group(),
             )
-            if self.tp_mesh.size() == 1:
-                return y
-            whole: torch.Tensor = DTensor.from_local(
-                y, self.tp_mesh, [Shard(0)], run_check=False
-            ).full_tensor()
-            return whole[:tokens]
-
-        def _slice(self, tensor: torch.Tensor, fill: int) -> torch.Tensor:
-            """Return this rank's share of rows that all ranks of the TP group hold.
-
-            Shares are equal, as the operator needs them: rows of ``fill`` complete the last ones.
-            Gradients of the share are gathered.
-            """
-            ranks = self.tp_mesh.size()
             if ranks == 1:
-                return tensor
-            missing = ranks * max(1, ceil_div(tensor.shape[0], ranks)) - tensor.shape[0]
-            padded = F.pad(tensor, (0, 0, 0, missing), value=fill) if missing else tensor
-            whole = DTensor.from_local(padded, self.tp_mesh, [Replicate()], run_check=False)
-            share: torch.Tensor = whole.redistribute(self.tp_mesh, [Shard(0)]).to_local()
-            return share
+                return y
+            whole: torch.Tensor = _Whole.apply(group, first, y)  # type: ignore[no-untyped-call]
+            return whole[:tokens] if missing else whole
 
     return InterlaceEP
+
+
+class _Share(torch.autograd.Function):
+    """Take this rank's rows of tensors that all ranks of a group hold; gather their gradients.
+
+    DTensor does the same, and takes the host a millisecond for it.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, group: dist.ProcessGroup, first: int, rows: int, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.narrow(0, first, rows) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        needed = ctx.needs_input_grad[-len(grads) :]
+        gathered = (
+            _gather(grad, ctx.group) if is_needed else None
+            for grad, is_needed in zip(grads, needed, strict=True)
+        )
+        return None, None, None, *gathered
+
+
+class _Whole(torch.autograd.Function):
+    """Gather the rows of all ranks of a group, which all use them alike; so each rank has the
+    gradient of its own rows.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, first: int, rows: torch.Tensor) -> torch.Tensor:
+        ctx.first, ctx.rows = first, rows.shape[0]
+        return _gather(rows, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, None, grad.narrow(0, ctx.first, ctx.rows)
+
+
+def _gather(rows: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the rows of all ranks, in rank order."""
+    # PyTorch's functional operators, which torch.compile traces.
+    gathered = torch.ops._c10d_functional.all_gather_into_tensor(
+        rows.contiguous(), group.size(), group.group_name
+    )
+    whole: torch.Tensor = torch.ops._c10d_functional.wait_tensor(gathered)
+    return whole

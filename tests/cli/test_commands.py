@@ -92,8 +92,8 @@ def test_explain_guesses_by_data_sheets() -> None:
         (["embedding_all_to_all", "1x1x1"], "one around one product, such as all_gather_gemm, "),
         (
             ["gemm_all_reduce", "8x8x8", "--gpu", "h100"],
-            "must name one of NVIDIA H100 80GB HBM3, NVIDIA H100 NVL, NVIDIA H100 PCIe; got 'h100', "
-            "which is a part of each of these names.",
+            "must name one of NVIDIA H100 80GB HBM3, NVIDIA H100 NVL, NVIDIA H100 PCIe; got 'h100',"
+            " which is a part of each of these names.",
         ),
         (["gemm_all_reduce", "8x8x8", "--gpu", "voodoo"], "NVIDIA H200, NVIDIA H800"),
         (

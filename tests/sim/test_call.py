@@ -67,6 +67,20 @@ def test_the_links_carry_what_the_cost_says(name: str, implementation: str) -> N
     assert call.sent_bytes == pytest.approx(2 * cost.link_bytes)
 
 
+@pytest.mark.parametrize(
+    ("columns", "measured_us"), [(2048, 11.2), (3584, 17.2), (7168, 31.2), (14336, 55.8)]
+)
+def test_gemvs_of_two_h200s_against_measurements(columns: int, measured_us: float) -> None:
+    """One token and 8192 rows: traced, or in CUDA graphs, whose launches are not simulated."""
+    machine = load_machine("h200-node")
+    call = simulate_words(
+        machine, "words", tokens=1, rows=8192, columns=columns, itemsize=2, world_size=2,
+        block_n=4, programs=4096, two_phase=False,
+    )  # fmt: skip
+    us = (call.total_ns - machine.gpu.kernel_ns.value) / 1e3
+    assert us == pytest.approx(measured_us, rel=0.1)
+
+
 @pytest.mark.parametrize("two_phase", [False, True])
 def test_words_carry_what_the_cost_says(two_phase: bool) -> None:
     machine = load_machine("h200-node")

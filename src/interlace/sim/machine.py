@@ -93,6 +93,16 @@ class Gpu(Strict):
     """Nanoseconds from a program's request for a tile's operands until it has them, in a kernel
     that uses all SMs; a simulated call's small tiles wait for it.
     """
+    program_ns: Given = Field(default=Sourced(value=0, source="not known", confidence="assumed"))
+    """Nanoseconds from the start of one program of a kernel to that of the next one, in a simulated
+    call whose programs all run at once.
+    """
+    read_efficiency: Given = Field(
+        default=Sourced(value=0, source="not known", confidence="assumed")
+    )
+    """Share of ``memory_bytes_per_s`` that a kernel reaches which reads a matrix and hardly writes;
+    0 for ``memory_efficiency``.
+    """
 
     @field_validator("profile")
     @classmethod
@@ -115,7 +125,7 @@ class Gpu(Strict):
         ):
             if getattr(self, name).value <= 0:
                 raise ValueError(f"{name} must be above 0")
-        for name in ("flops_efficiency", "memory_efficiency"):
+        for name in ("flops_efficiency", "memory_efficiency", "read_efficiency"):
             if getattr(self, name).value > 1:
                 raise ValueError(f"{name} must not be above 1")
         if self.roofline_norm.value < 1:

@@ -160,7 +160,11 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
             intervals[rank].append((activity.start_ns, end_ns, key))
     if not intervals:
         return None
-    start_ns = min(start for of_rank in intervals.values() for start, _, _ in of_rank)
+    # The programs that are followed may have begun after others.
+    start_ns = min(
+        [span.start_ns for span in work.spans]
+        + [activity.start_ns for of_rank in others for activity in of_rank]
+    )
     rank = max(intervals, key=lambda rank: max(end for _, end, _ in intervals[rank]))
     times = _sweep(intervals[rank], start_ns)
     computing = [chosen for chosen in longest[rank] if chosen.tiles]

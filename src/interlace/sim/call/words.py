@@ -45,15 +45,16 @@ class WordsKernel:
             self.world.start(self._program(rank, launch, number, two_phase))
 
     def _program(self, rank: int, launch: Launch, number: int, two_phase: bool) -> Process:
-        program = Program(self.world, rank, launch, number)
-        own = range(number, self.tiles, self.programs)
         ranks, world = self.world.ranks, self.world
+        yield round(number * world.machine.gpu.program_ns.value)
+        program = Program(world, rank, launch, number)
+        own = range(number, self.tiles, self.programs)
         part_bytes = self.tile_bytes // ranks if two_phase else self.tile_bytes
         # All programs read at the same time, so that each has its share of the memory's rate.
         waves = ceil_div(self.tiles, self.programs)
         for tile in own:
             program.record("tile", tile)
-            yield world.memory_ns(self.weight_bytes) // waves
+            yield world.read_ns(self.weight_bytes) // waves
             self._put(program, "part", tile, part_bytes)
         for tile in own:
             yield from self._wait(program, "part", tile)

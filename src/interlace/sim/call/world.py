@@ -196,6 +196,12 @@ class World:
         waited_ns = self._memories[rank].reserve(self.engine.now, whole_ns) - self.engine.now
         return max(waited_ns + whole_ns, self.memory_ns(nbytes, _PROGRAM_SHARE))
 
+    def read_ns(self, nbytes: float) -> int:
+        """Return the time in which a kernel reads bytes of device memory and hardly writes."""
+        gpu = self.machine.gpu
+        efficiency = gpu.read_efficiency.value or gpu.memory_efficiency.value
+        return duration_ns(nbytes, gpu.memory_bytes_per_s.value * efficiency)
+
     def memory_ns(self, nbytes: float, share: float = 1.0) -> int:
         """Return the time to move bytes of device memory at a share of its rate."""
         gpu = self.machine.gpu

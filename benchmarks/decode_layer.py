@@ -65,16 +65,7 @@ def worker(settings: decode.Settings) -> list[dict[str, Any]]:
 
 def recorded(step: Callable[[], torch.Tensor]) -> tuple[list[Kernel], torch.Tensor]:
     """Return the kernels of one layer of a step, and the step's logits."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(decode.TO_MEASURE):
-            step()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        logits = step()
+    graph, logits = decode.graph_of(step)
     layers = []
     for _ in range(_REPLAYS):
         graph.replay()  # links and caches as in the middle of a program

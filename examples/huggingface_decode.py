@@ -306,6 +306,13 @@ def generated(
 
 def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Timing]:
     """Capture a step in a CUDA graph; return the logits of its last replay, and its time."""
+    graph, logits = graph_of(step)
+    timing = measure_step(graph.replay, samples=SAMPLES)
+    return logits.clone(), timing
+
+
+def graph_of(step: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
+    """Return a CUDA graph of a step, and the logits that its replays write."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # Operators measure their implementations at their first calls, which no graph can hold.
@@ -317,8 +324,7 @@ def captured(step: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, Timing]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, stream=stream):
         logits = step()
-    timing = measure_step(graph.replay, samples=SAMPLES)
-    return logits.clone(), timing
+    return graph, logits
 
 
 def seconds(call: Callable[[], object]) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
 import interlace.integrations.transformers
@@ -92,10 +93,24 @@ def _step(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
+class _Calls(TorchDispatchMode):
+    """Count calls of Interlace's operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function is torch.ops.interlace.mixture_of_experts.default
+        return function(*args, **(kwargs or {}))
+
+
 def _training(
     name: str, sizes: dict[str, Any], folder: str, parallel: dict[str, Any], rows: int
-) -> tuple[dict[str, float], int]:
-    """The relative errors of logits and gradients, and the calls of the operator."""
+) -> tuple[dict[str, float], int, int]:
+    """The relative errors of logits and gradients, the calls of the operator, and its messages."""
     interlace.integrations.transformers.register()
     # Ranks of a TP group, neighbours, share a batch.
     generator = torch.Generator().manual_seed(dist.get_rank() // parallel.get("tp_size", 1))
@@ -104,32 +119,37 @@ def _training(
     launched = interlace.group_of().traffic
     launched.reset()
     ours = _model(name, sizes, folder, parallel | {"ep_implementation": "interlace"})
-    found = _step(ours, tokens)
+    with _Calls() as calls:
+        found = _step(ours, tokens)
     assert found.keys() == expected.keys()
     errors = {
         key: float((found[key] - expected[key]).norm() / expected[key].norm().clamp(min=1e-12))
         for key in expected
     }
-    return errors, launched.messages
+    return errors, calls.count, launched.messages
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
 def test_training(ranks: Any, tmp_path: Path, name: str, rows: int) -> None:
-    """Ranks of the expert group share a batch, of an odd or an even number of tokens."""
+    """Ranks of the expert group share a batch, of an odd or an even number of tokens: no token
+    travels.
+    """
     config, sizes = MODELS[name]
     parallel = {"tp_size": 2, "ep_size": 2}
-    for errors, messages in ranks(2).run(_training, config, sizes, str(tmp_path), parallel, rows):
+    results = ranks(2).run(_training, config, sizes, str(tmp_path), parallel, rows)
+    for errors, calls, messages in results:
         assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
         assert any("experts.down_proj" in key for key in errors)
-        assert messages > 0
+        assert calls > 0
+        assert messages == 0
 
 
 def test_training_with_a_batch_for_each_rank(ranks: Any, tmp_path: Path) -> None:
     """The expert group is larger than the group that shares a batch: FSDP for all other weights."""
     config, sizes = MODELS["Qwen3-MoE"]
     parallel = {"fsdp_size": 2, "ep_size": 2}
-    for errors, messages in ranks(2).run(_training, config, sizes, str(tmp_path), parallel, 2):
+    for errors, _, messages in ranks(2).run(_training, config, sizes, str(tmp_path), parallel, 2):
         assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
         assert messages > 0
 
@@ -138,13 +158,13 @@ def test_training_with_a_batch_for_each_half_of_the_ranks(ranks: Any, tmp_path: 
     """Two ranks share a batch, and four the experts."""
     config, sizes = MODELS["Mixtral"]
     parallel = {"tp_size": 2, "fsdp_size": 2, "ep_size": 4}
-    for errors, messages in ranks(4).run(_training, config, sizes, str(tmp_path), parallel, 2):
+    for errors, _, messages in ranks(4).run(_training, config, sizes, str(tmp_path), parallel, 2):
         assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
         assert messages > 0
 
 
-def _generating(name: str, folder: str) -> tuple[bool, int]:
-    """Whether the same tokens are generated, and the messages that Interlace sent."""
+def _generating(name: str, folder: str, is_invariant: bool) -> tuple[bool, int, int]:
+    """Whether the same tokens are generated, the operator's calls, and its messages."""
     interlace.integrations.transformers.register()
     config, sizes = MODELS[name]
     parallel = {"tp_size": 2, "ep_size": 2}
@@ -153,16 +173,21 @@ def _generating(name: str, folder: str) -> tuple[bool, int]:
     for implementation in ("auto", "interlace"):
         traffic.reset()
         model = _model(config, sizes, folder, parallel | {"ep_implementation": implementation})
-        outputs.append(model.generate(prompt, max_new_tokens=4, do_sample=False))
-    return torch.equal(*outputs), traffic.messages
+        with _Calls() as calls, interlace.batch_invariant(is_invariant):
+            outputs.append(model.generate(prompt, max_new_tokens=4, do_sample=False))
+    return torch.equal(*outputs), calls.count, traffic.messages
 
 
+@pytest.mark.parametrize("is_invariant", [False, True])
 @pytest.mark.parametrize("name", ["Mixtral", "gpt-oss"])
-def test_generating(ranks: Any, tmp_path: Path, name: str) -> None:
-    """One token at a time, of which one rank has a share and the other a row to fill it up."""
-    for same, messages in ranks(2).run(_generating, name, str(tmp_path)):
+def test_generating(ranks: Any, tmp_path: Path, name: str, is_invariant: bool) -> None:
+    """One token at a time. In the batch-invariant mode one rank has a share of it, and the other a
+    row to fill it up.
+    """
+    for same, calls, messages in ranks(2).run(_generating, name, str(tmp_path), is_invariant):
         assert same
-        assert messages > 0
+        assert calls > 0
+        assert (messages > 0) == is_invariant
 
 
 # Modules of experts that differ from Mixtral's: the model, the class's beginning, its

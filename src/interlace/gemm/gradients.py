@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm import process_group_named
 from interlace.gemm.reference import is_alone
 
 
@@ -59,6 +58,14 @@ def replicated(x: torch.Tensor, group_name: str) -> torch.Tensor:
     return y
 
 
+def summed(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    """The sum of the ranks' ``x``, which every rank gets and uses alike, so that its gradient is
+    that of each ``x``. Collective.
+    """
+    y: torch.Tensor = _Sum.apply(x, group_name)  # type: ignore[no-untyped-call]
+    return y
+
+
 class _Replicated(torch.autograd.Function):
     """The identity, whose gradient is summed over the ranks."""
 
@@ -70,7 +77,7 @@ class _Replicated(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _Sum.apply(grads[0], ctx.group_name), None  # type: ignore[no-untyped-call]
+        return summed(grads[0], ctx.group_name), None
 
 
 class _Sum(torch.autograd.Function):
@@ -79,11 +86,17 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
         ctx.group_name = group_name
+        if group_name:
+            # What torch.compile traces: it looks no group up by its name.
+            functional = torch.ops._c10d_functional
+            result: torch.Tensor = functional.wait_tensor(
+                functional.all_reduce(x.contiguous(), "sum", group_name)
+            )
+            return result
         # The all-reduce works in place, and the gradient belongs to autograd.
         total = x.clone(memory_format=torch.contiguous_format)
-        group = process_group_named(group_name)
-        if not is_alone(group):
-            dist.all_reduce(total, group=group)
+        if not is_alone(None):
+            dist.all_reduce(total)
         return total
 
     @staticmethod

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import weakref
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from interlace.errors import ArgumentError
+from interlace.comm.process_groups import rank_and_size
+from interlace.errors import ArgumentError, GroupError
+from interlace.gemm import invariance
+from interlace.gemm.gradients import replicated, summed
 from interlace.integrations.transformers_experts import Layout
 from interlace.operators.mixture_of_experts.api import mixture_of_experts
 from interlace.units import ceil_div
@@ -21,7 +26,9 @@ def register() -> None:
     """Register Interlace with transformers, as ``ep_implementation="interlace"``.
 
     Experts' tokens then travel inside of the products that compute them, forward and backward, and
-    nothing waits for the host. It takes the experts of nearly all models that transformers has a
+    nothing waits for the host. Where all ranks of an expert group share a batch, no token has to
+    travel: each rank's experts compute their part of all tokens' results, and the parts are added
+    up, unless that would move more bytes. It takes the experts of nearly all models that transformers has a
     plan of expert parallelism for, such as Mixtral, Qwen3-MoE, OLMoE and gpt-oss, and reads their
     weights where they are; loading a model with other experts raises
     :class:`interlace.ArgumentError`. All ranks of an expert group must bring equally many tokens,
@@ -63,6 +70,9 @@ def _implementation() -> type:
             super().__init__(experts, ep_mesh, tp_mesh)
             self.layout = Layout.of(experts, NAME)
             self.experts = experts
+            self.shares_batch = tp_mesh.size() == ep_mesh.size() > 1
+            if self.shares_batch:
+                self.alone = _alone(ep_mesh.get_group())
 
         def __call__(
             self,
@@ -77,28 +87,68 @@ def _implementation() -> type:
                 top_k_index, top_k_weights: ``[T, k]``: their experts, by their numbers among those
                     of all ranks, and the experts' weights.
             """
-            tokens, ranks = hidden_states.shape[0], self.tp_mesh.size()
+            # Each token would travel to k experts, of which 1 / R are here, and back; a sum over
+            # the ranks moves each token twice. In the mode, it would depend on NCCL's order.
+            ranks, k = self.tp_mesh.size(), top_k_index.shape[1]
+            is_sum_shorter = self.shares_batch and 2 * k >= ranks and not invariance.is_enabled()
+            run = self._summed if is_sum_shorter else self._exchanged
+            # Parameters are this rank's while the forward pass runs, and torch.Tensors.
+            parameters = self.layout.parameters(self.experts)
+            return run(
+                hidden_states.to(parameters[0].dtype), top_k_index, top_k_weights, parameters
+            )
+
+        def _summed(
+            self,
+            rows: torch.Tensor,
+            index: torch.Tensor,
+            weights: torch.Tensor,
+            parameters: tuple[torch.Tensor, ...],
+        ) -> torch.Tensor:
+            """Let this rank's experts have their tokens, which are here, and add up the ranks' sums
+            of their outputs.
+            """
+            group = self.ep_mesh.get_group()
+            name, count = group.group_name, parameters[0].shape[0]
+            own = index - self.ep_mesh.get_local_rank() * count
+            y = mixture_of_experts(
+                replicated(rows, name),
+                own.where((own >= 0) & (own < count), -1),
+                replicated(weights, name),
+                *parameters,
+                activation=self.layout.activation,
+                group=self.alone,
+            )
+            return summed(y, name)
+
+        def _exchanged(
+            self,
+            rows: torch.Tensor,
+            index: torch.Tensor,
+            weights: torch.Tensor,
+            parameters: tuple[torch.Tensor, ...],
+        ) -> torch.Tensor:
+            """Send this rank's share of the tokens to their experts, and gather the results."""
+            tokens, ranks = rows.shape[0], self.tp_mesh.size()
             # The ranks of a TP group hold the same tokens. Shares are equal, as the operator needs
             # them: rows without an expert complete the last ones.
             share = max(1, ceil_div(tokens, ranks))
             missing = (ranks * share - tokens) if ranks > 1 else 0
             if missing:
-                hidden_states = F.pad(hidden_states, (0, 0, 0, missing))
-                top_k_index = F.pad(top_k_index, (0, 0, 0, missing), value=-1)
-                top_k_weights = F.pad(top_k_weights, (0, 0, 0, missing))
+                rows = F.pad(rows, (0, 0, 0, missing))
+                index = F.pad(index, (0, 0, 0, missing), value=-1)
+                weights = F.pad(weights, (0, 0, 0, missing))
             if ranks > 1:
                 group = self.tp_mesh.get_group()
                 first = self.tp_mesh.get_local_rank() * share
-                hidden_states, top_k_weights = _Share.apply(  # type: ignore[no-untyped-call]
-                    group, first, share, hidden_states, top_k_weights
+                rows, weights = _Share.apply(  # type: ignore[no-untyped-call]
+                    group, first, share, rows, weights
                 )
-                top_k_index = top_k_index.narrow(0, first, share)
-            # Parameters are this rank's while the forward pass runs, and torch.Tensors.
-            parameters = self.layout.parameters(self.experts)
+                index = index.narrow(0, first, share)
             y = mixture_of_experts(
-                hidden_states.to(parameters[0].dtype),
-                top_k_index,
-                top_k_weights,
+                rows,
+                index,
+                weights,
                 *parameters,
                 activation=self.layout.activation,
                 group=self.ep_mesh.get_group(),
@@ -109,6 +159,26 @@ def _implementation() -> type:
             return whole[:tokens] if missing else whole
 
     return InterlaceEP
+
+
+_groups_alone: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _alone(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of this rank alone, one for all layers whose experts share ``group``."""
+    alone = _groups_alone.get(group)
+    if alone is not None:
+        with contextlib.suppress(GroupError):  # it was destroyed
+            rank_and_size(alone)
+            return alone
+    # NCCL would connect the ranks of the default group for it.
+    made: dist.ProcessGroup = dist.new_group(
+        [dist.get_rank()], use_local_synchronization=True, backend="gloo"
+    )
+    _groups_alone[group] = made
+    return made
 
 
 class _Share(torch.autograd.Function):

@@ -28,11 +28,12 @@ def register() -> None:
     Experts' tokens then travel inside of the products that compute them, forward and backward, and
     nothing waits for the host. Where all ranks of an expert group share a batch, no token has to
     travel: each rank's experts compute their part of all tokens' results, and the parts are added
-    up, unless that would move more bytes. It takes the experts of nearly all models that transformers has a
-    plan of expert parallelism for, such as Mixtral, Qwen3-MoE, OLMoE and gpt-oss, and reads their
-    weights where they are; loading a model with other experts raises
-    :class:`interlace.ArgumentError`. All ranks of an expert group must bring equally many tokens,
-    and the group must be on one machine.
+    up, unless that would move more bytes.
+
+    It takes the experts of nearly all models that transformers has a plan of expert parallelism
+    for, such as Mixtral, Qwen3-MoE, OLMoE and gpt-oss, and reads their weights where they are;
+    loading a model with other experts raises :class:`interlace.ArgumentError`. Where tokens travel,
+    all ranks of an expert group must bring equally many, and the group must be on one machine.
 
     Raises:
         ArgumentError: This version of transformers has no implementations of expert parallelism.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import interlace
@@ -161,6 +162,31 @@ def test_training_with_a_batch_for_each_half_of_the_ranks(ranks: Any, tmp_path: 
     for errors, _, messages in ranks(4).run(_training, config, sizes, str(tmp_path), parallel, 2):
         assert {key: error for key, error in errors.items() if not error < 1e-4} == {}
         assert messages > 0
+
+
+def _compiled(folder: str) -> tuple[dict[str, float], dict[str, int]]:
+    """The errors of a compiled training step, and where Dynamo has cut its graph."""
+    interlace.integrations.transformers.register()
+    config, sizes = MODELS["Mixtral"]
+    parallel = {"tp_size": 2, "ep_size": 2, "ep_implementation": "interlace"}
+    model = _model(config, sizes, folder, parallel)
+    tokens = torch.arange(18).view(2, 9)
+    expected = _step(model, tokens)
+    model.zero_grad()
+    counters.clear()
+    found = _step(torch.compile(model, backend="aot_eager"), tokens)
+    torch.compiler.reset()
+    errors = {
+        key: float((found[f"_orig_mod.{key}" if key != "logits" else key] - each).norm())
+        for key, each in expected.items()
+    }
+    return errors, dict(counters["graph_break"])
+
+
+def test_compiled(ranks: Any, tmp_path: Path) -> None:
+    for errors, breaks in ranks(2).run(_compiled, str(tmp_path)):
+        assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
+        assert breaks == {}
 
 
 def _generating(name: str, folder: str, is_invariant: bool) -> tuple[bool, int, int]:

@@ -562,6 +562,7 @@ def _expert_forms():
 
 def _mixture_of_experts_numbers():
     yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128}
+    yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128, "WORLD_SIZE": 1}
 
 
 def _mixture_of_experts_rows():
@@ -619,6 +620,9 @@ def _mixture_of_experts_products(kernel):
         absent = ("scales", "met", "bias") if forward else ("grants", "kept", "bias")
         if forward or kernel != "grouped_gemm_combine":
             yield types, constants | dict.fromkeys(absent)
+            if not halves and kernel != "grouped_gemm_gradient":
+                # A rank alone, as where ranks share a batch and add up their experts' parts.
+                yield types, constants | dict.fromkeys(absent) | {"WORLD_SIZE": 1}
         if kernel == "dispatch_grouped_gemm" and halves:
             # The layouts of gpt-oss and of openai_privacy_filter: biases, weights along N.
             more = {"b": "tensordesc<bf16[64, 128]>"}

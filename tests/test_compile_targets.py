@@ -673,17 +673,18 @@ def _mixture_of_experts_decoding():
     shared = {"WORLD_SIZE": 2, "L_LANES": 8, "num_warps": 4}
     oss, relu2 = next(_expert_forms()), _swiglu(gates=1, kind="relu2")
     # Weights along N have biases; the last experts have no gate.
-    for dtype, name, tile, align, halves, along_k, form in (
-        (tl.bfloat16, "*bf16", (16, 64, 128), 8, False, True, _swiglu()),
-        (tl.float16, "*fp16", (64, 128, 64), 8, True, False, oss),
-        (tl.float32, "*fp32", (16, 32, 16), 1, False, True, _swiglu()),
-        (tl.float32, "*fp32", (16, 32, 16), 1, False, False, relu2),
+    for dtype, name, tile, tail, align, halves, along_k, form in (
+        (tl.bfloat16, "*bf16", (16, 64, 128), 0, 8, False, True, _swiglu()),
+        (tl.float16, "*fp16", (64, 128, 64), 32, 8, True, False, oss),
+        (tl.float32, "*fp32", (16, 32, 16), 16, 1, False, True, _swiglu()),
+        (tl.float32, "*fp32", (16, 32, 16), 0, 1, False, False, relu2),
     ):
         constants = {
             "DTYPE": dtype,
             "SHARES": Shares(programs=64, columns=1024, top_k=3, align=align, slots=2048),
             "FFN_ALIGN": align,
             "TILING": Tiling(*tile, 1, False, w_along_k=along_k, precision="ieee"),
+            "TAIL": tail,
             "EVEN": align == 8,
             "HALVES": halves,
             "FORM": form,

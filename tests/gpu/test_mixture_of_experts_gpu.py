@@ -116,12 +116,16 @@ def _decoding_calls(world_size):
     base = Call(world_size, impl="decode", config=None, hidden=256, ffn=320, local=4)
     of_gpt_oss = {"along_k": False, "biases": True, "activation": GPT_OSS}
     tall = MixtureOfExpertsConfig(block_m=128, block_n=128, block_k=64, num_stages=3)
+    tail = dataclasses.replace(tall, block_m=64, tail=32)
+    taller = MixtureOfExpertsConfig(block_m=128, block_n=256, block_k=64, num_stages=4, tail=32)
     changes = [
         {"tokens": 1, "dtype": "bfloat16"},
         {"tokens": 16, "dtype": "bfloat16", "hidden": 2048, "ffn": 768, "local": 16, "top_k": 8},
         {"tokens": 64, "dtype": "float16", "routing": "few", "halves": True},
         {"tokens": 256, "dtype": "bfloat16", "routing": "one"},
         {"tokens": 300, "dtype": "bfloat16", "config": tall},
+        *({"tokens": n, "dtype": "bfloat16", "config": c} for c in (tail, taller)
+          for n in (70, 150, 300)),
         {"tokens": 33, "dtype": "bfloat16", "routing": "holes", "hidden": 100, "ffn": 60},
         {"tokens": 7, "hidden": 7, "ffn": 3, "halves": True},
         {"tokens": 16, "dtype": "bfloat16", "hidden": 2880, "ffn": 2880, "top_k": 4} | of_gpt_oss,

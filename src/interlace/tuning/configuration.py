@@ -82,9 +82,9 @@ def between(default: int, least: int, most: int) -> int:
     return _field(default, lambda value: least <= value <= most, f"between {least} and {most}")
 
 
-def one_of(default: str, words: tuple[str, ...]) -> str:
-    """Declare a field that is one of some words."""
-    return _field(default, words.__contains__, f"one of {words}")
+def one_of(default: Value, values: tuple[Value, ...]) -> Value:
+    """Declare a field that is one of some words or integers."""
+    return _field(default, values.__contains__, f"one of {values}")
 
 
 def _field(default: Value, admits: Callable[[Value], bool], rule: str) -> Value:

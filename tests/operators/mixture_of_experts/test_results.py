@@ -121,8 +121,11 @@ def test_matches_float64(ranks, world_size):
 
 
 def _decoding_calls(world_size):
-    """As in training: each dtype, kind of routing and size that no tile divides; and one token."""
+    """As in training: each dtype, kind of routing and size that no tile divides; one token; tiles
+    that have a tail.
+    """
     base = Call(world_size, impl="decode")
+    tail = dataclasses.replace(SMALL, tail=16)
     changes = [
         {"top_k": 2, "routing": "few", "dtype": "bfloat16", "hidden": 33, "ffn": 70},
         {"top_k": 1, "routing": "one", "tokens": 40},
@@ -131,6 +134,9 @@ def _decoding_calls(world_size):
         {"halves": True, "local": 3, "hidden": 33, "ffn": 70},
         {"halves": True, "dtype": "bfloat16", "hidden": 64, "ffn": 64, "config": None},
         {"tokens": 1, "hidden": 128, "ffn": 64, "dtype": "bfloat16", "config": None},
+        # Experts have up to 16 rows, up to 32 and more.
+        {"tokens": 40, "local": 3, "hidden": 33, "ffn": 70, "config": tail},
+        {"tokens": 24, "routing": "one", "hidden": 64, "ffn": 64, "config": tail, "halves": True},
         {"tokens": 0},
         {"impl": "nccl", "ffn": 24},
         {"impl": "nccl", "ffn": 24, "halves": True, "routing": "holes", "dtype": "bfloat16"},

@@ -24,6 +24,8 @@ class MixtureOfExpertsConfig(Configuration):
             and GPU allow) or ``"pointers"``.
         block_m: rows of a tile of every product; a power of two from 16 to 128.
         block_n: columns of a tile; a power of two from 32 on.
+        tail: in decoding, rows that an expert's last tile may have beyond ``block_m``, so that few
+            more rows do not need another tile; 0 or a power of two from 16 on.
         block_k: steps along the products' inner dimension; a power of two from 16 on.
         group_m: tiles of rows that share columns of weights before the next columns, so that these
             are in the L2.
@@ -42,6 +44,7 @@ class MixtureOfExpertsConfig(Configuration):
     operands: str = one_of("tiles", OPERANDS)
     block_m: int = power_of_two(128, 16, ROWS)
     block_n: int = power_of_two(256, 32, 512)
+    tail: int = one_of(0, (0, 16, 32, 64, 128))
     block_k: int = power_of_two(64, 16, 512)
     group_m: int = between(8, 1, 64)
     num_warps: int = power_of_two(8, 1, 32)

@@ -48,7 +48,7 @@ def senders(tokens: int, hidden: int, config: MixtureOfExpertsConfig) -> int:
 
 
 def _stage_bytes(config: MixtureOfExpertsConfig, itemsize: int) -> int:
-    return (config.block_m + config.block_n) * config.block_k * itemsize
+    return (config.block_m + config.tail + config.block_n) * config.block_k * itemsize
 
 
 @functools.cache
@@ -179,6 +179,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
             **products,
             "SHARES": shares,
             "TILING": tiling._replace(w_along_k=in_order.along_k),
+            "TAIL": config.tail,
             "EVEN": sizes.hidden % config.block_k == 0,
             "HALVES": in_order.halves,
             "FORM": call.form,
@@ -208,6 +209,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
             "WORLD_SIZE": ranks,
             "SHARES": shares,
             "TILING": tiling._replace(w_along_k=out_order.along_k),
+            "TAIL": config.tail,
             "EVEN": sizes.ffn % config.block_k == 0,
         },
         (w_out, active),

@@ -156,21 +156,38 @@ def gather_tokens(
             tl.store(counts + L, complete.to(tl.int32))
 
 
+class Rows(NamedTuple):
+    """Rows of an expert that a program multiplies at a time.
+
+    Attributes:
+        row: Their numbers among the expert's rows, ``[n]``.
+        exists: Which of them the expert has.
+        entry: Their entries in the expert's list; 0 for those that do not exist.
+    """
+
+    row: Any
+    exists: Any
+    entry: Any
+
+
 @triton.jit
-def _tiles_of(lists, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+def _tiles_of(lists, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
     """Return, for each expert of this rank, its rows, the rows before it, its tiles of rows, and
     the tiles up to its last one.
+
+    An expert's last tile has ``TAIL`` rows more than the others.
     """
     lanes = tl.arange(0, L_LANES)
     rows = tl.load(lists.counts + lanes, mask=lanes < lists.L, other=0)
-    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    tiles_m = (tl.maximum(rows - TAIL, tl.minimum(rows, 1)) + BLOCK_M - 1) // BLOCK_M
     return rows, tl.cumsum(rows, 0) - rows, tiles_m, tl.cumsum(tiles_m * tiles_n, 0)
 
 
 @triton.jit
-def _tile(item, lists, tiles, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return an item's expert, the expert's first row, the tile's rows within the expert, which of
-    these exist, their entries, and the tile of columns.
+def _tile(item, tiles, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return an item's expert, the expert's first row, its rows, the tile's first row within the
+    expert, whether the expert has rows beyond its whole tiles that this one takes as well, and the
+    tile of columns.
 
     Tiles of the same columns follow one another, so that weights are in the L2 for all but one.
     """
@@ -179,13 +196,18 @@ def _tile(item, lists, tiles, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.conste
     expert = tl.sum((ends <= item).to(tl.int32))
     height = pick(tiles_m, lanes, expert)
     inside = item - pick(ends, lanes, expert) + height * tiles_n
-    row = inside % height * BLOCK_M + tl.arange(0, BLOCK_M)
-    exists = row < pick(rows, lanes, expert)
+    m, count = inside % height, pick(rows, lanes, expert)
+    has_tail = (m == height - 1) & (count > height * BLOCK_M)
+    return expert, pick(begins, lanes, expert), count, m * BLOCK_M, has_tail, inside // height
+
+
+@triton.jit
+def _rows(lists, expert, first, count, SIZE: tl.constexpr):
+    """Return ``SIZE`` of an expert's ``count`` rows, from ``first`` on."""
+    row = first + tl.arange(0, SIZE)
+    exists = row < count
     own = lists.entries + expert.to(tl.int64) * lists.length
-    return (
-        expert, pick(begins, lanes, expert), row, exists, tl.load(own + row, mask=exists, other=0),
-        inside // height,
-    )
+    return Rows(row, exists, tl.load(own + row, mask=exists, other=0))
 
 
 @triton.jit
@@ -198,8 +220,12 @@ def _line_in_memory(line, weight):
 
 
 @triton.jit
-def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.constexpr):
-    """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``.
+def _multiply(
+    lines, exists, tail_lines, tail_exists, weight, column, TILING: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``, and ``[tail, block_n]``
+    as well if there is a tail.
 
     The weight is the left operand: its lines are as many as tensor cores take at a time, while the
     rows are few.
@@ -207,6 +233,8 @@ def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.cons
     Args:
         lines: ``[block_m]`` pointers to the rows.
         exists: Which rows exist; the others count as zero.
+        tail_lines, tail_exists: More rows, by which each line that has been loaded is multiplied as
+            well; or None.
         column: The first line.
         EVEN: Whether ``block_k`` divides the inner dimension.
     """
@@ -226,6 +254,8 @@ def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.cons
         has_line = (numbers < weight.lines)[:, None]
         left_lines = weight.pointer + _line_in_memory(numbers, weight)[:, None]
     total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    if tail_lines is not None:
+        tail = tl.zeros([BLOCK_N, tail_lines.shape[0]], tl.float32)
     for k in range(0, inner, BLOCK_K):
         step = k + tl.arange(0, BLOCK_K)[None, :]
         if not W_ALONG_K:
@@ -240,19 +270,29 @@ def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.cons
             left = tl.load(
                 left_lines + step, mask=step < inner, other=0.0, eviction_policy="evict_first"
             )
-        if EVEN:
-            right = tl.load(lines[:, None] + step, mask=exists[:, None], other=0.0)
-        else:
-            inside = step < inner
-            right = tl.load(lines[:, None] + step, mask=exists[:, None] & inside, other=0.0)
-        # The interpreter cannot multiply bfloat16, so operands become float32 there.
-        if PRECISION == "upcast":
-            total += tl.dot(
-                left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee"
-            )
-        else:
-            total = tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
-    return tl.trans(total)
+        total = _add_product(total, left, lines, exists, step, inner, PRECISION, EVEN)
+        if tail_lines is not None:
+            tail = _add_product(tail, left, tail_lines, tail_exists, step, inner, PRECISION, EVEN)
+    if tail_lines is not None:
+        return tl.trans(total), tl.trans(tail)
+    else:
+        return tl.trans(total)
+
+
+@triton.jit
+def _add_product(
+    total, left, lines, exists, step, inner, PRECISION: tl.constexpr, EVEN: tl.constexpr
+):
+    """Load a step of rows, and add its product with ``left`` to ``total [block_n, rows]``."""
+    inside = exists[:, None] if EVEN else exists[:, None] & (step < inner)
+    right = tl.load(lines[:, None] + step, mask=inside, other=0.0)
+    # The interpreter cannot multiply bfloat16, so operands become float32 there.
+    if PRECISION == "upcast":
+        return total + tl.dot(
+            left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee"
+        )
+    else:
+        return tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
 
 
 @triton.jit(
@@ -261,8 +301,8 @@ def _multiply(lines, exists, weight, column, TILING: tl.constexpr, EVEN: tl.cons
 def decode_first_gemm(
     entries, counts, weights, bias, active, landing, epochs, ctx, call, half, rows_at, L, length,
     hidden_groups, ffn_groups, DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr,
-    TILING: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
-    L_LANES: tl.constexpr,
+    TILING: tl.constexpr, TAIL: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
+    FORM: tl.constexpr, L_LANES: tl.constexpr,
 ):
     """Compute the activation of gate and up of every row of this rank's experts: ``active [rows,
     F]``.
@@ -285,32 +325,61 @@ def decode_first_gemm(
     columns = GATES * ffn
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     lists = Lists(entries, counts, L, length)
-    tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M)
+    tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M, TAIL)
     own_half = landing + (epoch & 1).to(tl.int64) * half + rows_at
     tokens = il.peer_pointer(il.pointer(own_half, DTYPE), rank, group)
     matrices, target = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
     for item in range(tl.program_id(0), tl.max(tiles[3]), tl.num_programs(0)):
-        expert, begin, row, exists, entry, n = _tile(
-            item, lists, tiles, tiles_n, L_LANES, BLOCK_M
-        )
-        lines = tokens + (entry // SHARES.top_k).to(tl.int64) * hidden
+        expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, L_LANES, BLOCK_M)
+        rows = _rows(lists, expert, first, count, BLOCK_M)
+        lines = tokens + (rows.entry // SHARES.top_k).to(tl.int64) * hidden
         own = matrices + expert.to(tl.int64) * GATES * ffn * hidden
         weight = Matrix(own, columns, hidden, ffn if HALVES else None)
-        il.record("tile", item, group)
-        total = _multiply(lines, exists, weight, n * BLOCK_N, TILING, EVEN)
+        column, own_target = n * BLOCK_N, target + begin.to(tl.int64) * ffn
+        own_bias = bias
         if bias is not None:
-            numbers = n * BLOCK_N + tl.arange(0, BLOCK_N)
-            added = bias + expert * columns + _line_in_memory(numbers, weight)
-            total += tl.load(added, mask=numbers < columns, other=0.0).to(tl.float32)[None, :]
-        il.record("computed", item, group)
-        if GATES == 1:
-            value = activate(total, None, FORM)
+            own_bias = bias + expert * columns
+        il.record("tile", item, group)
+        if TAIL > 0 and has_tail:
+            more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
+            more_lines = tokens + (more.entry // SHARES.top_k).to(tl.int64) * hidden
+            total, tail = _multiply(
+                lines, rows.exists, more_lines, more.exists, weight, column, TILING, EVEN
+            )
+            _store_active(own_target, tail, more, weight, own_bias, column, FORM, DTYPE)
         else:
-            gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
-            value = activate(gate, up, FORM)
-        column = n * (BLOCK_N // GATES) + tl.arange(0, BLOCK_N // GATES)[None, :]
-        pointers = target + (begin + row).to(tl.int64)[:, None] * ffn + column
-        tl.store(pointers, value.to(DTYPE), mask=exists[:, None] & (column < ffn))
+            total = _multiply(lines, rows.exists, None, None, weight, column, TILING, EVEN)
+        il.record("computed", item, group)
+        _store_active(own_target, total, rows, weight, own_bias, column, FORM, DTYPE)
+
+
+@triton.jit
+def _store_active(
+    target, total, rows, weight, bias, column, FORM: tl.constexpr, DTYPE: tl.constexpr
+):
+    """Add the bias, apply the activation, and store a tile of rows: ``target [rows, F]``.
+
+    Args:
+        total: float32 ``[n, block_n]``: a gate and an up in turn, or gates alone; from line
+            ``column`` of the weight on.
+        bias: That of the expert, or None.
+    """
+    SIZE: tl.constexpr = total.shape[0]
+    LINES: tl.constexpr = total.shape[1]
+    GATES: tl.constexpr = FORM.gates
+    ffn = weight.lines // GATES
+    if bias is not None:
+        numbers = column + tl.arange(0, LINES)
+        added = bias + _line_in_memory(numbers, weight)
+        total += tl.load(added, mask=numbers < weight.lines, other=0.0).to(tl.float32)[None, :]
+    if GATES == 1:
+        value = activate(total, None, FORM)
+    else:
+        gate, up = tl.split(tl.reshape(total, [SIZE, LINES // 2, 2]))
+        value = activate(gate, up, FORM)
+    columns = column // GATES + tl.arange(0, LINES // GATES)[None, :]
+    pointers = target + rows.row.to(tl.int64)[:, None] * ffn + columns
+    tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
 
 
 @triton.jit(
@@ -320,7 +389,7 @@ def decode_second_gemm(
     entries, counts, weights, bias, active, experts, scales, y, results, signals, epochs, ctx, call,
     L, length, tokens, E, hidden_groups, ffn_groups, WORLD_SIZE: tl.constexpr,
     DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr, TILING: tl.constexpr,
-    EVEN: tl.constexpr, L_LANES: tl.constexpr,
+    TAIL: tl.constexpr, EVEN: tl.constexpr, L_LANES: tl.constexpr,
 ):
     """Multiply ``active`` by ``weights [L, hidden, F]`` and add ``bias [L, hidden]``, unless it is
     None; send each row back to its slot, and add each token's rows with their ``scales`` into ``y
@@ -356,26 +425,29 @@ def decode_second_gemm(
         ffn = ffn_groups * FFN_ALIGN
         tiles_n = (hidden + BLOCK_N - 1) // BLOCK_N
         lists = Lists(entries, counts, L, length)
-        tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M)
-        matrices, rows = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
+        tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M, TAIL)
+        matrices, inputs = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
         slots = tokens * TOP_K
         for item in range(program, tl.max(tiles[3]), MULTIPLYING):
-            expert, begin, row, exists, entry, n = _tile(
-                item, lists, tiles, tiles_n, L_LANES, BLOCK_M
-            )
-            lines = rows + (begin + row).to(tl.int64) * ffn
-            own = matrices + expert.to(tl.int64) * hidden * ffn
-            il.record("tile", item, group)
-            total = _multiply(
-                lines, exists, Matrix(own, hidden, ffn, None), n * BLOCK_N, TILING, EVEN
-            )
+            expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, L_LANES, BLOCK_M)
+            rows = _rows(lists, expert, first, count, BLOCK_M)
+            lines = inputs + (begin + rows.row).to(tl.int64) * ffn
+            weight = Matrix(matrices + expert.to(tl.int64) * hidden * ffn, hidden, ffn, None)
+            column, own_bias = n * BLOCK_N, bias
             if bias is not None:
-                total = add_bias(total, bias + expert * hidden, n * BLOCK_N, hidden)
+                own_bias = bias + expert * hidden
+            il.record("tile", item, group)
+            if TAIL > 0 and has_tail:
+                more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
+                more_lines = inputs + (begin + more.row).to(tl.int64) * ffn
+                total, tail = _multiply(
+                    lines, rows.exists, more_lines, more.exists, weight, column, TILING, EVEN
+                )
+                _return(returned, tail, more, own_bias, column, hidden, slots, group, DTYPE)
+            else:
+                total = _multiply(lines, rows.exists, None, None, weight, column, TILING, EVEN)
             il.record("computed", item, group)
-            column = n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-            pointers = returned + (entry % slots).to(tl.int64)[:, None] * hidden + column
-            mask = exists[:, None] & (column < hidden)
-            il.put(pointers, total.to(DTYPE), (entry // slots)[:, None], group, mask)
+            _return(returned, total, rows, own_bias, column, hidden, slots, group, DTYPE)
         # Without every rank nothing was put, and a signal would announce an earlier call's results.
         if complete > 0:
             # The last program has acquired the puts of all, and its signals release them.
@@ -409,3 +481,16 @@ def decode_second_gemm(
     # Signals of long ago would look like new ones when epochs' numbers come again.
     il.clear_old(flags, DECODE_FINISHED, epoch, group)
     il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def _return(returned, total, rows, bias, column, hidden, slots, group, DTYPE: tl.constexpr):
+    """Add the bias to a tile of rows, and put each into its slot of its source: ``returned [slots,
+    hidden]``, from ``column`` on.
+    """
+    if bias is not None:
+        total = add_bias(total, bias, column, hidden)
+    columns = column + tl.arange(0, total.shape[1])[None, :]
+    pointers = returned + (rows.entry % slots).to(tl.int64)[:, None] * hidden + columns
+    mask = rows.exists[:, None] & (columns < hidden)
+    il.put(pointers, total.to(DTYPE), (rows.entry // slots)[:, None], group, mask)

@@ -124,8 +124,11 @@ def _decoding_calls(world_size):
         {"tokens": 64, "dtype": "float16", "routing": "few", "halves": True},
         {"tokens": 256, "dtype": "bfloat16", "routing": "one"},
         {"tokens": 300, "dtype": "bfloat16", "config": tall},
-        *({"tokens": n, "dtype": "bfloat16", "config": c} for c in (tail, taller)
-          for n in (70, 150, 300)),
+        *(
+            {"tokens": n, "dtype": "bfloat16", "config": c}
+            for c in (tail, taller)
+            for n in (70, 150, 300)
+        ),
         {"tokens": 33, "dtype": "bfloat16", "routing": "holes", "hidden": 100, "ffn": 60},
         {"tokens": 7, "hidden": 7, "ffn": 3, "halves": True},
         {"tokens": 16, "dtype": "bfloat16", "hidden": 2880, "ffn": 2880, "top_k": 4} | of_gpt_oss,

@@ -219,4 +219,5 @@ def tile_of(implementation: str, call: ExpertsCall) -> tuple[int, int]:
         config = decode_config(rows=rows, inner=inner, itemsize=call.itemsize)
     else:
         return _LIBRARY_TILE
-    return config.block_m, config.block_n
+    # An expert whose rows are at most these needs one tile.
+    return config.block_m + config.tail, config.block_n

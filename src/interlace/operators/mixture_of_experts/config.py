@@ -24,8 +24,6 @@ class MixtureOfExpertsConfig(Configuration):
             and GPU allow) or ``"pointers"``.
         block_m: rows of a tile of every product; a power of two from 16 to 128.
         block_n: columns of a tile; a power of two from 32 on.
-        tail: in decoding, rows that an expert's last tile may have beyond ``block_m``, so that few
-            more rows do not need another tile; 0 or a power of two from 16 on.
         block_k: steps along the products' inner dimension; a power of two from 16 on.
         group_m: tiles of rows that share columns of weights before the next columns, so that these
             are in the L2.
@@ -39,12 +37,13 @@ class MixtureOfExpertsConfig(Configuration):
         sum_programs: maximum number of programs that add results.
         stagger: the programs of the second product start one after another, over this percentage of
             the time that a tile takes.
+        tail: in decoding, rows that an expert's last tile may have beyond ``block_m``, so that few
+            more rows do not need another tile; 0 or a power of two from 16 on.
     """
 
     operands: str = one_of("tiles", OPERANDS)
     block_m: int = power_of_two(128, 16, ROWS)
     block_n: int = power_of_two(256, 32, 512)
-    tail: int = one_of(0, (0, 16, 32, 64, 128))
     block_k: int = power_of_two(64, 16, 512)
     group_m: int = between(8, 1, 64)
     num_warps: int = power_of_two(8, 1, 32)
@@ -54,6 +53,7 @@ class MixtureOfExpertsConfig(Configuration):
     push_rows: int = power_of_two(64, 1, 1024)
     sum_programs: int = between(2112, 1, 4096)
     stagger: int = between(100, 0, 1000)
+    tail: int = one_of(0, (0, 16, 32, 64, 128))
 
 
 # From this inner width on, tiles take twice as long to compute as the links take for all programs'
@@ -91,18 +91,19 @@ def decode_config(*, rows: float, inner: int, itemsize: int) -> MixtureOfExperts
         )
     if most > 32:
         # Long pipelines of one program per processor are worth their ramp if K is long; else short
-        # ones of three (decision 0022).
-        tiles = (64, 128, 64, 4, 3)
+        # ones of three (decision 0022). There, a tail keeps all but a few experts at one tile.
+        tiles = (64, 128, 64, 4, 3, 0)
         if inner >= _CALM:
             tiles = (
-                (64, 128, 128, 8, 4) if most <= 64
-                else (128, 128, 128, 8, 3) if most <= 128
-                else (128, 256, 64, 8, 4)
+                (64, 128, 128, 8, 4, 0) if most <= 64
+                else (64, 128, 128, 8, 4, 32) if most <= 96
+                else (128, 128, 64, 8, 6, 32) if most <= 160
+                else (128, 256, 64, 8, 4, 0)
             )  # fmt: skip
-        block_m, block_n, block_k, warps, stages = tiles
+        block_m, block_n, block_k, warps, stages, tail = tiles
         return MixtureOfExpertsConfig(
             block_m=block_m, block_n=block_n, block_k=block_k, num_warps=warps, num_stages=stages,
-            push_programs=64,
+            push_programs=64, tail=tail,
         )  # fmt: skip
     return MixtureOfExpertsConfig(
         block_m=16 if most <= 16 else 32,

@@ -158,6 +158,7 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         "DTYPE": triton_dtype(dtype),
         "FFN_ALIGN": ffn_align,
         "L_LANES": next_power_of_2(max(local, 2)),
+        "TAIL": config.tail,
         "num_warps": config.num_warps,
         "num_stages": _stages(config, itemsize, device),
     }
@@ -179,7 +180,6 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
             **products,
             "SHARES": shares,
             "TILING": tiling._replace(w_along_k=in_order.along_k),
-            "TAIL": config.tail,
             "EVEN": sizes.hidden % config.block_k == 0,
             "HALVES": in_order.halves,
             "FORM": call.form,
@@ -209,7 +209,6 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
             "WORLD_SIZE": ranks,
             "SHARES": shares,
             "TILING": tiling._replace(w_along_k=out_order.along_k),
-            "TAIL": config.tail,
             "EVEN": sizes.ffn % config.block_k == 0,
         },
         (w_out, active),

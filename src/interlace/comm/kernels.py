@@ -259,14 +259,26 @@ def describe_ranks(
         block: Rows and columns of a tile, in the last two dimensions.
     """
     outer = (group.world_size, group.stride // dtype.itemsize or _SOLO_STRIDE)
-    return _describe_at(address, group.device, dtype, (outer, *inner), tuple(block))
+    return describe_memory(address, group.device, dtype, (outer, *inner), tuple(block))
 
 
-@functools.lru_cache(maxsize=256)  # calls describe the memory of earlier calls
-def _describe_at(
-    address: int, device: torch.device, dtype: torch.dtype, sizes: Any, block: tuple[int, int]
+@functools.lru_cache(maxsize=4096)  # calls describe the memory of earlier calls
+def describe_memory(
+    address: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[tuple[int, int], ...],
+    block: tuple[int, int],
 ) -> Any:
-    """Return a tensor descriptor of memory at ``address``; ``sizes`` are (size, stride) pairs."""
+    """Return a tensor descriptor of memory, which the caller keeps alive.
+
+    Args:
+        address: Address of the first element.
+        device: Device whose kernels use the descriptor.
+        dtype: Element type.
+        sizes: Size and stride, in elements, of each dimension.
+        block: Rows and columns of a tile, in the last two dimensions.
+    """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     base = view_as(bytes_at(address, (16,), (1,), device, None), (16 // dtype.itemsize,), dtype)

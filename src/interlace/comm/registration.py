@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import _C
 from torch._library.autograd import Info, make_autograd_impl
+from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
@@ -80,7 +81,7 @@ def register(
         library.impl(qualified_name, run_without_autocast, f"Autocast{device}")
     if backward is None:
         return
-    differentiable = make_autograd_impl(operator, Info(backward, setup_context))
+    differentiable = _differentiable(operator, backward, setup_context)
 
     def run_with_autograd(keys: _C.DispatchKeySet, *args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
@@ -94,6 +95,50 @@ def register(
             return operator.redispatch(keys & _C._after_autograd_keyset, *args)
 
     library.impl(qualified_name, run_with_autograd, "Autograd", with_keyset=True)
+
+
+def _differentiable(
+    operator: torch._ops.OpOverload,
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+) -> Callable[..., Any]:
+    """Return the kernel of an operator that records its gradient's formula.
+
+    It does what torch's own does, which goes through the schema in every call for defaults that
+    were left out; that takes the host 70 to 170 us.
+    """
+    arguments, results = operator._schema.arguments, operator._schema.returns
+    has_lists = any(is_tensorlist_like_type(each.type) for each in (*arguments, *results))
+    if has_lists or any(each.kwarg_only or each.has_default_value() for each in arguments):
+        return make_autograd_impl(operator, Info(backward, setup_context))
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> Any:
+            *inputs, keys = args
+            with _C._AutoDispatchBelowAutograd():
+                output = operator.redispatch(keys & _C._after_autograd_keyset, *inputs)
+                if setup_context is not None:
+                    setup_context(ctx=ctx, inputs=tuple(inputs), output=output)
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+            all_inputs = ctx.needs_input_grad
+            # The formula knows nothing of the keys behind its operator's arguments.
+            ctx.needs_input_grad = all_inputs[:-1]
+            try:
+                found = backward(ctx, *grads)
+            finally:
+                ctx.needs_input_grad = all_inputs
+            return (*found, None) if isinstance(found, tuple) else (found, None)
+
+    Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
+
+    def run(keys: _C.DispatchKeySet, *args: Any) -> Any:
+        return Recorded.apply(*args, keys)  # type: ignore[no-untyped-call]
+
+    return run
 
 
 def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

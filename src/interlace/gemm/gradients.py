@@ -54,30 +54,64 @@ def replicated(x: torch.Tensor, group_name: str) -> torch.Tensor:
 
     The backward pass is collective. The sum can be differentiated again.
     """
-    y: torch.Tensor = _Replicated.apply(x, group_name)  # type: ignore[no-untyped-call]
+    (y,) = all_replicated((x,), group_name)
     return y
+
+
+def all_replicated(tensors: tuple[torch.Tensor, ...], group_name: str) -> tuple[torch.Tensor, ...]:
+    """Several tensors as by :func:`replicated`, whose gradients are summed in one collective if
+    they have the same dtype.
+    """
+    same: tuple[torch.Tensor, ...] = _Replicated.apply(  # type: ignore[no-untyped-call]
+        group_name, *tensors
+    )
+    return same
 
 
 def summed(x: torch.Tensor, group_name: str) -> torch.Tensor:
     """The sum of the ranks' ``x``, which every rank gets and uses alike, so that its gradient is
     that of each ``x``. Collective.
     """
+    # A function of autograd costs the host as much again as the sum, also where nothing records it.
+    if not torch.is_grad_enabled():
+        return _total(x, group_name)
     y: torch.Tensor = _Sum.apply(x, group_name)  # type: ignore[no-untyped-call]
     return y
 
 
+def _total(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    if group_name:
+        # What torch.compile traces: it looks no group up by its name.
+        functional = torch.ops._c10d_functional
+        result: torch.Tensor = functional.wait_tensor(
+            functional.all_reduce(x.contiguous(), "sum", group_name)
+        )
+        return result
+    # The all-reduce works in place, and the gradient belongs to autograd.
+    total = x.clone(memory_format=torch.contiguous_format)
+    if not is_alone(None):
+        dist.all_reduce(total)
+    return total
+
+
 class _Replicated(torch.autograd.Function):
-    """The identity, whose gradient is summed over the ranks."""
+    """The identity of tensors, whose gradients are summed over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
+    def forward(ctx: Any, group_name: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group_name = group_name
         # Autograd would take the same tensor for an input that is returned as it is.
-        return x.view_as(x)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return summed(grads[0], ctx.group_name), None
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        name = ctx.group_name
+        is_one_call = name and len(grads) > 1 and len({grad.dtype for grad in grads}) == 1
+        if not is_one_call or torch.is_grad_enabled():
+            return None, *(summed(grad, name) for grad in grads)
+        functional = torch.ops._c10d_functional
+        totals = functional.all_reduce_coalesced([grad.contiguous() for grad in grads], "sum", name)
+        return None, *map(functional.wait_tensor, totals)
 
 
 class _Sum(torch.autograd.Function):
@@ -86,18 +120,7 @@ class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:
         ctx.group_name = group_name
-        if group_name:
-            # What torch.compile traces: it looks no group up by its name.
-            functional = torch.ops._c10d_functional
-            result: torch.Tensor = functional.wait_tensor(
-                functional.all_reduce(x.contiguous(), "sum", group_name)
-            )
-            return result
-        # The all-reduce works in place, and the gradient belongs to autograd.
-        total = x.clone(memory_format=torch.contiguous_format)
-        if not is_alone(None):
-            dist.all_reduce(total)
-        return total
+        return _total(x, group_name)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from interlace.comm.process_groups import rank_and_size
 from interlace.errors import ArgumentError, GroupError
 from interlace.gemm import invariance
-from interlace.gemm.gradients import replicated, summed
+from interlace.gemm.gradients import all_replicated, summed
 from interlace.integrations.transformers_experts import Layout
 from interlace.operators.mixture_of_experts.api import mixture_of_experts
 from interlace.units import ceil_div
@@ -71,9 +71,12 @@ def _implementation() -> type:
             super().__init__(experts, ep_mesh, tp_mesh)
             self.layout = Layout.of(experts, NAME)
             self.experts = experts
-            self.shares_batch = tp_mesh.size() == ep_mesh.size() > 1
+            # Asked for once: a mesh takes the host some 30 us for each answer.
+            self.ranks, self.rank = tp_mesh.size(), ep_mesh.get_local_rank()
+            self.group: dist.ProcessGroup = ep_mesh.get_group()
+            self.shares_batch = self.ranks == ep_mesh.size() > 1
             if self.shares_batch:
-                self.alone = _alone(ep_mesh.get_group())
+                self.alone = _alone(self.group)
 
         def __call__(
             self,
@@ -90,8 +93,10 @@ def _implementation() -> type:
             """
             # Each token would travel to k experts, of which 1 / R are here, and back; a sum over
             # the ranks moves each token twice. In the mode, it would depend on NCCL's order.
-            ranks, k = self.tp_mesh.size(), top_k_index.shape[1]
-            is_sum_shorter = self.shares_batch and 2 * k >= ranks and not invariance.is_enabled()
+            k = top_k_index.shape[1]
+            is_sum_shorter = (
+                self.shares_batch and 2 * k >= self.ranks and not invariance.is_enabled()
+            )
             run = self._summed if is_sum_shorter else self._exchanged
             # Parameters are this rank's while the forward pass runs, and torch.Tensors.
             parameters = self.layout.parameters(self.experts)
@@ -109,13 +114,13 @@ def _implementation() -> type:
             """Let this rank's experts have their tokens, which are here, and add up the ranks' sums
             of their outputs.
             """
-            group = self.ep_mesh.get_group()
-            name, count = group.group_name, parameters[0].shape[0]
-            own = index - self.ep_mesh.get_local_rank() * count
+            name, count = self.group.group_name, parameters[0].shape[0]
+            rows, weights = all_replicated((rows, weights), name)
             y = mixture_of_experts(
-                replicated(rows, name),
-                own.where((own >= 0) & (own < count), -1),
-                replicated(weights, name),
+                rows,
+                # Other ranks' experts have numbers that no expert has here.
+                index - self.rank * count,
+                weights,
                 *parameters,
                 activation=self.layout.activation,
                 group=self.alone,
@@ -130,7 +135,7 @@ def _implementation() -> type:
             parameters: tuple[torch.Tensor, ...],
         ) -> torch.Tensor:
             """Send this rank's share of the tokens to their experts, and gather the results."""
-            tokens, ranks = rows.shape[0], self.tp_mesh.size()
+            tokens, ranks = rows.shape[0], self.ranks
             # The ranks of a TP group hold the same tokens. Shares are equal, as the operator needs
             # them: rows without an expert complete the last ones.
             share = max(1, ceil_div(tokens, ranks))
@@ -152,7 +157,7 @@ def _implementation() -> type:
                 weights,
                 *parameters,
                 activation=self.layout.activation,
-                group=self.ep_mesh.get_group(),
+                group=self.group,
             )
             if ranks == 1:
                 return y

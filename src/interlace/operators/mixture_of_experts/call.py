@@ -67,10 +67,7 @@ class Call:
     @functools.cached_property
     def form(self) -> Form:
         """The constants by which kernels know the activation."""
-        from interlace.operators.mixture_of_experts.kernels.activation import Form
-
-        numbers = dataclasses.astuple(ExpertActivation.parse(self.activation))
-        return Form(self.sizes.gates, *numbers)
+        return _form(self.sizes.gates, self.activation)
 
     @functools.cached_property
     def group(self) -> Group:
@@ -147,6 +144,13 @@ class Call:
         if self.config:
             return impl, MixtureOfExpertsConfig.parse(self.config)
         return impl, config
+
+
+@functools.cache
+def _form(gates: int, activation: str) -> Form:
+    from interlace.operators.mixture_of_experts.kernels.activation import Form
+
+    return Form(gates, *dataclasses.astuple(ExpertActivation.parse(activation)))
 
 
 @dataclasses.dataclass(frozen=True)

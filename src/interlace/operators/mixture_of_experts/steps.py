@@ -6,9 +6,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from interlace.comm.dlpack import bytes_at, view_as
 from interlace.comm.group import MAX_PROGRAMS
-from interlace.comm.kernels import Launch, processors, triton_dtype
+from interlace.comm.kernels import (
+    Launch,
+    describe_memory,
+    describe_ranks,
+    processors,
+    triton_dtype,
+)
 from interlace.comm.outputs import Output
 from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout
@@ -104,13 +109,18 @@ class Steps:
             "num_stages": self.config.num_stages,
         }
 
-    def operand(self, tensor: torch.Tensor, width: int, block: list[int]) -> Any:
-        """Describe a contiguous tensor as ``[rows, width]``; without tiles, return its address."""
-        if not self.tiles:
-            return tensor.data_ptr()
-        from triton.tools.tensor_descriptor import TensorDescriptor
+    def operand(self, tensor: torch.Tensor, width: int, block: tuple[int, int]) -> Any:
+        """Describe a contiguous tensor as ``[rows, width]``; without tiles, return its address.
 
-        return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], block)
+        The caller keeps the tensor alive until the launch.
+        """
+        return self._matrix(tensor.data_ptr(), tensor.numel() // width, width, block)
+
+    def _matrix(self, address: int, rows: int, width: int, block: tuple[int, int]) -> Any:
+        if not self.tiles:
+            return address
+        sizes = (rows, width), (width, 1)
+        return describe_memory(address, self.group.device, self.dtype, sizes, block)
 
     def weight(
         self, weight: torch.Tensor, columns: int, inner: int, along_k: bool, halves: bool = False
@@ -122,8 +132,8 @@ class Steps:
         """
         block_n, block_k = self.config.block_n // (2 if halves else 1), self.config.block_k
         if along_k:
-            return self.operand(weight, inner, [block_n, block_k])
-        return self.operand(weight, columns, [block_k, block_n])
+            return self.operand(weight, inner, (block_n, block_k))
+        return self.operand(weight, columns, (block_k, block_n))
 
     def dispatch(
         self,
@@ -167,9 +177,8 @@ class Steps:
         # The product reads arriving rows from this rank's own buffer, which peers write.
         a_tiles = None
         if self.tiles:
-            raw = bytes_at(own_buffer, (self.scale_bytes,), (1,), x.device, None)
-            arrived = view_as(raw, (sizes.arrivals, sizes.hidden), self.dtype)
-            a_tiles = self.operand(arrived, sizes.hidden, [config.block_m, config.block_k])
+            block = config.block_m, config.block_k
+            a_tiles = self._matrix(own_buffer, sizes.arrivals, sizes.hidden, block)
         push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
         rows, row_columns = layout.push_tile(
             sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
@@ -177,7 +186,7 @@ class Steps:
         x = x.contiguous()
         # Programs take tickets for tiles, because experts get different numbers of rows.
         ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
-        block = [config.block_m, width]
+        block = config.block_m, width
         arguments = {
             "x": x,
             "slot_at": saved.slot_at,
@@ -244,7 +253,7 @@ class Steps:
         arguments = {
             "plan": plan,
             "met": met,
-            "a": self.operand(rows, inner, [config.block_m, config.block_k]),
+            "a": self.operand(rows, inner, (config.block_m, config.block_k)),
             "b": self.weight(weight, sizes.hidden, inner, along_k),
             "bias": self.b_out if met is None else None,
             "results": self.result_tiles() if self.tiles else self.results,
@@ -264,20 +273,10 @@ class Steps:
 
     def result_tiles(self) -> Any:
         """Describe every rank's results: ``[rank, row, column]``."""
-        from triton.tools.tensor_descriptor import TensorDescriptor
-
-        sizes, itemsize = self.sizes, self.dtype.itemsize
-        base = view_as(
-            bytes_at(self.results, (16,), (1,), self.group.device, None),
-            (16 // itemsize,),
-            self.dtype,
-        )
-        # A group of one has no distance between ranks; a descriptor must.
-        stride = self.group.stride // itemsize or sizes.returns * sizes.hidden
-        shape = [sizes.world_size, sizes.returns, sizes.hidden]
-        return TensorDescriptor(
-            base, shape, [stride, sizes.hidden, 1], [1, self.config.block_m, self.config.block_n]
-        )
+        sizes, config = self.sizes, self.config
+        inner = (sizes.returns, sizes.hidden), (sizes.hidden, 1)
+        block = [config.block_m, config.block_n]
+        return describe_ranks(self.group, self.results, self.dtype, inner, block)
 
     def sum(
         self,

@@ -99,6 +99,20 @@ def test_what_a_profile_does_not_know() -> None:
     assert H200.predict_us("nobody's", "fused", call, "whole", (128, 256)) is None
 
 
+@pytest.mark.parametrize("sizes", [(0, 4096, 4096), (64, 0, 4096), (64, 4096, 0)])
+def test_products_without_elements_take_some_time(sizes: tuple[int, int, int]) -> None:
+    """An operator is called with them where a rank has no rows, or to time its exchange alone."""
+    call = Call(*sizes, 2, 2)
+    for operator, implementations in H200.compositions.items():
+        if operator == "mixture_of_experts":
+            continue
+        for each in operators()[operator].implementations:
+            if each.name in implementations:
+                us = H200.predict_us(operator, each.name, call, each.schedule, (128, 128))
+                assert us is not None, (operator, each.name)
+                assert 0 < us < 1e5, (operator, each.name)
+
+
 def test_the_shipped_profile_is_of_implementations_that_exist() -> None:
     for operator, compositions in H200.compositions.items():
         names = {each.name for each in operators()[operator].implementations}

@@ -48,10 +48,10 @@ class TimedCall(Protocol):
 @functools.lru_cache(maxsize=4096)
 def place_of(size: Sequence[int]) -> Place:
     """Return the coordinates of a call: doubling a size is a distance of 1, and doubling the ranks,
-    which come last, of 2.
+    which come last, of 2. A size of 0 counts as 1.
     """
     *sizes, world_size = size
-    return (*map(math.log2, sizes), 2 * math.log2(world_size))
+    return (*(math.log2(max(each, 1)) for each in sizes), 2 * math.log2(world_size))
 
 
 def nearness(first: Place, second: Place) -> float:

@@ -14,16 +14,9 @@ from interlace.units import ceil_div, next_power_of_2
 if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.call import Saved
 
-_FEWEST_ROWS = 64  # of a tile on tensor cores
-
 # A program adds tiles of so many numbers, 16 of them per thread.
 _BIAS_ROWS = 16
 _BIAS_COLUMNS = 128
-
-
-def gradient_rows(wide: int, block_m: int) -> int:
-    """Return the rows of a gradient's tile: fewer than others' if only such tiles end with it."""
-    return _FEWEST_ROWS if wide % block_m and wide % _FEWEST_ROWS == 0 else block_m
 
 
 class BackwardSteps(Steps):
@@ -89,13 +82,12 @@ class BackwardSteps(Steps):
 
         sizes, config = self.sizes, self.config
         wide, narrow = left.shape[1], right.shape[1]
-        rows = gradient_rows(wide, config.block_m) if self.tiles else config.block_m
         # A tile that reached beyond one expert's gradient would overwrite the next expert's.
-        even = self.tiles and wide % rows == 0
-        block = rows, config.block_n
+        even = self.tiles and wide % config.block_m == 0
+        block = config.block_m, config.block_n
         arguments = {
             "plan": plan,
-            "a": self.operand(left, wide, (config.block_k, rows)),
+            "a": self.operand(left, wide, (config.block_k, config.block_m)),
             "b": self.operand(right, narrow, (config.block_k, config.block_n)),
             "out": self.operand(out, narrow, block) if even else out.data_ptr(),
             "rank": self.group.rank,
@@ -104,7 +96,7 @@ class BackwardSteps(Steps):
             "wide": wide,
             "narrow": narrow,
         }
-        constants = self.constants | {"TILING": self.tiling._replace(block_m=rows), "EVEN": even}
+        constants = self.constants | {"EVEN": even}
         keep = (left, right)
         return Launch(grouped_gemm_gradient, (self.programs,), arguments, constants, keep)
 

@@ -8,6 +8,8 @@ implementation; none needs a formula of its own. Nothing here imports torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import importlib.resources
 import itertools
 import json
 from collections.abc import Callable, Sequence
@@ -22,6 +24,25 @@ Times = Sequence[tuple[int, float]]
 
 MOST_SLICES = 16
 """Largest number of slices that is tried."""
+
+_NEAR = 0.02
+"""The fraction of a time that more slices must save: no measurement is as exact as that."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Beside:
+    """What an exchange and a computation cost each other while both run.
+
+    Attributes:
+        exchange: factor by which an exchange takes longer.
+        computation: factor by which the computation takes longer.
+        step_us: time by which an exchange takes longer that begins beside the computation: the
+            network's kernel waits for room between the programs.
+    """
+
+    exchange: float = 1.0
+    computation: float = 1.0
+    step_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +94,19 @@ class NetworkRates:
                     f"a network's {name} must be at least {least}; got {getattr(self, name)!r}."
                 )
 
+    @functools.cached_property
+    def _slice_us(self) -> Times:
+        return _undisturbed(self.slice_us)
+
+    @functools.cached_property
+    def _collective_us(self) -> Times:
+        return _undisturbed(self.collective_us)
+
+    @property
+    def beside(self) -> Beside:
+        """Return what an exchange and a product cost each other."""
+        return Beside(self.beside_product, self.product_beside)
+
     def exchange_us(self, nbytes: float, messages: float = 1.0) -> float:
         """Return the time of one exchange of slices.
 
@@ -80,17 +114,32 @@ class NetworkRates:
             nbytes: bytes that a rank sends to other nodes, in all messages together.
             messages: number of these messages.
         """
-        return _interpolated(self.slice_us, nbytes) + self.further_message_us * max(0, messages - 1)
+        return _interpolated(self._slice_us, nbytes) + self.further_message_us * max(
+            0, messages - 1
+        )
 
     def all_to_all_us(self, nbytes: float) -> float:
         """Return the time of torch's collective that sends ``nbytes`` to other nodes.
 
         Between measured sizes, and beyond them, it keeps its ratio to the time of slices.
         """
-        ratios = [(size, us / self.exchange_us(size)) for size, us in self.collective_us]
+        ratios = [(size, us / self.exchange_us(size)) for size, us in self._collective_us]
         (smallest, _), (largest, _) = ratios[0], ratios[-1]
         within = min(max(nbytes, smallest), largest)
         return self.exchange_us(nbytes) * _interpolated(ratios, within)
+
+
+def _undisturbed(points: Times) -> Times:
+    """Return measured times that are no longer than those of as many bytes in smaller messages.
+
+    A network is busy with larger messages at least as well as with smaller ones, one after another.
+    Where a measurement says otherwise, the larger ones met other work on the machine.
+    """
+    times, least = [], float("inf")
+    for nbytes, us in points:
+        least = min(least, us / nbytes)
+        times.append((nbytes, least * nbytes))
+    return times
 
 
 def _interpolated(points: Times, x: float) -> float:
@@ -128,7 +177,11 @@ def one_after_the_other(
 
 
 def in_slices(
-    network: NetworkRates, compute_us: float, cost: NetworkCost, memory_bytes_per_s: float
+    network: NetworkRates,
+    compute_us: float,
+    cost: NetworkCost,
+    memory_bytes_per_s: float,
+    beside: Beside | None = None,
 ) -> Prediction:
     """Return the time of a computation whose results leave in slices, one exchange after another.
 
@@ -140,7 +193,10 @@ def in_slices(
         compute_us: time of the computation alone.
         cost: the traffic of one call.
         memory_bytes_per_s: rate at which what has arrived is copied to its place.
+        beside: what exchanges and this computation cost each other; default: what exchanges and a
+            product do, as it was measured with the network.
     """
+    beside = beside or network.beside
     end, exchange_us = 0.0, 0.0
     if cost.network_bytes:
         exchange_us = network.exchange_us(
@@ -148,12 +204,14 @@ def in_slices(
         )
     # The time by which the computation is slowed while messages travel.
     overlap_us = min(compute_us * (1 - cost.remote_share / cost.slices), cost.slices * exchange_us)
-    compute_us += (network.product_beside - 1) * overlap_us
+    compute_us += (beside.computation - 1) * overlap_us
     for number in range(1, cost.slices + 1):
         start = max(end, compute_us * cost.remote_share * number / cost.slices)
         # Beside the computation an exchange is slower; it goes on at its own rate afterwards.
-        beside = min(exchange_us, max(0.0, compute_us - start) / network.beside_product)
-        end = start + exchange_us + (network.beside_product - 1) * beside
+        within_us = min(exchange_us, max(0.0, compute_us - start) / beside.exchange)
+        end = start + exchange_us + (beside.exchange - 1) * within_us
+        if exchange_us and start < compute_us:
+            end += beside.step_us
     landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
     return Prediction(max(compute_us, end) + landing_us, cost.slices)
 
@@ -163,24 +221,27 @@ def best_in_slices(
     compute_us: Callable[[int], float],
     cost_of: Callable[[int], NetworkCost],
     memory_bytes_per_s: float,
+    beside: Beside | None = None,
 ) -> Prediction:
-    """Return the prediction with the number of slices, a power of two, that takes least time.
+    """Return the prediction with the number of slices, a power of two, that takes least time, or
+    hardly more with fewer slices.
 
     Args:
         compute_us: function from a number of slices to the time of the computation alone, in
             microseconds.
         cost_of: function from a number of slices to the traffic of a call.
+        beside: as for :func:`in_slices`.
     """
     predictions = []
     slices = 1
     while slices <= MOST_SLICES:
         cost = cost_of(slices)
-        prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s)
+        prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s, beside)
         # A call may have several exchanges of as many slices.
         predictions.append(dataclasses.replace(prediction, slices=slices))
         slices *= 2
-    # The first of equal ones has the fewest slices.
-    return min(predictions, key=lambda prediction: prediction.us)
+    limit_us = (1 + _NEAR) * min(prediction.us for prediction in predictions)
+    return next(prediction for prediction in predictions if prediction.us <= limit_us)
 
 
 def collective_bytes(collective: str, size: int, rank: int, node_of_rank: tuple[int, ...]) -> int:
@@ -206,6 +267,19 @@ def collective_bytes(collective: str, size: int, rank: int, node_of_rank: tuple[
 def even_nodes(ranks: int, nodes: int) -> tuple[int, ...]:
     """Return the number of each rank's node where equally many consecutive ranks are on each."""
     return tuple(rank * nodes // ranks for rank in range(ranks))
+
+
+@functools.cache
+def guessed_network() -> NetworkRates:
+    """Return the network that is taken where none was measured: sockets between two H200s.
+
+    It is the only one that was measured, and a slow one. It asks for few slices, and only where the
+    computation is long; over a network that is ten times as fast, these hide less, but cost little
+    of such a computation.
+    """
+    folder = importlib.resources.files("interlace.costs") / "networks"
+    values = json.loads((folder / "two_h200_over_sockets.json").read_text(encoding="utf-8"))
+    return parse_network(values)
 
 
 def parse_network(values: dict[str, Any]) -> NetworkRates:

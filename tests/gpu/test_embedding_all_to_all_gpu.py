@@ -16,6 +16,7 @@ import torch.distributed as dist
 import interlace
 from interlace import EmbeddingAllToAllConfig, PeerTimeoutError
 from interlace.optim import SGD, RowWiseAdagrad
+from tests.nodes.groups import process_group_of
 
 pytestmark = pytest.mark.gpu
 
@@ -327,6 +328,46 @@ def test_graphs(ranks, world_size):
     for error, step, limit in ranks(world_size).run(_graphs):
         assert error <= limit
         assert step <= 1e-4
+
+
+def _pooled(nodes):
+    """Elements in which other implementations differ from fused, forward and in gradients, eager
+    and replayed from a graph.
+    """
+    wrong = {}
+    with process_group_of(nodes) as process_group:
+        group = interlace.group_of(process_group)
+        for call in CALLS:
+            inputs = call.inputs()
+            tables = [weight.clone().requires_grad_() for weight in inputs[0]]
+            results = {}
+            for impl in ("fused", "pooled", "auto"):
+                keep = {"impl": impl, "group": process_group}
+                y = call.forward(tables, *inputs[1:], **keep)
+                gradients = torch.autograd.grad(y, tables, torch.ones_like(y))
+                graph = torch.cuda.CUDAGraph()
+                with torch.no_grad():
+                    call.forward(*inputs, **keep)  # ranks ask one another before the capture
+                    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                        captured = call.forward(*inputs, **keep)
+                for _ in range(2):
+                    captured.zero_()
+                    graph.replay()
+                    group.synchronize()
+                results[impl] = [y.detach().clone(), captured.clone(), *gradients]
+                graph.reset()  # NCCL keeps a communicator for as long as a graph has its kernels
+            for impl in ("pooled", "auto"):
+                wrong[call, impl] = sum(
+                    int((one != other).sum())
+                    for one, other in zip(results[impl], results["fused"], strict=True)
+                )
+    return wrong
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_pooled_and_auto_have_the_bits_of_fused(ranks, world_size, nodes):
+    for wrong in ranks(world_size).run(_pooled, nodes):
+        assert not any(wrong.values()), wrong
 
 
 def _absent_peer(protocol, backward, absent):

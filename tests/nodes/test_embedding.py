@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ import interlace
 from interlace.costs.embedding_all_to_all import forward
 from tests.errors import error_of
 from tests.nodes.groups import errors_after_a_death, process_group_of
-from tests.operators.embedding_all_to_all.calls import Call, check_all, run_one
+from tests.operators.embedding_all_to_all.calls import SMALL, Call, check_all, run_one
 
 SHAPES = [(4, 2), (2, 2)]
 
@@ -77,9 +78,58 @@ def test_results_have_the_bits_of_one_node_and_traffic_is_that_of_the_costs(
             assert network == cost.network_bytes, call
 
 
-def _cost(call, rank, node_of_rank):
+def _whole(calls, nodes):
+    """Each call's result by ``"pooled"``, and the bytes for each rank in torch's all-to-all."""
+    counts = []
+
+    def counted(received, sent, from_each=None, to_each=None, group=None):
+        size = dist.get_world_size(group)
+        to_each = to_each or [sent.numel() // size] * size
+        counts.append([count * sent.element_size() for count in to_each])
+        return all_to_all(received, sent, from_each, to_each, group=group)
+
+    all_to_all = dist.all_to_all_single
+    with (
+        process_group_of(nodes) as process_group,
+        mock.patch.object(dist, "all_to_all_single", counted),
+    ):
+        traffic = interlace.group_of(process_group).traffic
+        traffic.reset()
+        found = []
+        for call in calls:
+            y = run_one(dataclasses.replace(call, impl="pooled"), process_group)
+            found.append((y, counts.pop() if counts else []))
+        assert traffic.messages == 0, "kernels send nothing"
+        return found
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), [*SHAPES, (4, 1)])
+def test_pooled_has_the_bits_of_fused_and_sends_what_the_costs_say(ranks, world_size, nodes):
+    calls = _calls(world_size)
+    fused = [dataclasses.replace(call, impl="fused") for call in calls]
+    others = ranks(world_size).run(_results, fused, nodes, 1)
+    node_of_rank = [rank * nodes // world_size for rank in range(world_size)]
+    for rank, results in enumerate(ranks(world_size).run(_whole, calls, nodes)):
+        for call, (y, sent), (expected, *_) in zip(calls, results, others[rank], strict=True):
+            assert torch.equal(y, expected), call
+            if not call.batch:
+                assert not sent
+                continue
+            cost = _cost(call, rank, node_of_rank, "pooled")
+            away = [nbytes for peer, nbytes in enumerate(sent) if peer != rank and nbytes]
+            far = [
+                nbytes
+                for peer, nbytes in enumerate(sent)
+                if node_of_rank[peer] != node_of_rank[rank] and nbytes
+            ]
+            assert (sum(away), len(away)) == (cost.link_bytes, cost.messages), call
+            assert (sum(far), len(far)) == (cost.network_bytes, cost.network_messages), call
+
+
+def _cost(call, rank, node_of_rank, protocol="between_nodes"):
+    config = call.config or SMALL
     return forward(
-        protocol="between_nodes",
+        protocol=protocol,
         node_of_rank=node_of_rank,
         rank=rank,
         widths=call.widths,
@@ -88,8 +138,8 @@ def _cost(call, rank, node_of_rank):
         itemsize=4,
         output_itemsize=call.out.itemsize,
         index_itemsize=8,
-        block_bags=call.config.block_bags,
-        slice_blocks=call.config.slice_blocks,
+        block_bags=config.block_bags,
+        slice_blocks=config.slice_blocks,
     )
 
 

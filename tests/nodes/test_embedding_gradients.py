@@ -37,8 +37,23 @@ def _trained(calls, kind, nodes):
     + [(4, kind, [CALLS[4][number % 2]]) for number, kind in enumerate(KINDS)],
 )
 def test_gradients_and_updates_have_the_bits_of_one_node(ranks, world_size, kind, calls):
-    between = ranks(world_size).run(_trained, calls, kind, 2)
-    within = ranks(world_size).run(_trained, calls, kind, 1)
+    _compare(ranks(world_size), calls, calls, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_exchanges_have_the_bits_of_one_node(ranks, kind):
+    """By ``"pooled"``, and by ``"auto"``, which takes it where no time is predicted."""
+    calls = [
+        dataclasses.replace(call, impl=impl)
+        for call, impl in zip(CALLS[2], ("pooled", "auto", "pooled"), strict=True)
+    ]
+    _compare(ranks(2), calls, CALLS[2], kind)
+
+
+def _compare(pool, calls, others, kind):
+    """Compare calls between nodes with others within one, bit by bit."""
+    between = pool.run(_trained, calls, kind, 2)
+    within = pool.run(_trained, others, kind, 1)
     for one, other in zip(between, within, strict=True):
         for call, (tables, states), (expected, expected_states) in zip(
             calls, one, other, strict=True

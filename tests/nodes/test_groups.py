@@ -234,14 +234,14 @@ def test_explain_says_what_runs_between_nodes(ranks):
             assert said.endswith(f"{UNMEASURED}.")
 
 
-def test_explain_says_that_embeddings_take_the_pair():
-    """Until slices are known to be faster."""
+def test_explain_says_that_embeddings_are_exchanged_as_a_whole():
+    """Until slices are predicted to be faster."""
     declaration = operators()["embedding_all_to_all"]
     call = [torch.randn(8, 4)], torch.zeros(16, dtype=torch.int64), torch.arange(17)
     _, within, _ = declaration.explain(*call, world_size=8, nodes=1)
     _, between, reason = declaration.explain(*call, world_size=8, nodes=2)
     assert within.startswith("fused (")
-    assert between == "unfused"
+    assert between == "pooled"
     assert reason == UNMEASURED
 
 

@@ -1,5 +1,6 @@
 """The network between nodes: measured by the carrier of slices, and what ``auto`` makes of it."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -18,10 +19,12 @@ from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
 from interlace.gemm.choice import Gpu
+from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.registry import operators
 from tests.cli.test_commands import run as run_command
 from tests.errors import error_of
 from tests.nodes.groups import process_group_of
+from tests.operators.embedding_all_to_all.calls import Call
 
 SIZES = (64, 256, 1024)
 
@@ -191,28 +194,26 @@ def test_a_measured_network_is_kept_in_the_profile_of_every_node(ranks, tmp_path
 def test_embeddings_that_were_measured():
     """Sixteen thousand samples, eight tables a rank, two H200s as two hosts over sockets."""
     from interlace.operators.embedding_all_to_all import network_choice
-    from interlace.operators.embedding_all_to_all.layout import Layout
 
     root = Path(__file__).parents[2]
     network = read_network(root / "src/interlace/costs/networks/two_h200_over_sockets.json")
-    profile = dataclasses.replace(profile_of("NVIDIA H200"), network=network)
     file = root / "benchmarks/results/exploration/2026-11-23-between-nodes-2xh200.json"
     results = json.loads(file.read_text())["results"]["lookups"]
     errors, taken = {}, set()
-    network_choice.times_between_nodes.cache_clear()
-    with mock.patch.object(network_choice, "profile_on", return_value=profile):
+    with _profile_with(network):
         for lookups in sorted(map(int, results)):
             times = network_choice.times_between_nodes(
                 Layout(((128,) * 8,) * 2, 16384), lookups, 2, 2, 2, torch.device("cpu")
             )
             measured = results[str(lookups)]["us"]["torch"]
             errors[lookups] = round(100 * (times.predictions["unfused"].us / measured - 1))
-            if times.order(operators()["embedding_all_to_all"])[0] == "fused":
+            if network_choice.plan_by(times).impl == "fused":
                 taken.add(lookups)
-    network_choice.times_between_nodes.cache_clear()
     # Single calls of few lookups take the host a millisecond, which is not predicted.
     assert errors == {1: -36, 4: -26, 8: -31, 20: -26, 64: -10, 137: -8}
-    assert taken == {64, 137}
+    # With 137 lookups slices are predicted to take 2 % less time than a pooled call, which is not
+    # enough; two took 18 % less than the pair.
+    assert taken == set()
 
 
 def test_explain_predicts_slices_without_a_gpu(tmp_path):
@@ -232,55 +233,144 @@ def test_explain_predicts_slices_without_a_gpu(tmp_path):
     )
 
 
-# A message takes 1 us or 100 us, a collective 10 us.
-QUICK = NetworkRates("wire", "made up", 2, 2, [(1, 1.0), (9999, 1.0)], [(9999, 10.0)])
-SLOW = dataclasses.replace(QUICK, slice_us=[(1, 100.0), (9999, 100.0)])
+# A message takes 1 us or 2 ms, a collective 1 ms.
+QUICK = NetworkRates("wire", "made up", 2, 2, [(1, 1.0), (9999, 1.0)], [(9999, 1000.0)])
+SLOW = dataclasses.replace(QUICK, slice_us=[(1, 2000.0), (9999, 2000.0)])
 
 
 def _chosen(network):
-    """Forward passes by ``auto`` with a measured network: what explain says, and what ran."""
+    """A product by ``auto`` with a measured network: what explain says, and what ran."""
     from interlace.gemm import between_nodes
     from interlace.gemm.implementations import network as sliced
-    from interlace.operators.embedding_all_to_all import between_nodes as embedding_sliced
-    from interlace.operators.embedding_all_to_all import network_choice
-    from tests.operators.embedding_all_to_all.calls import Call, run_one
 
     profile = None if network is None else dataclasses.replace(
         profile_of("NVIDIA H200"), network=network
     )  # fmt: skip
     between_nodes.times_between_nodes.cache_clear()
-    network_choice.times_between_nodes.cache_clear()
     x, w = torch.ones(64, 32), torch.ones(16, 32)
-    call = Call(((4, 8), (4, 8)), 64, impl="auto", config=None)
     with (
         process_group_of(2) as process_group,
         mock.patch.object(between_nodes, "profile_on", return_value=profile),
-        mock.patch.object(network_choice, "profile_on", return_value=profile),
         mock.patch.object(sliced, "slice_count", wraps=sliced.slice_count) as products,
-        mock.patch.object(embedding_sliced, "run", wraps=embedding_sliced.run) as bags,
     ):
         said = interlace.explain("gemm_all_to_all", x, w, group=process_group)
         y = interlace.gemm_all_to_all(x, w, group=process_group)
         torch.testing.assert_close(y, torch.full((64, 16), 32.0))
-        mine = call.samples(dist.get_rank())
-        pooled = run_one(call, group=process_group)
-        error = (pooled.double() - call.expected()[mine]).abs()
-        assert bool((error <= call.bound()[mine]).all())
     between_nodes.times_between_nodes.cache_clear()
-    network_choice.times_between_nodes.cache_clear()
-    return said, products.call_count, bags.call_count
+    return said, products.call_count
 
 
 def test_auto_takes_slices_where_a_measured_network_says_so(ranks):
-    for said, products, bags in ranks(2).run(_chosen, QUICK):
+    for said, products in ranks(2).run(_chosen, QUICK):
         assert "ranks of 2 nodes: chunked, because predicted between 2 nodes over wire: " in said
-        assert (products, bags) == (1, 1)
+        assert products == 1
 
 
 @pytest.mark.parametrize("network", [SLOW, None])
 def test_auto_takes_the_pair_else(ranks, network):
     reason = "predicted between 2 nodes over wire: unfused" if network else "no network between the"
-    for said, products, bags in ranks(2).run(_chosen, network):
+    for said, products in ranks(2).run(_chosen, network):
         assert "2 ranks of 2 nodes: unfused, because " in said
         assert reason in said
-        assert (products, bags) == (0, 0)
+        assert products == 0
+
+
+@contextlib.contextmanager
+def _profile_with(network):
+    """Times between nodes are those of an H200 whose network is this one, or was not measured."""
+    from interlace.gemm import between_nodes
+    from interlace.operators.embedding_all_to_all import network_choice
+
+    profile = dataclasses.replace(profile_of("NVIDIA H200"), network=network)
+    network_choice.times_between_nodes.cache_clear()
+    with (
+        mock.patch.object(between_nodes, "profile_on", return_value=profile),
+        mock.patch.object(network_choice, "profile_on", return_value=profile),
+    ):
+        yield
+    network_choice.times_between_nodes.cache_clear()
+
+
+def _bags(networks, call):
+    """Embeddings between nodes where each rank knows a network: the result, what explain says, and
+    the slices of calls in slices.
+    """
+    from interlace.operators.embedding_all_to_all import between_nodes
+    from tests.operators.embedding_all_to_all.calls import run_one
+
+    taken = []
+
+    def cut_of(*arguments):
+        taken.append(arguments[-1])
+        return of(*arguments)
+
+    of = between_nodes.Cut.of
+    indices, offsets, _ = call.lookups(dist.get_rank())
+    with (
+        process_group_of(2) as process_group,
+        _profile_with(networks[dist.get_rank()]),
+        mock.patch.object(between_nodes.Cut, "of", cut_of),
+    ):
+        said = interlace.explain(
+            "embedding_all_to_all", call.tables(dist.get_rank()), indices, offsets,
+            group=process_group,
+        )  # fmt: skip
+        for _ in range(2):
+            y = run_one(call, group=process_group).clone()
+        return y, said, taken
+
+
+@pytest.mark.parametrize(
+    ("networks", "impl", "taken"),
+    [
+        ((QUICK, QUICK), "auto", [1, 1]),
+        ((SLOW, SLOW), "auto", []),
+        # Ranks that know different networks run the same, and wait for no slice in vain.
+        ((QUICK, SLOW), "auto", []),
+        ((None, QUICK), "auto", []),
+        ((None, QUICK), "fused", [1, 1]),
+        ((None, None), "auto", []),
+    ],
+)
+def test_embeddings_take_slices_where_all_ranks_expect_them_to_be_faster(
+    ranks, networks, impl, taken
+):
+    call = Call(((4, 8), (4, 8)), 64, impl=impl, config=None)
+    results = ranks(2).run(_bags, networks, call)
+    call.check([y for y, *_ in results])
+    for network, (_, said, slices) in zip(networks, results, strict=True):
+        assert slices == taken
+        if network is None:
+            assert "2 nodes: pooled, because no network between the 2 nodes was measured" in said
+            assert "; over a guessed one, NCCL over NET/Socket" in said
+            assert said.endswith("; slices must be 10% below.")
+        else:
+            expected = "fused" if network is QUICK else "pooled"
+            assert f"2 nodes: {expected}, because predicted between 2 nodes over wire: " in said
+
+
+def test_explain_guesses_a_network_where_none_was_measured():
+    """Sixteen thousand samples, eight tables; sizes are all that counts, so nothing is stored."""
+    tables = [torch.empty(1, 128, dtype=torch.float16).expand(9, 128)] * 8
+    bags = 8 * 16384
+    offsets = torch.zeros(1, dtype=torch.int32).expand(bags + 1)
+    chosen = {}
+    with _profile_with(None):
+        for lookups in (1, 4, 8, 20, 64, 252):
+            indices = torch.zeros(1, dtype=torch.int32).expand(bags * lookups)
+            _, chosen[lookups], reason = operators()["embedding_all_to_all"].explain(
+                tables, indices, offsets, world_size=2, nodes=2
+            )
+    assert "predicted: fused 4026 us in 2 slices, pooled 4698 us, unfused 10094 us" in reason
+    # Slices took 1.19, 1.17, 1.25, 1.14, 1.04 and 0.76 of the pair's time on two H200s.
+    assert chosen == dict.fromkeys((1, 4, 8, 20, 64), "pooled") | {252: "fused"}
+
+
+def test_more_ranks_than_the_kernels_take():
+    from interlace.operators.embedding_all_to_all import network_choice
+
+    layout = Layout(((128,) * 8,) * 16, 16384)
+    with _profile_with(QUICK):
+        times = network_choice.times_between_nodes(layout, 99, 2, 2, 2, torch.device("cpu"))
+    assert set(times.predictions) == {"pooled", "unfused"}
+    assert network_choice.plan_by(times).impl == "pooled"

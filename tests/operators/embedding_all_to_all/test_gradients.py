@@ -126,12 +126,12 @@ def test_gradients_match_float64(ranks, world_size, kind, dtype):
 
 
 @pytest.mark.parametrize("kind", ["dense", "sparse", "sgd", "adagrad"])
-@pytest.mark.parametrize("impl", ["fused", "unfused"])
+@pytest.mark.parametrize("impl", ["fused", "pooled", "unfused"])
 def test_updates_match_float64(ranks, impl, kind):
-    """Both ways, by the formulas of ``interlace.optim``; rows that nobody looked up keep their
+    """All ways, by the formulas of ``interlace.optim``; rows that nobody looked up keep their
     bits.
     """
-    call = Call(((4, 6), (9,)), 8, impl=impl, config=SMALL if impl == "fused" else None)
+    call = Call(((4, 6), (9,)), 8, impl=impl, config=None if impl == "unfused" else SMALL)
     for rank, (results, states) in enumerate(ranks(2).run(train, call, kind)):
         before = call.tables(rank)
         for table, (value, _) in enumerate(exact(call, rank)):

@@ -30,7 +30,8 @@ def _worked_example(impl, protocol):
 
 
 @pytest.mark.parametrize(
-    ("impl", "protocol"), [("unfused", ""), *(("fused", protocol) for protocol in PROTOCOLS)]
+    ("impl", "protocol"),
+    [("unfused", ""), ("pooled", ""), *(("fused", protocol) for protocol in PROTOCOLS)],
 )
 def test_worked_example(ranks, impl, protocol):
     assert ranks(2).run(_worked_example, impl, protocol) == [[[5.0, 50.0]], [[2.0, 20.0]]]
@@ -99,13 +100,13 @@ def test_blocks_of_every_size(ranks):
         )
 
 
-@pytest.mark.parametrize("impl", ["auto", "unfused"])
-def test_auto_and_unfused_need_no_configuration(ranks, impl):
+@pytest.mark.parametrize("impl", ["auto", "pooled", "unfused"])
+def test_others_than_fused_need_no_configuration(ranks, impl):
     calls = [dataclasses.replace(call, impl=impl, config=None) for call in _calls(4)]
     check_all(calls, ranks(4).run(run, calls))
 
 
-@pytest.mark.parametrize("impl", ["fused", "unfused"])
+@pytest.mark.parametrize("impl", ["fused", "pooled", "unfused"])
 def test_nothing_to_do(ranks, impl):
     """No samples, no lookups, no tables at all."""
     empty = [

@@ -70,7 +70,7 @@ def test_opcheck(ranks, check):
         assert set(outcome.values()) == {"SUCCESS"}, outcome
 
 
-def _compiled(call, kind):
+def _compiled(call, kind, impl):
     rank = dist.get_rank()
     indices, offsets, _ = call.lookups(rank)
 
@@ -82,6 +82,7 @@ def _compiled(call, kind):
             gradient=gradient,
             batch_size=call.batch,
             name=f"compiled {call.widths}",
+            impl=impl,
             config=SMALL,
         )
         return torch.relu(y * 2).sum(-1)
@@ -103,17 +104,19 @@ def _compiled(call, kind):
     return outcomes
 
 
-@pytest.mark.parametrize("kind", ["dense", "adagrad"])
+@pytest.mark.parametrize(
+    ("kind", "impl"), [("dense", "auto"), ("adagrad", "auto"), ("dense", "pooled")]
+)
 @pytest.mark.parametrize(
     "call", [CALL, Call(((4, 2), ()), 5)], ids=["tables", "a rank without tables"]
 )
-def test_compiles_into_one_graph(ranks, call, kind):
+def test_compiles_into_one_graph(ranks, call, kind, impl):
     """With its gradients and updates; a graph break or an input that the op forgets to declare
     fails here.
 
     A rank without tables has a backward graph as well: its peers need its samples' gradients.
     """
-    for eager, compiled in ranks(2).run(_compiled, call, kind):
+    for eager, compiled in ranks(2).run(_compiled, call, kind, impl):
         torch.testing.assert_close(compiled, eager, rtol=0, atol=0)
 
 

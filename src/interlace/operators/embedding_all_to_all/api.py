@@ -74,10 +74,11 @@ def embedding_all_to_all(
             it when it is made.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
             group.
-        impl: ``"fused"``, ``"unfused"`` (``F.embedding_bag``, ``all_to_all_single``, unpack), or
+        impl: ``"fused"``, ``"pooled"`` (the fused kernel without peers, ``all_to_all_single``,
+            unpack; the same bits), ``"unfused"`` (``F.embedding_bag``, then the same), or
             ``"auto"``: the fused kernels, which were faster wherever both were measured; between
-            nodes the pair, unless a measured network predicts slices to be faster. An explicit
-            choice is never replaced.
+            nodes ``"pooled"``, unless slices are predicted to be faster. An explicit choice is
+            never replaced.
         config: configuration of the fused kernels; default: from the tuned table. It must be the
             same on every rank.
         check_indices: look for indices and offsets out of range before anything is sent, and tell
@@ -90,9 +91,9 @@ def embedding_all_to_all(
         tables in order, then rank 1's, and so on. Samples are cut in chunks of ``ceil(B / R)``; the
         last ranks may have fewer, or none.
 
-        The tensor lies in the group's symmetric memory. Two may be alive at once; then further
-        calls copy their results. If another stream reads it, keep it until this one has waited for
-        that; ``record_stream`` does nothing here, as the memory is not torch's.
+        The tensor of a fused call lies in the group's symmetric memory. Two may be alive at once;
+        then further calls copy their results. If another stream reads it, keep it until this one
+        has waited for that; ``record_stream`` does nothing here, as the memory is not torch's.
 
         The backward pass is collective: if any rank's tables require gradients, every rank must run
         it.
@@ -105,7 +106,8 @@ def embedding_all_to_all(
         GroupError: the group is too large.
         PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
             kernel ends, fills its output with NaN, and the next call on the group, or
-            :func:`interlace.synchronize`, raises.
+            :func:`interlace.synchronize`, raises. Torch's all-to-all, by ``"pooled"`` and
+            ``"unfused"``, has the time-out of its process group instead.
 
     Example:
         >>> # four ranks, two tables each, global batch 4096

@@ -19,7 +19,7 @@ from interlace.operators.embedding_all_to_all.launch import Call, lanes_of
 from interlace.operators.embedding_all_to_all.layout import dense_bounds
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 from interlace.operators.embedding_all_to_all.tables import alignment, entry, owners_of
-from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense, without_peers
+from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense
 from interlace.units import ceil_div, next_power_of_2
 
 BACKWARD = f"{OPERATOR}.backward"
@@ -87,15 +87,16 @@ def gradient(
         elements = dense_bounds(rows, widths)
         values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
         strides, starts = list(widths), [start * table_dtype.itemsize for start in elements[:-1]]
-    if call.group.spans_nodes and not call.runs_unfused(call.group):
-        grad, sorted_lookups, _ = _receive(call, grad, rows, config)
-        call = without_peers(call)
-    elif call.impl == "unfused" or call.group.spans_nodes:
-        table_grads = exchange(call, grad)
-        if not sparse:
-            store_dense(call, table_grads, values, rows, trainable)
+    implementation = call.implementation(call.group)
+    if implementation != "fused":
+        grad = exchange(call, grad)
+        if implementation == "unfused" and not sparse:
+            store_dense(call, grad, values, rows, trainable)
             return values, empty, torch.empty_like(empty)
-        call, grad = without_peers(call), table_grads
+        call = call.without_peers()
+    elif call.group.spans_nodes:
+        grad, sorted_lookups, _ = _receive(call, grad, rows, config)
+        call = call.without_peers()
     target = Target(
         update="store",
         by_segment=sparse,
@@ -126,14 +127,14 @@ def update(
     """Update this rank's tables, and Adagrad's states, in place. Collective."""
     rows = [weight.shape[0] for weight in call.weights]
     config, lookups = call.chosen(), None
-    if call.group.spans_nodes and not call.runs_unfused(call.group):
+    if call.implementation(call.group) != "fused":
+        call, grad = call.without_peers(), exchange(call, grad)
+    elif call.group.spans_nodes:
         grad, lookups, is_valid = _receive(call, grad, rows, config)
         if is_valid is not None:
             # Without runs of lookups the kernel updates no row.
             lookups = dataclasses.replace(lookups, run_count=lookups.run_count * is_valid)
-        call = without_peers(call)
-    elif call.impl == "unfused" or call.group.spans_nodes:
-        call, grad = without_peers(call), exchange(call, grad)
+        call = call.without_peers()
     target = Target(
         update="sgd" if kind == "SGD" else "adagrad",
         by_segment=False,

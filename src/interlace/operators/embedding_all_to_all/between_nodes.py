@@ -21,10 +21,6 @@ from interlace.units import ceil_div, next_power_of_2, round_up
 
 _NAME = f"{OPERATOR}.between_nodes"
 _STAMP_BYTES = 16
-# NCCL's sockets carried 5.4 GB/s in messages of 4 MiB, 5.9 in larger ones, 3.3 in those of 1 MiB.
-# This rank's own samples come last, so four slices hide nearly as much as sixteen.
-_SLICE_BYTES = 4 << 20
-_MOST_SLICES = 8
 _SLICE_SAMPLES = 64  # a multiple of every number of bags in a block
 _WAVES = 16  # programs of a launch, at most, for each that fits at once
 
@@ -46,26 +42,8 @@ class Cut:
     rows: int
 
     @staticmethod
-    def of(
-        layout: Layout,
-        itemsize: int,
-        config: EmbeddingAllToAllConfig | None,
-        predicted: int | None = None,
-    ) -> Cut:
-        """Cut slices of ``slice_blocks`` blocks; without a configuration, as many as a measured
-        network asks for, or of some MiB.
-
-        Args:
-            layout: The columns of all tables and the samples of all ranks.
-            itemsize: Bytes of an element of the output.
-            config: The caller's configuration, the same on every rank. A tuned one may differ
-                between ranks, whose tables are looked up differently often, so it says nothing.
-            predicted: Number of slices that takes the least time; None without a measured network.
-        """
-        if config is not None:
-            return Cut(layout, itemsize, config.slice_blocks * config.block_bags)
-        most_bytes = layout.chunk * max(layout.rank_columns) * itemsize
-        slices = predicted or max(1, min(_MOST_SLICES, most_bytes // _SLICE_BYTES))
+    def of(layout: Layout, itemsize: int, slices: int) -> Cut:
+        """Cut at most ``slices`` slices of 64 samples or a multiple of that."""
         return Cut(layout, itemsize, round_up(ceil_div(layout.chunk, slices), _SLICE_SAMPLES))
 
     @property
@@ -107,11 +85,14 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     """
     require(group.backend)
     layout = call.layout
-    times = None if call.config else network_choice.times_of(call, group)
-    predicted = None if times is None else times.predictions["fused"].slices
-    cut = Cut.of(layout, call.dtype.itemsize, config if call.config else None, predicted)
+    itemsize = call.dtype.itemsize
+    if call.config:
+        cut = Cut(layout, itemsize, config.slice_blocks * config.block_bags)
+    else:
+        # A tuned configuration may differ between ranks, so it says nothing about slices.
+        cut = Cut.of(layout, itemsize, network_choice.plan_of(call, group).slices)
     shape = [layout.samples(call.rank), layout.columns]
-    output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
+    output = group.outputs.take(layout.chunk * layout.columns * itemsize)
     y = output.tensor(shape, call.dtype, group.device)
     remote, _ = in_turn(group)
     staging = _bytes(call, len(remote) * cut.count * cut.pitch(call.rank))

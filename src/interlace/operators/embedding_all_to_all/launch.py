@@ -26,7 +26,6 @@ from interlace.operators.embedding_all_to_all.config import (
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.tables import alignment, entry
 from interlace.operators.embedding_all_to_all.validate import check_values
-from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 from interlace.units import ceil_div, next_power_of_2
 
@@ -124,32 +123,35 @@ class Call:
             check_indices=check,
         )
 
-    def runs_unfused(self, group: Group) -> bool:
-        """Return whether the pair runs: asked for, or by ``"auto"`` on several nodes.
+    def without_peers(self) -> Call:
+        """Return the call by which this rank's kernels run alone, on its tables and the batch."""
+        layout = Layout((self.layout.widths[self.rank],), self.layout.batch)
+        return dataclasses.replace(self, layout=layout, rank=0, impl="fused", alone=True)
 
-        Collective in the first call of a kind between nodes, if a network was measured.
+    def implementation(self, group: Group) -> str:
+        """Return the implementation that runs: the one that was asked for, or that of ``"auto"``.
+
+        Collective in the first call of a kind by ``"auto"`` between nodes.
 
         Raises:
-            ArgumentError: The kernels were asked for, and take fewer ranks.
+            ArgumentError: The kernels were asked for between nodes, and take fewer ranks.
         """
-        if self.impl == "unfused" or not group.spans_nodes:
-            return self.impl == "unfused"
         if self.impl == "auto":
-            # Slices must be known to be faster than the pair (decision 0023).
-            times = network_choice.times_of(self, group)
-            return times is None or times.order(operator_named(OPERATOR))[0] != "fused"
-        if self.layout.world_size > record.MAX_RANKS:
+            return network_choice.plan_of(self, group).impl if group.spans_nodes else "fused"
+        is_too_large = self.layout.world_size > record.MAX_RANKS
+        if self.impl == "fused" and group.spans_nodes and is_too_large:
             raise ArgumentError(
                 f"{OPERATOR}: impl={self.impl!r} must have at most {record.MAX_RANKS} ranks; got "
-                f"{self.layout.world_size}. Take impl='auto' or 'unfused'."
+                f"{self.layout.world_size}. Take impl='auto', 'pooled' or 'unfused'."
             )
-        return False
+        return self.impl
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return the range of this call for profilers, by the name of the operator or its half."""
         return ranges.around(
             name,
-            "unfused" if self.impl == "unfused" else "fused",
+            # What "auto" runs between nodes is known once the ranks have agreed.
+            "fused" if self.impl == "auto" and not self.group.spans_nodes else self.impl,
             (*self.weights, self.indices),
             lambda: floor_link_bytes(
                 widths=self.layout.widths,
@@ -186,16 +188,21 @@ def run(call: Call, check: bool) -> torch.Tensor:
     shape = [layout.samples(call.rank), layout.columns]
     if layout.batch == 0 or layout.columns == 0:
         return call.indices.new_empty(shape, dtype=call.dtype)
-    if call.runs_unfused(group):
+    implementation = call.implementation(group)
+    if implementation != "fused":
         samples = [layout.samples(rank) for rank in range(layout.world_size)]
-        pooled = reference.pool(
-            call.weights,
-            call.indices,
-            call.offsets,
-            call.scale,
-            call.mode,
-            layout.batch,
-            call.dtype,
+        pooled = (
+            run(call.without_peers(), check=False)
+            if implementation == "pooled"
+            else reference.pool(
+                call.weights,
+                call.indices,
+                call.offsets,
+                call.scale,
+                call.mode,
+                layout.batch,
+                call.dtype,
+            )
         )
         process_group = process_group_named(call.group_name)
         return reference.exchange(

@@ -1,20 +1,28 @@
-"""``impl="auto"`` between nodes: slices where a measured network says that they take less time."""
+"""``impl="auto"`` between nodes: slices where they are predicted to take less time."""
 
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+import os
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from interlace.comm import Group
+from interlace.comm.copies import supports_triggers
 from interlace.costs.embedding_all_to_all import (
+    BESIDE_POOLING,
     floor_memory_bytes,
     fused_between_nodes,
     stock_between_nodes,
     stock_pooling_factor,
 )
-from interlace.costs.network import best_in_slices, even_nodes, one_after_the_other
+from interlace.costs.network import (
+    best_in_slices,
+    even_nodes,
+    guessed_network,
+    one_after_the_other,
+)
 from interlace.gemm.between_nodes import profile_on
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR
@@ -24,6 +32,22 @@ from interlace.units import ceil_div
 
 if TYPE_CHECKING:
     from interlace.operators.embedding_all_to_all.launch import Call
+
+
+_GUESS_MARGIN = 0.1
+"""The fraction by which slices must be below the whole exchange over a network that is guessed."""
+
+
+class Plan(NamedTuple):
+    """What all ranks run of one kind of call between nodes.
+
+    Attributes:
+        impl: What ``"auto"`` runs, ``"fused"`` or ``"pooled"``.
+        slices: Number of slices of ``"fused"``, also where its name was given.
+    """
+
+    impl: str
+    slices: int
 
 
 @functools.lru_cache(maxsize=256)
@@ -38,6 +62,7 @@ def times_between_nodes(
     """Return the predicted times between nodes of the rank that has most columns.
 
     The nodes are taken to have equally many consecutive ranks, so that all ranks predict alike.
+    Where no network was measured, one is guessed, and times must differ by more.
 
     Args:
         layout: Columns and samples of all ranks.
@@ -46,12 +71,14 @@ def times_between_nodes(
         output_itemsize: Bytes of an element of the output.
 
     Returns:
-        The times; None if no network was measured.
+        The times; None on the CPU backend.
     """
     profile = profile_on(device)
-    if profile is None or profile.network is None:
+    if profile is None:
         return None
-    network, rate = profile.network, profile.product.memory_bytes_per_s
+    network, margin, rate = profile.network, profile.margin, profile.product.memory_bytes_per_s
+    if network is None:
+        network, margin = guessed_network(), max(margin, _GUESS_MARGIN)
     rank = layout.rank_columns.index(max(layout.rank_columns))
     widths, node_of_rank = layout.widths, even_nodes(layout.world_size, nodes)
     memory_bytes = floor_memory_bytes(
@@ -72,41 +99,71 @@ def times_between_nodes(
         output_itemsize=output_itemsize,
         node_of_rank=node_of_rank,
     )
+    whole = stock_between_nodes(
+        rank=rank,
+        widths=widths,
+        batch=layout.batch,
+        output_itemsize=output_itemsize,
+        node_of_rank=node_of_rank,
+    )
+    stock_us = pooling_us * stock_pooling_factor(itemsize)
     predictions = {
-        "unfused": one_after_the_other(
-            network,
-            pooling_us * stock_pooling_factor(itemsize),
-            stock_between_nodes(
-                rank=rank,
-                widths=widths,
-                batch=layout.batch,
-                output_itemsize=output_itemsize,
-                node_of_rank=node_of_rank,
-            ),
-            rate,
-        )
+        "pooled": one_after_the_other(network, pooling_us, whole, rate),
+        "unfused": one_after_the_other(network, stock_us, whole, rate),
     }
     if layout.world_size <= record.MAX_RANKS:
         predictions["fused"] = best_in_slices(
-            network, lambda _: pooling_us, lambda slices: traffic(slices=slices), rate
+            network,
+            lambda _: pooling_us,
+            lambda slices: traffic(slices=slices),
+            rate,
+            BESIDE_POOLING,
         )
-    return NetworkTimes(network.network, predictions, profile.margin)
+    return NetworkTimes(network.network, predictions, margin)
 
 
-def times_of(call: Call, group: Group) -> NetworkTimes | None:
-    """Return the predicted times of a call, the same on every rank.
+def plan_by(times: NetworkTimes | None) -> Plan:
+    """Return what takes the least time; None stands for the CPU backend, where none is predicted.
 
-    Collective in the first call of a kind if a network was measured: ranks tell each other how many
-    rows they look up, and the largest number counts for all calls of that kind.
+    Slices must be below the whole exchange by the margin of the predictions: with few lookups they
+    hide nothing, and the whole exchange is what a program does by itself. The stock pair never
+    takes less, as it pools more slowly than our kernel.
     """
-    profile = profile_on(call.indices.device)
-    if profile is None or profile.network is None:
-        return None
-    layout = call.layout
-    bags = max(1, len(call.weights) * layout.batch)
-    lookups = ceil_div(call.indices.shape[0], bags)
+    if times is None:
+        return Plan("pooled", 2)
+    slices = times.predictions.get("fused")
+    if slices is None:
+        return Plan("pooled", 1)
+    limit_us = times.predictions["pooled"].us * (1 - times.margin)
+    return Plan("fused" if slices.us < limit_us else "pooled", slices.slices)
+
+
+@functools.cache
+def _can_send_slices(device: torch.device) -> bool:
+    """Return whether streams can wait for counters here, also in CUDA graphs."""
+    if device.type == "cpu":
+        return True
+    return supports_triggers(device) and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+
+
+def plan_of(call: Call, group: Group) -> Plan:
+    """Return what runs of a call between nodes, the same on every rank.
+
+    Collective in the first call of a kind on GPUs: ranks tell each other how many rows they look
+    up, and the largest number counts for all calls of that kind; then, as their profiles and
+    drivers may differ, what each of them would run, and the fewest slices count.
+    """
+    device, layout = call.indices.device, call.layout
+    if profile_on(device) is None:
+        return plan_by(None)
+    # The backward pass of gradients has no tables, but knows their number.
+    tables = len(layout.widths[call.rank])
+    lookups = ceil_div(call.indices.shape[0], max(1, tables * layout.batch))
     # A rank without tables does not know their dtype.
-    itemsize = call.weights[0].dtype.itemsize if call.weights else 0
-    key = (OPERATOR, "lookups", layout, call.dtype)
-    most = group.agreement.largest(OPERATOR, key, (lookups, itemsize))
-    return times_between_nodes(layout, *most, call.dtype.itemsize, group.nodes, call.indices.device)
+    itemsize = call.table_dtype.itemsize if tables else 0
+    kind = (OPERATOR, layout, call.dtype)
+    most = group.agreement.largest(OPERATOR, (*kind, "lookups"), (lookups, itemsize))
+    plan = plan_by(times_between_nodes(layout, *most, call.dtype.itemsize, group.nodes, device))
+    stays_whole = int(plan.impl == "pooled" or not _can_send_slices(group.device))
+    answers = group.agreement.largest(OPERATOR, (*kind, "slices"), (stays_whole, -plan.slices))
+    return Plan("pooled" if answers[0] else "fused", -answers[1])

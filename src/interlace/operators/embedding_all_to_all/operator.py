@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ArgumentError
+from interlace.gemm.between_nodes import known_network
 from interlace.operators.embedding_all_to_all import launch, network_choice
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.layout import Layout
@@ -26,6 +27,9 @@ class EmbeddingAllToAll(Operator):
     command_module = "interlace.cli.bench_embedding_all_to_all"
     implementations = (
         Implementation("fused", "one kernel that sends rows as it pools them", spans_nodes=True),
+        Implementation(
+            "pooled", "the kernel without peers, then all_to_all_single", spans_nodes=True
+        ),
         Implementation("unfused", "F.embedding_bag, then all_to_all_single", spans_nodes=True),
     )
 
@@ -55,6 +59,12 @@ class EmbeddingAllToAll(Operator):
         # Rounded as in a call, so that this is the entry of the table that a call takes.
         lookups = ceil_div(indices.shape[0], max(1, len(weights) * batch))
         pooling_factor = next_power_of_2(lookups)
+        tables = "1 table" if len(weights) == 1 else f"{len(weights)} tables"
+        name = str(dtype).removeprefix("torch.")
+        call = (
+            f"{self.name} of {tables} per rank, at most {width} wide, {name}, batch {batch}, about "
+            f"{pooling_factor} lookups per bag"
+        )
         choice = self.choose(
             tables=len(weights),
             width=width,
@@ -75,13 +85,12 @@ class EmbeddingAllToAll(Operator):
                 nodes,
                 indices.device,
             )
-            choice = choice.between(self, nodes, times)
-        tables = "1 table" if len(weights) == 1 else f"{len(weights)} tables"
-        name = str(dtype).removeprefix("torch.")
-        call = (
-            f"{self.name} of {tables} per rank, at most {width} wide, {name}, batch {batch}, about "
-            f"{pooling_factor} lookups per bag"
-        )
-        if nodes > 1:
-            return call, choice.impl, choice.reason
+            is_measured = known_network(indices.device) is not None
+            reason = choice.between(self, nodes, times if is_measured else None).reason
+            if times is not None and not is_measured:
+                reason += (
+                    f"; over a guessed one, {times.network}, predicted: {times}; slices must be "
+                    f"{times.margin:.0%} below"
+                )
+            return call, network_choice.plan_by(times).impl, reason
         return call, f"fused ({choice.config})", choice.reason

@@ -50,7 +50,8 @@ def exchange(
         [count * columns[rank] for count in samples],
         [samples[rank] * width for width in columns],
     )
-    received = _all_to_all(pooled.reshape(-1), from_each, to_each, group)
+    are_equal = _are_equal(samples, columns)
+    received = _all_to_all(pooled.reshape(-1), from_each, to_each, are_equal, group)
     # What comes from a rank is contiguous, with that rank's columns for this rank's samples.
     pieces = [
         part.view(samples[rank], width)
@@ -75,7 +76,8 @@ def exchange_gradient(
         [samples[rank] * width for width in columns],
         [count * columns[rank] for count in samples],
     )
-    return _all_to_all(packed, from_each, to_each, group).view(sum(samples), columns[rank])
+    received = _all_to_all(packed, from_each, to_each, _are_equal(samples, columns), group)
+    return received.view(sum(samples), columns[rank])
 
 
 def row_gradients(
@@ -94,11 +96,23 @@ def row_gradients(
     return per_lookup if scale is None else per_lookup * scale.float()[:, None]
 
 
+def _are_equal(samples: list[int], columns: list[int]) -> bool:
+    """Return whether all pieces of all ranks are alike, for which libraries have a collective."""
+    return len({*samples}) == len({*columns}) == 1
+
+
 def _all_to_all(
-    packed: torch.Tensor, from_each: list[int], to_each: list[int], group: dist.ProcessGroup | None
+    packed: torch.Tensor,
+    from_each: list[int],
+    to_each: list[int],
+    are_equal: bool,
+    group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return packed
     received = packed.new_empty(sum(from_each))
-    dist.all_to_all_single(received, packed, from_each, to_each, group=group)
+    if are_equal:
+        dist.all_to_all_single(received, packed, group=group)
+    else:
+        dist.all_to_all_single(received, packed, from_each, to_each, group=group)
     return received

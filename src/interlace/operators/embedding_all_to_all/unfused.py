@@ -1,8 +1,7 @@
-"""The unfused backward pass: an all-to-all of torch, and gradients without peers."""
+"""The backward pass by an all-to-all of torch, and dense gradients of torch."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +9,7 @@ import torch
 from interlace.comm import process_group_named
 from interlace.operators.embedding_all_to_all import reference
 from interlace.operators.embedding_all_to_all.launch import Call
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
+from interlace.operators.embedding_all_to_all.layout import dense_bounds
 
 
 def exchange(call: Call, grad: torch.Tensor) -> torch.Tensor:
@@ -48,9 +47,3 @@ def store_dense(
             0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode)
         )
         values[starts[table] :][: total.numel()].copy_(total.reshape(-1))
-
-
-def without_peers(call: Call) -> Call:
-    """Return the call as it is after the exchange: this rank's tables for the entire batch."""
-    layout = Layout((call.layout.widths[call.rank],), call.layout.batch)
-    return dataclasses.replace(call, layout=layout, rank=0, alone=True)

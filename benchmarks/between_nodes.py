@@ -8,7 +8,9 @@ timed. Times are those of the slowest rank: medians of samples, each the mean of
 
     pair       our pooling kernel on one rank, then all_to_all_single, then the copy that unpacks
     torch      impl="unfused": F.embedding_bag for each table, then the same
+    pooled     impl="pooled": the pair as one call
     fused      impl="fused": slices leave while later ones are pooled
+    auto       impl="auto": one of these two, by predicted times
 
 The number of lookups at which pooling takes as long as the exchange is found first. At the end rank
 1 does not come to a call: rank 0 must say so within the deadline, and both must recover.
@@ -39,12 +41,13 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import carrier
-from interlace.operators.embedding_all_to_all import between_nodes
+from interlace.operators.embedding_all_to_all import between_nodes, network_choice
 from interlace.operators.embedding_all_to_all.layout import Layout
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (1, 4, 8, 20, 64)
 SLICES = (1, 2, 4, 8, 16)
+IMPLS = ("pooled", "fused", "auto")
 DEADLINE_S = 3.0
 
 _MOST_LOOKUPS = 1024
@@ -112,6 +115,11 @@ class Workload:
         )
         offsets = torch.arange(bags + 1, dtype=torch.int32, device=device) * lookups
         return Workload(tables, indices, offsets, alone)
+
+    @property
+    def lookups(self) -> int:
+        """Return the number of lookups per bag."""
+        return self.indices.numel() // (self.offsets.numel() - 1)
 
     def call(self, impl: str = "fused", **more: Any) -> torch.Tensor:
         """Run the operator."""
@@ -193,21 +201,19 @@ def tables_of_rank() -> tuple[list[torch.Tensor], dist.ProcessGroup]:
 
 
 def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
-    """Check the fused call, then time it and the pair; with all numbers of slices if ``sweep``."""
-    lookups = workload.indices.numel() // (workload.offsets.numel() - 1)
-    expected = workload.pair()
-    # Twice: the second call finds what the first one has left.
-    for _ in range(2):
-        require_equal(workload.call(), expected, f"fused, {lookups} lookups")
-    ways: dict[str, Callable[[], object]] = {
-        "pooling": workload.pool,
-        "pair": workload.pair,
-        "fused": workload.call,
+    """Check our calls, then time them and the pair; with all numbers of slices if ``sweep``."""
+    lookups, expected = workload.lookups, workload.pair()
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        impl: lambda impl=impl: workload.call(impl) for impl in IMPLS
     }
+    # Twice: the second call finds what the first one has left.
+    for name in (*calls, *calls):
+        require_equal(calls[name](), expected, f"{name}, {lookups} lookups")
+    ways = {"pooling": workload.pool, "pair": workload.pair, **calls}
     times = {name: timed(call) for name, call in ways.items()}
     times["torch"] = timed(lambda: workload.call("unfused"), samples=2)
     if workload.indices.is_cuda:
-        for name in ("pair", "fused"):
+        for name in ("pair", *calls):
             replay, result = captured(ways[name])
             result.zero_()
             replay()
@@ -222,18 +228,31 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
                 times[f"fused, {slices} slices"] = timed(
                     lambda config=config: workload.call(config=config)
                 )
-    ratio = times["fused"] / times["pair"]
+    ratios = {
+        f"{impl} / pair{way}": times[f"{impl}{way}"] / times[f"pair{way}"]
+        for way in ("", ", graph")
+        for impl in calls
+        if f"pair{way}" in times
+    }
+    plan = plan_of(workload)
     said = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
-    say(f"{lookups} lookups, us: {said}; fused / pair {ratio:.3f}")
-    return {"us": times, "fused / pair": ratio, "slices": slices_of(workload)}
+    say(f"{lookups} lookups, us: {said}")
+    said = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
+    say(f"    auto runs {plan.impl}; {said}")
+    return {"us": times, **ratios, "auto": plan.impl, "slices": plan.slices}
 
 
-def slices_of(workload: Workload) -> int:
-    """Return the number of slices of a call without a configuration."""
+def plan_of(workload: Workload) -> network_choice.Plan:
+    """Return what ``impl="auto"`` runs, and the slices of a fused call without a configuration."""
     widths = (tuple(table.shape[1] for table in workload.tables),) * dist.get_world_size()
-    layout = Layout(widths, _batch(workload.tables))
-    itemsize = workload.tables[0].element_size()
-    return between_nodes.Cut.of(layout, itemsize, None).count
+    layout, itemsize = Layout(widths, _batch(workload.tables)), workload.tables[0].element_size()
+    group = interlace.group_of()
+    plan = network_choice.plan_by(
+        network_choice.times_between_nodes(
+            layout, workload.lookups, itemsize, itemsize, group.nodes, group.device
+        )
+    )
+    return plan._replace(slices=between_nodes.Cut.of(layout, itemsize, plan.slices).count)
 
 
 def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:

@@ -126,6 +126,32 @@ def test_pooled_has_the_bits_of_fused_and_sends_what_the_costs_say(ranks, world_
             assert (sum(far), len(far)) == (cost.network_bytes, cost.network_messages), call
 
 
+def _compiled(call):
+    """Forward and backward of a compiled call, and of an eager one, without breaks of the graph."""
+    rank = dist.get_rank()
+    indices, offsets, _ = call.lookups(rank)
+    with process_group_of(2) as process_group:
+
+        def step(tables):
+            return interlace.embedding_all_to_all(
+                tables, indices, offsets, batch_size=call.batch, name="compiled", impl=call.impl,
+                group=process_group,
+            )  # fmt: skip
+
+        results = []
+        for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+            tables = [table.requires_grad_() for table in call.tables(rank)]
+            y = function(tables)
+            y.square().sum().backward()
+            results.append([y.detach(), *(table.grad for table in tables)])
+        return all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("impl", ["pooled", "auto"])
+def test_whole_exchanges_compile_into_one_graph(ranks, impl):
+    assert ranks(2).run(_compiled, Call(((7, 3), ()), 21, impl=impl, config=None)) == [True] * 2
+
+
 def _cost(call, rank, node_of_rank, protocol="between_nodes"):
     config = call.config or SMALL
     return forward(

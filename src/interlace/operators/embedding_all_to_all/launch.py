@@ -100,7 +100,7 @@ class Call:
     config: str
     alone: bool = False
 
-    @property
+    @functools.cached_property
     def group(self) -> Group:
         if self.alone:
             return solo_group(group_named(self.group_name, self.indices.device).device)

@@ -12,10 +12,12 @@ from tests.programs import run_program
 FOLDER = Path(__file__).parents[2] / "examples" / "integrations"
 NEEDED = {
     "async_tp": (),
+    "sglang_linear": ("sglang.srt.layers.linear",),
     "torchrec_dlrm": ("torchrec", "fbgemm_gpu"),
     "torchtitan_llama": ("torchtitan",),
     "transformers_llama": ("transformers", "accelerate"),
     "transformers_mixtral": ("transformers.distributed.expert_parallel", "accelerate"),
+    "vllm_llama_mlp": ("vllm.model_executor.layers.linear",),
 }
 
 # These compile by Inductor, which takes half a minute on the CPU.
@@ -43,6 +45,6 @@ def test_every_example_is_run() -> None:
 def test_example(example: str, tmp_path: Path) -> None:
     absent = [module for module in NEEDED[example] if not _is_installed(module)]
     if absent:
-        pytest.skip(f"make test-integrations installs {', '.join(absent)}")
+        pytest.skip(f"it needs {', '.join(absent)}; CONTRIBUTING.md says what is installed")
     ended = run_program(FOLDER / f"{example}.py", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr

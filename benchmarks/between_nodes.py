@@ -203,8 +203,10 @@ def tables_of_rank() -> tuple[list[torch.Tensor], dist.ProcessGroup]:
 def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     """Check our calls, then time them and the pair; with all numbers of slices if ``sweep``."""
     lookups, expected = workload.lookups, workload.pair()
+    # All calls of a group with the same tables run alike, so "auto" chooses anew in another one.
+    groups = {impl: dist.new_group() if impl == "auto" else None for impl in IMPLS}
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        impl: lambda impl=impl: workload.call(impl) for impl in IMPLS
+        impl: lambda impl=impl: workload.call(impl, group=groups[impl]) for impl in IMPLS
     }
     # Twice: the second call finds what the first one has left.
     for name in (*calls, *calls):

@@ -80,8 +80,8 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
 
     Attributes:
         plan: the sharding plan.
-        impl: ``"auto"`` (default), ``"fused"`` or ``"unfused"``; may be set at any time, on all
-            ranks alike.
+        impl: ``"auto"`` (default), ``"fused"``, ``"pooled"`` or ``"unfused"``; may be set at any
+            time, on all ranks alike.
 
     Raises:
         ArgumentError: tables that do not fit into memory, before anything is allocated; a plan for

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from interlace.costs.embedding_all_to_all import (
+    BESIDE_POOLING,
     floor_memory_bytes,
     fused_between_nodes,
     stock_between_nodes,
@@ -169,5 +170,5 @@ def _predicted_us(
     }
     if slices:
         cost = fused_between_nodes(**shared, slices=slices)
-        return in_slices(network, pooling_us, cost, rate).us
+        return in_slices(network, pooling_us, cost, rate, BESIDE_POOLING).us
     return one_after_the_other(network, pooling_us, stock_between_nodes(**shared), rate).us

@@ -282,13 +282,17 @@ def require_queues(group: Group, subject: str) -> None:
     Raises:
         BackendError: A CUDA graph is being captured, and a single queue leads to the device.
     """
-    single_queue = os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-    if single_queue and group.capture_id() is not None:
+    if has_single_queue() and group.capture_id() is not None:
         raise BackendError(
             f"CUDA graphs with {subject} must have CUDA_DEVICE_MAX_CONNECTIONS above 1; got 1, "
             "with which a graph may "
             "put a wait before the kernel that it is for. Unset it, or call outside a graph."
         )
+
+
+def has_single_queue() -> bool:
+    """Return whether a single queue leads to each device, as the program asks for."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
 
 
 def supports_triggers(device: torch.device) -> bool:

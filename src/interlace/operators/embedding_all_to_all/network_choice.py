@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import os
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from interlace.comm import Group
-from interlace.comm.copies import supports_triggers
+from interlace.comm.copies import has_single_queue, supports_triggers
 from interlace.costs.embedding_all_to_all import (
     BESIDE_POOLING,
     floor_memory_bytes,
@@ -143,7 +142,7 @@ def _can_send_slices(device: torch.device) -> bool:
     """Return whether streams can wait for counters here, also in CUDA graphs."""
     if device.type == "cpu":
         return True
-    return supports_triggers(device) and os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") != "1"
+    return supports_triggers(device) and not has_single_queue()
 
 
 def plan_of(call: Call, group: Group) -> Plan:

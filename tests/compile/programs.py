@@ -7,13 +7,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from interlace.comm import default_device_type
-from interlace.compile import Finding, fuse
+from interlace.compile import Finding, choice, fuse, normed, sums
 from interlace.compile.choice import are_small
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer
@@ -77,10 +78,16 @@ def with_linear(module: GraphModule) -> GraphModule:
     return module
 
 
-def choose_sum(
+def fuse_everything(patch: pytest.MonkeyPatch) -> None:
+    """Let the pass fuse on a GPU what it fuses on the CPU, whatever the model of time says."""
+    patch.setattr(choice, "choose", lambda *_: "tests want it")
+    patch.setattr(normed, "choose", choice.choose)
+    patch.setattr(sums, "choose_sum", _choose_sum)
+
+
+def _choose_sum(
     operator: Operator, products: list[Product], rows: int, *_: object
 ) -> tuple[bool, str]:
-    """What the pass does with sums on the CPU, whatever the tables say of a GPU."""
     side_by_side = are_small(products, rows)
     if operator.name == "gemm_all_reduce" and not side_by_side:
         raise LeftAlone("tests want it, but they are large")

@@ -12,9 +12,9 @@ from torch import nn
 from torch._inductor import config
 
 import interlace
-from interlace.compile import Finding, received, recording, rewrite, sums
+from interlace.compile import Finding, recording
 from tests.compile.models import WIDTH, Experts, parallel_block
-from tests.compile.programs import choose_sum, fused, tensors, traced
+from tests.compile.programs import fuse_everything, fused, tensors, traced
 from tests.compile.test_models import _step
 from tests.compile.test_patterns import FUSED
 
@@ -24,9 +24,7 @@ pytestmark = pytest.mark.gpu
 def _patterns() -> dict[str, tuple[list[str], float]]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
-        for module in (rewrite, received):
-            patch.setattr(module, "choose", lambda *_: "tests want it")
-        patch.setattr(sums, "choose_sum", choose_sum)
+        fuse_everything(patch)
         for name, (program, shapes, _) in FUSED.items():
             arguments = tensors(*shapes)
             names, _, error = fused(traced(program, arguments), arguments)
@@ -53,9 +51,7 @@ def _steps(
         recording() as findings,
         config.patch(force_disable_caches=True),
     ):
-        for module in (rewrite, received):
-            patch.setattr(module, "choose", lambda *_: "tests want it")
-        patch.setattr(sums, "choose_sum", choose_sum)
+        fuse_everything(patch)
         compiled: Any = torch.compile(
             model, backend=interlace.compile.backend, fullgraph=True, mode=mode, dynamic=False
         )

@@ -23,7 +23,8 @@ from torch._inductor import config
 
 import interlace
 from interlace.comm.group import _groups
-from interlace.compile import received, recording, rewrite
+from interlace.compile import recording
+from tests.compile.programs import fuse_everything
 from tests.gpu.graphs import graphs_of_inductor
 
 pytestmark = pytest.mark.gpu
@@ -110,8 +111,7 @@ def _both(folder: str, tokens: int) -> dict[str, Any]:
     """What ``generate`` gives with Interlace and without, and what was fused."""
     model = _sharded(folder)
     with pytest.MonkeyPatch.context() as patch, config.patch(force_disable_caches=True):
-        for module in (rewrite, received):
-            patch.setattr(module, "choose", lambda *_: "tests want it")
+        fuse_everything(patch)
         with recording() as findings, interlace.compile.installed():
             ours = _run(model, tokens)
         sums = [str(found) for found in findings if found.operator == "gemm_all_reduce_norm"]

@@ -3,7 +3,8 @@
     python benchmarks/between_nodes.py --json FILE
 
 Each rank has a GPU and is a host of its own (``NCCL_HOSTID``), so NCCL sends through sockets; its
-log must say NET/Socket. Every result is compared with the pair's, bit for bit, before anything is
+log must say NET/Socket, with the settings that docs/nodes.md recommends for sockets, for NCCL's own
+collectives as well as for slices. Every result is compared with the pair's, bit for bit, before anything is
 timed. Times are those of the slowest rank: medians of samples, each the mean of several calls.
 
     pair       our pooling kernel on one rank, then all_to_all_single, then the copy that unpacks
@@ -74,6 +75,7 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
             NCCL_SOCKET_IFNAME="lo",
             NCCL_SOCKET_NTHREADS="4",
             NCCL_NSOCKS_PERTHREAD="4",
+            NCCL_P2P_NET_CHUNKSIZE="1048576",
             NCCL_NVLS_ENABLE="0",
             NCCL_DEBUG="INFO",
             NCCL_DEBUG_FILE=f"{folder}/nccl.%p",

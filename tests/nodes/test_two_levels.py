@@ -96,12 +96,15 @@ def _bytes_within_the_node(call, dtype, nodes, rank, slices):
     # What the ranks of a node own on all nodes, once to sum and once to gather.
     share = call.rows // (1 if is_gather else len(nodes)) * (others + 1)
     peers = [peer for peer, node in enumerate(nodes) if node == nodes[rank] and peer != rank]
-    # Slices of each other node, and this node's rows, once to sum and once to gather.
-    kernels = slices * others + (2 if is_both else 1)
     if is_both and product_costs.exchanges_sums(
         rows=call.rows, row_bytes=row_bytes, nodes=others + 1, node_ranks=len(peers) + 1
     ):
         kernels = 2 * slices
+    else:
+        # Sums of each node's slices; gathers of each other node's slices and of this node's rows.
+        cuts = slices // 2 if is_both else slices
+        sums, gathers = cuts * (others + 1), cuts * others + 1
+        kernels = (0 if is_gather else sums) + (gathers if is_gather or is_both else 0)
     return dict.fromkeys(peers, share * row_bytes * (2 if is_both else 1) + 8 * kernels)
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,6 +43,19 @@ def allocation_of(address: int) -> int:
     return int(values_of(cu.cuPointerGetAttribute(attribute, address)))
 
 
+def _keep_nccl_from_registering() -> None:
+    """Tell NCCL not to register what CUDA graphs send, unless the user wants it to.
+
+    In a graph, NCCL gives peers access to the memory of each send and receive, if it can: to memory
+    like this, and not to what torch gets by cudaMalloc. A send then waits for the address of the
+    receiving memory, which comes only if that is registered, too ("We require users registering
+    buffers on both sides", says src/enqueue.cc of NCCL 2.30). So a graph in which NCCL sends a
+    result of ours to memory of torch's would hang. NCCL reads the variable at its first captured
+    call.
+    """
+    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+
+
 class CudaHeap(Heap):
     """Allocate GPU memory of all ranks at fixed distances; see the module."""
 
@@ -64,6 +78,7 @@ class CudaHeap(Heap):
         self.device = device
         self._channel = channel
         self._cu = cu = driver()
+        _keep_nccl_from_registering()
         torch.cuda.current_stream(device)  # the driver calls below need torch's context
         self._properties = cu.CUmemAllocationProp()
         self._properties.type = cu.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED

@@ -13,8 +13,9 @@ is that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed
     queue.join()          # the current stream waits for all arrivals
 
 Slices are exchanged in *steps*: in step k a rank sends to and receives from each of its peers at
-most one slice, and all ranks have the same steps in the same order. A step begins when its counters
-have reached their values on this rank. Work that needs one step only calls ``wait(step)`` first.
+most one slice, with which a stamp may travel. All ranks have the same steps in the same order. A
+step begins when its counters have reached their values on this rank. Work that needs one step only
+calls ``wait(step)`` first.
 
 On CUDA a side stream waits for the counters by the driver's stream memory operations; on the CPU
 backend a thread waits for the same counters.
@@ -56,8 +57,9 @@ class Step(NamedTuple):
 
     Attributes:
         triggers: Counters that this rank's slices wait for.
-        departures: Slices that leave, at most one per peer.
-        arrivals: Landings of the slices that are awaited, at most one per peer.
+        departures: Slices that leave.
+        arrivals: Landings of the slices that are awaited; from one peer, in the order in which it
+            sends them.
     """
 
     triggers: tuple[Trigger, ...]

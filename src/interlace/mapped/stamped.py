@@ -1,4 +1,4 @@
-"""``StampedQueue``: slices to every peer, after a stamp that says which call they are of."""
+"""``StampedQueue``: slices to every peer, with a stamp that says which call they are of."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Landing(NamedTuple):
 class StampedQueue:
     """Exchange slices with all peers of a group that spans nodes, and check their call.
 
-    The messages of NCCL have neither tags nor sizes that it compares. So before its slices each
-    rank sends every peer a stamp, the epoch and the mark of the call. When all have arrived, a
-    kernel compares them, and fills data of another call with NaN. Use it within
+    The messages of NCCL have neither tags nor sizes that it compares. So with the slices of the
+    first step each rank sends every peer a stamp, the epoch and the mark of the call. When all have
+    arrived, a kernel compares them, and fills data of another call with NaN. Use it within
     ``Group.running``::
 
         queue.open(); compute and count; queue.release(); is_valid = queue.close()
@@ -73,12 +73,16 @@ class StampedQueue:
             2, len(peers), _STAMP_BYTES, dtype=torch.uint8, device=group.device
         )
         self._is_valid = torch.ones(1, dtype=torch.int32, device=group.device)
-        greeting = Step(
-            (),
-            tuple(Message(peer, self._stamps[0, i]) for i, peer in enumerate(peers)),
-            tuple(Message(peer, self._stamps[1, i]) for i, peer in enumerate(peers)),
+        sent, received = (
+            tuple(Message(peer, stamps[i]) for i, peer in enumerate(peers))
+            for stamps in self._stamps
         )
-        self._queue = SliceQueue(group, operator, [greeting, *steps], mark)
+        # In a step of their own stamps would cost another launch of NCCL's kernel.
+        first = steps[0] if steps else Step((), (), ())
+        first = first._replace(
+            departures=(*sent, *first.departures), arrivals=(*received, *first.arrivals)
+        )
+        self._queue = SliceQueue(group, operator, [first, *steps[1:]], mark)
         self._is_checked = False
         self._name = name = f"{operator}.stamped"
         shared = {
@@ -119,8 +123,7 @@ class StampedQueue:
 
     def release(self, steps: int | None = None) -> None:
         """Enqueue the exchanges, by default of all steps, after the kernels that count."""
-        # The queue's first step is the exchange of stamps, ahead of the caller's steps.
-        self._queue.release(None if steps is None else 1 + steps)
+        self._queue.release(steps)
 
     def wait(self, number: int) -> None:
         """Wait on the current stream for the slices of one step, which was released.
@@ -133,7 +136,7 @@ class StampedQueue:
             self._queue.wait(0)
             self._check()
             self._is_checked = True
-        self._queue.wait(1 + number)
+        self._queue.wait(number)
         for message in self._steps[number].arrivals:
             self._void(message.data)()
 

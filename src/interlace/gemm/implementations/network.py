@@ -178,9 +178,12 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
                 if len(x[peer][number]):
                     multiply_into(staged[peer][number], x[peer][number], weight, bias)
             counters[number : number + 1].add_(1)
-        queue.release()
-        if len(shares[rank]):
-            multiply_into(results[rank], shares[rank], weight, bias)
+            queue.release(number + 1)
+        # In pieces, between which the network's kernels find SMs: a product fills all of them until
+        # its end.
+        for rows, piece in zip(cut(shares[rank], count), cut(results[rank], count), strict=True):
+            if len(rows):
+                multiply_into(piece, rows, weight, bias)
     return y
 
 

@@ -26,7 +26,7 @@ from interlace.gemm.implementations.network import counters_of, cut, slice_count
 from interlace.gemm.implementations.pushed import push_and_sum, push_rows, reserve
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.terms import Terms
-from interlace.mapped.stamped import Landing
+from interlace.mapped.stamped import Landing, StampedQueue
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -207,17 +207,24 @@ class _Sums:
         """Return the exchanges."""
         return steps_of(self.sent, self.arriving, counters)
 
-    def send(self, counters: torch.Tensor) -> None:
-        """Multiply and sum within the node what the rail's peers own, slice by slice."""
+    def send(self, counters: torch.Tensor, queue: StampedQueue) -> None:
+        """Multiply and sum within the node what the rail's peers own, and send each slice."""
         for number in range(self.count):
             for node, peer in self.levels.peers.items():
                 rows = cut(self.levels.shares(self.x, node), self.count, 1)[number]
                 self.levels.sum_product(rows, self.sent[peer][number])
             counters[number : number + 1].add_(1)
+            queue.release(number + 1)
 
     def sum_own(self) -> None:
-        """Multiply and sum within the node what its ranks own, beside the exchange."""
-        self.levels.sum_product(self.levels.shares(self.x, self.levels.node), self.own)
+        """Multiply and sum within the node what its ranks own, beside the exchange.
+
+        It is done in pieces, between which the network's kernels find SMs: a product fills all of
+        them until its end.
+        """
+        shares = self.levels.shares(self.x, self.levels.node)
+        for rows, own in zip(cut(shares, self.count, 1), cut(self.own, self.count), strict=True):
+            self.levels.sum_product(rows, own)
 
     def add(self, number: int, out: torch.Tensor) -> None:
         """Add what the nodes have for a slice that has arrived, and the bias."""
@@ -244,8 +251,7 @@ def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
     counters = counters_of(call, sums.count)
     steps = sums.steps(counters)
     with network.exchanging(call, steps, counters, levels.landings, y) as queue:
-        sums.send(counters)
-        queue.release()
+        sums.send(counters, queue)
         sums.sum_own()
         for number, rows in enumerate(cut(y, sums.count)):
             queue.wait(number)
@@ -275,13 +281,20 @@ def run_all_gather(call: GemmCall) -> Pair:
     landing = _landing(levels, gathered, count)
     steps = steps_of({peer: cut(x, count) for peer in levels.peers.values()}, landing, None)
     with network.exchanging(call, steps, counters_of(call, 1), levels.landings, y) as queue:
-        queue.release()
+        queue.release(1)
         own_rows = levels.shares(gathered, levels.node)
         if call.gather or levels.within.world_size > 1:
             levels.gather(x, own_rows)
         else:
             own_rows = x[None]
-        levels.multiply(levels.shares(y, levels.node), own_rows, bias)
+        own_products = levels.shares(y, levels.node)
+        # In pieces, between which the network's kernels find SMs: a product fills all of them until
+        # its end.
+        for number in range(count):
+            levels.multiply(
+                cut(own_products, count, 1)[number], cut(own_rows, count, 1)[number], bias
+            )
+            queue.release(number + 2)
         for number in range(count):
             queue.wait(number)
             for node, peer in levels.peers.items():
@@ -332,7 +345,7 @@ def _exchange_sums(levels: _Levels) -> torch.Tensor:
         for number, rows in enumerate(cut(node_sum, count)):
             levels.sum_product(cut(shares, count, 1)[number], rows)
             counters[number : number + 1].add_(1)
-        queue.release()
+            queue.release(number + 1)
         for number, rows in enumerate(cut(total, count)):
             queue.wait(number)
             sums.add(number, rows)
@@ -352,14 +365,13 @@ def _reduce_and_gather(levels: _Levels) -> torch.Tensor:
     to_gather = steps_of(dict.fromkeys(levels.peers.values(), totals), landing, counters[count:])
     steps = [*sums.steps(counters), *to_gather]
     with network.exchanging(call, steps, counters, levels.landings, y) as queue:
-        sums.send(counters)
-        queue.release(count)
+        sums.send(counters, queue)
         sums.sum_own()
         for number, rows in enumerate(totals):
             queue.wait(number)
             sums.add(number, rows)
             counters[count + number : count + number + 1].add_(1)
-        queue.release()
+            queue.release(count + number + 1)
         levels.gather(total, levels.shares(y, levels.node))
         for number in range(count):
             queue.wait(count + number)

@@ -32,6 +32,7 @@ _MOST_STEPS = 32
 _SAMPLE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 _PRODUCT = 8192
 _BESIDE_BYTES = 4 << 20
+_GREETING_BYTES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,13 +127,17 @@ def _exchange_us(group: Group, nbytes: int, messages: int, steps: int) -> float:
     """Return the time of one of several exchanges, one behind the other."""
     queue = queue_of(group, nbytes, messages, steps)
     with group.running():
-        _meet(group)
+        _begin_together(group)
         start = time.perf_counter()
-        queue.arm()
-        queue.release()
-        queue.join()
+        _run(queue)
         group.streams.synchronize()
         return (time.perf_counter() - start) / steps * 1e6
+
+
+def _run(queue: SliceQueue) -> None:
+    queue.arm()
+    queue.release()
+    queue.join()
 
 
 def measure_all_to_all(group: Group, sizes: tuple[int, ...] = SIZES) -> list[ExchangeTime]:
@@ -153,6 +158,8 @@ def measure_all_to_all(group: Group, sizes: tuple[int, ...] = SIZES) -> list[Exc
         samples = []
         for _ in range(_SAMPLES + 1):
             _meet(group)
+            dist.all_to_all_single(received, sent, group=process_group)
+            group.streams.synchronize()
             start = time.perf_counter()
             for _ in range(calls):
                 dist.all_to_all_single(received, sent, group=process_group)
@@ -184,7 +191,7 @@ def measure_beside_product(group: Group) -> tuple[float, float]:
         side = torch.cuda.Stream(group.device)
         events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         with group.running():
-            _meet(group)
+            _begin_together(group)
             events[0].record()
             queue.arm()
             for _ in range(products):
@@ -218,7 +225,19 @@ def slowest(group: Group, value: float) -> float:
     return max(map(float, group.exchange(_NAME, value)))
 
 
+def _begin_together(group: Group) -> None:
+    """Wait for all ranks, and then for a message of the rank whose messages are measured.
+
+    The host looks only now and then whether others have come, so ranks go on up to some
+    milliseconds apart, which would count as time of the network.
+    """
+    queue = queue_of(group, _GREETING_BYTES, 1, 1)
+    _meet(group)
+    _run(queue)
+    group.streams.synchronize()
+
+
 def _meet(group: Group) -> None:
-    """Wait for all ranks, so that none waits for a late one while it measures."""
+    """Wait for all ranks."""
     group.streams.synchronize()
     group.exchange(_NAME, None)

@@ -249,7 +249,9 @@ def _missing(document: dict[str, Any]) -> list[str]:
     elif "Socket" in names:
         sentences.append(
             "NCCL found no InfiniBand, RoCE or EFA adapter: messages go through the hosts' TCP "
-            "sockets (NCCL_IB_HCA and NCCL_NET choose another network)."
+            "sockets (NCCL_IB_HCA and NCCL_NET choose another network). Messages over sockets are "
+            "faster with NCCL_SOCKET_NTHREADS=4, NCCL_NSOCKS_PERTHREAD=4 and "
+            "NCCL_P2P_NET_CHUNKSIZE=1048576."
         )
     elif "NET/" in names and "GDRDMA" not in names:
         sentences.append(

@@ -3,9 +3,11 @@
     python benchmarks/between_nodes.py --json FILE
 
 Each rank has a GPU and is a host of its own (``NCCL_HOSTID``), so NCCL sends through sockets; its
-log must say NET/Socket, with the settings that docs/nodes.md recommends for sockets, for NCCL's own
-collectives as well as for slices. Every result is compared with the pair's, bit for bit, before anything is
-timed. Times are those of the slowest rank: medians of samples, each the mean of several calls.
+log must say NET/Socket. Its settings are those that docs/nodes.md recommends for sockets, for its
+own collectives as well as for slices. Every result is compared with the pair's, bit for bit, before
+anything is timed. Times are those of the slowest rank: medians of samples, each the mean of several
+calls. What is compared is measured in turn, as other work on the hosts makes sockets slower for
+seconds.
 
     pair       our pooling kernel on one rank, then all_to_all_single, then the copy that unpacks
     torch      impl="unfused": F.embedding_bag for each table, then the same
@@ -22,6 +24,7 @@ The number of lookups at which pooling takes as long as the exchange is found fi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import faulthandler
 import itertools
@@ -52,7 +55,7 @@ IMPLS = ("pooled", "fused", "auto")
 DEADLINE_S = 3.0
 
 _MOST_LOOKUPS = 1024
-_SAMPLES, _CALLS = 5, 4
+_SAMPLES, _CALLS = 7, 3
 _STACKS_S = 85.0
 _BUDGET_S = 40.0  # after which no further number of lookups is measured
 
@@ -214,15 +217,16 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     for name in (*calls, *calls):
         require_equal(calls[name](), expected, f"{name}, {lookups} lookups")
     ways = {"pooling": workload.pool, "pair": workload.pair, **calls}
-    times = {name: timed(call) for name, call in ways.items()}
-    times["torch"] = timed(lambda: workload.call("unfused"), samples=2)
+    graphs: dict[str, Callable[[], object]] = {}
     if workload.indices.is_cuda:
         for name in ("pair", *calls):
             replay, result = captured(ways[name])
             result.zero_()
             replay()
             require_equal(result, expected, f"{name} in a graph, {lookups} lookups")
-            times[f"{name}, graph"] = timed(replay)
+            graphs[f"{name}, graph"] = replay
+    times, spread = timed_in_turn(ways | graphs)
+    times["torch"] = timed(lambda: workload.call("unfused"), samples=2)
     if sweep:
         times |= time_variants(workload, expected)
         for slices in SLICES:
@@ -243,7 +247,10 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     say(f"{lookups} lookups, us: {said}")
     said = ", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items())
     say(f"    auto runs {plan.impl}; {said}")
-    return {"us": times, **ratios, "auto": plan.impl, "slices": plan.slices}
+    return {
+        "us": times, "lowest and highest us": spread, **ratios, "auto": plan.impl,
+        "slices": plan.slices,
+    }  # fmt: skip
 
 
 def plan_of(workload: Workload) -> network_choice.Plan:
@@ -368,16 +375,42 @@ def try_late_rank(workload: Workload) -> dict[str, Any]:
 def timed(call: Callable[[], object], samples: int = _SAMPLES) -> float:
     """Return the median time of a call in microseconds, of the slowest rank."""
     call()
-    times = []
-    for _ in range(samples):
-        synchronize()
-        start = time.perf_counter()
-        for _ in range(_CALLS):
-            call()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        times.append(slowest((time.perf_counter() - start) / _CALLS * 1e6))
-    return statistics.median(times)
+    return statistics.median(_sample(call) for _ in range(samples))
+
+
+def timed_in_turn(
+    calls: dict[str, Callable[[], object]],
+    around: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Measure calls in turn, one sample of each after another.
+
+    Args:
+        calls: The calls by name.
+        around: Returns the context in which a call of a name is made.
+
+    Returns:
+        The median time of each in microseconds, of the slowest rank, and the lowest and highest.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(1 + _SAMPLES):
+        for name, call in calls.items():
+            with around(name):
+                us = _sample(call)
+            if turn:  # the first one is the warm-up
+                samples[name].append(us)
+    medians = {name: statistics.median(times) for name, times in samples.items()}
+    return medians, {name: [min(times), max(times)] for name, times in samples.items()}
+
+
+def _sample(call: Callable[[], object]) -> float:
+    """Return the mean time of several calls in microseconds, of the slowest rank."""
+    synchronize()
+    start = time.perf_counter()
+    for _ in range(_CALLS):
+        call()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return slowest((time.perf_counter() - start) / _CALLS * 1e6)
 
 
 def synchronize() -> None:

@@ -1,11 +1,10 @@
-"""Other operators between two hosts: those around a product, and the backward pass of embeddings.
+"""More between two hosts: operators around a product, the backward pass of embeddings, a DLRM.
 
     python benchmarks/between_nodes_others.py --json FILE [--ranks 4]
 
 Two GPUs of one machine are two hosts for NCCL, as in ``between_nodes.py``; four are two hosts of
-two. Sizes are such that the
-computation takes about as long as the exchange; results are checked before anything is timed, eager
-and as CUDA graphs.
+two. Sizes are such that the computation takes about as long as the exchange; results are checked
+before anything is timed, eager and as CUDA graphs.
 
     gemm_all_to_all, gemm_reduce_scatter, all_gather_gemm, gemm_all_reduce
                chunked: slices leave, or are multiplied, as they are complete; with the number of
@@ -14,6 +13,8 @@ and as CUDA graphs.
                each of the two alone
     backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, then the update;
                unfused: all_to_all_single, the sort, the update
+    dlrm       a step of training, the same work without any peer, and the difference, which is the
+               communication that no computation hides
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from between_nodes import captured, require_equal, run, say, slowest, timed
+from between_nodes import captured, require_equal, run, say, slowest, timed, timed_in_turn
 
 import interlace
+from interlace.data import BatchStream, SyntheticClicks
 from interlace.gemm import reference
 from interlace.gemm.implementations import network
+from interlace.models import DLRM, Trainer, measure_step
+from interlace.nn import EmbeddingTable
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (4, 20, 64)
@@ -115,6 +119,7 @@ def measure() -> dict[str, Any]:
     results["backward"] = {}
     for lookups in LOOKUPS if torch.cuda.is_available() else (2,):
         results["backward"][lookups] = time_backward(lookups)
+    results["dlrm"] = time_dlrm()
     faulthandler.cancel_dump_traceback_later()
     return results
 
@@ -145,23 +150,28 @@ def time_product(case: Case) -> dict[str, Any]:
     for slices in (None, None, *SLICES):
         with cut_into(slices):
             require_close(operator(x, w, impl="chunked"), expected, f"{case.operator}, {slices}")
-    times["unfused"] = timed(lambda: operator(x, w, impl="unfused"))
+    calls = {"unfused": lambda: operator(x, w, impl="unfused")}
+    slices_of = {"unfused": None}
     for slices in (None, *SLICES):
         name = "chunked" if slices is None else f"chunked, {slices} slices"
-        with cut_into(slices):
-            times[name] = timed(lambda: operator(x, w, impl="chunked"))
-    for impl in ("unfused", "chunked") if on_gpu else ():
-        replay, result = captured(lambda impl=impl: operator(x, w, impl=impl))
+        calls[name], slices_of[name] = lambda: operator(x, w, impl="chunked"), slices
+    for name, call in list(calls.items()) if on_gpu else ():
+        with cut_into(slices_of[name]):
+            replay, result = captured(call)
         for _ in range(2):
             replay()
             torch.cuda.synchronize()
-            require_close(result, expected, f"{case.operator}, {impl} in a graph")
-        times[f"{impl}, graph"] = timed(replay)
+            require_close(result, expected, f"{case.operator}, {name} in a graph")
+        calls[f"{name}, graph"] = replay
+    measured, spread = timed_in_turn(calls, lambda name: cut_into(slices_of.get(name)))
+    times |= measured
     ratio = times["chunked"] / times["unfused"]
     said = ", ".join(f"{name} {us:.0f}" for name, us in times.items())
     sizes = [case.rows, case.columns, case.inner]
     say(f"{case.operator} {sizes}, us: {said}; chunked / unfused {ratio:.3f}")
-    return {"sizes": sizes, "us": times, "chunked / unfused": ratio}
+    return {
+        "sizes": sizes, "us": times, "lowest and highest us": spread, "chunked / unfused": ratio,
+    }  # fmt: skip
 
 
 def cut_into(slices: int | None) -> contextlib.AbstractContextManager[object]:
@@ -203,17 +213,53 @@ def time_backward(lookups: int) -> dict[str, Any]:
         grad = torch.full_like(y, 0.5)
         return lambda: y.backward(grad, retain_graph=True), tables
 
-    times, updated = {}, {}
+    calls, updated = {}, {}
     for impl in ("unfused", "fused"):
-        backward, tables = step(impl)
-        backward()
+        calls[impl], tables = step(impl)
+        calls[impl]()
         updated[impl] = [table.detach().clone() for table in tables]
-        times[impl] = timed(backward, samples=3)
+    times, spread = timed_in_turn(calls)
     for table, expected in zip(updated["fused"], updated["unfused"], strict=True):
         require_equal(table, expected, f"the update of {lookups} lookups")
     ratio = times["fused"] / times["unfused"]
     say(f"backward, {lookups} lookups, us: {times}; fused / unfused {ratio:.3f}")
-    return {"us": times, "fused / unfused": ratio}
+    return {"us": times, "lowest and highest us": spread, "fused / unfused": ratio}
+
+
+def time_dlrm() -> dict[str, Any]:
+    """Time a step of a DLRM with 26 tables, of which eight are looked up 20 times per sample."""
+    group = interlace.group_of()
+    rows, width, batch = (100_000, WIDTH, 8192) if group.backend == "cuda" else (100, 16, 32)
+    tables = [
+        EmbeddingTable(f"C{number + 1}", rows, width, bag_length=20 if number < 8 else 1)
+        for number in range(26)
+    ]
+    layers = (512, 256)
+    model = DLRM(
+        tables, bottom=layers, top=layers, gradient="rowwise_adagrad", learning_rate=0.1,
+        batch=batch,
+    )  # fmt: skip
+    trainer = Trainer(model, torch.optim.Adagrad(model.dense.parameters(), 0.05))
+    stream = BatchStream(
+        SyntheticClicks(batch, cardinality=1000),
+        batch,
+        rows=[rows] * len(tables),
+        lookups=[table.bag_length for table in tables],
+        rank=group.rank,
+        world_size=group.world_size,
+    )
+    samples = next(iter(stream)).to(group.device)
+    times = {}
+    for impl in ("unfused", "fused", "auto"):
+        model.embeddings.impl = impl
+        measured = measure_step(trainer, samples)
+        times[impl] = {
+            "step": measured.step_ms,
+            "compute": measured.compute_ms,
+            "exposed": measured.exposed_ms,
+        }
+    say(f"DLRM, ms: {times}")
+    return {"ms": times}
 
 
 if __name__ == "__main__":

@@ -43,8 +43,10 @@ def worker_of_sglang():
     with mock.patch.object(parallel_state, "init_model_parallel_group", make_group_without_nccl):
         parallel_state.init_distributed_environment(ranks, rank, "env://", rank, "gloo")
         parallel_state.initialize_model_parallel(backend="gloo")
-    yield
-    parallel_state.destroy_model_parallel()
+    try:
+        yield
+    finally:
+        parallel_state.destroy_model_parallel()
 
 
 @torch.no_grad()

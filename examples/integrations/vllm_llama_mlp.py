@@ -45,8 +45,10 @@ def worker_of_vllm():
         parallel_state.init_distributed_environment(ranks, rank, "env://", rank, "gloo")
         parallel_state.initialize_model_parallel(ranks)
         plugins.load_general_plugins()
-        yield
-        parallel_state.destroy_model_parallel()
+        try:
+            yield
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 @torch.no_grad()

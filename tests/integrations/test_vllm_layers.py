@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from examples.integrations.vllm_llama_mlp import worker_of_vllm
 
 from interlace.compile import InductorPass, eager_backend, foreign, recording, uninstall
 from interlace.integrations import vllm
@@ -30,38 +30,21 @@ linear = pytest.importorskip("vllm.model_executor.layers.linear", exc_type=Impor
 
 @contextmanager
 def _vllm() -> Iterator[None]:
-    """vLLM's state of a worker: its configuration, its groups, and the plug-ins that it loads."""
+    """The state of a worker of vLLM, which later tests of the process do not see."""
     from torch._inductor import config
     from vllm import plugins
-    from vllm.config import DeviceConfig, VllmConfig, set_current_vllm_config
     from vllm.distributed import parallel_state
-    from vllm.ir.op import enable_torch_wrap
-    from vllm.platforms import current_platform
 
-    ranks, rank = dist.get_world_size(), dist.get_rank()
-    with ExitStack() as stack:
-        patched = mock.patch.object(
-            type(current_platform), "use_custom_op_collectives", return_value=True
-        )
-        stack.enter_context(patched)
-        # As vLLM does where Inductor compiles: norms are operators of vLLM's.
-        stack.enter_context(enable_torch_wrap(True))
-        configuration = VllmConfig(device_config=DeviceConfig("cpu"))
-        stack.enter_context(set_current_vllm_config(configuration))
-        parallel_state.init_distributed_environment(ranks, rank, "env://", rank, "gloo")
-        parallel_state.initialize_model_parallel(ranks)
-        plugins.plugins_loaded = False
-        plugins.load_general_plugins()
-        slot = config.post_grad_custom_pre_pass
-        assert isinstance(slot, InductorPass)
-        try:
+    plugins.plugins_loaded = False
+    try:
+        with worker_of_vllm():
+            assert isinstance(config.post_grad_custom_pre_pass, InductorPass)
             yield
-        finally:
-            uninstall()
-            for name in vllm.COLLECTIVES:
-                foreign.unregister(name)
-            parallel_state.destroy_model_parallel()
-            parallel_state._WORLD = None
+    finally:
+        uninstall()
+        for name in vllm.COLLECTIVES:
+            foreign.unregister(name)
+        parallel_state._WORLD = None
 
 
 def _filled(layer: torch.nn.Module) -> Any:

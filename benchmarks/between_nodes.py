@@ -13,10 +13,11 @@ seconds.
     torch      impl="unfused": F.embedding_bag for each table, then the same
     pooled     impl="pooled": the pair as one call
     fused      impl="fused": slices leave while later ones are pooled
-    auto       impl="auto": one of these two, by predicted times
+    auto       impl="auto": one of these two, by times that are predicted for the measured network
 
-The number of lookups at which pooling takes as long as the exchange is found first. At the end rank
-1 does not come to a call: rank 0 must say so within the deadline, and both must recover.
+The network is measured first, as ``interlace tune machine`` does; then the number of lookups at
+which pooling takes as long as the exchange is found. At the end rank 1 does not come to a call:
+rank 0 must say so within the deadline, and both must recover.
 
 ``between_nodes_causes.py`` measures why slices take as long as they do.
 """
@@ -44,7 +45,12 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.bench import network
+from interlace.cli.tune_network import network_from
 from interlace.comm import carrier
+from interlace.costs.known_profiles import adopt, profile_of
+from interlace.costs.network import NetworkRates, parse_network
+from interlace.gemm.choice import Gpu
 from interlace.operators.embedding_all_to_all import between_nodes, network_choice
 from interlace.operators.embedding_all_to_all.layout import Layout
 
@@ -91,12 +97,11 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
     print(f"NCCL: network {networks}, transports {transports}", flush=True)
     if arguments.json is not None:
         # As a file of its own, a network is what ``interlace sim nodes --network`` takes.
-        if "network" in results[0]:
-            rates = {**results[0].pop("network"), "network": f"NCCL over {', '.join(transports)}"}
-            file = arguments.json.with_suffix(".network.json")
-            file.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
-        network = {"NCCL": networks, "transports": transports}
-        more = {"ranks": arguments.ranks, "network": network, "sizes": sizes}
+        rates = {**results[0].pop("network"), "network": f"NCCL over {', '.join(transports)}"}
+        file = arguments.json.with_suffix(".network.json")
+        file.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
+        seen = {"NCCL": networks, "transports": transports}
+        more = {"ranks": arguments.ranks, "network": seen, "sizes": sizes}
         documents.write(arguments.json, results[0], **more)
     if arguments.backend == "cuda" and not any("NET/Socket" in name for name in transports):
         raise SystemExit("NCCL's log must say NET/Socket; the times above are of something else.")
@@ -161,6 +166,7 @@ def measure() -> dict[str, Any]:
     begun = time.monotonic()
     faulthandler.dump_traceback_later(_STACKS_S)  # where it hangs, if it does
     on_gpu = interlace.group_of().backend == "cuda"
+    rates = learn_network()
     weights, alone = tables_of_rank()
     first = Workload.of(20, weights, alone)
     pooled = first.pool()
@@ -168,6 +174,7 @@ def measure() -> dict[str, Any]:
     balanced = lookups_that_take(exchange_us, weights, alone) if on_gpu else 2
     say(f"exchange {exchange_us:.0f} us; pooling takes as long with {balanced} lookups")
     results: dict[str, Any] = {"exchange_us": exchange_us, "balanced_lookups": balanced}
+    results["network"] = dataclasses.asdict(rates)
     results["lookups"] = {}
     results["lookups"][balanced] = compare(Workload.of(balanced, weights, alone), sweep=True)
     for lookups in LOOKUPS if on_gpu else (1,):
@@ -179,6 +186,26 @@ def measure() -> dict[str, Any]:
     faulthandler.cancel_dump_traceback_later()
     say(f"{time.monotonic() - begun:.0f} s in all")
     return results
+
+
+def learn_network() -> NetworkRates:
+    """Measure the network, by which predictions go from here on."""
+    group = interlace.group_of()
+    on_gpu = group.backend == "cuda"
+    sizes = network.SIZES if on_gpu else (1 << 10, 1 << 12, 1 << 14)
+    rates = network_from(
+        "two hosts on one machine", "benchmarks/between_nodes.py", (group.world_size, group.nodes),
+        network.measure_exchanges(group, sizes),
+        network.measure_all_to_all(group, sizes),
+        network.measure_beside_product(group) if on_gpu else (1.0, 1.0),
+    )  # fmt: skip
+    # All ranks must predict alike.
+    rates = parse_network(group.exchange("network", dataclasses.asdict(rates))[0])
+    if on_gpu:
+        gpu = Gpu.of(group.device)
+        adopt(dataclasses.replace(profile_of(gpu.name, gpu.processors), network=rates))
+    say(f"network: {dataclasses.asdict(rates)}")
+    return rates
 
 
 def lookups_that_take(us: float, weights: list[torch.Tensor], alone: dist.ProcessGroup) -> int:

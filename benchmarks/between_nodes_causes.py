@@ -39,6 +39,7 @@ from between_nodes import (
     Workload,
     captured,
     config_of,
+    learn_network,
     lookups_that_take,
     run,
     say,
@@ -48,7 +49,6 @@ from between_nodes import (
 
 import interlace
 from interlace.bench import network
-from interlace.cli.tune_network import network_from
 from interlace.comm import carrier
 from interlace.operators.embedding_all_to_all import between_nodes
 
@@ -66,13 +66,7 @@ def measure() -> dict[str, Any]:
     faulthandler.dump_traceback_later(_STACKS_S)
     group, (weights, alone) = interlace.group_of(), tables_of_rank()
     on_gpu = group.backend == "cuda"
-    sizes = network.SIZES if on_gpu else (1 << 10, 1 << 12, 1 << 14)
-    exchanges = network.measure_exchanges(group, sizes)
-    rates = network_from(
-        "", "benchmarks/between_nodes_causes.py", (dist.get_world_size(), group.nodes), exchanges,
-        network.measure_all_to_all(group, sizes),
-        network.measure_beside_product(group) if on_gpu else (1.0, 1.0),
-    )  # fmt: skip
+    rates = learn_network()
     first = Workload.of(20, weights, alone)
     pooled = first.pool()
     balanced = 2

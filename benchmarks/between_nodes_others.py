@@ -8,7 +8,8 @@ before anything is timed, eager and as CUDA graphs.
 
     gemm_all_to_all, gemm_reduce_scatter, all_gather_gemm, gemm_all_reduce
                chunked: slices leave, or are multiplied, as they are complete; with the number of
-               slices that a call takes, and with 2, 4 and 8; unfused: F.linear and the collective
+               slices that a call takes by the measured network, and with 2, 4 and 8; unfused:
+               F.linear and the collective; auto: one of the two
     product, exchange
                each of the two alone
     backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, then the update;
@@ -28,7 +29,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from between_nodes import captured, require_equal, run, say, slowest, timed, timed_in_turn
+from between_nodes import (
+    captured,
+    learn_network,
+    require_equal,
+    run,
+    say,
+    slowest,
+    timed,
+    timed_in_turn,
+)
 
 import interlace
 from interlace.data import BatchStream, SyntheticClicks
@@ -115,7 +125,8 @@ def main() -> None:
 def measure() -> dict[str, Any]:
     """On a rank: time each operator, by slices and unfused."""
     faulthandler.dump_traceback_later(_STACKS_S)
-    results: dict[str, Any] = {case.operator: time_product(case) for case in CASES}
+    results: dict[str, Any] = {"network": dataclasses.asdict(learn_network())}
+    results |= {case.operator: time_product(case) for case in CASES}
     results["backward"] = {}
     for lookups in LOOKUPS if torch.cuda.is_available() else (2,):
         results["backward"][lookups] = time_backward(lookups)
@@ -150,8 +161,8 @@ def time_product(case: Case) -> dict[str, Any]:
     for slices in (None, None, *SLICES):
         with cut_into(slices):
             require_close(operator(x, w, impl="chunked"), expected, f"{case.operator}, {slices}")
-    calls = {"unfused": lambda: operator(x, w, impl="unfused")}
-    slices_of = {"unfused": None}
+    calls = {"unfused": lambda: operator(x, w, impl="unfused"), "auto": lambda: operator(x, w)}
+    slices_of: dict[str, int | None] = dict.fromkeys(calls)
     for slices in (None, *SLICES):
         name = "chunked" if slices is None else f"chunked, {slices} slices"
         calls[name], slices_of[name] = lambda: operator(x, w, impl="chunked"), slices
@@ -178,7 +189,7 @@ def cut_into(slices: int | None) -> contextlib.AbstractContextManager[object]:
     """Return a context in which calls have so many slices; None: as many as they take."""
     if slices is None:
         return contextlib.nullcontext()
-    return mock.patch.multiple(network, SLICE_BYTES=1, _MOST_SLICES=slices)
+    return mock.patch.object(network, "slices_of", return_value=slices)
 
 
 def require_close(result: torch.Tensor, expected: torch.Tensor, name: str) -> None:

@@ -435,6 +435,16 @@ def test_doctor_counts_the_queues(
     assert said in row.meaning
 
 
+@pytest.mark.parametrize(("value", "status"), [("", "ok"), ("0", "ok"), ("1", "not here")])
+def test_doctor_says_whether_nccl_may_send_results_on(
+    monkeypatch: pytest.MonkeyPatch, value: str, status: str
+) -> None:
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", value)
+    row = doctor_cuda._registration()
+    assert row.status == status
+    assert ("waits for ever" in row.meaning) == (status != "ok")
+
+
 @pytest.mark.parametrize("command", ["bench", "tune"])
 def test_batches_have_four_sizes(command: str) -> None:
     more = ["--table", "table.json"] if command == "tune" else []

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -165,3 +166,14 @@ def test_memory_that_nobody_uses_any_more_makes_room(driver: _Driver) -> None:
         del block
     assert len(driver.mapped) == 2
     heap.allocate(MIB)
+
+
+@pytest.mark.parametrize(("found", "left"), [(None, "0"), ("", "0"), ("0", "0"), ("1", "1")])
+def test_nccl_registers_nothing_in_graphs_unless_the_user_wants_it(
+    monkeypatch: pytest.MonkeyPatch, found: str | None, left: str
+) -> None:
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", found or "")
+    if found is None:
+        monkeypatch.delenv("NCCL_GRAPH_REGISTER")
+    memory_cuda._keep_nccl_from_registering()
+    assert os.environ["NCCL_GRAPH_REGISTER"] == left

@@ -69,6 +69,7 @@ def check_cuda() -> list[Row]:
             "install a stock CUDA build of torch",
         )
     )
+    rows.append(_registration())
     rows.append(Row("NVLink multicast", OK, "not used, so nothing need be configured for it"))
     rows.append(_tables(torch.cuda.get_device_name(0)))
     return rows
@@ -153,6 +154,18 @@ def _queues() -> Row:
         return Row(check, ABSENT, meaning, "unset it, unless the program needs it")
     source = "CUDA_DEVICE_MAX_CONNECTIONS" if limit else "CUDA's default; 2 under MPS"
     return Row(check, OK, f"{limit or 8} ({source}); as many streams can wait at once")
+
+
+def _registration() -> Row:
+    """Say whether NCCL may register memory in CUDA graphs, which makes some of them hang."""
+    check, value = "NCCL in CUDA graphs", os.environ.get("NCCL_GRAPH_REGISTER", "")
+    if value not in ("", "0"):
+        meaning = (
+            f"NCCL_GRAPH_REGISTER={value}: a graph in which NCCL sends a result of Interlace to "
+            "memory of torch's waits for ever"
+        )
+        return Row(check, ABSENT, meaning, "unset NCCL_GRAPH_REGISTER, or clone such results")
+    return Row(check, OK, "registers no memory (NCCL_GRAPH_REGISTER=0), and may send results on")
 
 
 def _nvlink(count: int) -> Row:

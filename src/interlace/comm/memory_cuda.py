@@ -53,7 +53,8 @@ def _keep_nccl_from_registering() -> None:
     result of ours to memory of torch's would hang. NCCL reads the variable at its first captured
     call.
     """
-    os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+    if not os.environ.get("NCCL_GRAPH_REGISTER"):  # NCCL takes an empty one for unset
+        os.environ["NCCL_GRAPH_REGISTER"] = "0"
 
 
 class CudaHeap(Heap):

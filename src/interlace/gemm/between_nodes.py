@@ -140,10 +140,9 @@ def _product_us(
     """Return the time of a call's product, in pieces if the implementation makes them."""
     if implementation.schedule not in _PIECEWISE:
         return profile.library_product_us(call)
-    rows = ceil_div(call.rows, call.world_size)
-    pieces = (call.world_size - 1) * slices
-    pieces_us = pieces * profile.library_product_us(call, ceil_div(rows, slices))
-    return pieces_us + profile.library_product_us(call, rows)
+    # This rank's own rows are multiplied in as many pieces as those of each peer.
+    rows = ceil_div(call.rows, call.world_size * slices)
+    return call.world_size * slices * profile.library_product_us(call, rows)
 
 
 def slices_of(

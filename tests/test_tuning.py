@@ -8,6 +8,7 @@ import pytest
 import interlace
 import interlace.operators  # registers them
 from interlace import tuning
+from interlace.operators.gemv_all_reduce.config import has_one_token
 from interlace.registry import operator_named
 
 TABLES = sorted(
@@ -65,6 +66,17 @@ def test_what_is_faster_than_the_pair():
 def test_a_size_between_takes_the_nearer_entry():
     assert nearest(tokens=3).config == nearest(tokens=4).config  # log2(4/3) < log2(3/2)
     assert "tokens 8" in nearest(tokens=7).reason
+
+
+def test_a_configuration_for_one_token_is_none_for_several():
+    sizes = {"rows": 16384, "columns": 26624}
+    place = point(tokens=3, **sizes)
+    by_sizes = tuning.nearest("gemv_all_reduce", H200, place)
+    assert "tokens 1," in by_sizes.reason
+    among_several = tuning.nearest("gemv_all_reduce", H200, place, has_one_token)
+    assert "tokens 4," in among_several.reason
+    place = point(tokens=1, **sizes)
+    assert "tokens 1," in tuning.nearest("gemv_all_reduce", H200, place, has_one_token).reason
 
 
 def test_other_regimes_find_nothing():

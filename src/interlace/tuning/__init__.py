@@ -7,6 +7,7 @@ import functools
 import importlib.resources
 import json
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 
@@ -45,16 +46,30 @@ class Entry:
 _FARTHEST_LOG2 = 2.0
 
 
-def nearest(operator: str, device_name: str, point: Point) -> Entry | None:
+Regime = Callable[[Mapping[str, int]], object]
+"""A function of sizes whose values differ where other code runs."""
+
+
+def one_regime(sizes: Mapping[str, int]) -> object:
+    """Return the same for all sizes: the same code runs."""
+    return None
+
+
+def nearest(
+    operator: str, device_name: str, point: Point, regime: Regime = one_regime
+) -> Entry | None:
     """Return the entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of
     log2 ratios.
 
-    Only entries of a dtype as wide count, since a configuration fills shared memory; those with as
-    many ranks come first. None where no entry has every size within a factor of four.
+    Only entries of a dtype as wide count, since a configuration fills shared memory, and those of
+    the same regime; those with as many ranks come first. None where no entry has every size within
+    a factor of four.
     """
     best: tuple[float, dict[str, Any]] | None = None
     for entry in _table(operator, device_name):
         if _width(str(entry["dtype"])) != _width(point.dtype):
+            continue
+        if regime(entry) != regime(point.sizes):
             continue
         # Sizes decide; the dtype only breaks a tie between entries of about equal sizes.
         distance = 0.0 if entry["dtype"] == point.dtype else 0.01

@@ -31,7 +31,7 @@ _NEAR = 0.02
 
 @dataclasses.dataclass(frozen=True)
 class Beside:
-    """What an exchange and a computation cost each other while both run.
+    """Say what an exchange and a computation cost each other while both run.
 
     Attributes:
         exchange: factor by which an exchange takes longer.

@@ -38,7 +38,7 @@ _GUESS_MARGIN = 0.1
 
 
 class Plan(NamedTuple):
-    """What all ranks run of one kind of call between nodes.
+    """Say what all ranks run of one kind of call between nodes.
 
     Attributes:
         impl: What ``"auto"`` runs, ``"fused"`` or ``"pooled"``.

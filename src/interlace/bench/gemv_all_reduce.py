@@ -216,9 +216,10 @@ def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
                             "one_shot", block_n, block_k, warps, 1, programs if share > 1 else 0
                         )
         return
-    # Few tokens are sent at once; many are reduced by one rank each and sent again.
+    # Few tokens are sent at once; many are reduced by one rank each and sent again. Tiles of few
+    # rows give all SMs a program where the weight has few.
     if tokens <= 16:
-        for block_n, (block_k, stages) in itertools.product((32, 64), ((128, 5), (256, 3))):
+        for block_n, (block_k, stages) in itertools.product((16, 32, 64), ((128, 5), (256, 3))):
             yield GemvAllReduceConfig("one_shot", block_n, block_k, 4, stages)
     if tokens >= 8:
         for block_k, warps, stages in (

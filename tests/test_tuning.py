@@ -4,12 +4,14 @@ import importlib.resources
 import json
 
 import pytest
+import torch
 
 import interlace
 import interlace.operators  # registers them
 from interlace import tuning
-from interlace.operators.gemv_all_reduce.config import has_one_token
+from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
 from interlace.registry import operator_named
+from interlace.tuning.choice import by_table
 
 TABLES = sorted(
     file.name
@@ -73,10 +75,15 @@ def test_a_configuration_for_one_token_is_none_for_several():
     place = point(tokens=3, **sizes)
     by_sizes = tuning.nearest("gemv_all_reduce", H200, place)
     assert "tokens 1," in by_sizes.reason
-    among_several = tuning.nearest("gemv_all_reduce", H200, place, has_one_token)
+    among_several = tuning.nearest("gemv_all_reduce", H200, place, GemvAllReduceConfig.regime)
     assert "tokens 4," in among_several.reason
+    chosen = by_table(
+        "gemv_all_reduce", H200, place.sizes, torch.bfloat16, 4, GemvAllReduceConfig()
+    )
+    assert chosen.reason == among_several.reason
     place = point(tokens=1, **sizes)
-    assert "tokens 1," in tuning.nearest("gemv_all_reduce", H200, place, has_one_token).reason
+    alone = tuning.nearest("gemv_all_reduce", H200, place, GemvAllReduceConfig.regime)
+    assert "tokens 1," in alone.reason
 
 
 def test_other_regimes_find_nothing():

@@ -46,24 +46,18 @@ class Entry:
 _FARTHEST_LOG2 = 2.0
 
 
-Regime = Callable[[Mapping[str, int]], object]
-"""A function of sizes whose values differ where other code runs."""
-
-
-def one_regime(sizes: Mapping[str, int]) -> object:
-    """Return the same for all sizes: the same code runs."""
-    return None
-
-
 def nearest(
-    operator: str, device_name: str, point: Point, regime: Regime = one_regime
+    operator: str,
+    device_name: str,
+    point: Point,
+    regime: Callable[[Mapping[str, int]], object] = lambda sizes: None,
 ) -> Entry | None:
     """Return the entry of ``operator``'s table for this GPU whose sizes are nearest, by the sum of
     log2 ratios.
 
     Only entries of a dtype as wide count, since a configuration fills shared memory, and those of
-    the same regime; those with as many ranks come first. None where no entry has every size within
-    a factor of four.
+    the same ``regime``, as of :meth:`Configuration.regime`; those with as many ranks come first.
+    None where no entry has every size within a factor of four.
     """
     best: tuple[float, dict[str, Any]] | None = None
     for entry in _table(operator, device_name):

@@ -161,7 +161,6 @@ def by_device(
     dtype: torch.dtype,
     world_size: int,
     device: torch.device,
-    regime: tuning.Regime = tuning.one_regime,
 ) -> Choice[Config]:
     """Return what a GPU's tuned table says; on the CPU backend, the kernel.
 
@@ -170,12 +169,10 @@ def by_device(
         default: The configuration where nothing was measured.
         on_interpreter: The fields of ``default`` that are too large for Triton's interpreter, and
             their values there.
-        regime: Tells entries that say nothing of a call, as other code runs there.
     """
     if device.type == "cpu":
         return on_cpu(dataclasses.replace(default, **on_interpreter))
-    gpu = torch.cuda.get_device_name(device)
-    return by_table(operator, gpu, sizes, dtype, world_size, default, regime=regime)
+    return by_table(operator, torch.cuda.get_device_name(device), sizes, dtype, world_size, default)
 
 
 def by_table(
@@ -186,7 +183,6 @@ def by_table(
     world_size: int,
     default: Config,
     impl: str = "fused",
-    regime: tuning.Regime = tuning.one_regime,
 ) -> Choice[Config]:
     """Return what the nearest entry of an operator's tuned table says, or a default without one.
 
@@ -195,10 +191,9 @@ def by_table(
         sizes: The operator's sizes by name.
         default: The configuration where nothing was measured.
         impl: The implementation where nothing was measured.
-        regime: As for :func:`by_device`.
     """
     point = tuning.Point(world_size, str(dtype).removeprefix("torch."), sizes)
-    entry = tuning.nearest(operator, gpu, point, regime)
+    entry = tuning.nearest(operator, gpu, point, type(default).regime)
     if entry is None:
         return Choice(
             impl,

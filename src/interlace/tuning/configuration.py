@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Self, TypeVar
 
 from interlace.errors import ArgumentError
@@ -42,6 +42,13 @@ class Configuration:
         """
         fields = dataclasses.fields(self)
         return ", ".join(f"{field.name}={getattr(self, field.name)}" for field in fields)
+
+    @staticmethod
+    def regime(sizes: Mapping[str, int]) -> object:
+        """Return what tells sizes whose kernels run other code, so that a configuration that was
+        tuned for some says nothing of others; by default it is the same for all sizes.
+        """
+        return None
 
     @classmethod
     def parse(cls, text: str) -> Self:

@@ -49,6 +49,15 @@ class GemvAllReduceConfig(Configuration):
     max_programs: int = between(0, 0, 1 << 20)
     max_registers: int = between(0, 0, 255)
 
+    @staticmethod
+    def regime(sizes: Mapping[str, int]) -> object:
+        """Return whether a call has one token.
+
+        Its products are added within threads; those of several tokens are multiplied in tiles, for
+        which a tuned configuration for one token takes 1.7 times as long as reading the weight.
+        """
+        return sizes["tokens"] <= 1
+
 
 FEWEST_TOKENS_BY_MATRIX_UNIT = 2
 """Tokens of the smallest tiles of batch-invariant calls. Such a tile is multiplied by the matrix
@@ -70,15 +79,6 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
     if invariance.has_one_arithmetic(device, dtype):
         return FEWEST_TOKENS_BY_MATRIX_UNIT
     return FEWEST_TOKENS_OF_ONE_INSTRUCTION
-
-
-def has_one_token(sizes: Mapping[str, int]) -> bool:
-    """Return whether a call has one token.
-
-    Its products are added within threads; those of several tokens are multiplied in tiles, for
-    which a tuned configuration for one token is 1.7 times as slow as reading the weight.
-    """
-    return sizes["tokens"] <= 1
 
 
 def default_config(

@@ -25,7 +25,6 @@ from interlace.operators.gemv_all_reduce.config import (
     block_tokens,
     default_config,
     fewest_tokens,
-    has_one_token,
 )
 from interlace.registry import BATCH_INVARIANT, operator_matching, operator_named
 from interlace.tuning.choice import Choice, by_device
@@ -73,7 +72,7 @@ def choose(
     sizes: dict[str, Any] = {"tokens": tokens, "rows": rows, "columns": columns}
     small = {"block_n": max(16, min(config.block_n, 64)), "block_k": 256, "max_programs": 8}
     context: dict[str, Any] = {"dtype": dtype, "world_size": world_size, "device": device}
-    tabulated = by_device(OPERATOR, sizes, config, small, regime=has_one_token, **context)
+    tabulated = by_device(OPERATOR, sizes, config, small, **context)
     if device.type == "cpu" or tabulated.is_exact:
         return tabulated
     gemm = _choice_as_gemm(**sizes, **context)

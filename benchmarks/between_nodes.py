@@ -46,10 +46,10 @@ import torch.distributed as dist
 
 import interlace
 from interlace.bench import network
-from interlace.cli.tune_network import network_from
+from interlace.cli.tune_network import measure_network
 from interlace.comm import carrier
 from interlace.costs.known_profiles import adopt, profile_of
-from interlace.costs.network import NetworkRates, parse_network
+from interlace.costs.network import NetworkRates
 from interlace.gemm.choice import Gpu
 from interlace.operators.embedding_all_to_all import between_nodes, network_choice
 from interlace.operators.embedding_all_to_all.layout import Layout
@@ -193,14 +193,8 @@ def learn_network() -> NetworkRates:
     group = interlace.group_of()
     on_gpu = group.backend == "cuda"
     sizes = network.SIZES if on_gpu else (1 << 10, 1 << 12, 1 << 14)
-    rates = network_from(
-        "two hosts on one machine", "benchmarks/between_nodes.py", (group.world_size, group.nodes),
-        network.measure_exchanges(group, sizes),
-        network.measure_all_to_all(group, sizes),
-        network.measure_beside_product(group) if on_gpu else (1.0, 1.0),
-    )  # fmt: skip
-    # All ranks must predict alike.
-    rates = parse_network(group.exchange("network", dataclasses.asdict(rates))[0])
+    _, rates = measure_network(group, "benchmarks/between_nodes.py", sizes)
+    rates = dataclasses.replace(rates, network="two hosts on one machine")
     if on_gpu:
         gpu = Gpu.of(group.device)
         adopt(dataclasses.replace(profile_of(gpu.name, gpu.processors), network=rates))

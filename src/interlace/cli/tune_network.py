@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from interlace.cli.console import command_line, make_console, now
 from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
-from interlace.comm import group_of
+from interlace.comm import Group, group_of
 from interlace.costs.known_profiles import keep_profile, own_file, profile_of
 from interlace.costs.network import NetworkRates, parse_network
 from interlace.gemm.choice import Gpu
@@ -82,20 +82,12 @@ def run_rank(
     group = group_of()
     group.require_own_gpus("interlace tune machine")
     group.deadline_s = deadline_s
-    exchanges = measure_exchanges(group, sizes, lambda: advance(folder))
-    collectives = measure_all_to_all(group, sizes)
-    beside = measure_beside_product(group)
+    source = f"measured {now()[:10]} on {group.world_size} ranks of {group.nodes} nodes"
+    exchanges, network = measure_network(group, source, sizes, lambda: advance(folder))
+    # Networks are known once there were messages.
     seen = group.exchange("networks", networks_in_use(group.backend, Path(logs)))
-    network = network_from(
-        ", ".join(sorted({name for names in seen for name in names})),
-        f"measured {now()[:10]} on {group.world_size} ranks of {group.nodes} nodes",
-        (group.world_size, group.nodes),
-        exchanges,
-        collectives,
-        beside,
-    )
-    # The clocks of the ranks may not agree on the date, but all files must.
-    network = parse_network(group.exchange("network", dataclasses.asdict(network))[0])
+    name = ", ".join(sorted({name for names in seen for name in names}))
+    network = dataclasses.replace(network, network=name)
     gpu = Gpu.of(group.device)
     file = own_file(gpu.name)
     if group.rank == min(group.members.local_ranks):
@@ -108,28 +100,27 @@ def run_rank(
     }
 
 
-def network_from(
-    name: str,
-    source: str,
-    size: tuple[int, int],
-    exchanges: Sequence[ExchangeTime],
-    collectives: Sequence[ExchangeTime],
-    beside: tuple[float, float],
-) -> NetworkRates:
-    """Return the rates that measurements show.
+def measure_network(
+    group: Group, source: str, sizes: tuple[int, ...], advance: Callable[[], None] = lambda: None
+) -> tuple[list[ExchangeTime], NetworkRates]:
+    """Measure the network between the nodes of a group. Collective.
 
     Args:
-        name: Name of the network.
-        source: Where and when it was measured.
-        size: Ranks and nodes of the group.
-        exchanges: Times of exchanges of one message, and of several at once.
-        collectives: Times of torch's all-to-all.
-        beside: The factors of :func:`interlace.bench.network.measure_beside_product`.
+        source: Where and when it is measured; rank 0's counts, as clocks may not agree on the date.
+        sizes: Bytes of the messages.
+        advance: Is called after each measurement of exchanges.
+
+    Returns:
+        The times of exchanges, and the rates, without the network's name, the same on every rank.
     """
+    exchanges = measure_exchanges(group, sizes, advance)
+    collectives = measure_all_to_all(group, sizes)
+    beside = measure_beside_product(group)
     network = NetworkRates(
-        name,
+        "",
         source,
-        *size,
+        group.world_size,
+        group.nodes,
         slice_us=[
             (exchange.nbytes, _digits(exchange.us))
             for exchange in exchanges
@@ -145,9 +136,10 @@ def network_from(
         for exchange in exchanges
         if exchange.messages > 1
     ]
-    return dataclasses.replace(
+    network = dataclasses.replace(
         network, further_message_us=_digits(max(0.0, statistics.median(further or [0.0])))
     )
+    return exchanges, parse_network(group.exchange("network", dataclasses.asdict(network))[0])
 
 
 def _digits(value: float) -> float:

@@ -59,7 +59,7 @@ class StampedQueue:
             group: The group.
             operator: Name of the calling operator.
             mark: The number that the ranks' agreement returned for the call.
-            steps: The exchanges; see :class:`SliceQueue`.
+            steps: The exchanges, at least one; see :class:`SliceQueue`.
             landings: The parts of ``result`` that peers send, one per peer, empty ones too, which
                 become NaN at the end if the slices are of another call.
             result: Contiguous memory that slices arrive in, of a floating-point dtype.
@@ -78,11 +78,9 @@ class StampedQueue:
             for stamps in self._stamps
         )
         # In a step of their own stamps would cost another launch of NCCL's kernel.
-        first = steps[0] if steps else Step((), (), ())
-        first = first._replace(
-            departures=(*sent, *first.departures), arrivals=(*received, *first.arrivals)
-        )
-        self._queue = SliceQueue(group, operator, [first, *steps[1:]], mark)
+        first, *others = steps
+        first = Step(first.triggers, (*sent, *first.departures), (*received, *first.arrivals))
+        self._queue = SliceQueue(group, operator, [first, *others], mark)
         self._is_checked = False
         self._name = name = f"{operator}.stamped"
         shared = {

@@ -3,6 +3,10 @@
 What all of these implementations share is here: how rows are cut into slices, and the exchanges of
 the slices. :mod:`interlace.gemm.implementations.two_levels` has those that sum or gather within the
 node as well.
+
+Products beside an exchange, of rows that stay in the node, are cut into as many pieces as there are
+slices: a product fills all SMs until its end, and the network's kernel for the next slice waits for
+it.
 """
 
 from __future__ import annotations
@@ -179,8 +183,6 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
                     multiply_into(staged[peer][number], x[peer][number], weight, bias)
             counters[number : number + 1].add_(1)
             queue.release(number + 1)
-        # In pieces, between which the network's kernels find SMs: a product fills all of them until
-        # its end.
         for rows, piece in zip(cut(shares[rank], count), cut(results[rank], count), strict=True):
             if len(rows):
                 multiply_into(piece, rows, weight, bias)

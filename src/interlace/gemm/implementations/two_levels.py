@@ -217,11 +217,7 @@ class _Sums:
             queue.release(number + 1)
 
     def sum_own(self) -> None:
-        """Multiply and sum within the node what its ranks own, beside the exchange.
-
-        It is done in pieces, between which the network's kernels find SMs: a product fills all of
-        them until its end.
-        """
+        """Multiply and sum within the node what its ranks own, in pieces beside the exchange."""
         shares = self.levels.shares(self.x, self.levels.node)
         for rows, own in zip(cut(shares, self.count, 1), cut(self.own, self.count), strict=True):
             self.levels.sum_product(rows, own)
@@ -288,8 +284,6 @@ def run_all_gather(call: GemmCall) -> Pair:
         else:
             own_rows = x[None]
         own_products = levels.shares(y, levels.node)
-        # In pieces, between which the network's kernels find SMs: a product fills all of them until
-        # its end.
         for number in range(count):
             levels.multiply(
                 cut(own_products, count, 1)[number], cut(own_rows, count, 1)[number], bias

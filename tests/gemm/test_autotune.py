@@ -56,9 +56,14 @@ class _Machine:
         patch.setattr(autotune, "_median_us", lambda us, call, samples: us)
 
     def record(self, implementation: Any, layers: Any, calls: int) -> float | None:
-        """Return the time of so many calls, in the place of a graph of them."""
+        """Return the time of so many calls, in the place of a graph of them. A list has the times
+        of one measurement after another.
+        """
+        count = self.timed.count(implementation.name)
         self.timed.append(implementation.name)
-        us: float | None = self.times.get(implementation.name)
+        us: Any = self.times.get(implementation.name)
+        if isinstance(us, list):
+            us = us[count]
         return None if us is None else us * calls
 
 
@@ -117,6 +122,27 @@ def test_ranks_measure_together_what_is_near(ranks: Any, tmp_path: Path) -> None
         assert order[:2] == ["chunked", "fused"]
         assert set(order[2:]) == {"triggered", "unfused"}, "in the order of the predictions"
         assert kept == ({"chunked": 11.0, "fused": 12.0} if rank == 0 else None)
+
+
+def test_what_other_work_may_have_lengthened_is_measured_again(ranks: Any, tmp_path: Path) -> None:
+    """On rank 1 something else ran while chunked was measured."""
+    slow = {"chunked": [31.0, 8.0], "fused": 12.0, "unfused": 15.0}
+    results = ranks(2).run(
+        _measured, str(tmp_path), [slow | {"chunked": [8.0, 8.5]}, slow], [False, False]
+    )
+    for rank, (timed, order, kept) in enumerate(results):
+        assert timed == ["chunked", "fused", "unfused", "chunked"]
+        assert order[:3] == ["chunked", "fused", "unfused"]
+        assert kept == ({"chunked": 8.5, "fused": 12.0, "unfused": 15.0} if rank == 0 else None)
+
+
+def test_what_is_doubtful() -> None:
+    predicted = {"chunked": 10.0, "fused": 12.0, "unfused": 14.0}
+    assert autotune.doubtful({}, {}) == set()
+    assert autotune.doubtful({"fused": 99.0}, predicted) == set(), "with nothing to compare it with"
+    assert autotune.doubtful({"chunked": 20.0, "fused": 25.0}, predicted) == set(), "all are slow"
+    times = {"chunked": 20.0, "fused": 12.0, "unfused": 13.0}
+    assert autotune.doubtful(times, predicted) == {"chunked"}
 
 
 def test_what_rank_0_remembers_counts(ranks: Any, tmp_path: Path) -> None:

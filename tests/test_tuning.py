@@ -9,7 +9,11 @@ import torch
 import interlace
 import interlace.operators  # registers them
 from interlace import tuning
-from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+from interlace.operators.gemv_all_reduce.config import (
+    GemvAllReduceConfig,
+    block_tokens,
+    default_config,
+)
 from interlace.registry import operator_named
 from interlace.tuning.choice import by_table
 
@@ -84,6 +88,26 @@ def test_a_configuration_for_one_token_is_none_for_several():
     place = point(tokens=1, **sizes)
     alone = tuning.nearest("gemv_all_reduce", H200, place, GemvAllReduceConfig.regime)
     assert "tokens 1," in alone.reason
+
+
+def test_tokens_that_share_a_narrow_weight_find_no_configuration_for_a_wide_one():
+    """Tiles of 64 of its 2048 rows would leave 100 of 132 processors without one."""
+    default = default_config(tokens=5, rows=2048, world_size=4, itemsize=2)
+    sizes = {"tokens": 5, "rows": 2048, "columns": 5504}
+    chosen = by_table("gemv_all_reduce", H200, sizes, torch.bfloat16, 4, default)
+    assert chosen.config == default
+    assert chosen.config.block_n == 16
+    chosen = by_table("gemv_all_reduce", H200, sizes | {"rows": 8192}, torch.bfloat16, 4, default)
+    assert "rows 8192" in chosen.reason
+
+
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize("tokens", [2, 8, 9, 16, 17, 64, 1000])
+@pytest.mark.parametrize("rows", [1, 2112, 2113, 1 << 20])
+def test_default_configurations_fit_the_shared_memory_of_small_gpus(tokens, rows, itemsize):
+    config = default_config(tokens=tokens, rows=rows, world_size=2, itemsize=itemsize)
+    loaded = (config.block_n + block_tokens(tokens)) * config.block_k * itemsize
+    assert loaded * config.num_stages <= 99 << 10
 
 
 def test_other_regimes_find_nothing():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -217,10 +216,20 @@ def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
                         )
         return
     # Few tokens are sent at once; many are reduced by one rank each and sent again. Tiles of few
-    # rows give all SMs a program where the weight has few.
+    # rows give all SMs a program where the weight has few, and a warp of its own needs no barrier.
     if tokens <= 16:
-        for block_n, (block_k, stages) in itertools.product((16, 32, 64), ((128, 5), (256, 3))):
-            yield GemvAllReduceConfig("one_shot", block_n, block_k, 4, stages)
+        for block_n, block_k, warps, stages in (
+            (16, 256, 1, 4),
+            (16, 256, 1, 5),
+            (16, 256, 2, 4),
+            (16, 256, 2, 5),
+            (32, 256, 2, 4),
+            (32, 128, 4, 5),
+            (64, 128, 4, 5),
+            (64, 256, 4, 3),
+            (64, 256, 4, 4),
+        ):
+            yield GemvAllReduceConfig("one_shot", block_n, block_k, warps, stages)
     if tokens >= 8:
         for block_k, warps, stages in (
             (64, 4, 6),

@@ -23,6 +23,20 @@ operator (measured on H200s).
 # signals (8 tokens of 8192 rows on four H200s).
 _ONE_SHOT_WORDS = 8 * 8192 * 3
 
+_NARROW_TILE = 16
+"""Rows of the smallest tile of the matrix unit, which one warp multiplies."""
+
+_MOST_TOKENS_OF_NARROW_TILES = 16
+"""More tokens are read too often by narrow tiles, each of which reads all of them."""
+
+_PROCESSORS = 132
+"""Streaming multiprocessors of an H100 or an H200. Where each has one narrow tile at most, it needs
+more loads in flight.
+"""
+
+_FEWEST_ROWS_OF_WIDE_TILES = 6144
+"""With fewer rows of the weight, tiles of 64 rows leave many processors without one."""
+
 
 @dataclasses.dataclass(frozen=True)
 class GemvAllReduceConfig(Configuration):
@@ -51,12 +65,18 @@ class GemvAllReduceConfig(Configuration):
 
     @staticmethod
     def regime(sizes: Mapping[str, int]) -> object:
-        """Return whether a call has one token.
+        """Return which code suits a call's sizes: that of a single token, narrow tiles, or others.
 
-        Its products are added within threads; those of several tokens are multiplied in tiles, for
-        which a tuned configuration for one token takes 1.7 times as long as reading the weight.
+        A single token's products are added within threads; those of several tokens are multiplied
+        in tiles, for which a tuned configuration for one token takes 1.7 times as long as reading
+        the weight. Several tokens were tuned with weights of 8192 rows, whose wide tiles take up to
+        1.7 times as long as narrow ones where there are fewer rows.
         """
-        return sizes["tokens"] <= 1
+        tokens, rows = sizes["tokens"], sizes["rows"]
+        if tokens <= 1:
+            return "one token"
+        few = tokens <= _MOST_TOKENS_OF_NARROW_TILES and rows < _FEWEST_ROWS_OF_WIDE_TILES
+        return "narrow tiles" if few else "wide tiles"
 
 
 FEWEST_TOKENS_BY_MATRIX_UNIT = 2
@@ -95,7 +115,18 @@ def default_config(
         return GemvAllReduceConfig(
             "one_shot", block_n=block_n, block_k=1024 // itemsize, num_warps=1
         )
-    block_k = 256 // itemsize
-    if tokens * rows * max(1, world_size - 1) <= _ONE_SHOT_WORDS:
-        return GemvAllReduceConfig("one_shot", block_n=32, block_k=block_k, num_stages=3)
-    return GemvAllReduceConfig("two_phase", block_n=64, block_k=block_k, num_stages=3)
+    fits_one_shot = tokens * rows * max(1, world_size - 1) <= _ONE_SHOT_WORDS
+    if tokens > _MOST_TOKENS_OF_NARROW_TILES or not fits_one_shot:
+        protocol = "one_shot" if fits_one_shot else "two_phase"
+        return GemvAllReduceConfig(protocol, block_n=64, block_k=256 // itemsize, num_stages=3)
+    # Narrow tiles of one warp read the weight fastest (decision 0005). The tokens are read again
+    # for each tile, so more of them need wider tiles, where there are rows for these.
+    is_one_wave = rows <= _NARROW_TILE * _PROCESSORS
+    is_wide = tokens > 8 and not is_one_wave
+    return GemvAllReduceConfig(
+        "one_shot",
+        block_n=2 * _NARROW_TILE if is_wide else _NARROW_TILE,
+        block_k=512 // itemsize,
+        num_warps=2 if tokens > 8 else 1,
+        num_stages=5 if is_one_wave else 4,
+    )

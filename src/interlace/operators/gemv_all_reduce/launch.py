@@ -247,7 +247,7 @@ def invariant_config(
     fewest = fewest_tokens(call["device"], call["dtype"])
     if invariance.has_one_arithmetic(call["device"], call["dtype"]):
         return choose(**call | {"tokens": max(call["tokens"], fewest)}).config
-    config = choose(**call | {"tokens": fewest}).config
+    config = choose(**call | {"tokens": invariance.REFERENCE_ROWS}).config
     if call["device"].type == "cuda":
         # The smallest tile for which Hopper has the instructions that larger tiles are made of.
         rows, warps = max(config.block_n, 64), max(config.num_warps, 4)

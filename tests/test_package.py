@@ -42,6 +42,7 @@ def test_what_a_wheel_must_have() -> None:
     assert {
         "interlace/py.typed",
         "interlace/bench/models.json",
+        "interlace/costs/profiles/nvidia_h100_80gb_hbm3.json",
         "interlace/costs/profiles/nvidia_h200.json",
         "interlace/language/README.md",
         "interlace/sim/presets/machines/h200-node.yaml",

@@ -75,7 +75,7 @@ def test_explain_guesses_by_data_sheets() -> None:
     """A card of PCIe has slow links: what hides behind them counts for more."""
     shape = "gemm_reduce_scatter", "8192x8192x2048", "-n", 4
     slow = run("explain", *shape, "--gpu", "NVIDIA H100 PCIe")
-    fast = run("explain", *shape, "--gpu", "h100 80gb")
+    fast = run("explain", *shape, "--gpu", "h200")
     assert slow.exit_code == fast.exit_code == 0
     links = [
         int(next(line.split()[-1] for line in done.output.splitlines() if "links alone" in line))
@@ -91,9 +91,9 @@ def test_explain_guesses_by_data_sheets() -> None:
     [
         (["embedding_all_to_all", "1x1x1"], "one around one product, such as all_gather_gemm, "),
         (
-            ["gemm_all_reduce", "8x8x8", "--gpu", "h100"],
-            "must name one of NVIDIA H100 80GB HBM3, NVIDIA H100 NVL, NVIDIA H100 PCIe; got 'h100',"
-            " which is a part of each of these names.",
+            ["gemm_all_reduce", "8x8x8", "--gpu", "a100-sxm"],
+            "must name one of NVIDIA A100-SXM4-40GB, NVIDIA A100-SXM4-80GB; got 'a100-sxm', which "
+            "is a part of each of these names.",
         ),
         (["gemm_all_reduce", "8x8x8", "--gpu", "voodoo"], "NVIDIA H200, NVIDIA H800"),
         (

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from interlace.bench.roles import role_of
+from interlace.bench.roles import is_disturbed, role_of
 from interlace.costs.corrections import Corrections, Schedule, TimedCall, place_of
 from interlace.costs.time import Call, MachineProfile
 from interlace.gemm.operator import GemmOperator
@@ -107,7 +107,8 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
 def _time_of(
     impl: str, implementation: Implementation, times: Mapping[str, Mapping[str, Any]]
 ) -> float | None:
-    """Return the shortest median by which an implementation was measured, in microseconds.
+    """Return the shortest median by which an implementation was measured, in microseconds; None if
+    it was not, or only while the machine had other work.
 
     Args:
         impl: Its name in the result.
@@ -117,7 +118,7 @@ def _time_of(
     times_us = [
         float(time["median_us"])
         for name, time in times.items()
-        if role_of(name, time)[1] in names or name in displayed
+        if (role_of(name, time)[1] in names or name in displayed) and not is_disturbed(time)
     ]
     return min(times_us, default=None)
 
@@ -153,13 +154,16 @@ def fit(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
 
 
 def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
-    """Return a profile with the compositions and corrections that explain the points best."""
+    """Return a profile with the compositions and corrections that explain the points best.
+
+    What the points do not show, other operators or dtypes, is taken from ``profile``.
+    """
     by_itemsize: dict[int, list[Point]] = defaultdict(list)
     for point in points:
         by_itemsize[point.call.itemsize].append(point)
     wide = dataclasses.replace(
         profile,
-        compositions=fit(profile, by_itemsize[2]),
+        compositions=_merged(profile.compositions, fit(profile, by_itemsize[2])),
         other_compositions={},
         corrections={},
     )
@@ -168,12 +172,13 @@ def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
         for itemsize, points_of_size in sorted(by_itemsize.items())
         if itemsize != 2
     }
-    composed = dataclasses.replace(wide, other_compositions=by_size)
+    others = profile.other_compositions | by_size
+    composed = dataclasses.replace(wide, other_compositions=others)
     return dataclasses.replace(composed, corrections=corrections_of(composed, by_itemsize[2]))
 
 
 def _merged(first: Compositions, second: Compositions) -> Compositions:
-    """Return the compositions of both, those of ``then`` where both have one."""
+    """Return the compositions of both, those of ``second`` where both have one."""
     return {
         operator: first.get(operator, {}) | second.get(operator, {})
         for operator in sorted({*first, *second})

@@ -33,6 +33,21 @@ _FORMER_IMPLS = {
 """Display name of a time in a result without roles -> the value of ``impl`` that it measured."""
 
 
+_DISTURBED = 1.15
+"""Ratio of the median to the 10th percentile of a time's samples, above which most samples met
+other work on the machine. On machines without any, fewer than one time of a thousand is above it.
+"""
+
+
+def is_disturbed(time: Mapping[str, Any]) -> bool:
+    """Return whether other work on the machine has lengthened a time in a result.
+
+    Args:
+        time: its entry in the result.
+    """
+    return bool(time["median_us"] > _DISTURBED * time.get("p10_us", time["median_us"]))
+
+
 def role_of(name: str, time: Mapping[str, Any]) -> tuple[str, str]:
     """Return the role of a time and the value of ``impl`` that runs it; empty if none does.
 

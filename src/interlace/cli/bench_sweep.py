@@ -13,6 +13,7 @@ from rich.table import Table
 
 from interlace.bench import profile_fit, report
 from interlace.bench.draws import MOST_FLOPS, draws
+from interlace.bench.roles import is_disturbed
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
@@ -83,13 +84,19 @@ the fastest implementation's.
 def ratios_of(results: Iterable[Mapping[str, Any]], choice: str = "auto") -> Ratios:
     """Return how a choice compares in a sweep's results.
 
+    Times that other work on the machine has lengthened count for nothing, nor do calls of which the
+    choice, or every pair, has such a time.
+
     Args:
         choice: ``"auto"``, by predictions; or ``"measured"``, by the first call's measurement.
     """
     ratios: dict[str, list[tuple[float, float]]] = {}
     for result in results:
-        times = {name: time["median_us"] for name, time in result["times"].items()}
-        pairs = [times[name] for name, time in result["times"].items() if time["role"] == "pair"]
+        entries = {name: time for name, time in result["times"].items() if not is_disturbed(time)}
+        times = {name: time["median_us"] for name, time in entries.items()}
+        pairs = [times[name] for name, time in entries.items() if time["role"] == "pair"]
+        if not pairs or result[choice] not in times:
+            continue
         auto = times[result[choice]]
         row = auto / min(pairs), auto / min(times.values())
         ratios.setdefault(result["operator"], []).append(row)

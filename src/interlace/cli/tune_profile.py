@@ -48,6 +48,8 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
             matching = [
                 each for each in points if (each.operator, each.implementation) == (operator, name)
             ]
+            if not matching:  # taken from the profile that the fit began with
+                continue
             wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(profile, matching))
             figures = statistics.median(wrong), wrong[int(0.9 * (len(wrong) - 1))]
             table.add_row(

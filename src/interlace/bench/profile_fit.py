@@ -185,12 +185,15 @@ def _merged(first: Compositions, second: Compositions) -> Compositions:
     }
 
 
-def scaled(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
+def scaled(profile: MachineProfile, points: Sequence[Point], trusted: int = 1) -> Compositions:
     """Return the profile's compositions with the mean of the points' times, by operator and
     implementation.
 
     A composition has up to eight factors, more than a few calls can tell, so all of them are scaled
-    alike, by the geometric mean of measured / composed, drawn to 1 as if one more ratio were 1.
+    alike, by the geometric mean of measured / composed, drawn to 1.
+
+    Args:
+        trusted: How far the ratio is drawn to 1: as if so many further ratios were 1.
     """
     ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
     for point in points:
@@ -199,7 +202,7 @@ def scaled(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
             ratios[point.operator, point.implementation].append(math.log(point.us / us))
     compositions: Compositions = defaultdict(dict)
     for (operator, name), logarithms in ratios.items():
-        scale = math.exp(math.fsum(logarithms) / (len(logarithms) + 1))
+        scale = math.exp(math.fsum(logarithms) / (len(logarithms) + trusted))
         compositions[operator][name] = {
             part: float(f"{factor * scale:.4g}")
             for part, factor in profile.compositions[operator][name].items()

@@ -55,6 +55,12 @@ def test_a_disturbed_measurement() -> None:
     assert network.all_to_all_us(4e6) == 4000
 
 
+def test_slices_must_gain_more_than_times_vary_by() -> None:
+    assert ROUND.margin(0.03) == 0.03
+    assert dataclasses.replace(ROUND, spread=0.2).margin(0.03) == 0.2
+    assert dataclasses.replace(ROUND, spread=7.0).margin(0.03) == 0.5, "slices stay possible"
+
+
 def test_slices_leave_while_the_rest_is_computed() -> None:
     """Half of 800 us is for the other node; 400 kB leave in two exchanges of 200 us each."""
     one = in_slices(ROUND, 800, NetworkCost(400_000, 1, 1, 0.5), 1e12)
@@ -119,6 +125,7 @@ def test_bytes_of_a_librarys_collective(collective: str, expected: int) -> None:
         ({"slice_us": [[2, 1.0], [1, 1.0]]}, "a network's slice_us must be pairs"),
         ({"collective_us": [[1, 0.0]]}, "a network's collective_us must be pairs"),
         ({"beside_product": 0.5}, "a network's beside_product must be at least 1"),
+        ({"spread": -0.1}, "a network's spread must be at least 0"),
         ({"speed": 1}, "a network must have the fields of NetworkRates"),
     ],
 )

@@ -30,21 +30,25 @@ SIZES = (64, 256, 1024)
 
 
 def _measured(nodes):
-    from interlace.bench.network import measure_all_to_all, measure_exchanges
+    from interlace.bench.network import compare_with_all_to_all, measure_exchanges
 
     with process_group_of(nodes) as process_group:
         group = interlace.group_of(process_group)
         group.traffic.reset()
         times = measure_exchanges(group, SIZES)
-        collectives = measure_all_to_all(group, SIZES)
         sent = group.traffic.messages
-        return [(each.nbytes, each.messages, each.us > 0) for each in times], collectives, sent
+        compared = compare_with_all_to_all(group, SIZES)
+        return [(each.nbytes, each.messages, each.us > 0) for each in times], compared, sent
 
 
 def test_every_rank_exchanges_with_another_node(ranks):
-    for times, collectives, sent in ranks(4).run(_measured, 2):
+    results = ranks(4).run(_measured, 2)
+    for times, compared, sent in results:
         assert times == [(nbytes, 1, True) for nbytes in SIZES] + [(64, 4, True)]
-        assert [each.nbytes for each in collectives] == list(SIZES)
+        assert [each.nbytes for each in compared.exchanges] == list(SIZES)
+        assert [each.nbytes for each in compared.collectives] == list(SIZES)
+        assert compared == results[0][1], "the slowest rank's"
+        assert compared.spread >= 0
         # Six samples of 32 exchanges for each size, of which the last one has four messages.
         assert sent >= 6 * 32 * (len(SIZES) + 4)
 
@@ -236,6 +240,8 @@ def test_explain_predicts_slices_without_a_gpu(tmp_path):
 # A message takes 1 us or 2 ms, a collective 1 ms.
 QUICK = NetworkRates("wire", "made up", 2, 2, [(1, 1.0), (9999, 1.0)], [(9999, 1000.0)])
 SLOW = dataclasses.replace(QUICK, slice_us=[(1, 2000.0), (9999, 2000.0)])
+# Slices gain 30 %, which is within what times vary by.
+VARYING = dataclasses.replace(QUICK, slice_us=[(1, 700.0), (9999, 700.0)], spread=0.4)
 
 
 def _chosen(network):
@@ -273,6 +279,17 @@ def test_auto_takes_the_pair_else(ranks, network):
         assert "2 ranks of 2 nodes: unfused, because " in said
         assert reason in said
         assert products == 0
+
+
+def test_auto_takes_the_pair_where_times_vary_by_more_than_slices_gain(ranks):
+    for said, products in ranks(2).run(_chosen, VARYING):
+        assert "2 ranks of 2 nodes: unfused, because predicted" in said
+        assert "; slices would run if they were 40% faster than every pair" in said
+        assert products == 0
+    steady = dataclasses.replace(VARYING, spread=0.1)
+    for said, products in ranks(2).run(_chosen, steady):
+        assert "2 ranks of 2 nodes: chunked, because predicted" in said
+        assert products == 1
 
 
 @contextlib.contextmanager
@@ -325,6 +342,7 @@ def _bags(networks, call):
     [
         ((QUICK, QUICK), "auto", [1, 1]),
         ((SLOW, SLOW), "auto", []),
+        ((VARYING, VARYING), "auto", []),
         # Ranks that know different networks run the same, and wait for no slice in vain.
         ((QUICK, SLOW), "auto", []),
         ((None, QUICK), "auto", []),

@@ -12,6 +12,7 @@ import datetime
 import statistics
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,7 @@ def measure_exchanges(
     group: Group,
     sizes: tuple[int, ...] = SIZES,
     advance: Callable[[], None] = lambda: None,
+    together: tuple[int, ...] = (1, TOGETHER),
 ) -> list[ExchangeTime]:
     """Measure exchanges of one message, and of several at once. Collective.
 
@@ -82,18 +84,15 @@ def measure_exchanges(
         group: A group of several nodes.
         sizes: Bytes of a message.
         advance: Is called after each measurement.
+        together: Numbers of messages of an exchange.
 
     Raises:
         GroupError: All ranks share memory.
         PeerTimeoutError: A rank did not come, or a message was late.
     """
-    if not group.spans_nodes:
-        raise GroupError(
-            f"{_NAME}: ranks must be on several nodes; they are on one. Run on two machines, or "
-            "declare nodes by INTERLACE_NODES."
-        )
+    _require_nodes(group)
     times = []
-    for messages in (1, TOGETHER):
+    for messages in together:
         # Several large messages say nothing that one does not.
         for nbytes in sizes if messages == 1 else sizes[:-2] or sizes:
             times.append(_measure(group, nbytes, messages))
@@ -101,8 +100,16 @@ def measure_exchanges(
     return times
 
 
+def _require_nodes(group: Group) -> None:
+    if not group.spans_nodes:
+        raise GroupError(
+            f"{_NAME}: ranks must be on several nodes; they are on one. Run on two machines, or "
+            "declare nodes by INTERLACE_NODES."
+        )
+
+
 def _measure(group: Group, nbytes: int, messages: int) -> ExchangeTime:
-    steps = max(1, min(_MOST_STEPS, _SAMPLE_BYTES[group.backend] // (nbytes * messages)))
+    steps = _steps_of_a_sample(group, nbytes * messages)
     samples = [_exchange_us(group, nbytes, messages, steps) for _ in range(_SAMPLES + 1)]
     # The first one makes whatever is made once.
     return ExchangeTime(nbytes, messages, slowest(group, statistics.median(samples[1:])))
@@ -140,35 +147,92 @@ def _run(queue: SliceQueue) -> None:
     queue.join()
 
 
-def measure_all_to_all(group: Group, sizes: tuple[int, ...] = SIZES) -> list[ExchangeTime]:
-    """Measure torch's all-to-all by the bytes that leave for other nodes. Collective.
+class Comparison(NamedTuple):
+    """Hold the times of slices and of torch's all-to-all with as many bytes, measured in turn.
 
-    It runs on a process group of its own, which is made like the program's.
+    Attributes:
+        exchanges: Exchanges of one message by the carrier of slices.
+        collectives: All-to-alls, by the bytes for ranks of other nodes.
+        spread: By how much the ratio of the two varies: half of the range of its middle samples,
+            as a fraction of the median.
     """
+
+    exchanges: list[ExchangeTime]
+    collectives: list[ExchangeTime]
+    spread: float
+
+
+def compare_with_all_to_all(
+    group: Group,
+    sizes: tuple[int, ...] = SIZES,
+    advance: Callable[[], None] = lambda: None,
+) -> Comparison:
+    """Measure slices and torch's all-to-all of the same bytes, a sample of each in turn.
+
+    Which of them is faster is what predictions ask for, and other work on the hosts makes a network
+    slower for seconds, which would count for one of them only. Collective; the same result on every
+    rank. The all-to-all runs on a process group of its own, which is made like the program's.
+
+    Args:
+        group: A group of several nodes.
+        sizes: Bytes that each rank sends to other nodes.
+        advance: Is called after each size.
+
+    Raises:
+        GroupError: All ranks share memory.
+        PeerTimeoutError: A rank did not come, or a message was late.
+    """
+    _require_nodes(group)
     ranks = dist.get_process_group_ranks(process_group_named(group.name))
     timeout = datetime.timedelta(seconds=group.deadline_s)
     process_group = dist.new_group(ranks, timeout=timeout)
     remote = len(group.members.remote_ranks)
-    times = []
+    exchanges, collectives, spreads = [], [], []
     for nbytes in sizes:
         part = nbytes // remote
+        steps = _steps_of_a_sample(group, nbytes)
         sent = torch.zeros(part * group.world_size, dtype=torch.uint8, device=group.device)
         received = torch.empty_like(sent)
-        calls = max(1, min(_MOST_STEPS, _SAMPLE_BYTES[group.backend] // nbytes))
-        samples = []
-        for _ in range(_SAMPLES + 1):
-            _meet(group)
+
+        def all_to_all(received: torch.Tensor = received, sent: torch.Tensor = sent) -> None:
             dist.all_to_all_single(received, sent, group=process_group)
-            group.streams.synchronize()
-            start = time.perf_counter()
-            for _ in range(calls):
-                dist.all_to_all_single(received, sent, group=process_group)
-            group.streams.synchronize()
-            samples.append((time.perf_counter() - start) / calls * 1e6)
-        us = slowest(group, statistics.median(samples[1:]))
-        times.append(ExchangeTime(part * remote, 1, us))
+
+        samples = [
+            (_exchange_us(group, nbytes, 1, steps), _calls_us(group, all_to_all, steps))
+            for _ in range(_SAMPLES + 1)
+        ]
+        # The first ones make whatever is made once. The slowest rank counts in each sample.
+        of_ranks = group.exchange(_NAME, samples[1:])
+        slowest_us = [
+            [max(float(us) for us in of_sample) for of_sample in zip(*of_way, strict=True)]
+            for of_way in zip(*(zip(*each, strict=True) for each in of_ranks), strict=True)
+        ]
+        slices_us, all_to_all_us = slowest_us
+        exchanges.append(ExchangeTime(nbytes, 1, statistics.median(slices_us)))
+        collectives.append(ExchangeTime(part * remote, 1, statistics.median(all_to_all_us)))
+        ratios = [one / other for one, other in zip(slices_us, all_to_all_us, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        spreads.append((high - low) / 2 / middle)
+        advance()
     dist.destroy_process_group(process_group)
-    return times
+    return Comparison(exchanges, collectives, statistics.median(spreads))
+
+
+def _calls_us(group: Group, call: Callable[[], None], count: int) -> float:
+    """Return the time of one of several calls of a collective, one behind the other."""
+    _meet(group)
+    call()  # brings the ranks together
+    group.streams.synchronize()
+    start = time.perf_counter()
+    for _ in range(count):
+        call()
+    group.streams.synchronize()
+    return (time.perf_counter() - start) / count * 1e6
+
+
+def _steps_of_a_sample(group: Group, nbytes: int) -> int:
+    """Return how many exchanges of so many bytes make up one sample."""
+    return max(1, min(_MOST_STEPS, _SAMPLE_BYTES[group.backend] // nbytes))
 
 
 def measure_beside_product(group: Group) -> tuple[float, float]:

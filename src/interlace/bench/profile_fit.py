@@ -172,17 +172,20 @@ def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
         for itemsize, points_of_size in sorted(by_itemsize.items())
         if itemsize != 2
     }
-    others = profile.other_compositions | by_size
+    others = {**profile.other_compositions, **by_size}
     composed = dataclasses.replace(wide, other_compositions=others)
     return dataclasses.replace(composed, corrections=corrections_of(composed, by_itemsize[2]))
 
 
-def _merged(first: Compositions, second: Compositions) -> Compositions:
+def _merged(
+    first: Mapping[str, Mapping[str, Mapping[str, float]]], second: Compositions
+) -> Compositions:
     """Return the compositions of both, those of ``second`` where both have one."""
-    return {
-        operator: first.get(operator, {}) | second.get(operator, {})
-        for operator in sorted({*first, *second})
-    }
+    merged: Compositions = {}
+    for operator in sorted({*first, *second}):
+        both = {**first.get(operator, {}), **second.get(operator, {})}
+        merged[operator] = {name: dict(factors) for name, factors in both.items()}
+    return merged
 
 
 def scaled(profile: MachineProfile, points: Sequence[Point], trusted: int = 1) -> Compositions:

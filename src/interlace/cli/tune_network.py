@@ -10,8 +10,9 @@ from typing import Any
 
 from interlace.bench.network import (
     SIZES,
+    TOGETHER,
     ExchangeTime,
-    measure_all_to_all,
+    compare_with_all_to_all,
     measure_beside_product,
     measure_exchanges,
 )
@@ -63,6 +64,10 @@ def run_network(
         f"Beside a product, exchanges take {network['beside_product']:.2f} times as long, and the "
         f"product {network['product_beside']:.2f} times."
     )
+    console.print(
+        f"Between samples, the ratio of slices to all-to-alls varied by {network['spread']:.0%}, "
+        "which slices must gain at least."
+    )
     console.print(f"Profile: {report['file']}, on every node.")
 
 
@@ -113,32 +118,29 @@ def measure_network(
     Returns:
         The times of exchanges, and the rates, without the network's name, the same on every rank.
     """
-    exchanges = measure_exchanges(group, sizes, advance)
-    collectives = measure_all_to_all(group, sizes)
+    compared = compare_with_all_to_all(group, sizes, advance)
+    several = measure_exchanges(group, sizes, advance, (TOGETHER,))
     beside = measure_beside_product(group)
     network = NetworkRates(
         "",
         source,
         group.world_size,
         group.nodes,
-        slice_us=[
-            (exchange.nbytes, _digits(exchange.us))
-            for exchange in exchanges
-            if exchange.messages == 1
-        ],
-        collective_us=[(collective.nbytes, _digits(collective.us)) for collective in collectives],
+        slice_us=[(each.nbytes, _digits(each.us)) for each in compared.exchanges],
+        collective_us=[(each.nbytes, _digits(each.us)) for each in compared.collectives],
+        spread=_digits(compared.spread),
         beside_product=_digits(beside[0]),
         product_beside=_digits(beside[1]),
     )
     further = [
         (exchange.us - network.exchange_us(exchange.nbytes * exchange.messages))
         / (exchange.messages - 1)
-        for exchange in exchanges
-        if exchange.messages > 1
+        for exchange in several
     ]
     network = dataclasses.replace(
         network, further_message_us=_digits(max(0.0, statistics.median(further or [0.0])))
     )
+    exchanges = compared.exchanges + several
     return exchanges, parse_network(group.exchange("network", dataclasses.asdict(network))[0])
 
 

@@ -29,6 +29,10 @@ _NEAR = 0.02
 """The fraction of a time that more slices must save: no measurement is as exact as that."""
 
 
+_LARGEST_MARGIN = 0.5
+"""The largest fraction that is asked for, however much times vary."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Beside:
     """Say what an exchange and a computation cost each other while both run.
@@ -59,6 +63,8 @@ class NetworkRates:
         further_message_us: time of each further message of an exchange, beside its bytes.
         beside_product: factor by which an exchange takes longer while a product fills the GPU.
         product_beside: factor by which that product takes longer.
+        spread: by how much the ratio of the two kinds of times varied between samples, as a
+            fraction: slices that are predicted to gain less than that may gain nothing.
     """
 
     network: str
@@ -70,6 +76,7 @@ class NetworkRates:
     further_message_us: float = 0.0
     beside_product: float = 1.0
     product_beside: float = 1.0
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         """Check the figures.
@@ -87,12 +94,22 @@ class NetworkRates:
                 )
             # JSON has lists, which are neither hashable nor equal to tuples.
             object.__setattr__(self, name, tuple(times))
-        least_of = {"further_message_us": 0, "beside_product": 1, "product_beside": 1}
+        least_of = {
+            "further_message_us": 0, "beside_product": 1, "product_beside": 1, "spread": 0
+        }  # fmt: skip
         for name, least in least_of.items():
             if getattr(self, name) < least:
                 raise ConfigError(
                     f"a network's {name} must be at least {least}; got {getattr(self, name)!r}."
                 )
+
+    def margin(self, least: float) -> float:
+        """Return the fraction by which slices must be predicted to be faster than a stock pair.
+
+        Args:
+            least: the margin of predictions over a network whose times do not vary.
+        """
+        return min(max(least, self.spread), _LARGEST_MARGIN)
 
     @functools.cached_property
     def _slice_us(self) -> Times:

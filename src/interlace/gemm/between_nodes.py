@@ -44,7 +44,7 @@ def known_network(device: torch.device) -> NetworkTimes | None:
     profile = profile_on(device)
     if profile is None or profile.network is None:
         return None
-    return NetworkTimes(profile.network.network, {}, profile.margin)
+    return NetworkTimes(profile.network.network, {}, profile.network.margin(profile.margin))
 
 
 @cached_by_profiles
@@ -93,7 +93,8 @@ def predicted_times(
         prediction = _predicted(profile, operator, each, call, even_nodes(call.world_size, nodes))
         if prediction is not None:
             predictions[each.name] = prediction
-    return NetworkTimes(profile.network.network, predictions, profile.margin)
+    margin = profile.network.margin(profile.margin)
+    return NetworkTimes(profile.network.network, predictions, margin)
 
 
 def _predicted(

@@ -118,10 +118,13 @@ class Choice(Generic[Config]):
             reason = f"no time in slices is predicted between the {nodes} nodes"
             return dataclasses.replace(between, reason=reason)
         order = times.order(operator)
+        reason = f"predicted between {nodes} nodes over {times.network}: {times}"
+        if times.predictions[order[0]].us > min(each.us for each in times.predictions.values()):
+            reason += f"; slices would run if they were {times.margin:.0%} faster than every pair"
         return dataclasses.replace(
             between,
             impl=order[0],
-            reason=f"predicted between {nodes} nodes over {times.network}: {times}",
+            reason=reason,
             times_us={name: times.predictions[name].us for name in order},
         )
 

@@ -118,7 +118,7 @@ def times_between_nodes(
             rate,
             BESIDE_POOLING,
         )
-    return NetworkTimes(network.network, predictions, margin)
+    return NetworkTimes(network.network, predictions, network.margin(margin))
 
 
 def plan_by(times: NetworkTimes | None) -> Plan:

@@ -142,20 +142,28 @@ def test_a_guess() -> None:
 
 
 def test_a_guess_by_data_sheets() -> None:
-    a100 = profile_of("NVIDIA A100-SXM4-80GB", 1)
+    """An A100 is more like an H100 than like an H200: their memories differ less."""
+    h100, a100 = SHIPPED[1], profile_of("NVIDIA A100-SXM4-80GB", 1)
     assert a100.is_guess
     assert a100.processors == 108
-    assert a100.product.flops_per_s == pytest.approx(H200.product.flops_per_s * 312 / 989)
+    assert a100.product.flops_per_s == pytest.approx(h100.product.flops_per_s * 312 / 989)
     assert a100.product.memory_bytes_per_s == pytest.approx(
-        H200.product.memory_bytes_per_s * 2039 / 4800
+        h100.product.memory_bytes_per_s * 2039 / 3350
     )
-    assert a100.link_bytes_per_s == pytest.approx(H200.link_bytes_per_s * 300 / 450)
+    assert a100.link_bytes_per_s == pytest.approx(h100.link_bytes_per_s * 300 / 450)
     # A tile takes a processor longer, as each is slower.
-    assert a100.tile_us(128, 256, 4096, a100.product.flops_per_s) > H200.tile_us(
-        128, 256, 4096, H200.product.flops_per_s
+    assert a100.tile_us(128, 256, 4096, a100.product.flops_per_s) > h100.tile_us(
+        128, 256, 4096, h100.product.flops_per_s
     )
-    assert "scaled by both data sheets" in a100.source
+    assert "NVIDIA H100 80GB HBM3's, scaled by both data sheets" in a100.source
     assert not profile_of("NVIDIA H200").is_guess, "which was measured"
+
+
+def test_a_guess_from_the_same_architecture_is_trusted_more() -> None:
+    h800, b200, a100 = map(profile_of, ("NVIDIA H800", "NVIDIA B200", "NVIDIA A100-SXM4-80GB"))
+    assert "NVIDIA H100 80GB HBM3's" in h800.source
+    assert "NVIDIA H200's" in b200.source
+    assert H200.margin < h800.margin < b200.margin == a100.margin
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"gpu": 1}'])

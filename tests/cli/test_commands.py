@@ -75,14 +75,14 @@ def test_explain_guesses_by_data_sheets() -> None:
     """A card of PCIe has slow links: what hides behind them counts for more."""
     shape = "gemm_reduce_scatter", "8192x8192x2048", "-n", 4
     slow = run("explain", *shape, "--gpu", "NVIDIA H100 PCIe")
-    fast = run("explain", *shape, "--gpu", "h200")
+    fast = run("explain", *shape, "--gpu", "h800")
     assert slow.exit_code == fast.exit_code == 0
     links = [
         int(next(line.split()[-1] for line in done.output.splitlines() if "links alone" in line))
         for done in (slow, fast)
     ]
-    assert links[0] == pytest.approx(450 / 64 * links[1], rel=0.02)
-    assert "a guess: NVIDIA H200's, scaled by both data sheets" in " ".join(slow.output.split())
+    assert links[0] == pytest.approx(200 / 64 * links[1], rel=0.02)
+    assert "a guess: NVIDIA H100 80GB HBM3's, scaled by both data sheets" in " ".join(slow.output.split())
     assert run("explain", *shape, "--gpu", "NVIDIA L4").exit_code == 0
 
 

@@ -16,6 +16,7 @@ class Datasheet(NamedTuple):
         link_gigabytes: Gigabytes per second that leave for all peers together; PCIe's where a card
             has no other link, or one to a single peer only.
         shared_kibibytes: Shared memory that a program may have.
+        architecture: The maker's name of the processors' generation.
     """
 
     processors: int
@@ -24,6 +25,7 @@ class Datasheet(NamedTuple):
     memory_gigabytes: float
     link_gigabytes: float
     shared_kibibytes: int
+    architecture: str
 
     @property
     def shared_bytes(self) -> int:
@@ -32,25 +34,25 @@ class Datasheet(NamedTuple):
 
 
 DATASHEETS = {
-    "NVIDIA H200": Datasheet(132, 989, 67, 4800, 450, 227),
-    "NVIDIA H100 80GB HBM3": Datasheet(132, 989, 67, 3350, 450, 227),
-    "NVIDIA H100 NVL": Datasheet(132, 835, 60, 3900, 64, 227),
-    "NVIDIA H100 PCIe": Datasheet(114, 756, 51, 2000, 64, 227),
-    "NVIDIA H800": Datasheet(132, 989, 67, 3350, 200, 227),
-    "NVIDIA H20": Datasheet(78, 148, 44, 4000, 450, 227),
-    "NVIDIA GH200 480GB": Datasheet(132, 989, 67, 4000, 450, 227),
-    "NVIDIA B200": Datasheet(148, 2250, 75, 8000, 900, 227),
-    "NVIDIA A100-SXM4-40GB": Datasheet(108, 312, 19.5, 1555, 300, 163),
-    "NVIDIA A100-SXM4-80GB": Datasheet(108, 312, 19.5, 2039, 300, 163),
-    "NVIDIA A100-PCIE-40GB": Datasheet(108, 312, 19.5, 1555, 32, 163),
-    "NVIDIA A100 80GB PCIe": Datasheet(108, 312, 19.5, 1935, 32, 163),
-    "NVIDIA A800-SXM4-80GB": Datasheet(108, 312, 19.5, 2039, 200, 163),
-    "NVIDIA L40S": Datasheet(142, 362, 91.6, 864, 32, 99),
-    "NVIDIA L4": Datasheet(58, 121, 30.3, 300, 32, 99),
-    "NVIDIA A40": Datasheet(84, 149.7, 37.4, 696, 32, 99),
-    "NVIDIA A10": Datasheet(72, 125, 31.2, 600, 32, 99),
-    "NVIDIA GeForce RTX 4090": Datasheet(128, 165.2, 82.6, 1008, 32, 99),
-    "NVIDIA GeForce RTX 5090": Datasheet(170, 209.5, 104.8, 1792, 64, 99),
-    "AMD Instinct MI300X": Datasheet(304, 1307, 163.4, 5300, 448, 64),
+    "NVIDIA H200": Datasheet(132, 989, 67, 4800, 450, 227, "Hopper"),
+    "NVIDIA H100 80GB HBM3": Datasheet(132, 989, 67, 3350, 450, 227, "Hopper"),
+    "NVIDIA H100 NVL": Datasheet(132, 835, 60, 3900, 64, 227, "Hopper"),
+    "NVIDIA H100 PCIe": Datasheet(114, 756, 51, 2000, 64, 227, "Hopper"),
+    "NVIDIA H800": Datasheet(132, 989, 67, 3350, 200, 227, "Hopper"),
+    "NVIDIA H20": Datasheet(78, 148, 44, 4000, 450, 227, "Hopper"),
+    "NVIDIA GH200 480GB": Datasheet(132, 989, 67, 4000, 450, 227, "Hopper"),
+    "NVIDIA B200": Datasheet(148, 2250, 75, 8000, 900, 227, "Blackwell"),
+    "NVIDIA A100-SXM4-40GB": Datasheet(108, 312, 19.5, 1555, 300, 163, "Ampere"),
+    "NVIDIA A100-SXM4-80GB": Datasheet(108, 312, 19.5, 2039, 300, 163, "Ampere"),
+    "NVIDIA A100-PCIE-40GB": Datasheet(108, 312, 19.5, 1555, 32, 163, "Ampere"),
+    "NVIDIA A100 80GB PCIe": Datasheet(108, 312, 19.5, 1935, 32, 163, "Ampere"),
+    "NVIDIA A800-SXM4-80GB": Datasheet(108, 312, 19.5, 2039, 200, 163, "Ampere"),
+    "NVIDIA L40S": Datasheet(142, 362, 91.6, 864, 32, 99, "Ada"),
+    "NVIDIA L4": Datasheet(58, 121, 30.3, 300, 32, 99, "Ada"),
+    "NVIDIA A40": Datasheet(84, 149.7, 37.4, 696, 32, 99, "Ampere"),
+    "NVIDIA A10": Datasheet(72, 125, 31.2, 600, 32, 99, "Ampere"),
+    "NVIDIA GeForce RTX 4090": Datasheet(128, 165.2, 82.6, 1008, 32, 99, "Ada"),
+    "NVIDIA GeForce RTX 5090": Datasheet(170, 209.5, 104.8, 1792, 64, 99, "Blackwell"),
+    "AMD Instinct MI300X": Datasheet(304, 1307, 163.4, 5300, 448, 64, "CDNA 3"),
 }
 """By the name that ``torch.cuda.get_device_name`` returns."""

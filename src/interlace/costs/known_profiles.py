@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib.resources
 import json
+import math
 import re
 import warnings
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 
 from interlace.cache_folder import cache_folder, is_own, write_whole
 from interlace.costs.corrections import Corrections
-from interlace.costs.datasheets import DATASHEETS
+from interlace.costs.datasheets import DATASHEETS, Datasheet
 from interlace.costs.network import parse_network
 from interlace.costs.time import MachineProfile, ProductRates
 from interlace.errors import ConfigError
@@ -43,10 +44,11 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
     """Return the profile of a GPU: what ``interlace tune machine`` has measured for this user, else
     the one that is shipped, else a guess.
 
-    The guess is the profile of the NVIDIA H200, whose rates of products, memory and links are
-    scaled as the makers' data sheets are to one another; of a GPU whose data sheet is not known,
-    products alone, by the number of processors. Times that are no rates stay as they are, so it
-    ranks implementations rather than times them.
+    The guess is the profile of the measured GPU that is most alike by the makers' data sheets,
+    whose rates of products, memory and links are scaled as the data sheets are to one another; for
+    a GPU whose data sheet is not known it is the NVIDIA H200's, and products alone are scaled, by
+    the number of processors. Times that are no rates stay as they are, so a guess ranks
+    implementations rather than times them.
 
     Args:
         gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
@@ -62,10 +64,11 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
 
 
 def _guess(gpu: str, processors: int) -> MachineProfile:
-    """Return the profile of the model, scaled to another GPU."""
-    model = shipped_profile(_MODEL)
+    """Return the profile of a measured GPU, scaled to another one."""
+    datasheet = DATASHEETS.get(gpu)
+    name = _MODEL if datasheet is None else _most_alike(datasheet)
+    model, known = shipped_profile(name), DATASHEETS[name]
     assert model is not None
-    datasheet, known = DATASHEETS.get(gpu), DATASHEETS[_MODEL]
     flops = float32_flops = processors / model.processors
     memory = links = 1.0
     basis = f"with {processors} of {model.processors} processors"
@@ -92,7 +95,26 @@ def _guess(gpu: str, processors: int) -> MachineProfile:
         link_bytes_per_s=model.link_bytes_per_s * links,
         corrections={},
         is_guess=True,
+        is_alike=datasheet is not None and datasheet.architecture == known.architecture,
     )
+
+
+def _most_alike(datasheet: Datasheet) -> str:
+    """Return the name of the measured GPU whose data sheet is most like another one's: of the same
+    architecture if there is one, and with the nearest rates.
+    """
+
+    def unlikeness(name: str) -> tuple[bool, float]:
+        other = DATASHEETS[name]
+        rates = (
+            (datasheet.tera_flops, other.tera_flops),
+            (datasheet.memory_gigabytes, other.memory_gigabytes),
+            (datasheet.link_gigabytes, other.link_gigabytes),
+        )
+        distance = math.fsum(abs(math.log(one / another)) for one, another in rates)
+        return datasheet.architecture != other.architecture, distance
+
+    return min((name for name in profiled_gpus() if name in DATASHEETS), key=unlikeness)
 
 
 @functools.cache
@@ -103,7 +125,7 @@ def shipped_profile(gpu: str) -> MachineProfile | None:
 
 
 _MODEL = "NVIDIA H200"
-"""The GPU after whose profile those of unknown GPUs are guessed."""
+"""The GPU after whose profile those of GPUs without a data sheet are guessed."""
 
 
 def adopt(profile: MachineProfile) -> None:

@@ -35,8 +35,10 @@ _K_STEP = 64
 """A tile's K is rounded up to this many elements, in the library's kernels and in ours."""
 
 
-_MARGIN, _GUESS_MARGIN = 0.03, 0.15
-"""The fraction that the times of measured profiles, and of guessed ones, are often wrong by."""
+_MARGIN, _ALIKE_MARGIN, _GUESS_MARGIN = 0.03, 0.08, 0.15
+"""The fraction that the times of measured profiles, of guesses from a GPU of the same architecture,
+and of other guesses are often wrong by.
+"""
 
 _ERROR, _GUESS_ERROR = 1.5, 3.0
 """The factor that they are seldom wrong by."""
@@ -133,6 +135,7 @@ class MachineProfile:
         corrections: what measured calls of 16-bit operands say beside the compositions, by
             operator.
         is_guess: whether the figures are another GPU's, scaled.
+        is_alike: of a guess, whether that GPU has the same architecture.
         network: the network between nodes; None where none was measured.
     """
 
@@ -148,6 +151,7 @@ class MachineProfile:
     corrections: Mapping[str, Corrections] = dataclasses.field(default_factory=dict)
     results: Sequence[str] = ()
     is_guess: bool = False
+    is_alike: bool = False
     network: NetworkRates | None = None
 
     @property
@@ -156,7 +160,9 @@ class MachineProfile:
 
         A pair that is taken without need costs less than a pair that is missed.
         """
-        return _GUESS_MARGIN if self.is_guess else _MARGIN
+        if not self.is_guess:
+            return _MARGIN
+        return _ALIKE_MARGIN if self.is_alike else _GUESS_MARGIN
 
     @property
     def worst_error(self) -> float:

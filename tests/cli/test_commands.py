@@ -82,7 +82,9 @@ def test_explain_guesses_by_data_sheets() -> None:
         for done in (slow, fast)
     ]
     assert links[0] == pytest.approx(200 / 64 * links[1], rel=0.02)
-    assert "a guess: NVIDIA H100 80GB HBM3's, scaled by both data sheets" in " ".join(slow.output.split())
+    assert "a guess: NVIDIA H100 80GB HBM3's, scaled by both data sheets" in " ".join(
+        slow.output.split()
+    )
     assert run("explain", *shape, "--gpu", "NVIDIA L4").exit_code == 0
 
 

@@ -203,14 +203,13 @@ def compare_with_all_to_all(
         ]
         # The first ones make whatever is made once. The slowest rank counts in each sample.
         of_ranks = group.exchange(_NAME, samples[1:])
-        slowest_us = [
-            [max(float(us) for us in of_sample) for of_sample in zip(*of_way, strict=True)]
-            for of_way in zip(*(zip(*each, strict=True) for each in of_ranks), strict=True)
-        ]
-        slices_us, all_to_all_us = slowest_us
+        slices_us, all_to_all_us = (
+            [max(float(samples[number][way]) for samples in of_ranks) for number in range(_SAMPLES)]
+            for way in range(2)
+        )
         exchanges.append(ExchangeTime(nbytes, 1, statistics.median(slices_us)))
         collectives.append(ExchangeTime(part * remote, 1, statistics.median(all_to_all_us)))
-        ratios = [one / other for one, other in zip(slices_us, all_to_all_us, strict=True)]
+        ratios = [us / all_to_all_us[number] for number, us in enumerate(slices_us)]
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         spreads.append((high - low) / 2 / middle)
         advance()

@@ -300,6 +300,17 @@ def test_shipped_profiles_are_what_the_results_say(shipped: MachineProfile) -> N
     assert factors[0] == pytest.approx(factors[1], rel=0.02)
 
 
+def test_calls_of_two_ranks_say_nothing_of_further_peers() -> None:
+    """What a further peer costs stays as it is known where no call shows it."""
+    documents = [json.loads((RESULTS / name).read_text()) for name in SHIPPED[1].results]
+    points = profile_fit.points_of(documents)
+    assert {point.call.size[-1] for point in points} == {2}
+    known = H200.compositions["gemm_all_reduce"]["fused"]["peers"]
+    fitted = profile_fit.fit(H200, points)["gemm_all_reduce"]["fused"]
+    assert fitted["peers"] == known > 1
+    assert fitted["fixed"] != H200.compositions["gemm_all_reduce"]["fused"]["fixed"]
+
+
 def test_parsing_is_the_inverse_of_writing() -> None:
     profile = parse_profile(json.dumps(dataclasses.asdict(H200)))
     assert isinstance(profile, MachineProfile)

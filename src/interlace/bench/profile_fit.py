@@ -141,7 +141,8 @@ Compositions = dict[str, dict[str, dict[str, float]]]
 def fit(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
     """Return the compositions that explain the points best, by operator and implementation.
 
-    Factors are not negative, and the mean square of the logarithms' differences is least.
+    Factors are not negative, and the mean square of the logarithms' differences is least. Those of
+    parts that no point has are the profile's.
     """
     grouped: dict[tuple[str, str], list[Point]] = defaultdict(list)
     for point in points:
@@ -149,7 +150,8 @@ def fit(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
     compositions: Compositions = defaultdict(dict)
     for (operator, implementation), points_of_one in sorted(grouped.items()):
         if len(points_of_one) >= _LEAST_POINTS:
-            compositions[operator][implementation] = _composition(profile, points_of_one)
+            known = profile.compositions.get(operator, {}).get(implementation, {})
+            compositions[operator][implementation] = _composition(profile, points_of_one, known)
     return dict(compositions)
 
 
@@ -255,7 +257,15 @@ def _weights(ratios: Mapping[TimedCall, float]) -> list[float]:
     return [round(float(weight), 4) for weight in weights]
 
 
-def _composition(profile: MachineProfile, points: Sequence[Point]) -> dict[str, float]:
+def _composition(
+    profile: MachineProfile, points: Sequence[Point], known: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the factors of one implementation's parts.
+
+    Args:
+        known: The factors that are known, of which those count whose part no point has: calls of
+            two ranks do not show what a further peer costs.
+    """
     parts = [
         point.call.parts_us(profile, point.operator, point.schedule, point.tile) for point in points
     ]
@@ -269,11 +279,13 @@ def _composition(profile: MachineProfile, points: Sequence[Point]) -> dict[str, 
         weights = 1 / np.sqrt(predicted * measured)
         factors = least_squares(matrix * weights[:, None], measured * weights)
         predicted = np.maximum(matrix @ factors, measured * _LEAST_RATIO)
-    return {
+    fitted_factors = {
         name: float(f"{factor:.4g}")
         for name, factor in zip(names, factors, strict=True)
         if factor > _NEGLIGIBLE
     }
+    unseen = [name for name, column in zip(names, matrix.T, strict=True) if not column.any()]
+    return {name: known[name] for name in unseen if name in known} | fitted_factors
 
 
 def least_squares(

@@ -102,7 +102,7 @@ def test_tokens_that_share_a_narrow_weight_find_no_configuration_for_a_wide_one(
 
 
 @pytest.mark.parametrize("itemsize", [2, 4])
-@pytest.mark.parametrize("tokens", [2, 8, 9, 16, 17, 64, 1000])
+@pytest.mark.parametrize("tokens", [2, 8, 9, 16, 17, 32, 64, 1000])
 @pytest.mark.parametrize("rows", [1, 2112, 2113, 1 << 20])
 def test_default_configurations_fit_the_shared_memory_of_small_gpus(tokens, rows, itemsize):
     config = default_config(tokens=tokens, rows=rows, world_size=2, itemsize=itemsize)

@@ -115,18 +115,19 @@ def default_config(
         return GemvAllReduceConfig(
             "one_shot", block_n=block_n, block_k=1024 // itemsize, num_warps=1
         )
-    fits_one_shot = tokens * rows * max(1, world_size - 1) <= _ONE_SHOT_WORDS
-    if tokens > _MOST_TOKENS_OF_NARROW_TILES or not fits_one_shot:
-        protocol = "one_shot" if fits_one_shot else "two_phase"
-        return GemvAllReduceConfig(protocol, block_n=64, block_k=256 // itemsize, num_stages=3)
+    if tokens * rows * max(1, world_size - 1) > _ONE_SHOT_WORDS:
+        return GemvAllReduceConfig("two_phase", block_n=64, block_k=256 // itemsize, num_stages=3)
     # Narrow tiles of one warp read the weight fastest (decision 0005). The tokens are read again
-    # for each tile, so more of them need wider tiles, where there are rows for these.
+    # for each tile, so more of them need wider tiles, where there are rows for these. Elements of
+    # four bytes are multiplied without tensor cores, for which a warp may be too little.
     is_one_wave = rows <= _NARROW_TILE * _PROCESSORS
-    is_wide = tokens > 8 and not is_one_wave
+    most_tokens = _MOST_TOKENS_OF_NARROW_TILES * (2 if is_one_wave else 1)
+    if tokens > most_tokens or itemsize > 2:
+        return GemvAllReduceConfig("one_shot", block_n=32, block_k=256 // itemsize, num_stages=3)
     return GemvAllReduceConfig(
         "one_shot",
-        block_n=2 * _NARROW_TILE if is_wide else _NARROW_TILE,
+        block_n=_NARROW_TILE if tokens <= 8 or is_one_wave else 2 * _NARROW_TILE,
         block_k=512 // itemsize,
-        num_warps=2 if tokens > 8 else 1,
-        num_stages=5 if is_one_wave else 4,
+        num_warps=1 if tokens <= 8 else 2,
+        num_stages=5 if is_one_wave and tokens <= 16 else 4,
     )

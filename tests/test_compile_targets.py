@@ -476,6 +476,7 @@ def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce("fp32", 4, 1, 512, False, 1, ONE_TILE=False, WORLD_SIZE=3)
     yield _gemv_all_reduce("fp16", 32, 16, 128, False, 2, ONE_TILE=True, WORLD_SIZE=2)
     yield _gemv_all_reduce("bf16", 16, 4, 128, True, 2, ONE_TILE=True, WORLD_SIZE=2)
+    yield _gemv_all_reduce("bf16", 16, 8, 256, False, 2, ONE_TILE=True, WORLD_SIZE=2, num_warps=1)
     yield _gemv_all_reduce(
         "bf16", 32, 2, 128, True, 2, ONE_TILE=False, WORLD_SIZE=1, bias=None
     )  # fmt: skip

@@ -87,7 +87,7 @@ def gradient(
         elements = dense_bounds(rows, widths)
         values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
         strides, starts = list(widths), [start * table_dtype.itemsize for start in elements[:-1]]
-    implementation = call.implementation(call.group)
+    implementation = call.implementation()
     if implementation != "fused":
         grad = exchange(call, grad)
         if implementation == "unfused" and not sparse:
@@ -127,7 +127,7 @@ def update(
     """Update this rank's tables, and Adagrad's states, in place. Collective."""
     rows = [weight.shape[0] for weight in call.weights]
     config, lookups = call.chosen(), None
-    if call.implementation(call.group) != "fused":
+    if call.implementation() != "fused":
         call, grad = call.without_peers(), exchange(call, grad)
     elif call.group.spans_nodes:
         grad, lookups, is_valid = _receive(call, grad, rows, config)

@@ -13,7 +13,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, triton_dtype
 from interlace.comm.outputs import Destination
 from interlace.comm.slices import Message, SliceQueue, Step, Trigger
-from interlace.operators.embedding_all_to_all import network_choice, record
+from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.launch import Call, forward_records, lanes_of
 from interlace.operators.embedding_all_to_all.layout import Layout
@@ -90,7 +90,7 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
         cut = Cut(layout, itemsize, config.slice_blocks * config.block_bags)
     else:
         # A tuned configuration may differ between ranks, so it says nothing about slices.
-        cut = Cut.of(layout, itemsize, network_choice.plan_of(call, group).slices)
+        cut = Cut.of(layout, itemsize, call.plan.slices)
     shape = [layout.samples(call.rank), layout.columns]
     output = group.outputs.take(layout.chunk * layout.columns * itemsize)
     y = output.tensor(shape, call.dtype, group.device)

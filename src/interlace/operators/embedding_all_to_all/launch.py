@@ -106,6 +106,11 @@ class Call:
             return solo_group(group_named(self.group_name, self.indices.device).device)
         return group_named(self.group_name, self.indices.device)
 
+    @functools.cached_property
+    def plan(self) -> network_choice.Plan:
+        """Return what all ranks run between nodes. Collective in the first call of a kind."""
+        return network_choice.plan_of(self, self.group)
+
     @property
     def table_dtype(self) -> torch.dtype:
         return self.weights[0].dtype if self.weights else self.dtype
@@ -128,7 +133,7 @@ class Call:
         layout = Layout((self.layout.widths[self.rank],), self.layout.batch)
         return dataclasses.replace(self, layout=layout, rank=0, impl="fused", alone=True)
 
-    def implementation(self, group: Group) -> str:
+    def implementation(self) -> str:
         """Return the implementation that runs: the one that was asked for, or that of ``"auto"``.
 
         Collective in the first call of a kind by ``"auto"`` between nodes.
@@ -137,9 +142,9 @@ class Call:
             ArgumentError: The kernels were asked for between nodes, and take fewer ranks.
         """
         if self.impl == "auto":
-            return network_choice.plan_of(self, group).impl if group.spans_nodes else "fused"
+            return self.plan.impl if self.group.spans_nodes else "fused"
         is_too_large = self.layout.world_size > record.MAX_RANKS
-        if self.impl == "fused" and group.spans_nodes and is_too_large:
+        if self.impl == "fused" and self.group.spans_nodes and is_too_large:
             raise ArgumentError(
                 f"{OPERATOR}: impl={self.impl!r} must have at most {record.MAX_RANKS} ranks; got "
                 f"{self.layout.world_size}. Take impl='auto', 'pooled' or 'unfused'."
@@ -188,7 +193,7 @@ def run(call: Call, check: bool) -> torch.Tensor:
     shape = [layout.samples(call.rank), layout.columns]
     if layout.batch == 0 or layout.columns == 0:
         return call.indices.new_empty(shape, dtype=call.dtype)
-    implementation = call.implementation(group)
+    implementation = call.implementation()
     if implementation != "fused":
         samples = [layout.samples(rank) for rank in range(layout.world_size)]
         pooled = (

@@ -145,6 +145,14 @@ def test_what_is_doubtful() -> None:
     assert autotune.doubtful(times, predicted) == {"chunked"}
 
 
+def test_a_pair_wins_ties() -> None:
+    """Two measurements of one call differ by as much as a percent."""
+    operator = operator_named("gemm_all_reduce")
+    times = {"chunked": 99.5, "two_shot": 100.0, "unfused": 101.0, "fused": 98.0}
+    assert autotune.in_order(operator, times) == ["fused", "two_shot", "chunked", "unfused"]
+    assert autotune.in_order(operator, {**times, "fused": 99.2})[0] == "two_shot"
+
+
 def test_what_rank_0_remembers_counts(ranks: Any, tmp_path: Path) -> None:
     """Ranks whose memories differ agree: rank 1 has none, and nobody measures."""
     for timed, order, _ in ranks(2).run(_measured, str(tmp_path), [{}, {}], [True, False]):

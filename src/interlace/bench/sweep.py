@@ -12,7 +12,7 @@ from interlace.bench.draws import Draw
 from interlace.bench.roles import is_disturbed
 from interlace.bench.timing import measure
 from interlace.errors import InterlaceError
-from interlace.gemm.autotune import autotune
+from interlace.gemm.autotune import autotune, in_order
 from interlace.registry import operator_matching
 
 _SAMPLES, _GRAPH_US = 5, 600.0
@@ -75,8 +75,8 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _measure_at_first_call(case: products.Case) -> dict[str, float]:
-    """Return the times in microseconds that the first call measures, the shortest first; empty if
-    there is only one implementation worth measuring.
+    """Return the times in microseconds that the first call measures, that of the implementation
+    that it then takes first; empty if there is only one implementation worth measuring.
     """
     before = len(case.owner.cache.measured)
     with autotune():
@@ -84,4 +84,4 @@ def _measure_at_first_call(case: products.Case) -> dict[str, float]:
     times_us: dict[str, float] = {}
     for kind in list(case.owner.cache.measured.values())[before:]:
         times_us |= kind.times_us
-    return dict(sorted(times_us.items(), key=lambda item: item[1]))
+    return {name: times_us[name] for name in in_order(case.operator, times_us)}

@@ -221,7 +221,9 @@ class GemmOperator(Operator):
     def _measured_us(
         self, operands: Operands, world_size: int, splits: Splits
     ) -> dict[str, float] | None:
-        """Return the times that were measured for a call, the shortest first; None if none were."""
+        """Return the times that were measured for a call, the one that such a call runs first; None
+        if none were.
+        """
         # Imported here, since that module's own imports lead back to this one.
         from interlace.gemm import autotune
 
@@ -230,7 +232,7 @@ class GemmOperator(Operator):
         times_us = autotune.remembered(autotune.kind_of(self.name, operands, world_size))
         if times_us is None:
             return None
-        return dict(sorted(times_us.items(), key=lambda item: item[1]))
+        return {name: times_us[name] for name in autotune.in_order(self, times_us)}
 
     def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
         """Return the rows that a choice goes by, and whether they are shared out evenly, as far as

@@ -164,6 +164,8 @@ def test_a_guess_from_the_same_architecture_is_trusted_more() -> None:
     assert "NVIDIA H100 80GB HBM3's" in h800.source
     assert "NVIDIA H200's" in b200.source
     assert H200.margin < h800.margin < b200.margin == a100.margin
+    pcie = profile_of("NVIDIA H100 PCIe")
+    assert pcie.margin == b200.margin, "its links are PCIe's"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"gpu": 1}'])

@@ -95,7 +95,10 @@ def _guess(gpu: str, processors: int) -> MachineProfile:
         link_bytes_per_s=model.link_bytes_per_s * links,
         corrections={},
         is_guess=True,
-        is_alike=datasheet is not None and datasheet.architecture == known.architecture,
+        # Cards that PCIe links are of the same architecture, and send in other ways.
+        is_alike=datasheet is not None
+        and datasheet.architecture == known.architecture
+        and 1 / _ALIKE_LINKS < links < _ALIKE_LINKS,
     )
 
 
@@ -123,6 +126,9 @@ def shipped_profile(gpu: str) -> MachineProfile | None:
     file = importlib.resources.files("interlace.costs") / "profiles" / _file_name(gpu)
     return parse_profile(file.read_text(encoding="utf-8")) if file.is_file() else None
 
+
+_ALIKE_LINKS = 4.0
+"""The factor that the links of GPUs that are alike differ by at most."""
 
 _MODEL = "NVIDIA H200"
 """The GPU after whose profile those of GPUs without a data sheet are guessed."""

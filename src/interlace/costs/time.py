@@ -135,7 +135,7 @@ class MachineProfile:
         corrections: what measured calls of 16-bit operands say beside the compositions, by
             operator.
         is_guess: whether the figures are another GPU's, scaled.
-        is_alike: of a guess, whether that GPU has the same architecture.
+        is_alike: of a guess, whether that GPU has the same architecture, and links of a like rate.
         network: the network between nodes; None where none was measured.
     """
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+from unittest import mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.costs.embedding_all_to_all import backward
+from interlace.operators.embedding_all_to_all import gradients_between_nodes, network_choice
 from tests.errors import error_of
 from tests.nodes.groups import process_group_of
 from tests.operators.embedding_all_to_all.calls import Call, run_one
@@ -66,6 +68,34 @@ def _compare(pool, calls, others, kind):
                     assert torch.equal(result, right), call
 
 
+def _in_slices(call, count):
+    """Train between nodes with so many slices of gradients; the tables, and how many were taken."""
+    plan = network_choice.Plan("fused", 2, count)
+    with (
+        process_group_of(2) as process_group,
+        mock.patch.object(network_choice, "plan_of", return_value=plan),
+        mock.patch.object(
+            gradients_between_nodes, "StampedQueue", wraps=gradients_between_nodes.StampedQueue
+        ) as queues,
+    ):
+        tables, _ = train(call, "adagrad", 2, more={"group": process_group})
+        return tables, [len(each.args[3]) for each in queues.call_args_list]
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_any_number_of_slices_gives_the_same_bits(ranks, count):
+    """Of five tables and of one, so that some slices are empty; every lookup of some hits one row,
+    whose runs are those of one slice.
+    """
+    for call in (Call(((3, 1, 4, 1, 5), (9,)), 7), Call(((2, 6), (5, 3)), 9, hot=True, most=40)):
+        whole = ranks(2).run(_trained, [call], "adagrad", 1)
+        for rank, (tables, slices) in enumerate(ranks(2).run(_in_slices, call, count)):
+            assert slices == [count, count], "of two steps"
+            expected, _ = whole[rank][0]
+            assert len(tables) == len(expected)
+            assert all(map(torch.equal, tables, expected))
+
+
 def _counted(calls):
     with process_group_of(2) as process_group:
         traffic = interlace.group_of(process_group).traffic
@@ -99,7 +129,7 @@ def test_bytes_and_messages_are_those_of_the_costs(ranks, world_size):
             cost = backward(
                 rank=rank, widths=call.widths, batch=call.batch, lookups=nothing,
                 distinct_rows=nothing, itemsize=4, gradient_itemsize=call.out.itemsize,
-                push_rows=4, node_of_rank=node_of_rank,
+                push_rows=4, node_of_rank=node_of_rank, slices=2,
             )  # fmt: skip
             assert (nbytes, messages) == (cost.link_bytes, cost.messages), call
             network = sum(

@@ -367,6 +367,27 @@ def test_embeddings_take_slices_where_all_ranks_expect_them_to_be_faster(
             assert f"2 nodes: {expected}, because predicted between 2 nodes over wire: " in said
 
 
+def test_gradients_travel_in_slices_where_updates_take_as_long():
+    """Eight tables a rank, 16384 samples, over sockets: one lookup leaves nothing to hide."""
+    from interlace.operators.embedding_all_to_all import network_choice
+
+    root = Path(__file__).parents[2]
+    network = read_network(root / "src/interlace/costs/networks/two_h200_over_sockets.json")
+    layout = Layout(((128,) * 8, (128,) * 8), 16384)
+
+    def slices(lookups, network):
+        network_choice.gradient_slices.cache_clear()
+        with _profile_with(network):
+            device = torch.device("cuda")
+            return network_choice.gradient_slices(layout, lookups, 4, 4, 2, device)
+
+    assert slices(1, network) == 1
+    assert slices(40, network) == 2
+    assert slices(40, dataclasses.replace(network, spread=0.5)) == 1, "times vary by more"
+    assert slices(40, None) == 1, "none was measured"
+    network_choice.gradient_slices.cache_clear()
+
+
 def test_explain_guesses_a_network_where_none_was_measured():
     """Sixteen thousand samples, eight tables; sizes are all that counts, so nothing is stored."""
     tables = [torch.empty(1, 128, dtype=torch.float16).expand(9, 128)] * 8

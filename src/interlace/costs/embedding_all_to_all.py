@@ -7,6 +7,7 @@ smaller.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from interlace.costs.cost import Cost, NetworkCost
@@ -38,6 +39,24 @@ def samples(batch: int, world_size: int) -> list[int]:
     """Count the samples that each rank owns."""
     chunk = ceil_div(batch, world_size)
     return [max(0, min(chunk, batch - rank * chunk)) for rank in range(world_size)]
+
+
+def cut_tables(widths: Sequence[int], count: int) -> list[int]:
+    """Cut a rank's tables into slices of about as many columns, in order.
+
+    Args:
+        widths: width of each table.
+        count: number of slices; some have no tables if there are fewer tables.
+
+    Returns:
+        The first table of each slice, and the number of tables.
+    """
+    # A table belongs to the slice that its middle column is in.
+    middles = [
+        2 * end - width for end, width in zip(itertools.accumulate(widths), widths, strict=True)
+    ]
+    limits = [2 * sum(widths) * number for number in range(count)]
+    return [sum(middle * count < limit for middle in middles) for limit in limits] + [len(widths)]
 
 
 def floor_link_bytes(*, widths: Widths, batch: int, rank: int, itemsize: int) -> int:
@@ -286,6 +305,7 @@ def backward(
     row_accesses: int = 1,
     state_bytes: int = 0,
     node_of_rank: Sequence[int] = (),
+    slices: int = 1,
 ) -> Cost:
     """Compute the cost of the fused backward kernel on ``rank``.
 
@@ -300,7 +320,8 @@ def backward(
         row_accesses: accesses per row: 1 for a gradient that is written, 2 for an update in place.
         state_bytes: bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
         node_of_rank: number of each rank's node in a group that spans nodes, where each peer gets
-            one message and its stamp; else empty.
+            its gradients in slices, and a stamp; else empty.
+        slices: number of these slices, each of some of the peer's tables.
     """
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
@@ -315,15 +336,20 @@ def backward(
     if node_of_rank:
         owned = samples(batch, len(widths))[rank] * gradient_itemsize
         sent = {peer: owned * sum(theirs) for peer, theirs in enumerate(widths) if peer != rank}
-        far = [nbytes for peer, nbytes in sent.items() if node_of_rank[peer] != node_of_rank[rank]]
+        messages = {
+            peer: 1 + sum(1 for first, last in itertools.pairwise(cut_tables(widths[peer], slices))
+                          if owned * sum(widths[peer][first:last]))
+            for peer in sent
+        }  # fmt: skip
+        far = [peer for peer in sent if node_of_rank[peer] != node_of_rank[rank]]
         return Cost(
             flops,
             memory_bytes + 2 * sum(sent.values()),
             sum(sent.values()) + peers * STAMP_BYTES,
-            peers + sum(map(bool, sent.values())),
+            sum(messages.values()),
             0,
-            sum(far) + len(far) * STAMP_BYTES,
-            len(far) + sum(map(bool, far)),
+            sum(sent[peer] for peer in far) + len(far) * STAMP_BYTES,
+            sum(messages[peer] for peer in far),
         )
     return Cost(
         flops=flops,

@@ -223,10 +223,11 @@ def void_message(is_valid, landing, ctx, elements, OUT: tl.constexpr):
     """Fill a slice with NaN if its sender made another call, or the group is broken. One program.
 
     **Protocol.** :func:`check_messages` has compared the stamps before, and the slice has arrived,
-    or the group is broken.
+    or the group is broken; ``is_valid`` becomes 0 then, for all work that comes later.
 
     **Example.** Two ranks in different calls: each multiplies NaN instead of the other's rows.
     """
     group = il.join(ctx)
     if (tl.load(is_valid) == 0) | (il.is_broken(group) != 0):
+        tl.store(is_valid, 0)
         il.fill_nan(landing.to(tl.pointer_type(OUT)), elements)

@@ -123,10 +123,13 @@ class StampedQueue:
         """Enqueue the exchanges, by default of all steps, after the kernels that count."""
         self._queue.release(steps)
 
-    def wait(self, number: int) -> None:
+    def wait(self, number: int) -> torch.Tensor:
         """Wait on the current stream for the slices of one step, which was released.
 
         Slices of another call, or in a group that is broken, become NaN.
+
+        Returns:
+            int32 ``[1]`` on the device: 1, or 0 if the slices mean nothing.
         """
         # Stamps are compared before any slice is used: work that passes slices on must not spread
         # those of another call.
@@ -137,6 +140,7 @@ class StampedQueue:
         self._queue.wait(number)
         for message in self._steps[number].arrivals:
             self._void(message.data)()
+        return self._is_valid
 
     def _void(self, landing: torch.Tensor) -> Launch:
         """Return the launch that fills a slice with NaN if it is not valid."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +21,9 @@ from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookup
 from interlace.operators.embedding_all_to_all.tables import alignment, entry, owners_of
 from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense
 from interlace.units import ceil_div, next_power_of_2
+
+if TYPE_CHECKING:
+    from interlace.operators.embedding_all_to_all.gradients_between_nodes import Part
 
 BACKWARD = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
@@ -94,9 +97,6 @@ def gradient(
             store_dense(call, grad, values, rows, trainable)
             return values, empty, torch.empty_like(empty)
         call = call.without_peers()
-    elif call.group.spans_nodes:
-        grad, sorted_lookups, _ = _receive(call, grad, rows, config)
-        call = call.without_peers()
     target = Target(
         update="store",
         by_segment=sparse,
@@ -107,9 +107,13 @@ def gradient(
         rows=rows,
         dtype=table_dtype,
     )
-    if sparse and sorted_lookups is None:
-        sorted_lookups = sort_lookups(call, rows, config.run_lookups)
-    _launch(call, grad, target, config, sorted_lookups)
+    if implementation == "fused" and call.group.spans_nodes:
+        sorted_lookups = _launch_between_nodes(call, grad, target, config, applies=False)
+        call = call.without_peers()
+    else:
+        if sparse:
+            sorted_lookups = sort_lookups(call, rows, config.run_lookups)
+        _launch(call, grad, target, config, sorted_lookups)
     if not sparse or sorted_lookups is None:
         return values, empty, torch.empty_like(empty)
     return values, *_distinct_rows(call, sorted_lookups, rows)
@@ -126,15 +130,9 @@ def update(
 ) -> None:
     """Update this rank's tables, and Adagrad's states, in place. Collective."""
     rows = [weight.shape[0] for weight in call.weights]
-    config, lookups = call.chosen(), None
-    if call.implementation() != "fused":
+    config, implementation = call.chosen(), call.implementation()
+    if implementation != "fused":
         call, grad = call.without_peers(), exchange(call, grad)
-    elif call.group.spans_nodes:
-        grad, lookups, is_valid = _receive(call, grad, rows, config)
-        if is_valid is not None:
-            # Without runs of lookups the kernel updates no row.
-            lookups = dataclasses.replace(lookups, run_count=lookups.run_count * is_valid)
-        call = call.without_peers()
     target = Target(
         update="sgd" if kind == "SGD" else "adagrad",
         by_segment=False,
@@ -151,19 +149,10 @@ def update(
         learning_rate=learning_rate,
         epsilon=epsilon,
     )
-    _launch(call, grad, target, config, lookups)
-
-
-def _receive(
-    call: Call, grad: torch.Tensor, rows: Sequence[int], config: EmbeddingAllToAllConfig
-) -> tuple[torch.Tensor, Sorted, torch.Tensor | None]:
-    """Exchange gradients in a group that spans nodes; see ``gradients_between_nodes.exchange``."""
-    from interlace.operators.embedding_all_to_all import gradients_between_nodes
-
-    call.group.check()
-    return gradients_between_nodes.exchange(
-        call, grad.contiguous(), rows, config.run_lookups, agree(call)
-    )
+    if implementation == "fused" and call.group.spans_nodes:
+        _launch_between_nodes(call, grad, target, config, applies=True)
+    else:
+        _launch(call, grad, target, config, None)
 
 
 def _distinct_rows(
@@ -193,6 +182,7 @@ def _launch(
     target: Target,
     config: EmbeddingAllToAllConfig,
     lookups_by_row: Sorted | None,
+    part: Part | None = None,
 ) -> None:
     group, layout = call.group, call.layout
     group.check()
@@ -202,9 +192,36 @@ def _launch(
         return
     if lookups_by_row is None:
         lookups_by_row = sort_lookups(call, target.rows, config.run_lookups)
-    launch = prepare(group, call, grad.contiguous(), target, config, lookups_by_row, mark)
+    launch = prepare(group, call, grad.contiguous(), target, config, lookups_by_row, mark, part)
     with group.running():
         launch()
+
+
+def _launch_between_nodes(
+    call: Call,
+    grad: torch.Tensor,
+    target: Target,
+    config: EmbeddingAllToAllConfig,
+    applies: bool,
+) -> Sorted:
+    """Exchange gradients in a group that spans nodes, and launch the kernel without peers for each
+    part of them that has arrived; return the sorted lookups. Collective.
+
+    Args:
+        applies: Whether tables are updated.
+    """
+    from interlace.operators.embedding_all_to_all import gradients_between_nodes
+
+    call.group.check()
+    received = gradients_between_nodes.exchange(
+        call, grad.contiguous(), target.rows, config.run_lookups, agree(call), applies
+    )
+    with received as gradients:
+        for part in gradients.parts:
+            if part.gradients.shape[1]:
+                whole = call.without_peers()
+                _launch(whole, part.gradients, target, config, gradients.lookups, part)
+    return gradients.lookups
 
 
 def agree(call: Call) -> int:
@@ -228,10 +245,15 @@ def prepare(
     config: EmbeddingAllToAllConfig,
     lookups_by_row: Sorted,
     mark: int,
+    part: Part | None = None,
 ) -> Launch:
     """Prepare the backward launch for a contiguous ``grad`` ``[samples of this rank, columns]``.
 
     Collective when memory must grow.
+
+    Args:
+        part: The part of this rank's tables whose gradients ``grad`` has, for a call without peers;
+            default: all of them.
     """
     require(group.backend)
     from interlace.operators.embedding_all_to_all.kernels.backward import (
@@ -243,7 +265,7 @@ def prepare(
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, ranks, device = call.layout, call.layout.world_size, call.indices.device
-    entries, align = _records(call, target, grad)
+    entries, align = _records(call, target, grad, 0 if part is None else part.first_column)
     landing = 0
     if ranks > 1:
         # Gradients are used up within the call, so no tensor has to keep the memory that they
@@ -267,6 +289,10 @@ def prepare(
         MAX_PROGRAMS - pushers,
         max(1, ceil_div(lookups, config.block_runs * _TICKET)),
     )
+    # The number of the next run to be drawn comes first.
+    tickets = torch.zeros(record.ARRIVALS + slots, dtype=torch.int32, device=device)
+    if part is not None and part.first_run is not None:
+        tickets[:1].copy_(part.first_run)
     arguments = {
         "tables": on_device(group, entries),
         "owners": on_device(group, owners_of(layout)),
@@ -277,8 +303,8 @@ def prepare(
         "run_bags": lookups_by_row.run_bags,
         "run_keys": lookups_by_row.run_keys,
         "run_segments": lookups_by_row.run_segments,
-        "run_count": lookups_by_row.run_count,
-        "tickets": torch.zeros(record.ARRIVALS + slots, dtype=torch.int32, device=device),
+        "run_count": lookups_by_row.run_count if part is None else part.end_run,
+        "tickets": tickets,
         "partials": torch.empty(slots * width, dtype=torch.float32, device=device),
         "gradient": grad.data_ptr(),
         "landing": landing,
@@ -290,7 +316,7 @@ def prepare(
         "call": mark,
         "B": layout.batch,
         "chunk": layout.chunk,
-        "column_groups": layout.columns // align,
+        "column_groups": grad.shape[1] // align,
         "landing_groups": max(layout.rank_columns) // align,
         "max_tables": layout.most_tables,
         "learning_rate": target.learning_rate,
@@ -309,14 +335,20 @@ def prepare(
     }
     if config.update_registers:
         constants["maxnreg"] = config.update_registers
-    keep = (grad, lookups_by_row)
+    keep = (grad, lookups_by_row, part)
     return Launch(embedding_all_to_all_backward, (pushers + updaters,), arguments, constants, keep)
 
 
-def _records(call: Call, target: Target, grad: torch.Tensor) -> tuple[list[tuple[int, ...]], int]:
-    """Return this rank's table records, and the alignment of all vectors in elements."""
+def _records(
+    call: Call, target: Target, grad: torch.Tensor, first_column: int
+) -> tuple[list[tuple[int, ...]], int]:
+    """Return this rank's table records, and the alignment of all vectors in elements.
+
+    Args:
+        first_column: The column of this rank's tables at which ``grad`` begins.
+    """
     layout, rank = call.layout, call.rank
-    first, widths = layout.first_column(rank), layout.widths[rank]
+    first, widths = layout.first_column(rank) - first_column, layout.widths[rank]
     rows = [
         entry(
             width=width, column=first + column, own_column=column,

@@ -9,8 +9,10 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.copies import has_single_queue, supports_triggers
+from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
     BESIDE_POOLING,
+    backward,
     floor_memory_bytes,
     fused_between_nodes,
     stock_between_nodes,
@@ -33,6 +35,11 @@ if TYPE_CHECKING:
     from interlace.operators.embedding_all_to_all.launch import Call
 
 
+_MOST_GRADIENT_SLICES = 2
+"""With two, half of the update is hidden, and the network's kernel for the second slice should
+begin before the first update fills the processors. No number has been timed.
+"""
+
 _GUESS_MARGIN = 0.1
 """The fraction by which slices must be below the whole exchange over a network that is guessed."""
 
@@ -43,10 +50,12 @@ class Plan(NamedTuple):
     Attributes:
         impl: What ``"auto"`` runs, ``"fused"`` or ``"pooled"``.
         slices: Number of slices of ``"fused"``, also where its name was given.
+        gradient_slices: Number of slices of its backward pass.
     """
 
     impl: str
     slices: int
+    gradient_slices: int = 1
 
 
 @functools.lru_cache(maxsize=256)
@@ -129,12 +138,67 @@ def plan_by(times: NetworkTimes | None) -> Plan:
     takes less, as it pools more slowly than our kernel.
     """
     if times is None:
-        return Plan("pooled", 2)
+        return Plan("pooled", 2, 2)
     slices = times.predictions.get("fused")
     if slices is None:
         return Plan("pooled", 1)
     limit_us = times.predictions["pooled"].us * (1 - times.margin)
     return Plan("fused" if slices.us < limit_us else "pooled", slices.slices)
+
+
+@functools.lru_cache(maxsize=256)
+def gradient_slices(
+    layout: Layout,
+    pooling_factor: int,
+    itemsize: int,
+    output_itemsize: int,
+    nodes: int,
+    device: torch.device,
+) -> int:
+    """Return the number of slices in which gradients travel, by the predicted times of the rank
+    that has most columns; 1 where no network was measured.
+
+    A slice's tables are updated while the next one travels: the same as a computation whose slices
+    leave, the other way round. Most rows are taken to be looked up once.
+
+    Args:
+        layout, pooling_factor, itemsize, output_itemsize, nodes: As of
+            :func:`times_between_nodes`.
+        device: The GPU.
+    """
+    profile = profile_on(device)
+    if profile is None or profile.network is None:
+        return 1
+    rank = layout.rank_columns.index(max(layout.rank_columns))
+    node_of_rank = even_nodes(layout.world_size, nodes)
+    vectors = pooling_factor * layout.batch * layout.rank_columns[rank]
+    rate = profile.product.memory_bytes_per_s
+    # A gradient is read for every lookup, and the row that it changes is read and written.
+    update_us = profile.product.launch_us + 1e6 * vectors * (output_itemsize + 2 * itemsize) / rate
+
+    def cost_of(slices: int) -> NetworkCost:
+        cost = backward(
+            rank=rank,
+            widths=layout.widths,
+            batch=layout.batch,
+            lookups=[0] * len(layout.widths[rank]),
+            distinct_rows=[0] * len(layout.widths[rank]),
+            itemsize=itemsize,
+            gradient_itemsize=output_itemsize,
+            push_rows=1,
+            node_of_rank=node_of_rank,
+            slices=slices,
+        )
+        return NetworkCost(cost.network_bytes, cost.network_messages, slices)
+
+    whole, cut = (
+        best_in_slices(
+            profile.network, lambda _: update_us, cost_of, rate, BESIDE_POOLING, most_slices
+        )
+        for most_slices in (1, _MOST_GRADIENT_SLICES)
+    )
+    gain = 1 - profile.network.margin(profile.margin)
+    return cut.slices if cut.us < gain * whole.us else 1
 
 
 @functools.cache
@@ -162,7 +226,10 @@ def plan_of(call: Call, group: Group) -> Plan:
     itemsize = call.table_dtype.itemsize if tables else 0
     kind = (OPERATOR, layout, call.dtype)
     most = group.agreement.largest(OPERATOR, (*kind, "lookups"), (lookups, itemsize))
-    plan = plan_by(times_between_nodes(layout, *most, call.dtype.itemsize, group.nodes, device))
+    sizes = (layout, *most, call.dtype.itemsize, group.nodes, device)
+    plan = plan_by(times_between_nodes(*sizes))
     stays_whole = int(plan.impl == "pooled" or not _can_send_slices(group.device))
-    answers = group.agreement.largest(OPERATOR, (*kind, "slices"), (stays_whole, -plan.slices))
-    return Plan("pooled" if answers[0] else "fused", -answers[1])
+    answers = group.agreement.largest(
+        OPERATOR, (*kind, "slices"), (stays_whole, -plan.slices, -gradient_slices(*sizes))
+    )
+    return Plan("pooled" if answers[0] else "fused", -answers[1], -answers[2])

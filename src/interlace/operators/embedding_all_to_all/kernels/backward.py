@@ -93,7 +93,8 @@ def embedding_all_to_all_backward(
     ``RUNS.lookups``. Which program draws which runs is left to chance (``tickets``), but a run's
     sum is in the order of its lookups, and a segment's in the order of its runs: the result is the
     same bit by bit. The program that completes a segment of several runs adds their ``partials``
-    and applies the sum.
+    and applies the sum. A launch without peers may be of some tables only: ``tickets`` begins with
+    the number of their first run then, and ``run_count`` is that of the run behind their last.
 
     **Protocol.**
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import interlace
 from interlace.comm.copies import stream_waits_for
 from interlace.comm.unblocked import writer
 from interlace.errors import PeerTimeoutError
+from interlace.operators.embedding_all_to_all import network_choice
 from interlace.testing.cases import between_nodes, every_case
 from interlace.testing.cases.products import ProductCase
 from tests.nodes.groups import process_group_of
@@ -66,6 +68,24 @@ def test_every_operator(ranks: Any, world_size: int, operator: str) -> None:
     results = ranks(world_size).run(_every_case, operator, 2, timeout_s=_TIMEOUT_S)
     for count, wrong in results:
         assert count
+        assert wrong == []
+
+
+def _with_slices_of_gradients(count: int) -> tuple[int, list[str]]:
+    """Make every call of embeddings as if so many slices of gradients were predicted to be best."""
+    plan_of = network_choice.plan_of
+
+    def in_slices(call: Any, group: Any) -> network_choice.Plan:
+        return plan_of(call, group)._replace(gradient_slices=count)
+
+    with mock.patch.object(network_choice, "plan_of", in_slices):
+        return _every_case("embedding_all_to_all", 2)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_slices_of_gradients(ranks: Any, count: int) -> None:
+    for cases, wrong in ranks(2).run(_with_slices_of_gradients, count, timeout_s=_TIMEOUT_S):
+        assert cases
         assert wrong == []
 
 

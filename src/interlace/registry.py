@@ -15,7 +15,7 @@ import abc
 import dataclasses
 import importlib
 import importlib.metadata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -190,6 +190,10 @@ class Operator(abc.ABC):
         ``"unfused"`` always is, also where an operator leaves it to the unchanged program.
         """
         return name == "unfused" or self.implementation(name).is_stock
+
+    def pairs_among(self, names: Iterable[str]) -> set[str]:
+        """Return the names of those implementations that are such pairs."""
+        return {name for name in names if self.is_pair(name)}
 
     def refusal(self, name: str, terms: Any) -> str | None:
         """Return what a call must have for an implementation and has not, or None."""

@@ -43,9 +43,6 @@ def profile_from(
     machine = dataclasses.replace(machine, is_guess=False)
     points = profile_fit.points_of([{"results": results}])
     scaled = profile_fit.scaled(machine, points, _TRUSTED)
-    compositions = {
-        operator: {**known, **scaled.get(operator, {})}
-        for operator, known in machine.compositions.items()
-    }
+    compositions = profile_fit.merged(machine.compositions, scaled)
     composed = dataclasses.replace(machine, compositions=compositions)
     return dataclasses.replace(composed, corrections=profile_fit.corrections_of(composed, points))

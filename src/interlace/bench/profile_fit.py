@@ -165,12 +165,12 @@ def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
         by_itemsize[point.call.itemsize].append(point)
     wide = dataclasses.replace(
         profile,
-        compositions=_merged(profile.compositions, fit(profile, by_itemsize[2])),
+        compositions=merged(profile.compositions, fit(profile, by_itemsize[2])),
         other_compositions={},
         corrections={},
     )
     by_size = {
-        str(itemsize): _merged(scaled(wide, points_of_size), fit(profile, points_of_size))
+        str(itemsize): merged(scaled(wide, points_of_size), fit(profile, points_of_size))
         for itemsize, points_of_size in sorted(by_itemsize.items())
         if itemsize != 2
     }
@@ -179,7 +179,7 @@ def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
     return dataclasses.replace(composed, corrections=corrections_of(composed, by_itemsize[2]))
 
 
-def _merged(
+def merged(
     first: Mapping[str, Mapping[str, Mapping[str, float]]], second: Compositions
 ) -> Compositions:
     """Return the compositions of both, those of ``second`` where both have one."""
@@ -352,8 +352,7 @@ def predicted_fastest(profile: MachineProfile, points: Iterable[Point]) -> Point
         return None
     declaration = operators()[next(iter(known.values()))[1].operator]
     times_us = {name: us for name, (us, _) in known.items()}
-    pairs = {name for name in known if declaration.is_pair(name)}
-    return known[profile.in_order(times_us, pairs)[0]][1]
+    return known[profile.in_order(times_us, declaration.pairs_among(known))[0]][1]
 
 
 def errors(profile: MachineProfile, points: Iterable[Point]) -> list[float]:

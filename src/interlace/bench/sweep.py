@@ -12,7 +12,7 @@ from interlace.bench.draws import Draw
 from interlace.bench.roles import is_disturbed
 from interlace.bench.timing import measure
 from interlace.errors import InterlaceError
-from interlace.gemm.autotune import autotune, in_order
+from interlace.gemm.autotune import autotune, in_measured_order
 from interlace.registry import operator_matching
 
 _SAMPLES, _GRAPH_US = 5, 600.0
@@ -84,4 +84,4 @@ def _measure_at_first_call(case: products.Case) -> dict[str, float]:
     times_us: dict[str, float] = {}
     for kind in list(case.owner.cache.measured.values())[before:]:
         times_us |= kind.times_us
-    return {name: times_us[name] for name in in_order(case.operator, times_us)}
+    return {name: times_us[name] for name in in_measured_order(case.operator, times_us)}

@@ -117,6 +117,20 @@ class ProductRates:
     own_float32_flops_per_s: float
 
 
+def in_order(times_us: Mapping[str, float], pairs: Collection[str], margin: float) -> list[str]:
+    """Return implementations by their times, the shortest first, where a pair comes before what is
+    hardly shorter.
+
+    Args:
+        times_us: times by implementation.
+        pairs: names of those that are stock pairs.
+        margin: the fraction by which others must be shorter.
+    """
+    return sorted(
+        times_us, key=lambda name: times_us[name] * (1 - margin if name in pairs else 1.0)
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class MachineProfile:
     """A GPU, its links, and how implementations compose the times of both.
@@ -170,17 +184,8 @@ class MachineProfile:
         return _GUESS_ERROR if self.is_guess else _ERROR
 
     def in_order(self, times_us: Mapping[str, float], pairs: Collection[str]) -> list[str]:
-        """Return implementations by their predicted times, the shortest first, where a pair comes
-        before what is hardly shorter.
-
-        Args:
-            times_us: predicted times by implementation.
-            pairs: names of those that are stock pairs.
-        """
-        return sorted(
-            times_us,
-            key=lambda name: times_us[name] * (1 - self.margin if name in pairs else 1.0),
-        )
+        """Return implementations in the order of their predicted times; see :func:`in_order`."""
+        return in_order(times_us, pairs, self.margin)
 
     def tile_us(self, block_m: int, block_n: int, inner: int, flops_per_s: float) -> float:
         """Return how long a processor takes for one tile of a product, in microseconds.

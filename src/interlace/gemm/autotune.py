@@ -17,6 +17,7 @@ from interlace.cache_folder import cache_folder
 from interlace.comm import inductor_graphs
 from interlace.comm.identity import identity
 from interlace.comm.machine_rates import sets_past_cache
+from interlace.costs.time import in_order
 from interlace.errors import PeerTimeoutError, RankMismatchError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.operands import Operands
@@ -197,17 +198,15 @@ def measured(
             times_us = measure(call, near, predicted_us)
         if call.group.rank == 0:
             _memory().write(kind, times_us)
-    names = in_order(call.operator, times_us)
+    names = in_measured_order(call.operator, times_us)
     places = {name: place for place, name in enumerate(names)}
     order = sorted(candidates, key=lambda candidate: places.get(candidate.name, len(places)))
     return Measured(tuple(order), times_us)
 
 
-def in_order(operator: Operator, times_us: Mapping[str, float]) -> list[str]:
+def in_measured_order(operator: Operator, times_us: Mapping[str, float]) -> list[str]:
     """Return implementations by measured times, a stock pair before what is hardly shorter."""
-    return sorted(
-        times_us, key=lambda name: times_us[name] * (1 - _TIE if operator.is_pair(name) else 1)
-    )
+    return in_order(times_us, operator.pairs_among(times_us), _TIE)
 
 
 def near_the_best(

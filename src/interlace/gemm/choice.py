@@ -170,7 +170,7 @@ def _fastest(
     operator: str, profile: MachineProfile, config: Config, times_us: dict[str, float]
 ) -> Choice[Config]:
     """Return the choice of the shortest of these times, which are sorted."""
-    pairs = {name for name in times_us if operator_named(operator).is_pair(name)}
+    pairs = operator_named(operator).pairs_among(times_us)
     limit_us = min((times_us[name] for name in pairs), default=math.inf) * (1 - profile.margin)
     times = ", ".join(f"{name} {time:.0f} us" for name, time in times_us.items())
     source = f", by {profile.source}" if profile.is_guess else ""

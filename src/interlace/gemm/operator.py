@@ -232,7 +232,7 @@ class GemmOperator(Operator):
         times_us = autotune.remembered(autotune.kind_of(self.name, operands, world_size))
         if times_us is None:
             return None
-        return {name: times_us[name] for name in autotune.in_order(self, times_us)}
+        return {name: times_us[name] for name in autotune.in_measured_order(self, times_us)}
 
     def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
         """Return the rows that a choice goes by, and whether they are shared out evenly, as far as

@@ -10,6 +10,7 @@ import torch
 
 from interlace import tuning
 from interlace.costs.network import Prediction
+from interlace.costs.time import in_order
 from interlace.registry import Operator
 from interlace.tuning.configuration import Configuration
 
@@ -31,12 +32,8 @@ class NetworkTimes(NamedTuple):
 
     def order(self, operator: Operator) -> list[str]:
         """Return the implementations by their times, a pair before what is hardly shorter."""
-        return sorted(
-            self.predictions,
-            key=lambda name: (
-                self.predictions[name].us * (1 - self.margin if operator.is_pair(name) else 1)
-            ),
-        )
+        times_us = {name: prediction.us for name, prediction in self.predictions.items()}
+        return in_order(times_us, operator.pairs_among(times_us), self.margin)
 
     def __str__(self) -> str:
         """Return the times in words, the shortest first."""

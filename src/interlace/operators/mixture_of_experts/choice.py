@@ -171,8 +171,7 @@ def fastest(
     times_us: dict[str, float],
 ) -> Choice[MixtureOfExpertsConfig]:
     """Return the choice of the shortest of these times."""
-    operator = operator_named(OPERATOR)
-    pairs = {name for name in times_us if operator.is_pair(name)}
+    pairs = operator_named(OPERATOR).pairs_among(times_us)
     limit_us = min((times_us[name] for name in pairs), default=math.inf) * (1 - profile.margin)
     order = profile.in_order(times_us, pairs)
     times = ", ".join(f"{name} {times_us[name]:.0f} us" for name in order)

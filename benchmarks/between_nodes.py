@@ -279,11 +279,8 @@ def plan_of(workload: Workload) -> network_choice.Plan:
     widths = (tuple(table.shape[1] for table in workload.tables),) * dist.get_world_size()
     layout, itemsize = Layout(widths, _batch(workload.tables)), workload.tables[0].element_size()
     group = interlace.group_of()
-    plan = network_choice.plan_by(
-        network_choice.times_between_nodes(
-            layout, workload.lookups, itemsize, itemsize, group.nodes, group.device
-        )
-    )
+    sizes = network_choice.Sizes(layout, workload.lookups, itemsize, itemsize, group.nodes)
+    plan = network_choice.plan_by(network_choice.times_between_nodes(sizes, group.device))
     return plan._replace(slices=between_nodes.Cut.of(layout, itemsize, plan.slices).count)
 
 

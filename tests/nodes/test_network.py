@@ -206,9 +206,8 @@ def test_embeddings_that_were_measured():
     errors, taken = {}, set()
     with _profile_with(network):
         for lookups in sorted(map(int, results)):
-            times = network_choice.times_between_nodes(
-                Layout(((128,) * 8,) * 2, 16384), lookups, 2, 2, 2, torch.device("cpu")
-            )
+            sizes = network_choice.Sizes(Layout(((128,) * 8,) * 2, 16384), lookups, 2, 2, 2)
+            times = network_choice.times_between_nodes(sizes, torch.device("cpu"))
             measured = results[str(lookups)]["us"]["torch"]
             errors[lookups] = round(100 * (times.predictions["unfused"].us / measured - 1))
             if network_choice.plan_by(times).impl == "fused":
@@ -379,7 +378,9 @@ def test_gradients_travel_in_slices_where_updates_take_as_long():
         network_choice.gradient_slices.cache_clear()
         with _profile_with(network):
             device = torch.device("cuda")
-            return network_choice.gradient_slices(layout, lookups, 4, 4, 2, device)
+            return network_choice.gradient_slices(
+                network_choice.Sizes(layout, lookups, 4, 4, 2), device
+            )
 
     assert slices(1, network) == 1
     assert slices(40, network) == 2
@@ -410,6 +411,7 @@ def test_more_ranks_than_the_kernels_take():
 
     layout = Layout(((128,) * 8,) * 16, 16384)
     with _profile_with(QUICK):
-        times = network_choice.times_between_nodes(layout, 99, 2, 2, 2, torch.device("cpu"))
+        sizes = network_choice.Sizes(layout, 99, 2, 2, 2)
+        times = network_choice.times_between_nodes(sizes, torch.device("cpu"))
     assert set(times.predictions) == {"pooled", "unfused"}
     assert network_choice.plan_by(times).impl == "pooled"

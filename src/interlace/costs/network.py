@@ -239,7 +239,6 @@ def best_in_slices(
     cost_of: Callable[[int], NetworkCost],
     memory_bytes_per_s: float,
     beside: Beside | None = None,
-    most_slices: int = MOST_SLICES,
 ) -> Prediction:
     """Return the prediction with the number of slices, a power of two, that takes least time, or
     hardly more with fewer slices.
@@ -249,11 +248,10 @@ def best_in_slices(
             microseconds.
         cost_of: function from a number of slices to the traffic of a call.
         beside: as for :func:`in_slices`.
-        most_slices: largest number of slices that is tried.
     """
     predictions = []
     slices = 1
-    while slices <= most_slices:
+    while slices <= MOST_SLICES:
         cost = cost_of(slices)
         prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s, beside)
         # A call may have several exchanges of as many slices.

@@ -19,9 +19,11 @@ from interlace.costs.embedding_all_to_all import (
     stock_pooling_factor,
 )
 from interlace.costs.network import (
+    Prediction,
     best_in_slices,
     even_nodes,
     guessed_network,
+    in_slices,
     one_after_the_other,
 )
 from interlace.gemm.between_nodes import profile_on
@@ -35,9 +37,10 @@ if TYPE_CHECKING:
     from interlace.operators.embedding_all_to_all.launch import Call
 
 
-_MOST_GRADIENT_SLICES = 2
-"""With two, half of the update is hidden, and the network's kernel for the second slice should
-begin before the first update fills the processors. No number has been timed.
+_GRADIENT_SLICES = 2
+"""Slices of gradients, where there are several. With two, half of the update is hidden, and the
+network's kernel for the second slice should begin before the first update fills the processors. No
+number has been timed.
 """
 
 _GUESS_MARGIN = 0.1
@@ -58,25 +61,43 @@ class Plan(NamedTuple):
     gradient_slices: int = 1
 
 
-@functools.lru_cache(maxsize=256)
-def times_between_nodes(
-    layout: Layout,
-    pooling_factor: int,
-    itemsize: int,
-    output_itemsize: int,
-    nodes: int,
-    device: torch.device,
-) -> NetworkTimes | None:
-    """Return the predicted times between nodes of the rank that has most columns.
+class Sizes(NamedTuple):
+    """Hold the sizes of a call by which all ranks predict alike.
 
-    The nodes are taken to have equally many consecutive ranks, so that all ranks predict alike.
-    Where no network was measured, one is guessed, and times must differ by more.
+    The nodes are taken to have equally many consecutive ranks, and times are those of the rank that
+    has most columns.
 
-    Args:
+    Attributes:
         layout: Columns and samples of all ranks.
         pooling_factor: Number of lookups per bag, the same on every rank.
         itemsize: Bytes of an element of the tables.
         output_itemsize: Bytes of an element of the output.
+        nodes: Number of nodes.
+    """
+
+    layout: Layout
+    pooling_factor: int
+    itemsize: int
+    output_itemsize: int
+    nodes: int
+
+    @property
+    def rank(self) -> int:
+        """Return the rank that has most columns."""
+        columns = self.layout.rank_columns
+        return columns.index(max(columns))
+
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """Return the number of each rank's node."""
+        return even_nodes(self.layout.world_size, self.nodes)
+
+
+@functools.lru_cache(maxsize=256)
+def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | None:
+    """Return the predicted times between nodes.
+
+    Where no network was measured, one is guessed, and times must differ by more.
 
     Returns:
         The times; None on the CPU backend.
@@ -87,8 +108,8 @@ def times_between_nodes(
     network, margin, rate = profile.network, profile.margin, profile.product.memory_bytes_per_s
     if network is None:
         network, margin = guessed_network(), max(margin, _GUESS_MARGIN)
-    rank = layout.rank_columns.index(max(layout.rank_columns))
-    widths, node_of_rank = layout.widths, even_nodes(layout.world_size, nodes)
+    layout, pooling_factor, itemsize, output_itemsize, _ = sizes
+    rank, widths, node_of_rank = sizes.rank, layout.widths, sizes.node_of_rank
     memory_bytes = floor_memory_bytes(
         widths=widths,
         batch=layout.batch,
@@ -147,58 +168,42 @@ def plan_by(times: NetworkTimes | None) -> Plan:
 
 
 @functools.lru_cache(maxsize=256)
-def gradient_slices(
-    layout: Layout,
-    pooling_factor: int,
-    itemsize: int,
-    output_itemsize: int,
-    nodes: int,
-    device: torch.device,
-) -> int:
-    """Return the number of slices in which gradients travel, by the predicted times of the rank
-    that has most columns; 1 where no network was measured.
+def gradient_slices(sizes: Sizes, device: torch.device) -> int:
+    """Return the number of slices in which gradients travel, by predicted times; 1 where no network
+    was measured.
 
     A slice's tables are updated while the next one travels: the same as a computation whose slices
     leave, the other way round. Most rows are taken to be looked up once.
-
-    Args:
-        layout, pooling_factor, itemsize, output_itemsize, nodes: As of
-            :func:`times_between_nodes`.
-        device: The GPU.
     """
     profile = profile_on(device)
-    if profile is None or profile.network is None:
+    network = None if profile is None else profile.network
+    if profile is None or network is None:
         return 1
-    rank = layout.rank_columns.index(max(layout.rank_columns))
-    node_of_rank = even_nodes(layout.world_size, nodes)
-    vectors = pooling_factor * layout.batch * layout.rank_columns[rank]
+    layout, pooling_factor, itemsize, output_itemsize, _ = sizes
+    nothing = [0] * len(layout.widths[sizes.rank])
+    vectors = pooling_factor * layout.batch * layout.rank_columns[sizes.rank]
     rate = profile.product.memory_bytes_per_s
     # A gradient is read for every lookup, and the row that it changes is read and written.
     update_us = profile.product.launch_us + 1e6 * vectors * (output_itemsize + 2 * itemsize) / rate
 
-    def cost_of(slices: int) -> NetworkCost:
+    def in_so_many(slices: int) -> Prediction:
         cost = backward(
-            rank=rank,
+            rank=sizes.rank,
             widths=layout.widths,
             batch=layout.batch,
-            lookups=[0] * len(layout.widths[rank]),
-            distinct_rows=[0] * len(layout.widths[rank]),
+            lookups=nothing,
+            distinct_rows=nothing,
             itemsize=itemsize,
             gradient_itemsize=output_itemsize,
             push_rows=1,
-            node_of_rank=node_of_rank,
+            node_of_rank=sizes.node_of_rank,
             slices=slices,
         )
-        return NetworkCost(cost.network_bytes, cost.network_messages, slices)
+        traffic = NetworkCost(cost.network_bytes, cost.network_messages, slices)
+        return in_slices(network, update_us, traffic, rate, BESIDE_POOLING)
 
-    whole, cut = (
-        best_in_slices(
-            profile.network, lambda _: update_us, cost_of, rate, BESIDE_POOLING, most_slices
-        )
-        for most_slices in (1, _MOST_GRADIENT_SLICES)
-    )
-    gain = 1 - profile.network.margin(profile.margin)
-    return cut.slices if cut.us < gain * whole.us else 1
+    limit_us = in_so_many(1).us * (1 - network.margin(profile.margin))
+    return _GRADIENT_SLICES if in_so_many(_GRADIENT_SLICES).us < limit_us else 1
 
 
 @functools.cache
@@ -225,11 +230,11 @@ def plan_of(call: Call, group: Group) -> Plan:
     # A rank without tables does not know their dtype.
     itemsize = call.table_dtype.itemsize if tables else 0
     kind = (OPERATOR, layout, call.dtype)
-    most = group.agreement.largest(OPERATOR, (*kind, "lookups"), (lookups, itemsize))
-    sizes = (layout, *most, call.dtype.itemsize, group.nodes, device)
-    plan = plan_by(times_between_nodes(*sizes))
+    lookups, itemsize = group.agreement.largest(OPERATOR, (*kind, "lookups"), (lookups, itemsize))
+    sizes = Sizes(layout, lookups, itemsize, call.dtype.itemsize, group.nodes)
+    plan = plan_by(times_between_nodes(sizes, device))
     stays_whole = int(plan.impl == "pooled" or not _can_send_slices(group.device))
     answers = group.agreement.largest(
-        OPERATOR, (*kind, "slices"), (stays_whole, -plan.slices, -gradient_slices(*sizes))
+        OPERATOR, (*kind, "slices"), (stays_whole, -plan.slices, -gradient_slices(sizes, device))
     )
     return Plan("pooled" if answers[0] else "fused", -answers[1], -answers[2])

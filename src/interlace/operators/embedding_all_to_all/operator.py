@@ -77,14 +77,10 @@ class EmbeddingAllToAll(Operator):
         if nodes > 1:
             # Other ranks' tables are not known here; they are taken to be like this rank's.
             own = tuple(weight.shape[1] for weight in weights)
-            times = network_choice.times_between_nodes(
-                Layout((own,) * world_size, batch),
-                lookups,
-                dtype.itemsize,
-                dtype.itemsize,
-                nodes,
-                indices.device,
+            sizes = network_choice.Sizes(
+                Layout((own,) * world_size, batch), lookups, dtype.itemsize, dtype.itemsize, nodes
             )
+            times = network_choice.times_between_nodes(sizes, indices.device)
             is_measured = known_network(indices.device) is not None
             reason = choice.between(self, nodes, times if is_measured else None).reason
             if times is not None and not is_measured:

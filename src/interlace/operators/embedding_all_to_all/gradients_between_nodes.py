@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -16,6 +19,7 @@ from interlace.costs.embedding_all_to_all import cut_tables
 from interlace.mapped.stamped import Landing, StampedQueue
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.launch import Call
+from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 
 
@@ -50,34 +54,33 @@ class Gradients:
     parts: Iterator[Part]
 
 
-class _Columns:
-    """The columns of every rank's slices: some of its tables each.
+class _Cut(NamedTuple):
+    """The division of every rank's tables into slices.
 
-    Args:
-        call: The call.
-        count: Number of slices.
+    Attributes:
+        layout: The columns of all tables and the samples of all ranks.
+        tables: Of each rank the first table of each slice, and the number of tables.
+        columns: Of each rank the first of its columns in each slice, and the number of columns.
     """
 
-    def __init__(self, call: Call, count: int) -> None:
-        self.call, self.count = call, count
-        self._tables = [cut_tables(widths, count) for widths in call.layout.widths]
-
-    def tables(self, rank: int, number: int) -> tuple[int, int]:
-        """Return the first table of a slice, and the one behind its last."""
-        first, end = self._tables[rank][number : number + 2]
-        return first, end
-
-    def columns(self, rank: int, number: int) -> tuple[int, int]:
-        """Return the first column of a slice among those of the rank, and the one behind its
-        last.
-        """
-        widths, (first, end) = self.call.layout.widths[rank], self.tables(rank, number)
-        return sum(widths[:first]), sum(widths[:end])
+    layout: Layout
+    tables: tuple[tuple[int, ...], ...]
+    columns: tuple[tuple[int, ...], ...]
 
     def of(self, grad: torch.Tensor, rank: int, number: int) -> torch.Tensor:
         """Return a slice's columns of the gradients of all columns."""
-        start, (first, end) = self.call.layout.first_column(rank), self.columns(rank, number)
-        return grad[:, start + first : start + end]
+        start, columns = self.layout.first_column(rank), self.columns[rank]
+        return grad[:, start + columns[number] : start + columns[number + 1]]
+
+
+@functools.lru_cache(maxsize=256)
+def _cut(layout: Layout, count: int) -> _Cut:
+    tables = tuple(tuple(cut_tables(widths, count)) for widths in layout.widths)
+    columns = tuple(
+        tuple(sum(widths[:first]) for first in firsts)
+        for widths, firsts in zip(layout.widths, tables, strict=True)
+    )
+    return _Cut(layout, tables, columns)
 
 
 @contextlib.contextmanager
@@ -107,29 +110,28 @@ def exchange(
         whole = Part(received.view(layout.batch, width), 0, None, lookups.run_count)
         yield Gradients(lookups, iter([whole]))
         return
-    slices = _Columns(call, call.plan.gradient_slices)
+    cut = _cut(layout, call.plan.gradient_slices)
     peers = [(rank + step) % layout.world_size for step in range(1, layout.world_size)]
-    blocks = [_block(slices, received, number) for number in range(slices.count)]
+    blocks = [
+        received[layout.batch * first : layout.batch * end].view(layout.batch, end - first)
+        for first, end in itertools.pairwise(cut.columns[rank])
+    ]
     own_samples = slice(rank * layout.chunk, rank * layout.chunk + layout.samples(rank))
     steps = [
-        Step((), _departures(slices, grad, peers, number), _arrivals(call, block, peers))
+        Step((), _departures(cut, grad, peers, number), _arrivals(layout, block, peers))
         for number, block in enumerate(blocks)
     ]
     # Slices are voided one by one, as they are waited for.
     landings = [Landing(peer, 0, 0) for peer in peers]
     queue = StampedQueue(call.group, f"{OPERATOR}.backward", mark, steps, landings, received)
-    with call.group.running():
-        for number, block in enumerate(blocks):
-            block[own_samples].copy_(slices.of(grad, rank, number))
-        queue.open()
-        queue.release()
-        try:
-            lookups = sort_lookups(call, rows, run_lookups)
-        except BaseException:
-            queue.abandon()
-            raise
     try:
-        yield Gradients(lookups, _parts(slices, queue, blocks, lookups, rows, applies))
+        with call.group.running():
+            for number, block in enumerate(blocks):
+                block[own_samples].copy_(cut.of(grad, rank, number))
+            queue.open()
+            queue.release()
+            lookups = sort_lookups(call, rows, run_lookups)
+        yield Gradients(lookups, _parts(call, cut, queue, blocks, lookups, rows, applies))
     except BaseException:
         queue.abandon()
         raise
@@ -138,7 +140,8 @@ def exchange(
 
 
 def _parts(
-    slices: _Columns,
+    call: Call,
+    cut: _Cut,
     queue: StampedQueue,
     blocks: Sequence[torch.Tensor],
     lookups: Sorted,
@@ -146,11 +149,8 @@ def _parts(
     applies: bool,
 ) -> Iterator[Part]:
     """Yield each slice's part once the current stream waits for it."""
-    call = slices.call
     # Keys of rows count through all tables, so a table's first key finds its first run.
-    first_keys = [
-        sum(rows[: slices.tables(call.rank, number)[0]]) for number in range(1, slices.count)
-    ]
+    first_keys = [sum(rows[:table]) for table in cut.tables[call.rank][1:-1]]
     runs = [lookups.run_count]
     if first_keys:
         limits = on_device(call.group, [first_keys])[0].to(lookups.run_keys.dtype)
@@ -160,21 +160,15 @@ def _parts(
         with call.group.running():
             is_valid = queue.wait(number)
             end_run = runs[number] * is_valid if applies else runs[number]
-        first_column, _ = slices.columns(call.rank, number)
-        yield Part(block, first_column, runs[number - 1] if number else None, end_run)
-
-
-def _block(slices: _Columns, received: torch.Tensor, number: int) -> torch.Tensor:
-    """Return the memory of one slice of this rank's gradients, ``[batch, its columns]``."""
-    batch, (first, end) = slices.call.layout.batch, slices.columns(slices.call.rank, number)
-    return received[batch * first : batch * end].view(batch, end - first)
+        first_run = runs[number - 1] if number else None
+        yield Part(block, cut.columns[call.rank][number], first_run, end_run)
 
 
 def _departures(
-    slices: _Columns, grad: torch.Tensor, peers: Sequence[int], number: int
+    cut: _Cut, grad: torch.Tensor, peers: Sequence[int], number: int
 ) -> tuple[Message, ...]:
     """Return one slice's message for each peer, packed."""
-    parts = {peer: slices.of(grad, peer, number) for peer in peers}
+    parts = {peer: cut.of(grad, peer, number) for peer in peers}
     return tuple(
         Message(peer, part.contiguous().view(-1).view(torch.uint8))
         for peer, part in parts.items()
@@ -182,12 +176,12 @@ def _departures(
     )
 
 
-def _arrivals(call: Call, block: torch.Tensor, peers: Sequence[int]) -> tuple[Message, ...]:
+def _arrivals(layout: Layout, block: torch.Tensor, peers: Sequence[int]) -> tuple[Message, ...]:
     """Return the landing of one slice from each peer: the rows of the peer's samples."""
     arrivals = []
     for peer in peers:
-        first = peer * call.layout.chunk
-        part = block[first : first + call.layout.samples(peer)]
+        first = peer * layout.chunk
+        part = block[first : first + layout.samples(peer)]
         if part.numel():
             arrivals.append(Message(peer, part.reshape(-1).view(torch.uint8)))
     return tuple(arrivals)

@@ -171,7 +171,11 @@ def measure() -> dict[str, Any]:
     first = Workload.of(20, weights, alone)
     pooled = first.pool()
     exchange_us = timed(lambda: first.exchange(pooled))
-    balanced = lookups_that_take(exchange_us, weights, alone) if on_gpu else 2
+
+    def pooling_us(lookups: int) -> float:
+        return timed(Workload.of(lookups, weights, alone).pool)
+
+    balanced = lookups_that_take(exchange_us, pooling_us) if on_gpu else 2
     say(f"exchange {exchange_us:.0f} us; pooling takes as long with {balanced} lookups")
     results: dict[str, Any] = {"exchange_us": exchange_us, "balanced_lookups": balanced}
     results["network"] = dataclasses.asdict(rates)
@@ -202,13 +206,16 @@ def learn_network() -> NetworkRates:
     return rates
 
 
-def lookups_that_take(us: float, weights: list[torch.Tensor], alone: dist.ProcessGroup) -> int:
-    """Return the number of lookups with which pooling takes so many microseconds.
+def lookups_that_take(us: float, time_us: Callable[[int], float]) -> int:
+    """Return the number of lookups with which a computation takes so many microseconds.
 
-    A call has a fixed part as well, so two numbers of lookups are measured.
+    It has a fixed part as well, so two numbers of lookups are measured.
+
+    Args:
+        time_us: Measures it with a number of lookups.
     """
     few, many = 32, 128
-    few_us, many_us = (timed(Workload.of(count, weights, alone).pool) for count in (few, many))
+    few_us, many_us = time_us(few), time_us(many)
     us_per_lookup = max(many_us - few_us, 1.0) / (many - few)
     return min(max(1, round(many + (us - many_us) / us_per_lookup)), _MOST_LOOKUPS)
 

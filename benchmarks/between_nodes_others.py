@@ -12,8 +12,10 @@ before anything is timed, eager and as CUDA graphs.
                F.linear and the collective; auto: one of the two
     product, exchange
                each of the two alone
-    backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, then the update;
-               unfused: all_to_all_single, the sort, the update
+    backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, and beside the
+               update of the first tables if a call takes slices by the measured network; unfused:
+               all_to_all_single, the sort, the update; last with so many lookups that sort and
+               update take as long as the exchange
     dlrm       a step of training, the same work without any peer, and the difference, which is the
                communication that no computation hides
 """
@@ -32,10 +34,12 @@ import torch.distributed as dist
 from between_nodes import (
     captured,
     learn_network,
+    lookups_that_take,
     require_equal,
     run,
     say,
     slowest,
+    tables_of_rank,
     timed,
     timed_in_turn,
 )
@@ -46,6 +50,7 @@ from interlace.gemm import reference
 from interlace.gemm.implementations import network
 from interlace.models import DLRM, Trainer, measure_step
 from interlace.nn import EmbeddingTable
+from interlace.operators.embedding_all_to_all import gradients_between_nodes
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (4, 20, 64)
@@ -127,9 +132,7 @@ def measure() -> dict[str, Any]:
     faulthandler.dump_traceback_later(_STACKS_S)
     results: dict[str, Any] = {"network": dataclasses.asdict(learn_network())}
     results |= {case.operator: time_product(case) for case in CASES}
-    results["backward"] = {}
-    for lookups in LOOKUPS if torch.cuda.is_available() else (2,):
-        results["backward"][lookups] = time_backward(lookups)
+    results["backward"] = time_backward()
     results["dlrm"] = time_dlrm()
     faulthandler.cancel_dump_traceback_later()
     return results
@@ -199,9 +202,31 @@ def require_close(result: torch.Tensor, expected: torch.Tensor, name: str) -> No
         raise AssertionError(f"{name} is wrong by {wrong:.3g}")
 
 
-def time_backward(lookups: int) -> dict[str, Any]:
-    """Time the backward pass with row-wise Adagrad."""
+def time_backward() -> dict[str, Any]:
+    """Time the backward pass with row-wise Adagrad for several numbers of lookups."""
     group = interlace.group_of()
+    if group.backend == "cpu":
+        return {2: compare_backward(2)}
+    columns = TABLES * WIDTH * group.world_size
+    gradients = torch.zeros(BATCH // group.world_size, columns, device=group.device)
+    received = torch.empty_like(gradients)
+    exchange_us = timed(lambda: dist.all_to_all_single(received, gradients))
+    alone = tables_of_rank()[1]
+
+    def update_us(lookups: int) -> float:
+        return timed(backward_of("fused", lookups, alone)[0])
+
+    balanced = lookups_that_take(exchange_us, update_us)
+    say(f"gradients' exchange {exchange_us:.0f} us; the update takes as long with {balanced}")
+    found: dict[str, Any] = {"exchange_us": exchange_us, "balanced_lookups": balanced}
+    return found | {str(lookups): compare_backward(lookups) for lookups in (*LOOKUPS, balanced)}
+
+
+def backward_of(
+    impl: str, lookups: int, process_group: dist.ProcessGroup | None = None
+) -> tuple[Callable[[], None], list[torch.Tensor]]:
+    """Return a function that runs the backward pass of a call, and the tables that it updates."""
+    group = interlace.group_of(process_group)
     on_gpu, device = group.backend == "cuda", group.device
     count, rows, batch = (TABLES, ROWS, BATCH) if on_gpu else (2, 50, 32)
     generator = torch.Generator(device).manual_seed(1 + dist.get_rank())
@@ -210,31 +235,44 @@ def time_backward(lookups: int) -> dict[str, Any]:
         rows, (bags * lookups,), generator=generator, device=device, dtype=torch.int32
     )
     offsets = torch.arange(bags + 1, dtype=torch.int32, device=device) * lookups
-    start = [torch.randn(rows, WIDTH, device=device, generator=generator) for _ in range(count)]
+    tables = [
+        torch.randn(rows, WIDTH, device=device, generator=generator).requires_grad_()
+        for _ in range(count)
+    ]
+    states = [torch.zeros(rows, device=device) for _ in tables]
+    update = interlace.optim.RowWiseAdagrad(0.1, 1e-6, states)
+    y = interlace.embedding_all_to_all(
+        tables, indices, offsets, name=f"backward {lookups} {impl}", group=process_group,
+        impl=impl, gradient=update, check_indices=False,
+    )  # fmt: skip
+    grad = torch.full_like(y, 0.5)
+    return lambda: y.backward(grad, retain_graph=True), tables
 
-    def step(impl: str) -> tuple[Any, list[torch.Tensor]]:
-        """Return a function that runs the backward pass, and the tables that it updates."""
-        tables = [table.clone().requires_grad_() for table in start]
-        states = [torch.zeros(rows, device=device) for _ in tables]
-        update = interlace.optim.RowWiseAdagrad(0.1, 1e-6, states)
-        y = interlace.embedding_all_to_all(
-            tables, indices, offsets, name=f"backward {lookups} {impl}", impl=impl,
-            gradient=update, check_indices=False,
-        )  # fmt: skip
-        grad = torch.full_like(y, 0.5)
-        return lambda: y.backward(grad, retain_graph=True), tables
 
-    calls, updated = {}, {}
-    for impl in ("unfused", "fused"):
-        calls[impl], tables = step(impl)
-        calls[impl]()
-        updated[impl] = [table.detach().clone() for table in tables]
-    times, spread = timed_in_turn(calls)
+def compare_backward(lookups: int) -> dict[str, Any]:
+    """Check the backward pass of a number of lookups against the unfused one, and time both."""
+    calls: dict[str, Callable[[], None]] = {}
+    updated: dict[str, list[torch.Tensor]] = {}
+    plans: list[int] = []
+    cut = gradients_between_nodes.exchange
+
+    def noting(call: Any, *arguments: Any) -> Any:
+        plans.append(call.plan.gradient_slices)
+        return cut(call, *arguments)
+
+    with mock.patch.object(gradients_between_nodes, "exchange", noting):
+        for impl in ("unfused", "fused"):
+            calls[impl], updated[impl] = backward_of(impl, lookups)
+            calls[impl]()
     for table, expected in zip(updated["fused"], updated["unfused"], strict=True):
         require_equal(table, expected, f"the update of {lookups} lookups")
+    times, spread = timed_in_turn(calls)
     ratio = times["fused"] / times["unfused"]
-    say(f"backward, {lookups} lookups, us: {times}; fused / unfused {ratio:.3f}")
-    return {"us": times, "lowest and highest us": spread, "fused / unfused": ratio}
+    say(f"backward, {lookups} lookups, {plans[0]} slices, us: {times}; fused / unfused {ratio:.3f}")
+    return {
+        "us": times, "lowest and highest us": spread, "fused / unfused": ratio,
+        "slices": plans[0],
+    }  # fmt: skip
 
 
 def time_dlrm() -> dict[str, Any]:

@@ -18,7 +18,7 @@ class _Machine:
         self.now, self.log = 100.0, []
         self.watch = watch = Watch.__new__(Watch)
         watch._view = np.array([-1, 0], dtype=np.int32)
-        watch._operator, watch._seen, watch._since = "operator", -2, 0.0
+        watch.operator, watch._seen, watch._since = "operator", -2, 0.0
         watch._stopped = threading.Event()
         watch._health = SimpleNamespace(
             deadline_s=10.0, broken=False, broken_address=0x10, declare_broken=self._declare

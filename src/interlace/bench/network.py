@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
+from interlace.comm.carrier import CHANNELS
 from interlace.comm.slices import Message, SliceQueue, Step
 from interlace.errors import GroupError
+from interlace.gemm.cublas import leaving_sms
 
 SIZES = tuple(1 << power for power in range(16, 27, 2))
 """Bytes of a message: 64 KiB to 64 MiB."""
@@ -235,7 +237,7 @@ def _steps_of_a_sample(group: Group, nbytes: int) -> int:
 
 
 def measure_beside_product(group: Group) -> tuple[float, float]:
-    """Measure exchanges beside products that fill the GPU. Collective.
+    """Measure exchanges beside products that leave them their SMs. Collective.
 
     Returns:
         The factor by which exchanges take longer, and the one by which the products do meanwhile;
@@ -245,6 +247,14 @@ def measure_beside_product(group: Group) -> tuple[float, float]:
         return 1.0, 1.0
     alone_us = _measure(group, _BESIDE_BYTES, 1).us
     x, w = torch.randn(2, _PRODUCT, _PRODUCT, device=group.device).bfloat16()
+    with leaving_sms(CHANNELS, group.device):
+        return _measure_beside(group, alone_us, x, w)
+
+
+def _measure_beside(
+    group: Group, alone_us: float, x: torch.Tensor, w: torch.Tensor
+) -> tuple[float, float]:
+    """Measure exchanges that take ``alone_us`` by themselves beside ``x @ w``, and the reverse."""
     torch.mm(x, w)
     product_us = _timed_us(lambda: [torch.mm(x, w) for _ in range(4)]) / 4
     steps = 8

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -16,6 +17,8 @@ from interlace.comm.driver import driver, require_enqueued
 from interlace.comm.health import Health
 from interlace.comm.members import Members
 from interlace.comm.ordinary import makes_ordinary_tensors
+from interlace.comm.releases import releases
+from interlace.comm.replays import Replays
 from interlace.comm.streams import Streams
 from interlace.comm.unblocked import writer
 from interlace.units import next_power_of_2
@@ -36,15 +39,26 @@ class Network:
     """
 
     def __init__(
-        self, members: Members, health: Health, channel: HostChannel, streams: Streams
+        self,
+        members: Members,
+        health: Health,
+        channel: HostChannel,
+        streams: Streams,
+        replays: Replays,
     ) -> None:
-        """Connect to the ranks of other nodes. Collective."""
+        """Connect to the ranks of other nodes. Collective.
+
+        Args:
+            replays: The group's graphs, which may hold exchanges.
+        """
         self._device = members.device
         self._counters: dict[str, torch.Tensor] = {}
         self.carrier = Carrier(members, channel.new_store("slices"), health.deadline_s)
         self.watch: Watch | None = None
         if members.backend == "cuda":
             self.watch = Watch(members, health, channel, streams, self)
+        end = functools.partial(_end, replays, self.carrier)
+        self._finalizer = weakref.finalize(self, releases.put, self._device, end)
 
     @makes_ordinary_tensors
     def counters(self, operator: str, count: int) -> torch.Tensor:
@@ -68,9 +82,18 @@ class Network:
 
     def close(self) -> None:
         """End all transfers; on every rank at once, with no kernel of the group running."""
+        self._finalizer.detach()
         if self.watch is not None:
             self.watch.stop()
         self.carrier.abort()
+
+
+def _end(replays: Replays, carrier: Carrier) -> None:
+    """End the transfers of a network that is gone, or of a process that ends."""
+    # NCCL keeps a communicator, and whoever ends it waiting, for as long as a graph has its
+    # kernels.
+    replays.clear()
+    carrier.abort()
 
 
 class Watch:
@@ -81,6 +104,9 @@ class Watch:
     thread looks at the two numbers: they are equal while a call is under way. If they stay so for
     longer than the deadline, it breaks the group, aborts the carrier, and releases the streams that
     wait for counters. Received data are not valid then, and results become NaN.
+
+    Attributes:
+        operator: Name of the operator whose slices are under way, for errors.
     """
 
     @makes_ordinary_tensors
@@ -94,7 +120,7 @@ class Watch:
     ) -> None:
         self._members, self._health, self._channel = members, health, channel
         self._streams, self._network = streams, weakref.proxy(network)
-        self._operator = ""
+        self.operator = ""
         self._calls = torch.zeros(1, dtype=torch.int32, device=members.device)
         # The words differ until the first call begins: equal ones mean that a call is under way.
         self._words = torch.tensor([-1, 0], dtype=torch.int32).pin_memory()
@@ -108,7 +134,7 @@ class Watch:
 
     def begin(self, operator: str) -> None:
         """Enqueue the beginning of a call on the current stream."""
-        self._operator = operator
+        self.operator = operator
         self._copy(0)
 
     def end(self) -> None:
@@ -143,9 +169,9 @@ class Watch:
         """Break the group and release every stream that waits."""
         if not self._health.broken:
             # Every rank that waits comes here by its own deadline; the one that is late does not.
-            late = self._channel.first_not_waiting(self._operator, _ANSWER_S)
+            late = self._channel.first_not_waiting(self.operator, _ANSWER_S)
             # Which slice did not come is not known here: the streams have not got that far.
-            self._health.declare_broken(self._operator, late, 1)
+            self._health.declare_broken(self.operator, late, 1)
         # The streams that wait, and those that wait for them, may block all queues to the device.
         with contextlib.suppress(ReferenceError), writer(self._members.device) as write:
             # The flag comes first: kernels that run once the streams go on must find the group

@@ -122,8 +122,8 @@ class Replays:
         Args:
             key: Everything that the work depends on: the :func:`places` of the call's tensors, and
                 its numbers.
-            enqueue: Enqueues kernels and copies that begin and end on the current stream. It
-                allocates nothing.
+            enqueue: Enqueues kernels and copies that begin and end on the current stream. What it
+                allocates means nothing when it ends: that memory is every graph's.
             with_libraries: The work may contain products by cuBLAS, so it depends on
                 :func:`library_settings` as well.
             copied: The tensors of torch's memory that copy engines read or write.

@@ -61,7 +61,8 @@ class NetworkRates:
             node and one from it.
         collective_us: times of torch's all-to-all, by the bytes for ranks of other nodes.
         further_message_us: time of each further message of an exchange, beside its bytes.
-        beside_product: factor by which an exchange takes longer while a product fills the GPU.
+        beside_product: factor by which an exchange takes longer beside a product that leaves it its
+            SMs.
         product_beside: factor by which that product takes longer.
         spread: by how much the ratio of the two kinds of times varied between samples, as a
             fraction: slices that are predicted to gain less than that may gain nothing.

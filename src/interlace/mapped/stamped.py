@@ -12,8 +12,21 @@ from interlace.comm.group import Group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, triton_dtype
 from interlace.comm.slices import Message, SliceQueue, Step
+from interlace.comm.workspace import Workspace
 
 _STAMP_BYTES = 16
+
+
+def reserve_stamps(group: Group, operator: str) -> Workspace:
+    """Return the memory in which an operator's stamped exchanges count their calls.
+
+    Collective in the operator's first call, so it comes before anything is enqueued.
+    """
+    return group.workspace(_workspace_of(operator), 4096)
+
+
+def _workspace_of(operator: str) -> str:
+    return f"{operator}.stamped"
 
 
 class Landing(NamedTuple):
@@ -72,7 +85,7 @@ class StampedQueue:
         self._stamps = torch.empty(
             2, len(peers), _STAMP_BYTES, dtype=torch.uint8, device=group.device
         )
-        self._is_valid = torch.ones(1, dtype=torch.int32, device=group.device)
+        self._is_valid = torch.empty(1, dtype=torch.int32, device=group.device)
         sent, received = (
             tuple(Message(peer, stamps[i]) for i, peer in enumerate(peers))
             for stamps in self._stamps
@@ -82,10 +95,10 @@ class StampedQueue:
         first = Step(first.triggers, (*sent, *first.departures), (*received, *first.arrivals))
         self._queue = SliceQueue(group, operator, [first, *others], mark)
         self._is_checked = False
-        self._name = name = f"{operator}.stamped"
+        self._name = _workspace_of(operator)
         shared = {
-            "epochs": group.workspace(name, 4096).epochs,
-            "ctx": group.context(name),
+            "epochs": reserve_stamps(group, operator).epochs,
+            "ctx": group.context(self._name),
             "call": mark,
             "count": len(peers),
         }

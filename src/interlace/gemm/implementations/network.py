@@ -6,31 +6,39 @@ node as well.
 
 Products beside an exchange, of rows that stay in the node, are cut into as many pieces as there are
 slices: a product fills all SMs until its end, and the network's kernel for the next slice waits for
-it.
+it. All products leave that kernel its SMs.
+
+The host takes longer to enqueue slices than some networks take to carry them, so a call that comes
+again with the same addresses runs as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from interlace.comm.carrier import CHANNELS
+from interlace.comm.replays import places
 from interlace.comm.slices import Message, Step, Trigger
 from interlace.gemm.between_nodes import slices_of
 from interlace.gemm.call import GemmCall
+from interlace.gemm.cublas import leaving_sms
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.terms import Terms
-from interlace.mapped.stamped import Landing, StampedQueue
+from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
 from interlace.registry import Implementation
 
 SLICE_BYTES = 4 << 20
 """Bytes of a slice at which networks carry nearly as much as by larger messages."""
 
 _MOST_SLICES = 8
+
+Rows = Mapping[int, torch.Tensor]
+"""Rows for each peer, or from it, as many for every one."""
 
 Slices = Mapping[int, Sequence[torch.Tensor]]
 """The slices for each peer, or from it, as many for every one; small ones have no rows."""
@@ -76,10 +84,13 @@ def slice_count(call: GemmCall, implementation: str, rows: int, row_bytes: int) 
 
 
 def cut(rows: torch.Tensor, count: int, dim: int = 0) -> list[torch.Tensor]:
-    """Cut rows into ``count`` slices of nearly equal size, in order."""
-    total = rows.shape[dim]
-    bounds = [total * number // count for number in range(count + 1)]
-    return [rows.narrow(dim, first, last - first) for first, last in itertools.pairwise(bounds)]
+    """Cut rows into ``count`` slices of nearly equal size, in order; small ones have no rows."""
+    return list(rows.tensor_split(count, dim))
+
+
+def cut_all(rows: Rows, count: int) -> Slices:
+    """Cut the rows for each peer, or from it, into slices."""
+    return {peer: cut(of_peer, count) for peer, of_peer in rows.items()}
 
 
 def steps_of(sent: Slices, arriving: Slices, counters: torch.Tensor | None) -> list[Step]:
@@ -108,6 +119,28 @@ def steps_of(sent: Slices, arriving: Slices, counters: torch.Tensor | None) -> l
     return steps
 
 
+def run_in_slices(
+    call: GemmCall, count: int, enqueue: Callable[[], None], *memory: torch.Tensor
+) -> None:
+    """Enqueue a call's products and exchanges; a call that comes again, as a CUDA graph.
+
+    Collective in the group's first call.
+
+    Args:
+        count: The number of slices.
+        enqueue: Enqueues them, within ``Group.running``.
+        memory: The tensors that ``enqueue`` refers to beside the operands, the result included.
+    """
+    group, name = call.group, call.operator.name
+    reserve_stamps(group, name)
+    watch = group.network().watch
+    if watch is not None:
+        watch.operator = name  # which a graph does not say
+    key = (name, "between nodes", count, call.mark, call.gather)
+    with group.running():
+        group.replays.run((*key, call.operands.memory(), places(*memory)), enqueue)
+
+
 @contextlib.contextmanager
 def exchanging(
     call: GemmCall,
@@ -118,8 +151,6 @@ def exchanging(
 ) -> Iterator[StampedQueue]:
     """Surround the products of a call whose slices are exchanged, within ``Group.running``.
 
-    Collective in the group's first call.
-
     Args:
         steps: The exchanges.
         counters: What they wait for; zero from here on.
@@ -127,15 +158,15 @@ def exchanging(
         result: Memory of the dtype that slices have.
     """
     queue = StampedQueue(call.group, call.operator.name, call.mark, steps, landings, result)
-    with call.group.running():
-        counters.zero_()
-        queue.open()
-        try:
+    counters.zero_()
+    queue.open()
+    try:
+        with leaving_sms(CHANNELS, call.group.device):
             yield queue
-        except BaseException:
-            queue.abandon()
-            raise
-        queue.close()
+    except BaseException:
+        queue.abandon()
+        raise
+    queue.close()
 
 
 def counters_of(call: GemmCall, count: int) -> torch.Tensor:
@@ -166,26 +197,30 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     peers = sorted(
         ((rank + step) % ranks for step in range(1, ranks)), key=lambda peer: peer not in remote
     )
-    shares, results = operands.x.split(list(sent[rank])), y.split(received)
-    x = {peer: cut(shares[peer], count) for peer in peers}
-    staged = {peer: cut(y.new_empty([len(shares[peer]), columns]), count) for peer in peers}
-    arriving = {peer: cut(results[peer], count) for peer in peers}
-    counters = counters_of(call, count)
+    by_rank, results = operands.x.split(list(sent[rank])), y.split(received)
+    shares, landing = ({peer: rows[peer] for peer in peers} for rows in (by_rank, results))
+    staged = {peer: y.new_empty([len(shares[peer]), columns]) for peer in peers}
     landings = [
         Landing(peer, sum(received[:peer]) * columns, received[peer] * columns) for peer in peers
     ]
-    weight, bias = operands.w.T, operands.bias
-    steps = steps_of(staged, arriving, counters)
-    with exchanging(call, steps, counters, landings, y) as queue:
-        for number in range(count):
-            for peer in peers:
-                if len(x[peer][number]):
-                    multiply_into(staged[peer][number], x[peer][number], weight, bias)
-            counters[number : number + 1].add_(1)
-            queue.release(number + 1)
-        for rows, piece in zip(cut(shares[rank], count), cut(results[rank], count), strict=True):
-            if len(rows):
-                multiply_into(piece, rows, weight, bias)
+    counters, weight, bias = counters_of(call, count), operands.w.T, operands.bias
+
+    def enqueue() -> None:
+        x, products, arriving = (cut_all(rows, count) for rows in (shares, staged, landing))
+        steps = steps_of(products, arriving, counters)
+        with exchanging(call, steps, counters, landings, y) as queue:
+            for number in range(count):
+                for peer in peers:
+                    if len(x[peer][number]):
+                        multiply_into(products[peer][number], x[peer][number], weight, bias)
+                counters[number : number + 1].add_(1)
+                queue.release(number + 1)
+            own = zip(cut(by_rank[rank], count), cut(results[rank], count), strict=True)
+            for rows, piece in own:
+                if len(rows):
+                    multiply_into(piece, rows, weight, bias)
+
+    run_in_slices(call, count, enqueue, y, *staged.values())
     return y
 
 

@@ -10,6 +10,7 @@ Dimensions: R ranks on G nodes, L of each; M rows, K inner, N columns.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -22,7 +23,14 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.implementations import network
 from interlace.gemm.implementations.chunked import multiply_into
-from interlace.gemm.implementations.network import counters_of, cut, slice_count, steps_of
+from interlace.gemm.implementations.network import (
+    counters_of,
+    cut,
+    cut_all,
+    run_in_slices,
+    slice_count,
+    steps_of,
+)
 from interlace.gemm.implementations.pushed import push_and_sum, push_rows, reserve
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.terms import Terms
@@ -174,17 +182,19 @@ class _Sums:
 
     Attributes:
         levels: The two levels.
+        count: The number of slices.
         x: ``[M, K]``.
         own: ``[M/R, N]``: what this node has for this rank.
-        sent: Slices of what this node has for each peer of the rail.
-        arriving: Slices of what the peers' nodes have for this rank.
+        sent: What this node has for each peer of the rail, ``[M/R, N]``.
+        arriving: What the peers' nodes have for this rank, ``[M/R, N]``.
     """
 
     levels: _Levels
+    count: int
     x: torch.Tensor
     own: torch.Tensor
-    sent: network.Slices
-    arriving: network.Slices
+    sent: network.Rows
+    arriving: network.Rows
 
     @staticmethod
     def of(levels: _Levels, x: torch.Tensor, count: int) -> _Sums:
@@ -193,26 +203,26 @@ class _Sums:
         share, peers = len(x) // levels.call.group.world_size, levels.peers.values()
         own = x.new_empty([share, columns])
         levels.reserve(levels.within.world_size * share, columns * x.element_size())
-        sent, arriving = (
-            {peer: cut(torch.empty_like(own), count) for peer in peers} for _ in range(2)
-        )
-        return _Sums(levels, x, own, sent, arriving)
+        sent, arriving = ({peer: torch.empty_like(own) for peer in peers} for _ in range(2))
+        return _Sums(levels, count, x, own, sent, arriving)
 
     @property
-    def count(self) -> int:
-        """Return the number of slices."""
-        return len(next(iter(self.sent.values())))
+    def memory(self) -> tuple[torch.Tensor, ...]:
+        """Return the tensors that the sums are made in."""
+        return self.own, *self.sent.values(), *self.arriving.values()
 
     def steps(self, counters: torch.Tensor) -> list[Step]:
         """Return the exchanges."""
-        return steps_of(self.sent, self.arriving, counters)
+        sent, arriving = (cut_all(rows, self.count) for rows in (self.sent, self.arriving))
+        return steps_of(sent, arriving, counters)
 
     def send(self, counters: torch.Tensor, queue: StampedQueue) -> None:
         """Multiply and sum within the node what the rail's peers own, and send each slice."""
+        sent = cut_all(self.sent, self.count)
         for number in range(self.count):
             for node, peer in self.levels.peers.items():
                 rows = cut(self.levels.shares(self.x, node), self.count, 1)[number]
-                self.levels.sum_product(rows, self.sent[peer][number])
+                self.levels.sum_product(rows, sent[peer][number])
             counters[number : number + 1].add_(1)
             queue.release(number + 1)
 
@@ -224,12 +234,12 @@ class _Sums:
 
     def add(self, number: int, out: torch.Tensor) -> None:
         """Add what the nodes have for a slice that has arrived, and the bias."""
-        levels, own = self.levels, cut(self.own, self.count)
+        levels = self.levels
         parts = [
-            (own if node == levels.node else self.arriving[levels.peers[node]])[number]
+            cut(self.own if node == levels.node else self.arriving[levels.peers[node]], self.count)
             for node in range(len(levels.nodes))
         ]
-        _add_nodes(parts, levels.call.operands.bias, out)
+        _add_nodes([part[number] for part in parts], levels.call.operands.bias, out)
 
 
 def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
@@ -243,15 +253,19 @@ def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
     """
     levels, x = _Levels.of(call), call.operands.x
     y = x.new_empty([call.rows.result, call.operands.columns])
-    sums = _Sums.of(levels, x, slice_count(call, "chunked", len(y), y.shape[1] * y.element_size()))
-    counters = counters_of(call, sums.count)
-    steps = sums.steps(counters)
-    with network.exchanging(call, steps, counters, levels.landings, y) as queue:
-        sums.send(counters, queue)
-        sums.sum_own()
-        for number, rows in enumerate(cut(y, sums.count)):
-            queue.wait(number)
-            sums.add(number, rows)
+    count = slice_count(call, "chunked", len(y), y.shape[1] * y.element_size())
+    sums, counters = _Sums.of(levels, x, count), counters_of(call, count)
+
+    def enqueue() -> None:
+        steps = sums.steps(counters)
+        with network.exchanging(call, steps, counters, levels.landings, y) as queue:
+            sums.send(counters, queue)
+            sums.sum_own()
+            for number, rows in enumerate(cut(y, count)):
+                queue.wait(number)
+                sums.add(number, rows)
+
+    run_in_slices(call, count, enqueue, y, *sums.memory)
     return y
 
 
@@ -274,27 +288,30 @@ def run_all_gather(call: GemmCall) -> Pair:
     gathered = x.new_empty([len(y), operands.inner])
     count = slice_count(call, "chunked", len(x), row_bytes)
     levels.reserve(levels.span(len(x)), row_bytes)
-    landing = _landing(levels, gathered, count)
-    steps = steps_of({peer: cut(x, count) for peer in levels.peers.values()}, landing, None)
-    with network.exchanging(call, steps, counters_of(call, 1), levels.landings, y) as queue:
-        queue.release(1)
-        own_rows = levels.shares(gathered, levels.node)
-        if call.gather or levels.within.world_size > 1:
-            levels.gather(x, own_rows)
-        else:
-            own_rows = x[None]
-        own_products = levels.shares(y, levels.node)
-        for number in range(count):
-            levels.multiply(
-                cut(own_products, count, 1)[number], cut(own_rows, count, 1)[number], bias
-            )
-            queue.release(number + 2)
-        for number in range(count):
-            queue.wait(number)
-            for node, peer in levels.peers.items():
-                rows = cut(levels.shares(gathered, node), count, 1)[number]
-                levels.gather(landing[peer][number], rows)
-                levels.multiply(cut(levels.shares(y, node), count, 1)[number], rows, bias)
+    landing, counters = _landing(levels, gathered, count), counters_of(call, 1)
+
+    def enqueue() -> None:
+        steps = steps_of(dict.fromkeys(levels.peers.values(), cut(x, count)), landing, None)
+        with network.exchanging(call, steps, counters, levels.landings, y) as queue:
+            queue.release(1)
+            own_rows = levels.shares(gathered, levels.node)
+            if call.gather or levels.within.world_size > 1:
+                levels.gather(x, own_rows)
+            else:
+                own_rows = x[None]
+            own_products = levels.shares(y, levels.node)
+            own = zip(cut(own_products, count, 1), cut(own_rows, count, 1), strict=True)
+            for number, (products, rows) in enumerate(own):
+                levels.multiply(products, rows, bias)
+                queue.release(number + 2)
+            for number in range(count):
+                queue.wait(number)
+                for node, peer in levels.peers.items():
+                    rows = cut(levels.shares(gathered, node), count, 1)[number]
+                    levels.gather(landing[peer][number], rows)
+                    levels.multiply(cut(levels.shares(y, node), count, 1)[number], rows, bias)
+
+    run_in_slices(call, count, enqueue, x, y, gathered, *itertools.chain(*landing.values()))
     return y, gathered if call.gather else x.new_empty([0, operands.inner])
 
 
@@ -329,21 +346,23 @@ def _exchange_sums(levels: _Levels) -> torch.Tensor:
     peers = levels.peers.values()
     node_sum = torch.empty_like(results[0])
     total = results[0] if ranks == 1 else torch.empty_like(node_sum)
-    sent = {peer: cut(node_sum, count) for peer in peers}
-    sums = _Sums(
-        levels, x, node_sum, sent, {peer: cut(torch.empty_like(node_sum), count) for peer in peers}
-    )
+    arriving = {peer: torch.empty_like(node_sum) for peer in peers}
+    sums = _Sums(levels, count, x, node_sum, dict.fromkeys(peers, node_sum), arriving)
     counters = counters_of(call, count)
-    steps = sums.steps(counters)
-    with network.exchanging(call, steps, counters, levels.landings, y) as queue:
-        for number, rows in enumerate(cut(node_sum, count)):
-            levels.sum_product(cut(shares, count, 1)[number], rows)
-            counters[number : number + 1].add_(1)
-            queue.release(number + 1)
-        for number, rows in enumerate(cut(total, count)):
-            queue.wait(number)
-            sums.add(number, rows)
-            levels.gather(rows, cut(results, count, 1)[number])
+
+    def enqueue() -> None:
+        steps = sums.steps(counters)
+        with network.exchanging(call, steps, counters, levels.landings, y) as queue:
+            for number, rows in enumerate(cut(node_sum, count)):
+                levels.sum_product(cut(shares, count, 1)[number], rows)
+                counters[number : number + 1].add_(1)
+                queue.release(number + 1)
+            for number, rows in enumerate(cut(total, count)):
+                queue.wait(number)
+                sums.add(number, rows)
+                levels.gather(rows, cut(results, count, 1)[number])
+
+    run_in_slices(call, count, enqueue, y, total, *sums.memory)
     return y
 
 
@@ -354,24 +373,28 @@ def _reduce_and_gather(levels: _Levels) -> torch.Tensor:
     share = len(x) // call.group.world_size
     count = slice_count(call, "chunked", share, y.shape[1] * y.element_size())
     sums, total = _Sums.of(levels, x, count), y.new_empty([share, y.shape[1]])
-    totals, landing = cut(total, count), _landing(levels, y, count)
-    counters = counters_of(call, 2 * count)
-    to_gather = steps_of(dict.fromkeys(levels.peers.values(), totals), landing, counters[count:])
-    steps = [*sums.steps(counters), *to_gather]
-    with network.exchanging(call, steps, counters, levels.landings, y) as queue:
-        sums.send(counters, queue)
-        sums.sum_own()
-        for number, rows in enumerate(totals):
-            queue.wait(number)
-            sums.add(number, rows)
-            counters[count + number : count + number + 1].add_(1)
-            queue.release(count + number + 1)
-        levels.gather(total, levels.shares(y, levels.node))
-        for number in range(count):
-            queue.wait(count + number)
-            for node, peer in levels.peers.items():
-                rows = cut(levels.shares(y, node), count, 1)[number]
-                levels.gather(landing[peer][number], rows)
+    landing, counters = _landing(levels, y, count), counters_of(call, 2 * count)
+
+    def enqueue() -> None:
+        totals = cut(total, count)
+        to_gather = dict.fromkeys(levels.peers.values(), totals)
+        steps = [*sums.steps(counters), *steps_of(to_gather, landing, counters[count:])]
+        with network.exchanging(call, steps, counters, levels.landings, y) as queue:
+            sums.send(counters, queue)
+            sums.sum_own()
+            for number, rows in enumerate(totals):
+                queue.wait(number)
+                sums.add(number, rows)
+                counters[count + number : count + number + 1].add_(1)
+                queue.release(count + number + 1)
+            levels.gather(total, levels.shares(y, levels.node))
+            for number in range(count):
+                queue.wait(count + number)
+                for node, peer in levels.peers.items():
+                    rows = cut(levels.shares(y, node), count, 1)[number]
+                    levels.gather(landing[peer][number], rows)
+
+    run_in_slices(call, count, enqueue, y, total, *itertools.chain(*landing.values()), *sums.memory)
     return y
 
 

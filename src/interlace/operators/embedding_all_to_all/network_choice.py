@@ -19,6 +19,7 @@ from interlace.costs.embedding_all_to_all import (
     stock_pooling_factor,
 )
 from interlace.costs.network import (
+    Beside,
     Prediction,
     best_in_slices,
     even_nodes,
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 
 
 _GRADIENT_SLICES = 2
-"""Slices of gradients, where there are several. With two, half of the update is hidden, and the
-network's kernel for the second slice should begin before the first update fills the processors. No
-number has been timed.
+"""Slices of gradients, where there are several. With two, half of the update is hidden, and both
+exchanges are enqueued before the first update fills the processors; with four, the last ones wait
+for it.
 """
 
 _GUESS_MARGIN = 0.1
@@ -169,16 +170,19 @@ def plan_by(times: NetworkTimes | None) -> Plan:
 
 @functools.lru_cache(maxsize=256)
 def gradient_slices(sizes: Sizes, device: torch.device) -> int:
-    """Return the number of slices in which gradients travel, by predicted times; 1 where no network
-    was measured.
+    """Return the number of slices in which gradients travel, by predicted times.
 
-    A slice's tables are updated while the next one travels: the same as a computation whose slices
-    leave, the other way round. Most rows are taken to be looked up once.
+    Where no network was measured, one is guessed, and times must differ by more. A slice's tables
+    are updated while the next one travels: the same as a computation whose slices leave, the other
+    way round. Most rows are taken to be looked up once.
     """
     profile = profile_on(device)
-    network = None if profile is None else profile.network
-    if profile is None or network is None:
+    if profile is None:
         return 1
+    # Both ways are over the same network, so how much its times vary does not matter.
+    network, margin = profile.network, profile.margin
+    if network is None:
+        network, margin = guessed_network(), max(margin, _GUESS_MARGIN)
     layout, pooling_factor, itemsize, output_itemsize, _ = sizes
     nothing = [0] * len(layout.widths[sizes.rank])
     vectors = pooling_factor * layout.batch * layout.rank_columns[sizes.rank]
@@ -200,9 +204,10 @@ def gradient_slices(sizes: Sizes, device: torch.device) -> int:
             slices=slices,
         )
         traffic = NetworkCost(cost.network_bytes, cost.network_messages, slices)
-        return in_slices(network, update_us, traffic, rate, BESIDE_POOLING)
+        # Both exchanges are enqueued before the first update, so neither waits for its SMs.
+        return in_slices(network, update_us, traffic, rate, Beside())
 
-    limit_us = in_so_many(1).us * (1 - network.margin(profile.margin))
+    limit_us = in_so_many(1).us * (1 - margin)
     return _GRADIENT_SLICES if in_so_many(_GRADIENT_SLICES).us < limit_us else 1
 
 

@@ -58,6 +58,12 @@ TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (1, 4, 8, 20, 64)
 SLICES = (1, 2, 4, 8, 16)
 IMPLS = ("pooled", "fused", "auto")
+SOCKETS = {
+    "NCCL_SOCKET_NTHREADS": "4",
+    "NCCL_NSOCKS_PERTHREAD": "4",
+    "NCCL_P2P_NET_CHUNKSIZE": "1048576",
+}
+"""Settings of NCCL's sockets, where the environment has none."""
 DEADLINE_S = 3.0
 
 _MOST_LOOKUPS = 1024
@@ -82,14 +88,12 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
         os.environ.update(
             NCCL_NET="Socket",
             NCCL_SOCKET_IFNAME="lo",
-            NCCL_SOCKET_NTHREADS="4",
-            NCCL_NSOCKS_PERTHREAD="4",
-            NCCL_P2P_NET_CHUNKSIZE="1048576",
             NCCL_NVLS_ENABLE="0",
             NCCL_DEBUG="INFO",
             NCCL_DEBUG_FILE=f"{folder}/nccl.%p",
             INTERLACE_DEADLINE_S="20",
         )
+        settings = {name: os.environ.setdefault(name, value) for name, value in SOCKETS.items()}
         results = interlace.launch(measure, arguments.ranks, backend=arguments.backend, nodes=2)
         log = "".join(file.read_text(errors="replace") for file in Path(folder).glob("nccl.*"))
     transports = sorted(set(re.findall(r"via (\S+)", log)))
@@ -100,7 +104,7 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
         rates = {**results[0].pop("network"), "network": f"NCCL over {', '.join(transports)}"}
         file = arguments.json.with_suffix(".network.json")
         file.write_text(json.dumps(rates, indent=1) + "\n", encoding="utf-8")
-        seen = {"NCCL": networks, "transports": transports}
+        seen = {"NCCL": networks, "transports": transports, "settings": settings}
         more = {"ranks": arguments.ranks, "network": seen, "sizes": sizes}
         documents.write(arguments.json, results[0], **more)
     if arguments.backend == "cuda" and not any("NET/Socket" in name for name in transports):

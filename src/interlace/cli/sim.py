@@ -138,8 +138,8 @@ def between_nodes(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The network, measured by interlace tune machine. \\[default: two H200s over "
-            "sockets]",
+            help="The network, measured by interlace tune machine, in place of the machine's. "
+            "\\[default: the one that FILE has, else two H200s over sockets]",
         ),
     ] = None,
     **shared: Any,

@@ -11,14 +11,16 @@ from interlace.cli.outputs import Outputs, read_json
 from interlace.cli.sim_run import Changes, parse_changes
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import shipped_profile
-from interlace.costs.network import read_network
+from interlace.costs.network import parse_network, read_network
 from interlace.errors import ConfigError
-from interlace.sim.between_nodes import compare
+from interlace.sim.between_nodes import compare, with_network
 from interlace.sim.machine import load_machine
 
 _CHANGE = "network.latency_ns=500"
 """An example of ``--set`` for error messages."""
-_NETWORK = "two_h200_over_sockets.json"
+_SHIPPED = Path(str(importlib.resources.files("interlace.costs"))) / (
+    "networks/two_h200_over_sockets.json"
+)
 
 
 def run_nodes(
@@ -29,7 +31,8 @@ def run_nodes(
     Args:
         document: JSON file that ``benchmarks/between_nodes.py`` wrote.
         machine: preset or YAML file of two GPUs in a network.
-        network: JSON file of the measured network, or of a machine profile with one; None for the
+        network: JSON file of the measured network, or of a machine profile with one, which the
+            machine's network is replaced by; None for the document's, if it has one, else for the
             shipped one, of two H200s over sockets.
         changes: ``KEY=VALUE`` texts of ``--set``.
 
@@ -40,14 +43,14 @@ def run_nodes(
     profile = None if hosts.gpu.profile is None else shipped_profile(hosts.gpu.profile)
     if profile is None:
         raise ConfigError("the machine's gpu.profile must be a GPU's; it has none.")
-    if network is None:
-        network = Path(str(importlib.resources.files("interlace.costs") / "networks" / _NETWORK))
-    rows = compare(
-        read_json(document, "what benchmarks/between_nodes.py wrote"),
-        hosts,
-        profile,
-        read_network(network),
-    )
+    measured = read_json(document, "what benchmarks/between_nodes.py wrote")
+    if network is not None:
+        rates = read_network(network)
+    elif isinstance(measured.get("network"), dict) and "rates" in measured["network"]:
+        rates = parse_network(measured["network"]["rates"])
+    else:
+        rates = read_network(_SHIPPED)
+    rows = compare(measured, with_network(hosts, rates), profile, rates)
     table = make_table(
         "rows per bag", "", "slices", "measured, us", "simulated", "error", "predicted", "error"
     )

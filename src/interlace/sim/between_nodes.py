@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from interlace.costs.embedding_all_to_all import (
@@ -21,7 +22,7 @@ from interlace.costs.embedding_all_to_all import (
 from interlace.costs.network import NetworkRates, in_slices, one_after_the_other
 from interlace.costs.time import MachineProfile
 from interlace.errors import ConfigError
-from interlace.sim.machine import Machine
+from interlace.sim.machine import Machine, Sourced
 from interlace.sim.operators import Operator, embedding_all_to_all
 from interlace.sim.step import run
 from interlace.sim.work import Fused
@@ -61,6 +62,52 @@ class Comparison:
     def predicted_error(self) -> float:
         """Relative error of the predicted time."""
         return self.predicted_us / self.measured_us - 1
+
+
+def with_network(machine: Machine, network: NetworkRates) -> Machine:
+    """Return a machine whose links carry messages as a measured network does.
+
+    A message takes a fixed time, and its bytes at the rate between the two largest measured sizes;
+    of a collective, too. The GPU, and what the library's kernels take, stay the machine's.
+    """
+    message_rate, message_us = _rate_and_fixed_us(
+        network.exchange_us, [nbytes for nbytes, _ in network.slice_us]
+    )
+    rate, fixed_us = _rate_and_fixed_us(
+        network.all_to_all_us, [nbytes for nbytes, _ in network.collective_us]
+    )
+    link_rate = max(message_rate, rate)
+
+    def figure(value: float) -> Sourced:
+        return Sourced(value=value, source=network.source, confidence="measured")
+
+    collectives = machine.collectives.model_copy(
+        update={
+            "efficiency": figure(rate / link_rate),
+            "efficiency_of": {},
+            "step_ns": figure(max(0.0, 1e3 * fixed_us - machine.collectives.launch_ns.value)),
+            "fused_efficiency": figure(message_rate / link_rate),
+            "message_ns": figure(1e3 * message_us),
+        }
+    )
+    links = {"link_bytes_per_s": figure(1e6 * link_rate), "latency_ns": figure(0.0)}
+    return machine.model_copy(
+        update={
+            "collectives": collectives,
+            "network": machine.network.model_copy(update=links),
+        }
+    )
+
+
+def _rate_and_fixed_us(
+    us_of: Callable[[float], float], sizes: Sequence[int]
+) -> tuple[float, float]:
+    """Return the bytes per microsecond of large messages, and the fixed time of the others."""
+    *smaller, largest = sizes
+    if not smaller:
+        return largest / us_of(largest), 0.0
+    rate = (largest - smaller[-1]) / (us_of(largest) - us_of(smaller[-1]))
+    return rate, max(0.0, statistics.median(us_of(size) - size / rate for size in smaller))
 
 
 def compare(

@@ -1,11 +1,13 @@
 """The watch that gives slices on a GPU a deadline, without a GPU: clock and driver are made up."""
 
+import gc
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from interlace.comm import network as module
 from interlace.comm.network import Watch
@@ -90,3 +92,26 @@ def test_a_failure_that_a_kernel_has_found_is_not_replaced(monkeypatch):
     machine.look(5, 5, 11.0)
     assert ("broken", "operator", 3) not in machine.log
     assert "abort" in machine.log
+
+
+def test_a_network_that_goes_drops_the_graphs_first(monkeypatch):
+    """NCCL ends no communicator whose kernels a graph has; so too when nobody closes the network."""
+    log = []
+    carrier = SimpleNamespace(abort=lambda: log.append("abort"))
+    replays = SimpleNamespace(clear=lambda: log.append("clear"))
+    monkeypatch.setattr(module, "Carrier", lambda *arguments: carrier)
+    members = SimpleNamespace(backend="cpu", device=torch.device("cpu"))
+    health = SimpleNamespace(deadline_s=1.0)
+    channel = SimpleNamespace(new_store=lambda name: None)
+
+    network = module.Network(members, health, channel, None, replays)
+    del network
+    gc.collect()
+    assert log == ["clear", "abort"]
+
+    log.clear()
+    network = module.Network(members, health, channel, None, replays)
+    network.close()
+    del network
+    gc.collect()
+    assert log == ["abort"]

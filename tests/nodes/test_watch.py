@@ -95,7 +95,7 @@ def test_a_failure_that_a_kernel_has_found_is_not_replaced(monkeypatch):
 
 
 def test_a_network_that_goes_drops_the_graphs_first(monkeypatch):
-    """NCCL ends no communicator whose kernels a graph has; so too when nobody closes the network."""
+    """NCCL ends no communicator whose kernels a graph has, whoever ends it."""
     log = []
     carrier = SimpleNamespace(abort=lambda: log.append("abort"))
     replays = SimpleNamespace(clear=lambda: log.append("clear"))

@@ -807,7 +807,7 @@ def _reasons_elsewhere() -> list[str]:
 def test_groups_and_tables_that_forbid_it(ranks: Any) -> None:
     between = (
         "gemm_reduce_scatter is not faster between 2 nodes: no network between the 2 nodes was "
-        "measured, which `interlace tune machine` on them does"
+        "measured, which INTERLACE_MEASURE_MACHINE=1 or `interlace tune machine` on them does"
     )
     for reasons in ranks(2).run(_reasons_elsewhere):
         assert reasons == [

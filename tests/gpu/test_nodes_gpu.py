@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm.copies import stream_waits_for
+from interlace.comm.cublas import leaving_sms
 from interlace.comm.unblocked import writer
 from interlace.errors import PeerTimeoutError
-from interlace.gemm.cublas import leaving_sms
 from interlace.operators.embedding_all_to_all import network_choice
 from interlace.testing.cases import between_nodes, every_case
 from interlace.testing.cases.products import ProductCase

@@ -90,7 +90,8 @@ def _explained():
 
 def test_explain_says_that_the_pair_runs(ranks):
     reason = (
-        "no network between the 2 nodes was measured, which `interlace tune machine` on them does"
+        "no network between the 2 nodes was measured, which INTERLACE_MEASURE_MACHINE=1 or "
+        "`interlace tune machine` on them does"
     )
     for said in ranks(2).run(_explained):
         assert ": unfused, because" in said

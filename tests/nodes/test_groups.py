@@ -20,7 +20,8 @@ from tests.errors import error_of
 from tests.nodes.groups import process_group_of
 
 UNMEASURED = (
-    "no network between the 2 nodes was measured, which `interlace tune machine` on them does"
+    "no network between the 2 nodes was measured, which INTERLACE_MEASURE_MACHINE=1 or "
+    "`interlace tune machine` on them does"
 )
 
 SHAPES = [(4, 2), (2, 2)]

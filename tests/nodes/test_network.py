@@ -2,11 +2,14 @@
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import socket
 import time
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,6 +18,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.cli import demo_nodes, doctor_network, tune_network
+from interlace.comm import machine_rates, network_rates
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
@@ -30,7 +34,7 @@ SIZES = (64, 256, 1024)
 
 
 def _measured(nodes):
-    from interlace.bench.network import compare_with_all_to_all, measure_exchanges
+    from interlace.comm.network_rates import compare_with_all_to_all, measure_exchanges
 
     with process_group_of(nodes) as process_group:
         group = interlace.group_of(process_group)
@@ -54,30 +58,26 @@ def test_every_rank_exchanges_with_another_node(ranks):
 
 
 def test_partners_have_the_same_place_in_their_nodes():
-    from interlace.bench.network import partners
-
     nodes = (0, 1, 0, 1, 2)
-    assert [partners(nodes, rank) for rank in range(5)] == [
+    assert [network_rates.partners(nodes, rank) for rank in range(5)] == [
         (1, 4), (4, 0), (3, -1), (-1, 2), (0, 1)
     ]  # fmt: skip
 
 
 def _without_one(step):
     """Rank 1 does not come, or ends after the first exchange; the other's error and its delay."""
-    from interlace.bench import network
-
     with process_group_of(2) as process_group:
         group = interlace.group_of(process_group)
         group.network()
         interlace.set_deadline(3.0, process_group)
         error, start = None, time.monotonic()
         if group.rank == 0:
-            error = error_of(network.measure_exchanges, group, SIZES)
+            error = error_of(network_rates.measure_exchanges, group, SIZES)
         elif step == "dies":
             with mock.patch.object(
-                network.SliceQueue, "arm", side_effect=interlace.ArgumentError("died")
+                network_rates.SliceQueue, "arm", side_effect=interlace.ArgumentError("died")
             ):
-                error_of(network.measure_exchanges, group, SIZES)
+                error_of(network_rates.measure_exchanges, group, SIZES)
         seconds = time.monotonic() - start
         dist.barrier()
         return error, seconds
@@ -172,7 +172,7 @@ def _tuned(folder):
         process_group_of(2) as process_group,
         mock.patch.dict("os.environ", environment),
         mock.patch.object(tune_network, "group_of", return_value=interlace.group_of(process_group)),
-        mock.patch.object(tune_network, "measure_beside_product", return_value=(1.5, 1.25)),
+        mock.patch.object(network_rates, "measure_beside_product", return_value=(1.5, 1.25)),
         mock.patch.object(Gpu, "of", return_value=Gpu("NVIDIA H200", 132, 1 << 17)),
     ):
         profile_of.cache_clear()
@@ -190,6 +190,63 @@ def test_a_measured_network_is_kept_in_the_profile_of_every_node(ranks, tmp_path
     assert [nbytes for nbytes, _ in network.slice_us] == list(SIZES)
     assert (network.ranks, network.nodes) == (2, 2)
     assert (network.beside_product, network.product_beside) == (1.5, 1.25)
+
+
+def _joined(folder, lacks_memory):
+    """Make two groups as a program that lets the first one measure, on the CPU in place of a GPU;
+    return how often it measured, the network that is known then and in the next program, and the
+    warnings.
+    """
+    rank = dist.get_rank()
+    environment = {"INTERLACE_CACHE_DIR": f"{folder}/{rank}", machine_rates.VARIABLE: "1"}
+    measured = mock.Mock(side_effect=functools.partial(network_rates.measure_network, sizes=SIZES))
+    has_memory = mock.Mock(return_value=rank not in lacks_memory)
+    with (
+        mock.patch.dict("os.environ", environment),
+        mock.patch("torch.cuda.get_device_name", return_value="NVIDIA H200"),
+        mock.patch(
+            "torch.cuda.get_device_properties",
+            return_value=SimpleNamespace(multi_processor_count=132),
+        ),
+        mock.patch.object(machine_rates, "_may_measure", return_value=True),
+        mock.patch.object(machine_rates, "_has_memory", has_memory),
+        mock.patch.object(network_rates, "measure_network", measured),
+        warnings.catch_warnings(record=True) as caught,
+    ):
+        warnings.simplefilter("always")
+        known = []
+        try:
+            for _ in range(2):
+                with process_group_of(2):
+                    known.append(profile_of("NVIDIA H200").network)
+            _forget_profiles()
+            known.append(profile_of("NVIDIA H200").network)
+        finally:
+            _forget_profiles()
+    return measured.call_count, known, [str(warning.message) for warning in caught]
+
+
+def _forget_profiles():
+    known_profiles._adopted.clear()
+    profile_of.cache_clear()
+
+
+def test_the_first_group_between_nodes_measures_if_it_may(ranks, tmp_path):
+    first, second = ranks(2).run(_joined, str(tmp_path), ())
+    assert first == second
+    count, (network, later, in_the_next_program), said = first
+    assert count == 1
+    assert network == later == in_the_next_program
+    assert network.network == "the network between 2 nodes"
+    assert [nbytes for nbytes, _ in network.slice_us] == list(SIZES)
+    assert said == []
+
+
+def test_no_rank_measures_where_one_has_no_memory(ranks, tmp_path):
+    for count, networks, said in ranks(2).run(_joined, str(tmp_path), (1,)):
+        assert count == 0
+        assert networks == [None] * 3
+        assert "every GPU must have 1024 MiB of free memory" in said[0]
 
 
 # The choice

@@ -19,7 +19,6 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from interlace.bench.network import SIZES, TOGETHER, ExchangeTime, measure_exchanges
 from interlace.bench.report import machine_line
 from interlace.cli import doctor_gin, machine
 from interlace.cli.console import command_line, make_console, now, run_ranks
@@ -27,6 +26,7 @@ from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.cli.tables import make_table
 from interlace.comm import group_of
+from interlace.comm.network_rates import SIZES, TOGETHER, ExchangeTime, measure_exchanges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import profile_on
 

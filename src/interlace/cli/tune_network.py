@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import statistics
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from interlace.bench.network import (
-    SIZES,
-    TOGETHER,
-    ExchangeTime,
-    compare_with_all_to_all,
-    measure_beside_product,
-    measure_exchanges,
-)
 from interlace.cli import machine
 from interlace.cli.console import command_line, make_console, now
 from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
-from interlace.comm import Group, group_of
+from interlace.comm import group_of
+from interlace.comm.network_rates import SIZES, ExchangeTime, measure_network
 from interlace.costs.known_profiles import keep_profile, own_file, profile_of
-from interlace.costs.network import NetworkRates, parse_network
 from interlace.gemm.choice import Gpu
 
 
@@ -103,46 +93,3 @@ def run_rank(
         "network": dataclasses.asdict(network),
         "file": str(file),
     }
-
-
-def measure_network(
-    group: Group, source: str, sizes: tuple[int, ...], advance: Callable[[], None] = lambda: None
-) -> tuple[list[ExchangeTime], NetworkRates]:
-    """Measure the network between the nodes of a group. Collective.
-
-    Args:
-        source: Where and when it is measured; rank 0's counts, as clocks may not agree on the date.
-        sizes: Bytes of the messages.
-        advance: Is called after each measurement of exchanges.
-
-    Returns:
-        The times of exchanges, and the rates, without the network's name, the same on every rank.
-    """
-    compared = compare_with_all_to_all(group, sizes, advance)
-    several = measure_exchanges(group, sizes, advance, (TOGETHER,))
-    beside = measure_beside_product(group)
-    network = NetworkRates(
-        "",
-        source,
-        group.world_size,
-        group.nodes,
-        slice_us=[(each.nbytes, _digits(each.us)) for each in compared.exchanges],
-        collective_us=[(each.nbytes, _digits(each.us)) for each in compared.collectives],
-        spread=_digits(compared.spread),
-        beside_product=_digits(beside[0]),
-        product_beside=_digits(beside[1]),
-    )
-    further = [
-        (exchange.us - network.exchange_us(exchange.nbytes * exchange.messages))
-        / (exchange.messages - 1)
-        for exchange in several
-    ]
-    network = dataclasses.replace(
-        network, further_message_us=_digits(max(0.0, statistics.median(further or [0.0])))
-    )
-    exchanges = compared.exchanges + several
-    return exchanges, parse_network(group.exchange("network", dataclasses.asdict(network))[0])
-
-
-def _digits(value: float) -> float:
-    return float(f"{value:.4g}")

@@ -19,7 +19,11 @@ from interlace.comm.channel import HostChannel
 from interlace.comm.cpu_faults import Traffic
 from interlace.comm.health import Health, Running, default_deadline
 from interlace.comm.identity import identity, settings
-from interlace.comm.machine_rates import measure_unknown, share_profile
+from interlace.comm.machine_rates import (
+    measure_unknown,
+    measure_unknown_network,
+    share_profile,
+)
 from interlace.comm.members import meet_members, members_of, require_dedicated_gpus
 from interlace.comm.memory import Block
 from interlace.comm.network import Network
@@ -106,6 +110,7 @@ class Group:
         self.outputs = self.memory.outputs
         self._network: Network | None = None
         measure_unknown(self)
+        measure_unknown_network(self)
 
     # Identity
 

@@ -1,12 +1,14 @@
-"""Measure the rates of a machine's products and links.
+"""Measure the rates of a machine's products and links, and the network between nodes.
 
 ``interlace tune machine`` begins with it. A program on GPUs whose profile is a guess does it when a
 group is made, if ``INTERLACE_MEASURE_MACHINE=1`` says so: all ranks of the program then agree on
-one profile, which is also kept for the user's next programs.
+one profile, which is also kept for the user's next programs. So does a program on several nodes
+whose profile has no network.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import random
 import statistics
@@ -44,6 +46,7 @@ _SAMPLES, _GRAPH_US = 5, 1000.0
 _SLEEP_CYCLES = 500_000  # a quarter of a millisecond
 _LINK_BYTES, _LINK_COPIES = 256 << 20, 4
 _MOST_SETS = 16
+_NETWORK_BYTES = 1 << 30  # for the messages and products of a measured network, with some room
 
 
 def is_asked_for() -> bool:
@@ -115,6 +118,60 @@ def measure_unknown(group: Group) -> None:
         _keep(profile)
     # Another program of this node may begin when this rank has left.
     group.exchange("a measured machine is kept", None)
+
+
+def measure_unknown_network(group: Group) -> None:
+    """Measure the network of a group of all ranks on several nodes, if no profile has it.
+    Collective.
+
+    Does nothing where measuring is not asked for, ranks share a GPU, or the group is a part of the
+    program: others may send meanwhile. If a rank has no memory to measure, all ranks go on without,
+    with a warning.
+
+    Raises:
+        BackendError: A rank cannot connect.
+        PeerTimeoutError: A rank did not come, or a message was late.
+    """
+    if not (_may_measure(group.members) and group.spans_nodes):
+        return
+    if group.world_size != dist.get_world_size():
+        return
+    gpu = torch.cuda.get_device_name(group.device)
+    processors = torch.cuda.get_device_properties(group.device).multi_processor_count
+    # Equal on all ranks, as joining the group has compared.
+    profile = profile_of(gpu, processors)
+    if profile.network is not None:
+        return
+    if not all(group.exchange("memory to measure a network", _has_memory(group.device))):
+        warnings.warn(
+            "interlace: the network between the nodes was not measured, and operators do not go by "
+            f"it: every GPU must have {_NETWORK_BYTES >> 20} MiB of free memory.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    # Imported here, since that module's own imports lead back to this one.
+    from interlace.comm.network_rates import measure_network
+
+    date = datetime.date.today()
+    source = f"measured {date} on {group.world_size} ranks of {group.nodes} nodes"
+    _, network = measure_network(group, source)
+    named = dataclasses.replace(network, network=f"the network between {group.nodes} nodes")
+    profile = dataclasses.replace(profile, network=named)
+    adopt(profile)
+    if group.rank == min(group.members.local_ranks):
+        _keep(profile)
+    # Another program of this node may begin when this rank has left.
+    group.exchange("a measured network is kept", None)
+
+
+def _has_memory(device: torch.device) -> bool:
+    """Return whether a rank can allocate what the measurement of a network takes."""
+    try:
+        torch.empty(_NETWORK_BYTES, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return False
+    return True
 
 
 def _may_measure(members: Members) -> bool:

@@ -108,7 +108,7 @@ class Choice(Generic[Config]):
         if times is None:
             reason = (
                 f"no network between the {nodes} nodes was measured, which "
-                "`interlace tune machine` on them does"
+                "INTERLACE_MEASURE_MACHINE=1 or `interlace tune machine` on them does"
             )
             return dataclasses.replace(between, reason=reason)
         if all(map(operator.is_pair, times.predictions)):

@@ -22,11 +22,11 @@ from typing import Any
 import torch
 
 from interlace.comm.carrier import CHANNELS
+from interlace.comm.cublas import leaving_sms
 from interlace.comm.replays import places
 from interlace.comm.slices import Message, Step, Trigger
 from interlace.gemm.between_nodes import slices_of
 from interlace.gemm.call import GemmCall
-from interlace.gemm.cublas import leaving_sms
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.terms import Terms
 from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps

@@ -1,8 +1,10 @@
 """Measure the network between the nodes of a group, by the carrier that slices travel by.
 
 ``interlace doctor --network`` shows it; ``interlace tune machine`` puts it into the machine
-profile. Every rank exchanges with the rank of the next node that has the same place in its node,
-all at the same time, so ranks that share an adapter are measured as they will use it.
+profile, and so does a program's first group between nodes if it is asked to
+(:mod:`interlace.comm.machine_rates`). Every rank exchanges with the rank of the next node that has
+the same place in its node, all at the same time, so ranks that share an adapter are measured as
+they will use it.
 """
 
 from __future__ import annotations
@@ -17,11 +19,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from interlace.comm import Group, process_group_named
 from interlace.comm.carrier import CHANNELS
+from interlace.comm.cublas import leaving_sms
+from interlace.comm.group import Group
+from interlace.comm.process_groups import process_group_named
 from interlace.comm.slices import Message, SliceQueue, Step
+from interlace.costs.network import NetworkRates, parse_network
 from interlace.errors import GroupError
-from interlace.gemm.cublas import leaving_sms
 
 SIZES = tuple(1 << power for power in range(16, 27, 2))
 """Bytes of a message: 64 KiB to 64 MiB."""
@@ -72,6 +76,48 @@ def partners(node_of_rank: tuple[int, ...], rank: int) -> tuple[int, int]:
         return members[index] if index < len(members) else -1
 
     return at(1), at(-1)
+
+
+def measure_network(
+    group: Group,
+    source: str,
+    sizes: tuple[int, ...] = SIZES,
+    advance: Callable[[], None] = lambda: None,
+) -> tuple[list[ExchangeTime], NetworkRates]:
+    """Measure the network between the nodes of a group. Collective.
+
+    Args:
+        source: Where and when it is measured; rank 0's counts, as clocks may not agree on the date.
+        sizes: Bytes of the messages.
+        advance: Is called after each measurement of exchanges.
+
+    Returns:
+        The times of exchanges, and the rates, without the network's name, the same on every rank.
+    """
+    compared = compare_with_all_to_all(group, sizes, advance)
+    several = measure_exchanges(group, sizes, advance, (TOGETHER,))
+    beside = measure_beside_product(group)
+    network = NetworkRates(
+        "",
+        source,
+        group.world_size,
+        group.nodes,
+        slice_us=[(each.nbytes, _digits(each.us)) for each in compared.exchanges],
+        collective_us=[(each.nbytes, _digits(each.us)) for each in compared.collectives],
+        spread=_digits(compared.spread),
+        beside_product=_digits(beside[0]),
+        product_beside=_digits(beside[1]),
+    )
+    further = [
+        (exchange.us - network.exchange_us(exchange.nbytes * exchange.messages))
+        / (exchange.messages - 1)
+        for exchange in several
+    ]
+    network = dataclasses.replace(
+        network, further_message_us=_digits(max(0.0, statistics.median(further or [0.0])))
+    )
+    exchanges = compared.exchanges + several
+    return exchanges, parse_network(group.exchange("network", dataclasses.asdict(network))[0])
 
 
 def measure_exchanges(
@@ -316,3 +362,7 @@ def _meet(group: Group) -> None:
     """Wait for all ranks."""
     group.streams.synchronize()
     group.exchange(_NAME, None)
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")

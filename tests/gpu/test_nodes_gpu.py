@@ -117,8 +117,8 @@ def _calls_that_come_again(operator: str) -> tuple[int, list[int], int]:
 @pytest.mark.parametrize(
     "operator", ["gemm_all_to_all", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce"]
 )
-def test_calls_that_come_again_are_graphs(ranks: Any, operator: str) -> None:
-    for kept, wrong, left in ranks(2).run(_calls_that_come_again, operator):
+def test_calls_that_come_again_are_graphs(ranks: Any, world_size: int, operator: str) -> None:
+    for kept, wrong, left in ranks(world_size).run(_calls_that_come_again, operator):
         # The first results may lie elsewhere than later ones.
         assert 1 <= kept <= 2
         assert wrong == []

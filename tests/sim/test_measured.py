@@ -6,6 +6,7 @@ are in ``docs/simulator.md``, too.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import statistics
 from pathlib import Path
@@ -318,6 +319,12 @@ def test_links_are_those_of_a_measured_network() -> None:
     assert hosts.collectives.message_ns.value == pytest.approx(10_000)
     launch_ns = machine().collectives.launch_ns.value
     assert hosts.collectives.step_ns.value == pytest.approx(20_000 - launch_ns)
+    # A measurement met other work: the largest message took less time than the one before.
+    disturbed = dataclasses.replace(network, slice_us=((1000, 500.0), (10_000, 400.0)))
+    hosts = with_network(machine(), disturbed)
+    assert hosts.collectives.fused_efficiency.value == pytest.approx(25 / 2000)
+    assert hosts.collectives.message_ns is not None
+    assert hosts.collectives.message_ns.value == 0
 
 
 def test_messages_of_slices_occupy_links_between_nodes_only() -> None:

@@ -102,9 +102,13 @@ def with_network(machine: Machine, network: NetworkRates) -> Machine:
 def _rate_and_fixed_us(
     us_of: Callable[[float], float], sizes: Sequence[int]
 ) -> tuple[float, float]:
-    """Return the bytes per microsecond of large messages, and the fixed time of the others."""
+    """Return the bytes per microsecond of large messages, and the fixed time of the others.
+
+    Where the largest one took no longer than a smaller one, or is the only one, all of its time
+    counts for its bytes.
+    """
     *smaller, largest = sizes
-    if not smaller:
+    if not smaller or us_of(largest) <= us_of(smaller[-1]):
         return largest / us_of(largest), 0.0
     rate = (largest - smaller[-1]) / (us_of(largest) - us_of(smaller[-1]))
     return rate, max(0.0, statistics.median(us_of(size) - size / rate for size in smaller))

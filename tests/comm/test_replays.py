@@ -12,6 +12,7 @@ from interlace.comm import constants, memory_cuda, tables
 from interlace.comm import replays as module
 from interlace.comm.group import Group
 from interlace.comm.replays import Replays
+from interlace.errors import BackendError
 
 
 class _Graph:
@@ -71,6 +72,23 @@ def test_a_copy_is_not_replayed_to_another_allocation_at_the_same_address(
         *("enqueue copy", "replay copy"),
     ]
     assert len(replays) == 2
+
+
+def test_copies_of_memory_that_the_driver_does_not_know_are_enqueued(
+    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown(_: int) -> int:
+        raise BackendError("a CUDA driver call failed")
+
+    monkeypatch.setattr(memory_cuda, "allocation_of", unknown)
+
+    def copy() -> None:
+        done.append("enqueue copy")
+
+    for _ in range(3):
+        assert replays.run("key", copy, copied=[torch.empty(1)])
+    assert done == ["enqueue copy"] * 3
+    assert len(replays) == 0
 
 
 def test_cleared_graphs_have_run_and_come_again(replays: Replays, done: list[str]) -> None:

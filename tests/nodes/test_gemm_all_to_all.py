@@ -1,6 +1,8 @@
 """``gemm_all_to_all`` between nodes in slices: results, bytes by the costs, a late rank."""
 
 import dataclasses
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -108,3 +110,20 @@ def test_a_late_rank_is_named(ranks, world_size, late):
             assert (kind, fields["peer"]) == ("PeerTimeoutError", late)
             assert took_s < 30
     check_all([call], [[y] for *_, y in outcomes])
+
+
+def _replays(connections):
+    """Make one call; return how many go through the store of graphs."""
+    call = _calls(2)[0]
+    variables = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    with process_group_of(2) as process_group, mock.patch.dict(os.environ, variables):
+        replays = interlace.group_of(process_group).replays
+        with mock.patch.object(replays, "run", wraps=replays.run) as run:
+            call.make(process_group)
+        return run.call_count
+
+
+@pytest.mark.parametrize(("connections", "count"), [("32", 1), ("1", 0)])
+def test_a_single_queue_to_the_device_lets_nothing_be_replayed(ranks, connections, count):
+    """With it, a graph may put a wait before the kernel that it is for."""
+    assert ranks(2).run(_replays, connections) == [count] * 2

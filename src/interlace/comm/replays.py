@@ -37,6 +37,7 @@ from interlace.comm import inductor_graphs
 from interlace.comm import recording as recordings
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
+from interlace.errors import BackendError
 
 _MAX_GRAPHS = 256
 _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
@@ -117,7 +118,7 @@ class Replays:
 
         The second call with ``key`` makes a graph, which later calls replay. No graph is made
         within a CUDA graph of the program, nor in a run of which Inductor makes one, nor while as
-        many as are kept are all in use.
+        many as are kept are all in use, nor where the driver does not tell allocations apart.
 
         Args:
             key: Everything that the work depends on: the :func:`places` of the call's tensors, and
@@ -126,7 +127,7 @@ class Replays:
                 allocates means nothing when it ends: that memory is every graph's.
             with_libraries: The work may contain products by cuBLAS, so it depends on
                 :func:`library_settings` as well.
-            copied: The tensors of torch's memory that copy engines read or write.
+            copied: The tensors of torch's memory that copy engines or NCCL read or write.
 
         Returns:
             Whether ``enqueue`` was called.
@@ -143,10 +144,11 @@ class Replays:
         if with_libraries:
             key = (key, library_settings())
         if copied:
-            # Imported here, since that module's own imports lead back to this one.
-            from interlace.comm.memory_cuda import allocation_of
-
-            key = (key, *(allocation_of(part.data_ptr()) for part in copied if part.numel()))
+            allocations = _allocations_of(copied)
+            if allocations is None:
+                enqueue()
+                return True
+            key = (key, *allocations)
         self._runs += 1
         replayable = self._graphs.get(key)
         is_new = replayable is None
@@ -223,6 +225,17 @@ class Replays:
             self.capturing = False
             # Captured work does not run yet, so the launches were none.
             launches.value = launches_before
+
+
+def _allocations_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return the driver's numbers of the allocations; None if it has none for one of them."""
+    # Imported here, since that module's own imports lead back to this one.
+    from interlace.comm.memory_cuda import allocation_of
+
+    try:
+        return [allocation_of(tensor.data_ptr()) for tensor in tensors if tensor.numel()]
+    except BackendError:
+        return None
 
 
 class _Recorder:

@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm.carrier import CHANNELS
+from interlace.comm.copies import has_single_queue
 from interlace.comm.cublas import leaving_sms
 from interlace.comm.replays import places
 from interlace.comm.slices import Message, Step, Trigger
@@ -136,9 +137,14 @@ def run_in_slices(
     watch = group.network().watch
     if watch is not None:
         watch.operator = name  # which a graph does not say
-    key = (name, "between nodes", count, call.mark, call.gather)
+    key: tuple[Hashable, ...] = (name, "between nodes", count, call.mark, call.gather)
     with group.running():
-        group.replays.run((*key, call.operands.memory(), places(*memory)), enqueue)
+        if has_single_queue():  # with which no graph may have slices
+            enqueue()
+        else:
+            # NCCL registers what a graph sends where the program asks for that.
+            key = (*key, call.operands.memory(), places(*memory))
+            group.replays.run(key, enqueue, copied=memory)
 
 
 @contextlib.contextmanager

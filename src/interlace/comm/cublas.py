@@ -23,9 +23,7 @@ import torch
 
 from interlace.comm.kernels import processors
 
-log = logging.getLogger("interlace.gemm")
-
-_ALL = 0  # the target that stands for all SMs of the GPU
+log = logging.getLogger("interlace.comm")
 
 
 @contextlib.contextmanager
@@ -43,12 +41,13 @@ def leaving_sms(count: int, device: torch.device) -> Iterator[None]:
         yield
         return
     # PyTorch has one handle for each thread and GPU.
-    handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
+    handle, before = ctypes.c_void_p(torch.cuda.current_blas_handle()), ctypes.c_int()
+    library.cublasGetSmCountTarget(handle, ctypes.byref(before))
     library.cublasSetSmCountTarget(handle, max(1, processors(device) - count))
     try:
         yield
     finally:
-        library.cublasSetSmCountTarget(handle, _ALL)
+        library.cublasSetSmCountTarget(handle, before)
 
 
 @functools.cache

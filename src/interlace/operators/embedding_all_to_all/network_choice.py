@@ -18,6 +18,7 @@ from interlace.costs.embedding_all_to_all import (
     stock_between_nodes,
     stock_pooling_factor,
 )
+from interlace.costs.known_profiles import cached_by_profiles
 from interlace.costs.network import (
     Beside,
     Prediction,
@@ -94,7 +95,7 @@ class Sizes(NamedTuple):
         return even_nodes(self.layout.world_size, self.nodes)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_by_profiles
 def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | None:
     """Return the predicted times between nodes.
 
@@ -168,7 +169,7 @@ def plan_by(times: NetworkTimes | None) -> Plan:
     return Plan("fused" if slices.us < limit_us else "pooled", slices.slices)
 
 
-@functools.lru_cache(maxsize=256)
+@cached_by_profiles
 def gradient_slices(sizes: Sizes, device: torch.device) -> int:
     """Return the number of slices in which gradients travel, by predicted times.
 

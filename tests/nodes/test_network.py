@@ -421,6 +421,7 @@ def test_embeddings_take_slices_where_all_ranks_expect_them_to_be_faster(
         else:
             expected = "fused" if network is QUICK else "pooled"
             assert f"2 nodes: {expected}, because predicted between 2 nodes over wire: " in said
+            assert ("; gradients in 1 slice" in said) == (network is QUICK)
 
 
 def test_gradients_travel_in_slices_where_updates_take_as_long():

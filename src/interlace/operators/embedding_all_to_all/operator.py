@@ -88,5 +88,9 @@ class EmbeddingAllToAll(Operator):
                     f"; over a guessed one, {times.network}, predicted: {times}; slices must be "
                     f"{times.margin:.0%} below"
                 )
-            return call, network_choice.plan_by(times).impl, reason
+            impl = network_choice.plan_by(times).impl
+            if impl == "fused":
+                count = network_choice.gradient_slices(sizes, indices.device)
+                reason += f"; gradients in {count} slice{'s' if count > 1 else ''}"
+            return call, impl, reason
         return call, f"fused ({choice.config})", choice.reason

@@ -125,6 +125,35 @@ def test_calls_that_come_again_are_graphs(ranks: Any, world_size: int, operator:
         assert left == 0
 
 
+def _recovery_with_a_graph() -> tuple[float, bool]:
+    """Recover while the program keeps a graph with slices; return the seconds, and whether a later
+    call is wrong.
+    """
+    with process_group_of(2) as process_group:
+        group = interlace.group_of(process_group)
+        x, w = torch.ones(2, 1024, 1024, dtype=torch.bfloat16, device=group.device)
+
+        def call() -> torch.Tensor:
+            return interlace.gemm_all_to_all(x, w, group=process_group, impl="chunked")
+
+        call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            call()
+        start = time.monotonic()
+        interlace.recover(process_group)
+        seconds = time.monotonic() - start
+        is_wrong = bool((call() != 1024).any())
+        graph.reset()
+        return seconds, is_wrong
+
+
+def test_a_graph_of_the_program_does_not_block_the_recovery(ranks: Any) -> None:
+    for seconds, is_wrong in ranks(2).run(_recovery_with_a_graph):
+        assert seconds < 30
+        assert not is_wrong
+
+
 def _sms_that_are_left() -> tuple[list[int], int]:
     device = interlace.group_of().device
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())

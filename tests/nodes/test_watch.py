@@ -4,12 +4,15 @@ import gc
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 
+from interlace.comm import carrier as carrier_module
 from interlace.comm import network as module
+from interlace.comm.carrier import Carrier
 from interlace.comm.network import Watch
 
 
@@ -115,3 +118,24 @@ def test_a_network_that_goes_drops_the_graphs_first(monkeypatch):
     del network
     gc.collect()
     assert log == ["abort"]
+
+
+def test_a_communicator_that_a_graph_keeps_is_left_behind(monkeypatch):
+    """The program keeps a graph with slices while its group recovers."""
+    monkeypatch.setattr(carrier_module, "_ABORT_S", 0.1)
+    graph_is_gone, ended = threading.Event(), threading.Event()
+
+    def abort():
+        graph_is_gone.wait(10)
+        ended.set()
+
+    carrier = Carrier.__new__(Carrier)
+    carrier._on_gpu, carrier._backend = True, SimpleNamespace(abort=abort)
+    carrier.abort()
+    assert not ended.is_set()
+    graph_is_gone.set()
+    assert ended.wait(5)
+    # An error of NCCL is no news: the communicator is given up.
+    carrier._backend = SimpleNamespace(abort=mock.Mock(side_effect=RuntimeError("NCCL")))
+    carrier.abort()
+    carrier._backend.abort.assert_called_once()

@@ -26,6 +26,7 @@ CHANNELS = 2
 _NEVER = datetime.timedelta(days=365)
 
 _CONNECT_S = 60.0  # in which NCCL has connected, at least: many ranks take some seconds
+_ABORT_S = 10.0  # in which NCCL has ended a communicator, unless a graph has its kernels
 
 
 class Message(NamedTuple):
@@ -136,12 +137,24 @@ class Carrier:
         return works
 
     def abort(self) -> None:
-        """End all transfers, whatever the peers do; this carrier carries nothing afterwards."""
+        """End all transfers, whatever the peers do; this carrier carries nothing afterwards.
+
+        NCCL's kernels end at once, but a communicator lives until no CUDA graph has its kernels. If
+        the program keeps such a graph, the communicator is left behind, to end with it.
+        """
         # Gloo's connections end with the objects; a transfer that is waited for has ended by its
         # deadline.
-        if self._on_gpu:
-            with contextlib.suppress(RuntimeError):
-                self._backend.abort()
+        if not self._on_gpu:
+            return
+        aborting = threading.Thread(target=self._abort, name="interlace aborting", daemon=True)
+        # When the process ends, no thread can begin any more, and torch itself ends its backend.
+        with contextlib.suppress(RuntimeError):
+            aborting.start()
+            aborting.join(_ABORT_S)
+
+    def _abort(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._backend.abort()
 
 
 def run_within(seconds: float, function: Callable[[], None], connection: str) -> None:

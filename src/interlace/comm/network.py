@@ -90,8 +90,7 @@ class Network:
 
 def _end(replays: Replays, carrier: Carrier) -> None:
     """End the transfers of a network that is gone, or of a process that ends."""
-    # NCCL keeps a communicator, and whoever ends it waiting, for as long as a graph has its
-    # kernels.
+    # NCCL keeps a communicator for as long as a graph has its kernels.
     replays.clear()
     carrier.abort()
 

@@ -23,6 +23,7 @@ from interlace.costs.product_fit import MeasuredRates, ProductTime
 from interlace.costs.time import Call
 from interlace.errors import WorkspaceError
 from tests.errors import error_of
+from tests.profiles import forget_profiles
 
 _GPU = "NVIDIA Unheard-of"
 
@@ -67,12 +68,6 @@ def _join(group: Any, measure: mock.Mock) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def _forget() -> None:
-    known_profiles._adopted.clear()
-    for cached in known_profiles._by_profiles:
-        cached.cache_clear()
-
-
 def _two_groups(folder: str) -> tuple[str, float, int, bool, float]:
     """Join a group of half of the ranks, and then one of all; each half has measured another rate
     of links. Return what this rank knows then.
@@ -91,7 +86,7 @@ def _two_groups(folder: str) -> tuple[str, float, int, bool, float]:
             slower = profile.library_product_us(product) / guessed_us
             return profile.source, profile.link_bytes_per_s, measure.call_count, kept, slower
         finally:
-            _forget()
+            forget_profiles()
             for half in halves:
                 if half is not dist.GroupMember.NON_GROUP_MEMBER:
                     dist.destroy_process_group(half)
@@ -124,7 +119,7 @@ def _one_knows(folder: str) -> tuple[float, int]:
             _join(_on_gpu(group_of()), measure)
             return profile_of(_GPU, 100).link_bytes_per_s, measure.call_count
         finally:
-            _forget()
+            forget_profiles()
 
 
 def test_what_one_rank_knows_counts(ranks: Any, tmp_path: Path) -> None:
@@ -138,7 +133,7 @@ def _no_memory(folder: str) -> tuple[list[str], bool]:
         try:
             return _join(_on_gpu(group_of()), measure), profile_of(_GPU, 100).is_guess
         finally:
-            _forget()
+            forget_profiles()
 
 
 def test_a_machine_that_cannot_be_measured(ranks: Any, tmp_path: Path) -> None:
@@ -154,7 +149,7 @@ def _not_kept(file: str) -> tuple[list[str], float]:
             said = _join(_on_gpu(group_of()), measure)
             return said, profile_of(_GPU, 100).link_bytes_per_s
         finally:
-            _forget()
+            forget_profiles()
 
 
 def test_a_profile_that_cannot_be_kept(ranks: Any, tmp_path: Path) -> None:

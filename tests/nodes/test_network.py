@@ -29,6 +29,7 @@ from tests.cli.test_commands import run as run_command
 from tests.errors import error_of
 from tests.nodes.groups import process_group_of
 from tests.operators.embedding_all_to_all.calls import Call
+from tests.profiles import forget_profiles
 
 SIZES = (64, 256, 1024)
 
@@ -219,16 +220,11 @@ def _joined(folder, lacks_memory):
             for _ in range(2):
                 with process_group_of(2):
                     known.append(profile_of("NVIDIA H200").network)
-            _forget_profiles()
+            forget_profiles()
             known.append(profile_of("NVIDIA H200").network)
         finally:
-            _forget_profiles()
+            forget_profiles()
     return measured.call_count, known, [str(warning.message) for warning in caught]
-
-
-def _forget_profiles():
-    known_profiles._adopted.clear()
-    profile_of.cache_clear()
 
 
 def test_the_first_group_between_nodes_measures_if_it_may(ranks, tmp_path):

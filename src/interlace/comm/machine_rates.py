@@ -112,12 +112,7 @@ def measure_unknown(group: Group) -> None:
         if group.rank == 0:
             published = board.compare_set(key, "", text_of(profile)).decode()
         text = group.exchange("a measured machine", published)[0]
-    profile = parse_profile(text)
-    adopt(profile)
-    if group.rank == min(group.members.local_ranks):
-        _keep(profile)
-    # Another program of this node may begin when this rank has left.
-    group.exchange("a measured machine is kept", None)
+    _go_by(parse_profile(text), group)
 
 
 def measure_unknown_network(group: Group) -> None:
@@ -157,12 +152,16 @@ def measure_unknown_network(group: Group) -> None:
     source = f"measured {date} on {group.world_size} ranks of {group.nodes} nodes"
     _, network = measure_network(group, source)
     named = dataclasses.replace(network, network=f"the network between {group.nodes} nodes")
-    profile = dataclasses.replace(profile, network=named)
+    _go_by(dataclasses.replace(profile, network=named), group)
+
+
+def _go_by(profile: MachineProfile, group: Group) -> None:
+    """Predict by a measured profile from here on, and keep it for the user. Collective."""
     adopt(profile)
     if group.rank == min(group.members.local_ranks):
         _keep(profile)
     # Another program of this node may begin when this rank has left.
-    group.exchange("a measured network is kept", None)
+    group.exchange("a measured profile is kept", None)
 
 
 def _has_memory(device: torch.device) -> bool:

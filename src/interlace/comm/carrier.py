@@ -144,17 +144,11 @@ class Carrier:
         """
         # Gloo's connections end with the objects; a transfer that is waited for has ended by its
         # deadline.
-        if not self._on_gpu:
-            return
-        aborting = threading.Thread(target=self._abort, name="interlace aborting", daemon=True)
-        # When the process ends, no thread can begin any more, and torch itself ends its backend.
-        with contextlib.suppress(RuntimeError):
-            aborting.start()
-            aborting.join(_ABORT_S)
-
-    def _abort(self) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._backend.abort()
+        if self._on_gpu:
+            # When the process ends, no thread can begin any more, and torch itself ends its
+            # backend.
+            with contextlib.suppress(RuntimeError):
+                _ends_within(_ABORT_S, self._backend.abort, "interlace aborting")
 
 
 def run_within(seconds: float, function: Callable[[], None], connection: str) -> None:
@@ -168,6 +162,19 @@ def run_within(seconds: float, function: Callable[[], None], connection: str) ->
     Raises:
         RuntimeError: The time is over; or whatever the function raises.
     """
+    if not _ends_within(seconds, function, "interlace connecting"):
+        raise RuntimeError(
+            f"{connection} must be connected within {seconds:g} s; a rank is late or dead, or its "
+            "network is not reached. NCCL_DEBUG=INFO says what NCCL does."
+        )
+
+
+def _ends_within(seconds: float, function: Callable[[], object], name: str) -> bool:
+    """Run a function in a thread; return whether it ends in time, or raise what it raises.
+
+    Raises:
+        RuntimeError: The process ends, so that no thread can begin.
+    """
     failures: list[BaseException] = []
 
     def run() -> None:
@@ -176,16 +183,14 @@ def run_within(seconds: float, function: Callable[[], None], connection: str) ->
         except BaseException as error:
             failures.append(error)
 
-    thread = threading.Thread(target=run, name="interlace connecting", daemon=True)
+    thread = threading.Thread(target=run, name=name, daemon=True)
     thread.start()
     thread.join(seconds)
     if thread.is_alive():
-        raise RuntimeError(
-            f"{connection} must be connected within {seconds:g} s; a rank is late or dead, or its "
-            "network is not reached. NCCL_DEBUG=INFO says what NCCL does."
-        )
+        return False
     if failures:
         raise failures[0]
+    return True
 
 
 def _gloo(store: dist.Store, rank: int, ranks: int, deadline: datetime.timedelta) -> Any:

@@ -23,6 +23,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -77,19 +78,24 @@ class FreeList:
             self._free = merged
 
 
-def call_when_gone(owner: object, device: torch.device, release: Callable[[], object]) -> None:
+def call_when_gone(
+    owner: object, device: torch.device, release: Callable[[], object], *, at_exit: bool = False
+) -> weakref.finalize[..., Any]:
     """Call ``release`` once ``owner`` is garbage and ``device`` is idle.
-
-    It is not called at the process's end.
 
     Args:
         owner: Object whose end is awaited.
         device: Device whose kernels may still use what is released.
         release: Releases the owner's resources. It must not refer to ``owner``, directly or
             indirectly, as the owner would never become garbage.
+        at_exit: Whether it is called at the process's end as well, which unmaps everything itself.
+
+    Returns:
+        The finalizer, to be detached by an owner that has released its resources by itself.
     """
     finalizer = weakref.finalize(owner, releases.put, device, release)
-    finalizer.atexit = False  # the process's end unmaps everything
+    finalizer.atexit = at_exit
+    return finalizer
 
 
 _blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()

@@ -16,8 +16,8 @@ from interlace.comm.channel import HostChannel
 from interlace.comm.driver import driver, require_enqueued
 from interlace.comm.health import Health
 from interlace.comm.members import Members
+from interlace.comm.memory import call_when_gone
 from interlace.comm.ordinary import makes_ordinary_tensors
-from interlace.comm.releases import releases
 from interlace.comm.replays import Replays
 from interlace.comm.streams import Streams
 from interlace.comm.unblocked import writer
@@ -58,7 +58,7 @@ class Network:
         if members.backend == "cuda":
             self.watch = Watch(members, health, channel, streams, self)
         end = functools.partial(_end, replays, self.carrier)
-        self._finalizer = weakref.finalize(self, releases.put, self._device, end)
+        self._finalizer = call_when_gone(self, self._device, end, at_exit=True)
 
     @makes_ordinary_tensors
     def counters(self, operator: str, count: int) -> torch.Tensor:

@@ -300,6 +300,15 @@ def test_two_h100_hosts_against_measurements(
         assert errors == expected
 
 
+@pytest.mark.parametrize("text", ["[]", "{}", '{"network": 5}', '{"network": {"rates": []}}'])
+def test_documents_without_lookups_are_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "nodes.json"
+    file.write_text(text)
+    done = CliRunner().invoke(app, ["sim", "nodes", str(file)])
+    assert done.exit_code == 1
+    assert "must have" in done.output
+
+
 def test_links_are_those_of_a_measured_network() -> None:
     """Messages of 10 us and 1 byte per ns, all-to-alls of 20 us and 2 bytes per ns."""
     sizes = (1000, 10_000, 100_000)

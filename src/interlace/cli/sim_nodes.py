@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
 from pathlib import Path
 
 from interlace.cli.console import make_console
@@ -11,16 +10,13 @@ from interlace.cli.outputs import Outputs, read_json
 from interlace.cli.sim_run import Changes, parse_changes
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import shipped_profile
-from interlace.costs.network import parse_network, read_network
+from interlace.costs.network import guessed_network, read_network
 from interlace.errors import ConfigError
-from interlace.sim.between_nodes import compare, with_network
+from interlace.sim.between_nodes import compare, measured_network, with_network
 from interlace.sim.machine import load_machine
 
 _CHANGE = "network.latency_ns=500"
 """An example of ``--set`` for error messages."""
-_SHIPPED = Path(str(importlib.resources.files("interlace.costs"))) / (
-    "networks/two_h200_over_sockets.json"
-)
 
 
 def run_nodes(
@@ -46,10 +42,8 @@ def run_nodes(
     measured = read_json(document, "what benchmarks/between_nodes.py wrote")
     if network is not None:
         rates = read_network(network)
-    elif isinstance(measured.get("network"), dict) and "rates" in measured["network"]:
-        rates = parse_network(measured["network"]["rates"])
     else:
-        rates = read_network(_SHIPPED)
+        rates = measured_network(measured) or guessed_network()
     rows = compare(measured, with_network(hosts, rates), profile, rates)
     table = make_table(
         "rows per bag", "", "slices", "measured, us", "simulated", "error", "predicted", "error"

@@ -19,7 +19,12 @@ from interlace.costs.embedding_all_to_all import (
     fused_between_nodes,
     stock_between_nodes,
 )
-from interlace.costs.network import NetworkRates, in_slices, one_after_the_other
+from interlace.costs.network import (
+    NetworkRates,
+    in_slices,
+    one_after_the_other,
+    parse_network,
+)
 from interlace.costs.time import MachineProfile
 from interlace.errors import ConfigError
 from interlace.sim.machine import Machine, Sourced
@@ -62,6 +67,19 @@ class Comparison:
     def predicted_error(self) -> float:
         """Relative error of the predicted time."""
         return self.predicted_us / self.measured_us - 1
+
+
+def measured_network(document: Any) -> NetworkRates | None:
+    """Return the network that a document's run has measured; None if it has none.
+
+    Raises:
+        ConfigError: it is no network.
+    """
+    try:
+        rates = document["network"]["rates"]
+    except (KeyError, TypeError):
+        return None
+    return parse_network(rates)
 
 
 def with_network(machine: Machine, network: NetworkRates) -> Machine:

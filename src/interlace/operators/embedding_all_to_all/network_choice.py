@@ -21,6 +21,7 @@ from interlace.costs.embedding_all_to_all import (
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.costs.network import (
     Beside,
+    NetworkRates,
     Prediction,
     best_in_slices,
     even_nodes,
@@ -28,6 +29,7 @@ from interlace.costs.network import (
     in_slices,
     one_after_the_other,
 )
+from interlace.costs.time import MachineProfile
 from interlace.gemm.between_nodes import profile_on
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR
@@ -107,9 +109,8 @@ def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | No
     profile = profile_on(device)
     if profile is None:
         return None
-    network, margin, rate = profile.network, profile.margin, profile.product.memory_bytes_per_s
-    if network is None:
-        network, margin = guessed_network(), max(margin, _GUESS_MARGIN)
+    network, margin = _network_of(profile)
+    rate = profile.product.memory_bytes_per_s
     layout, pooling_factor, itemsize, output_itemsize, _ = sizes
     rank, widths, node_of_rank = sizes.rank, layout.widths, sizes.node_of_rank
     memory_bytes = floor_memory_bytes(
@@ -153,6 +154,13 @@ def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | No
     return NetworkTimes(network.network, predictions, network.margin(margin))
 
 
+def _network_of(profile: MachineProfile) -> tuple[NetworkRates, float]:
+    """Return the network that predictions go by, and the margin that they need over it."""
+    if profile.network is None:
+        return guessed_network(), max(profile.margin, _GUESS_MARGIN)
+    return profile.network, profile.margin
+
+
 def plan_by(times: NetworkTimes | None) -> Plan:
     """Return what takes the least time; None stands for the CPU backend, where none is predicted.
 
@@ -181,9 +189,7 @@ def gradient_slices(sizes: Sizes, device: torch.device) -> int:
     if profile is None:
         return 1
     # Both ways are over the same network, so how much its times vary does not matter.
-    network, margin = profile.network, profile.margin
-    if network is None:
-        network, margin = guessed_network(), max(margin, _GUESS_MARGIN)
+    network, margin = _network_of(profile)
     layout, pooling_factor, itemsize, output_itemsize, _ = sizes
     nothing = [0] * len(layout.widths[sizes.rank])
     vectors = pooling_factor * layout.batch * layout.rank_columns[sizes.rank]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -98,6 +98,14 @@ class _Levels:
         first, last, step = self.nodes[node][0], self.nodes[node][-1], distance(self.nodes[node])
         by_rank: torch.Tensor = rows.unflatten(0, (self.call.group.world_size, -1))
         return by_rank[first : last + 1 : step or 1]
+
+    def slices(self, rows: torch.Tensor, node: int, count: int) -> list[torch.Tensor]:
+        """Return a node's rows in slices, each of every rank's: ``[L, rows, ...]``."""
+        return cut(self.shares(rows, node), count, 1)
+
+    def slices_of_peers(self, rows: torch.Tensor, count: int) -> network.Slices:
+        """Return the slices of each peer's node."""
+        return {peer: self.slices(rows, node, count) for node, peer in self.peers.items()}
 
     def multiply(self, out: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None) -> None:
         """Multiply the rows of every rank of a node: ``out [L, rows, N]``, ``x [L, rows, K]``."""
@@ -218,28 +226,30 @@ class _Sums:
 
     def send(self, counters: torch.Tensor, queue: StampedQueue) -> None:
         """Multiply and sum within the node what the rail's peers own, and send each slice."""
-        sent = cut_all(self.sent, self.count)
+        levels, sent = self.levels, cut_all(self.sent, self.count)
+        x = levels.slices_of_peers(self.x, self.count)
         for number in range(self.count):
-            for node, peer in self.levels.peers.items():
-                rows = cut(self.levels.shares(self.x, node), self.count, 1)[number]
-                self.levels.sum_product(rows, sent[peer][number])
+            for peer, rows in x.items():
+                levels.sum_product(rows[number], sent[peer][number])
             counters[number : number + 1].add_(1)
             queue.release(number + 1)
 
     def sum_own(self) -> None:
         """Multiply and sum within the node what its ranks own, in pieces beside the exchange."""
-        shares = self.levels.shares(self.x, self.levels.node)
-        for rows, own in zip(cut(shares, self.count, 1), cut(self.own, self.count), strict=True):
+        slices = self.levels.slices(self.x, self.levels.node, self.count)
+        for rows, own in zip(slices, cut(self.own, self.count), strict=True):
             self.levels.sum_product(rows, own)
 
-    def add(self, number: int, out: torch.Tensor) -> None:
-        """Add what the nodes have for a slice that has arrived, and the bias."""
+    def arrived(self, queue: StampedQueue) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Yield what the nodes have for each slice, in their order, once the slice has arrived."""
         levels = self.levels
-        parts = [
+        by_node = [
             cut(self.own if node == levels.node else self.arriving[levels.peers[node]], self.count)
             for node in range(len(levels.nodes))
         ]
-        _add_nodes([part[number] for part in parts], levels.call.operands.bias, out)
+        for number, parts in enumerate(zip(*by_node, strict=True)):
+            queue.wait(number)
+            yield parts
 
 
 def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
@@ -261,9 +271,8 @@ def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
         with network.exchanging(call, steps, counters, levels.landings, y) as queue:
             sums.send(counters, queue)
             sums.sum_own()
-            for number, rows in enumerate(cut(y, count)):
-                queue.wait(number)
-                sums.add(number, rows)
+            for parts, rows in zip(sums.arrived(queue), cut(y, count), strict=True):
+                _add_nodes(parts, call.operands.bias, rows)
 
     run_in_slices(call, count, enqueue, y, *sums.memory)
     return y
@@ -299,17 +308,18 @@ def run_all_gather(call: GemmCall) -> Pair:
                 levels.gather(x, own_rows)
             else:
                 own_rows = x[None]
-            own_products = levels.shares(y, levels.node)
-            own = zip(cut(own_products, count, 1), cut(own_rows, count, 1), strict=True)
+            own_products = levels.slices(y, levels.node, count)
+            own = zip(own_products, cut(own_rows, count, 1), strict=True)
             for number, (products, rows) in enumerate(own):
                 levels.multiply(products, rows, bias)
                 queue.release(number + 2)
+            rows_of, products_of = (levels.slices_of_peers(rows, count) for rows in (gathered, y))
             for number in range(count):
                 queue.wait(number)
-                for node, peer in levels.peers.items():
-                    rows = cut(levels.shares(gathered, node), count, 1)[number]
-                    levels.gather(landing[peer][number], rows)
-                    levels.multiply(cut(levels.shares(y, node), count, 1)[number], rows, bias)
+                for peer, arrived in landing.items():
+                    rows = rows_of[peer][number]
+                    levels.gather(arrived[number], rows)
+                    levels.multiply(products_of[peer][number], rows, bias)
 
     run_in_slices(call, count, enqueue, x, y, gathered, *itertools.chain(*landing.values()))
     return y, gathered if call.gather else x.new_empty([0, operands.inner])
@@ -353,14 +363,15 @@ def _exchange_sums(levels: _Levels) -> torch.Tensor:
     def enqueue() -> None:
         steps = sums.steps(counters)
         with network.exchanging(call, steps, counters, levels.landings, y) as queue:
-            for number, rows in enumerate(cut(node_sum, count)):
-                levels.sum_product(cut(shares, count, 1)[number], rows)
+            products = zip(cut(shares, count, 1), cut(node_sum, count), strict=True)
+            for number, (x_rows, rows) in enumerate(products):
+                levels.sum_product(x_rows, rows)
                 counters[number : number + 1].add_(1)
                 queue.release(number + 1)
-            for number, rows in enumerate(cut(total, count)):
-                queue.wait(number)
-                sums.add(number, rows)
-                levels.gather(rows, cut(results, count, 1)[number])
+            totals = zip(cut(total, count), cut(results, count, 1), strict=True)
+            for parts, (rows, target) in zip(sums.arrived(queue), totals, strict=True):
+                _add_nodes(parts, call.operands.bias, rows)
+                levels.gather(rows, target)
 
     run_in_slices(call, count, enqueue, y, total, *sums.memory)
     return y
@@ -382,17 +393,16 @@ def _reduce_and_gather(levels: _Levels) -> torch.Tensor:
         with network.exchanging(call, steps, counters, levels.landings, y) as queue:
             sums.send(counters, queue)
             sums.sum_own()
-            for number, rows in enumerate(totals):
-                queue.wait(number)
-                sums.add(number, rows)
+            for number, parts in enumerate(sums.arrived(queue)):
+                _add_nodes(parts, call.operands.bias, totals[number])
                 counters[count + number : count + number + 1].add_(1)
                 queue.release(count + number + 1)
             levels.gather(total, levels.shares(y, levels.node))
+            rows_of = levels.slices_of_peers(y, count)
             for number in range(count):
                 queue.wait(count + number)
-                for node, peer in levels.peers.items():
-                    rows = cut(levels.shares(y, node), count, 1)[number]
-                    levels.gather(landing[peer][number], rows)
+                for peer, arrived in landing.items():
+                    levels.gather(arrived[number], rows_of[peer][number])
 
     run_in_slices(call, count, enqueue, y, total, *itertools.chain(*landing.values()), *sums.memory)
     return y

@@ -45,8 +45,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import carrier
-from interlace.comm import network_rates as network
-from interlace.comm.network_rates import measure_network
+from interlace.comm.network_rates import SIZES, measure_network
 from interlace.costs.known_profiles import adopt, profile_of
 from interlace.costs.network import NetworkRates
 from interlace.gemm.choice import Gpu
@@ -203,7 +202,7 @@ def learn_network() -> NetworkRates:
     """Measure the network, by which predictions go from here on."""
     group = interlace.group_of()
     on_gpu = group.backend == "cuda"
-    sizes = network.SIZES if on_gpu else (1 << 10, 1 << 12, 1 << 14)
+    sizes = SIZES if on_gpu else (1 << 10, 1 << 12, 1 << 14)
     _, rates = measure_network(group, "benchmarks/between_nodes.py", sizes)
     rates = dataclasses.replace(rates, network="two hosts on one machine")
     if on_gpu:
@@ -236,8 +235,13 @@ def tables_of_rank() -> tuple[list[torch.Tensor], dist.ProcessGroup]:
         torch.randn(rows, WIDTH, device=group.device, generator=generator).half()
         for _ in range(tables)
     ]
+    return weights, group_alone()
+
+
+def group_alone() -> dist.ProcessGroup:
+    """Return a group of this rank alone. Collective."""
     alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())]
-    return weights, alone[dist.get_rank()]
+    return alone[dist.get_rank()]
 
 
 def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:

@@ -14,8 +14,8 @@ pooling takes as long as the exchange. With 1 to 16 slices, and 2, 4 and 8 SMs f
 If ``alone`` is as slow as ``fused``, messages are the cause, and larger ones or more SMs the cure;
 if only ``beside`` is, NCCL's kernel waits for SMs; if ``host`` is longer than ``alone``, exchanges
 are enqueued too slowly, and the CUDA graph is quicker. The network itself (one message of 64 KiB to
-64 MiB, several at once, torch's all-to-all, beside products) goes into FILE with the ending
-``.network.json``, which ``interlace sim nodes --network`` takes.
+64 MiB, several at once, torch's all-to-all, beside products) goes into FILE, too, as the rates of
+its network.
 """
 
 from __future__ import annotations

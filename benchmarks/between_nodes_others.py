@@ -33,13 +33,13 @@ import torch
 import torch.distributed as dist
 from between_nodes import (
     captured,
+    group_alone,
     learn_network,
     lookups_that_take,
     require_equal,
     run,
     say,
     slowest,
-    tables_of_rank,
     timed,
     timed_in_turn,
 )
@@ -211,7 +211,7 @@ def time_backward() -> dict[str, Any]:
     gradients = torch.zeros(BATCH // group.world_size, columns, device=group.device)
     received = torch.empty_like(gradients)
     exchange_us = timed(lambda: dist.all_to_all_single(received, gradients))
-    alone = tables_of_rank()[1]
+    alone = group_alone()
 
     def update_us(lookups: int) -> float:
         return timed(backward_of("fused", lookups, alone)[0])

@@ -34,7 +34,7 @@ import re
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -255,9 +255,11 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     # Twice: the second call finds what the first one has left.
     for name in (*calls, *calls):
         require_equal(calls[name](), expected, f"{name}, {lookups} lookups")
-    # The sockets of a communicator that was just made are slow at first.
-    for _ in range(_WARM_UPS):
-        calls["auto"]()
+    # The sockets of a communicator that was just made are slow at first, and calls that come again
+    # become graphs.
+    for call in calls.values():
+        for _ in range(_WARM_UPS):
+            call()
     ways = {"pooling": workload.pool, "pair": workload.pair, **calls}
     graphs: dict[str, Callable[[], object]] = {}
     if workload.indices.is_cuda:
@@ -308,10 +310,8 @@ def plan_of(workload: Workload) -> network_choice.Plan:
 def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:
     """Time the fused call without its exchange, in a launch per slice, and with other channels."""
     times = {}
-    with (
-        mock.patch.object(between_nodes, "SliceQueue", mock.MagicMock()),
-        mock.patch.object(between_nodes, "prepare_collect", mock.Mock(return_value=None)),
-    ):
+    collects_nothing = mock.Mock(return_value=None)
+    with replaced(SliceQueue=mock.MagicMock(), prepare_collect=collects_nothing):
         times["fused, nothing sent"] = timed(workload.call)
     prepare = between_nodes.prepare
 
@@ -319,7 +319,7 @@ def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float
         (launch,) = prepare(*arguments)
         return launch_per_slice(launch)
 
-    with mock.patch.object(between_nodes, "prepare", split):
+    with replaced(prepare=split):
         require_equal(workload.call(), expected, "a launch per slice")
         times["fused, a launch per slice"] = timed(workload.call)
     for channels in (1, 4):
@@ -330,6 +330,16 @@ def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float
                 lambda group=group: workload.call(group=group)
             )
     return times
+
+
+@contextlib.contextmanager
+def replaced(**members: object) -> Iterator[None]:
+    """Replace members of ``between_nodes`` within the context, for graphs of calls as well."""
+    replays = interlace.group_of().replays
+    replays.clear()
+    with mock.patch.multiple(between_nodes, **members):
+        yield
+    replays.clear()
 
 
 def launch_per_slice(launch: Any) -> list[Any]:
@@ -413,7 +423,8 @@ def try_late_rank(workload: Workload) -> dict[str, Any]:
 
 def timed(call: Callable[[], object], samples: int = _SAMPLES) -> float:
     """Return the median time of a call in microseconds, of the slowest rank."""
-    call()
+    for _ in range(samples):  # calls that come again become graphs
+        call()
     return statistics.median(_sample(call) for _ in range(samples))
 
 

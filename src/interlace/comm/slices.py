@@ -19,6 +19,9 @@ calls ``wait(step)`` first.
 
 On CUDA a side stream waits for the counters by the driver's stream memory operations; on the CPU
 backend a thread waits for the same counters.
+
+The host takes longer to enqueue slices than some networks take to carry them, so a call that comes
+again with the same addresses runs as a CUDA graph (:func:`run_in_slices`).
 """
 
 from __future__ import annotations
@@ -27,14 +30,19 @@ import ctypes
 import datetime
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
 
 from interlace.comm import cpu_faults
 from interlace.comm.carrier import Carrier, Message
-from interlace.comm.copies import require_queues, stream_waits_for, supports_triggers
+from interlace.comm.copies import (
+    has_single_queue,
+    require_queues,
+    stream_waits_for,
+    supports_triggers,
+)
 from interlace.comm.group import Group
 from interlace.comm.pauses import pauses_of_a_wait
 from interlace.errors import BackendError, PeerTimeoutError
@@ -207,6 +215,34 @@ class SliceQueue:
         raise AssertionError("a broken group raises")
 
 
+def run_in_slices(
+    group: Group,
+    operator: str,
+    key: tuple[Hashable, ...],
+    enqueue: Callable[[], None],
+    copied: Sequence[torch.Tensor],
+) -> None:
+    """Enqueue a call that exchanges slices; one that comes again, as a CUDA graph.
+
+    Collective in the group's first call.
+
+    Args:
+        operator: Name of the calling operator, for errors.
+        key: Everything that the work depends on; see :meth:`Replays.run`.
+        enqueue: Enqueues all of it, within ``Group.running``.
+        copied: The memory that slices leave from and arrive in.
+    """
+    watch = group.network().watch
+    if watch is not None:
+        watch.operator = operator  # which a graph does not say
+    with group.running():
+        if has_single_queue():  # with which no graph may have slices
+            enqueue()
+        else:
+            # NCCL registers what a graph sends where the program asks for that.
+            group.replays.run((operator, "in slices", *key), enqueue, copied=copied)
+
+
 class SliceThread(threading.Thread):
     """Exchange slices in a thread, as the CPU backend's network.
 
@@ -285,4 +321,12 @@ def has_reached(trigger: Trigger) -> bool:
     return bool(ctypes.c_int32.from_address(trigger.counter).value >= trigger.value)
 
 
-__all__ = ["Message", "SliceQueue", "SliceThread", "Step", "Trigger", "has_reached"]
+__all__ = [
+    "Message",
+    "SliceQueue",
+    "SliceThread",
+    "Step",
+    "Trigger",
+    "has_reached",
+    "run_in_slices",
+]

@@ -7,25 +7,21 @@ node as well.
 Products beside an exchange, of rows that stay in the node, are cut into as many pieces as there are
 slices: a product fills all SMs until its end, and the network's kernel for the next slice waits for
 it. All products leave that kernel its SMs.
-
-The host takes longer to enqueue slices than some networks take to carry them, so a call that comes
-again with the same addresses runs as a CUDA graph.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from interlace.comm.carrier import CHANNELS
-from interlace.comm.copies import has_single_queue
 from interlace.comm.cublas import leaving_sms
 from interlace.comm.replays import places
-from interlace.comm.slices import Message, Step, Trigger
+from interlace.comm.slices import Message, Step, Trigger, run_in_slices
 from interlace.gemm.between_nodes import slices_of
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
@@ -120,31 +116,20 @@ def steps_of(sent: Slices, arriving: Slices, counters: torch.Tensor | None) -> l
     return steps
 
 
-def run_in_slices(
+def run_products(
     call: GemmCall, count: int, enqueue: Callable[[], None], *memory: torch.Tensor
 ) -> None:
-    """Enqueue a call's products and exchanges; a call that comes again, as a CUDA graph.
-
-    Collective in the group's first call.
+    """Run a call's products and exchanges; see :func:`run_in_slices`.
 
     Args:
         count: The number of slices.
         enqueue: Enqueues them, within ``Group.running``.
         memory: The tensors that ``enqueue`` refers to beside the operands, the result included.
     """
-    group, name = call.group, call.operator.name
-    reserve_stamps(group, name)
-    watch = group.network().watch
-    if watch is not None:
-        watch.operator = name  # which a graph does not say
-    key: tuple[Hashable, ...] = (name, "between nodes", count, call.mark, call.gather)
-    with group.running():
-        if has_single_queue():  # with which no graph may have slices
-            enqueue()
-        else:
-            # NCCL registers what a graph sends where the program asks for that.
-            key = (*key, call.operands.memory(), places(*memory))
-            group.replays.run(key, enqueue, copied=memory)
+    name = call.operator.name
+    reserve_stamps(call.group, name)
+    key = (count, call.mark, call.gather, call.operands.memory(), places(*memory))
+    run_in_slices(call.group, name, key, enqueue, memory)
 
 
 @contextlib.contextmanager
@@ -226,7 +211,7 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
                 if len(rows):
                     multiply_into(piece, rows, weight, bias)
 
-    run_in_slices(call, count, enqueue, y, *staged.values())
+    run_products(call, count, enqueue, y, *staged.values())
     return y
 
 

@@ -27,7 +27,7 @@ from interlace.gemm.implementations.network import (
     counters_of,
     cut,
     cut_all,
-    run_in_slices,
+    run_products,
     slice_count,
     steps_of,
 )
@@ -274,7 +274,7 @@ def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
             for parts, rows in zip(sums.arrived(queue), cut(y, count), strict=True):
                 _add_nodes(parts, call.operands.bias, rows)
 
-    run_in_slices(call, count, enqueue, y, *sums.memory)
+    run_products(call, count, enqueue, y, *sums.memory)
     return y
 
 
@@ -321,7 +321,7 @@ def run_all_gather(call: GemmCall) -> Pair:
                     levels.gather(arrived[number], rows)
                     levels.multiply(products_of[peer][number], rows, bias)
 
-    run_in_slices(call, count, enqueue, x, y, gathered, *itertools.chain(*landing.values()))
+    run_products(call, count, enqueue, x, y, gathered, *itertools.chain(*landing.values()))
     return y, gathered if call.gather else x.new_empty([0, operands.inner])
 
 
@@ -373,7 +373,7 @@ def _exchange_sums(levels: _Levels) -> torch.Tensor:
                 _add_nodes(parts, call.operands.bias, rows)
                 levels.gather(rows, target)
 
-    run_in_slices(call, count, enqueue, y, total, *sums.memory)
+    run_products(call, count, enqueue, y, total, *sums.memory)
     return y
 
 
@@ -404,7 +404,7 @@ def _reduce_and_gather(levels: _Levels) -> torch.Tensor:
                 for peer, arrived in landing.items():
                     levels.gather(arrived[number], rows_of[peer][number])
 
-    run_in_slices(call, count, enqueue, y, total, *itertools.chain(*landing.values()), *sums.memory)
+    run_products(call, count, enqueue, y, total, *itertools.chain(*landing.values()), *sums.memory)
     return y
 
 

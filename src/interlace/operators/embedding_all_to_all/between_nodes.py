@@ -12,7 +12,9 @@ from interlace.comm.constants import on_device
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, triton_dtype
 from interlace.comm.outputs import Destination
-from interlace.comm.slices import Message, SliceQueue, Step, Trigger
+from interlace.comm.replays import places
+from interlace.comm.slices import Message, SliceQueue, Step, Trigger, run_in_slices
+from interlace.comm.workspace import Workspace
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.launch import Call, forward_records, lanes_of
@@ -98,17 +100,20 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     staging = _bytes(call, len(remote) * cut.count * cut.pitch(call.rank))
     starts = landing_places(cut, remote)
     landing = _bytes(call, starts[-1])
-    blocks_of_slice = cut.rows // config.block_bags
     counters = group.network().counters(_NAME, cut.count)
-    value = len(call.weights) * blocks_of_slice * len(remote)
-    steps = steps_of(cut, call.rank, remote, staging, landing, counters.data_ptr(), value)
-    queue = SliceQueue(group, OPERATOR, steps, mark)
-    launches = prepare(
-        group, call, config, mark, output.destination, cut, staging, counters.data_ptr()
-    )
-    close = prepare_close(group, call, mark, output.destination)
-    collect = prepare_collect(group, call, mark, cut, y, landing)
-    with group.running():
+    value = len(call.weights) * (cut.rows // config.block_bags) * len(remote)
+    # Collective, so it comes before anything is enqueued.
+    _workspace(group)
+
+    def enqueue() -> None:
+        first_counter = counters.data_ptr()
+        steps = steps_of(cut, call.rank, remote, staging, landing, first_counter, value)
+        queue = SliceQueue(group, OPERATOR, steps, mark)
+        launches = prepare(
+            group, call, config, mark, output.destination, cut, staging, first_counter
+        )
+        close = prepare_close(group, call, mark, output.destination)
+        collect = prepare_collect(group, call, mark, cut, y, landing)
         counters.zero_()
         queue.arm()
         try:
@@ -122,6 +127,11 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
         queue.join()
         if collect is not None:
             collect()
+
+    memory = call.memory(), output.destination, places(y, staging, landing)
+    run_in_slices(
+        group, OPERATOR, (config, mark, cut, call.mode, *memory), enqueue, (staging, landing)
+    )
     # Memory that is not lent is the group's landing, which the next call writes again.
     return y if output.lent else y.clone()
 
@@ -173,6 +183,11 @@ def landing_places(cut: Cut, remote: Sequence[int]) -> list[int]:
     return starts
 
 
+def _workspace(group: Group) -> Workspace:
+    """Return the memory of the exchange within the node. Collective in the group's first call."""
+    return group.workspace(_NAME, 4096, record.HEADER)
+
+
 def _bytes(call: Call, nbytes: int) -> torch.Tensor:
     return torch.empty(max(nbytes, 16), dtype=torch.uint8, device=call.indices.device)
 
@@ -187,7 +202,7 @@ def prepare(
     staging: torch.Tensor,
     counters: int,
 ) -> list[Launch]:
-    """Prepare the launches that pool. Collective when the workspace must grow."""
+    """Prepare the launches that pool."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
         embedding_all_to_all_between_nodes,
     )
@@ -195,7 +210,7 @@ def prepare(
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, (remote, local) = call.layout, in_turn(group)
-    workspace = group.workspace(_NAME, 4096, record.HEADER)
+    workspace = _workspace(group)
     rows, align = forward_records(call)
     width, full = lanes_of(layout.widths[call.rank])
     slice_blocks = cut.rows // config.block_bags
@@ -207,9 +222,9 @@ def prepare(
     program_tasks = max(1, ceil_div(tasks, most_programs))
     arguments = {
         "tables": on_device(group, rows),
-        "indices": call.indices.contiguous(),
-        "offsets": call.offsets.contiguous(),
-        "weights": None if call.scale is None else call.scale.contiguous(),
+        "indices": call.indices,
+        "offsets": call.offsets,
+        "weights": call.scale,
         "ranks": on_device(group, [[*remote, *local]]),
         "buffers": destination.address,
         "grants": workspace.data.address,
@@ -263,7 +278,7 @@ def prepare_close(group: Group, call: Call, mark: int, destination: Destination)
     )
 
     layout, (remote, local) = call.layout, in_turn(group)
-    workspace = group.workspace(_NAME, 4096, record.HEADER)
+    workspace = _workspace(group)
     arguments = {
         "ranks": on_device(group, [[*remote, *local]]),
         "own_buffer": destination.address + destination.own_index * destination.buffer_bytes,
@@ -312,7 +327,7 @@ def prepare_collect(
         "sources": on_device(group, sources),
         "output": y.data_ptr(),
         "landing": landing.data_ptr(),
-        "epochs": group.workspace(_NAME, 4096, record.HEADER).epochs,
+        "epochs": _workspace(group).epochs,
         "ctx": group.context(_NAME),
         "call": mark,
         "samples": len(y),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from interlace.comm.group import solo_group
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
 from interlace.comm.outputs import BUFFERS, Destination
+from interlace.comm.replays import places
 from interlace.costs.embedding_all_to_all import floor_link_bytes
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import network_choice, record, reference
@@ -82,6 +83,8 @@ def choose(
 class Call:
     """One call whose arguments ``api`` has validated, on one rank; see ``op`` for the fields.
 
+    Indices, offsets and scale are contiguous.
+
     Attributes:
         dtype: Element type of the output, and so of the gradients that travel.
         alone: Whether this rank computes without its peers, whatever the group.
@@ -114,6 +117,16 @@ class Call:
     @property
     def table_dtype(self) -> torch.dtype:
         return self.weights[0].dtype if self.weights else self.dtype
+
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the arguments lie and what they are, for the key of a replay.
+
+        Kernels read as many lookups as the offsets say, so the number of indices is no part of it.
+        """
+        tables = tuple((weight.data_ptr(), weight.stride(0)) for weight in self.weights)
+        scale = None if self.scale is None else (self.scale.data_ptr(), self.scale.dtype)
+        indices = self.indices.data_ptr(), self.indices.dtype
+        return tables, self.table_dtype, indices, scale, *places(self.offsets)
 
     def agree(self, check: bool) -> int:
         """Agree on this call with all ranks; return its mark (``Group.agree``)."""
@@ -301,9 +314,9 @@ def prepare(
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments = {
         "tables": on_device(group, rows),
-        "indices": call.indices.contiguous(),
-        "offsets": call.offsets.contiguous(),
-        "weights": None if call.scale is None else call.scale.contiguous(),
+        "indices": call.indices,
+        "offsets": call.offsets,
+        "weights": call.scale,
         "tiles": tiles,
         "buffers": destination.address,
         "grants": workspace.data.address,

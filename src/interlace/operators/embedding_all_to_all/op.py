@@ -86,7 +86,7 @@ def _call(
         weights,
         indices.contiguous(),
         offsets.contiguous(),
-        scale,
+        None if scale is None else scale.contiguous(),
         exchange.layout,
         exchange.rank,
         exchange.pooling,

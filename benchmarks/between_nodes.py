@@ -151,15 +151,17 @@ class Workload:
             check_indices=False,
         )  # fmt: skip
 
-    def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
+    def exchange(
+        self, pooled: torch.Tensor, group: dist.ProcessGroup | None = None
+    ) -> torch.Tensor:
         """Send each rank its samples: ``[R, samples, columns of a rank]``."""
         received = torch.empty_like(pooled)
-        dist.all_to_all_single(received, pooled)
+        dist.all_to_all_single(received, pooled, group=group)
         return received.view(dist.get_world_size(), -1, pooled.shape[1])
 
-    def pair(self) -> torch.Tensor:
+    def pair(self, group: dist.ProcessGroup | None = None) -> torch.Tensor:
         """Pool, exchange, unpack."""
-        return torch.cat(list(self.exchange(self.pool())), 1)
+        return torch.cat(list(self.exchange(self.pool(), group)), 1)
 
 
 def _batch(tables: list[torch.Tensor]) -> int:
@@ -247,20 +249,21 @@ def group_alone() -> dist.ProcessGroup:
 def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     """Check our calls, then time them and the pair; with all numbers of slices if ``sweep``."""
     lookups, expected = workload.lookups, workload.pair()
-    # All calls of a group with the same tables run alike, so "auto" chooses anew in another one.
-    groups = {impl: dist.new_group() if impl == "auto" else None for impl in IMPLS}
+    # All calls of a group with the same tables run alike, so "auto" chooses anew in another one;
+    # and communicators differ by some percent, so the pair has the same one.
+    group = dist.new_group()
     calls: dict[str, Callable[[], torch.Tensor]] = {
-        impl: lambda impl=impl: workload.call(impl, group=groups[impl]) for impl in IMPLS
+        impl: lambda impl=impl: workload.call(impl, group=group) for impl in IMPLS
     }
+    ways = {"pooling": workload.pool, "pair": lambda: workload.pair(group), **calls}
     # Twice: the second call finds what the first one has left.
     for name in (*calls, *calls):
         require_equal(calls[name](), expected, f"{name}, {lookups} lookups")
     # The sockets of a communicator that was just made are slow at first, and calls that come again
     # become graphs.
-    for call in calls.values():
+    for call in ways.values():
         for _ in range(_WARM_UPS):
             call()
-    ways = {"pooling": workload.pool, "pair": workload.pair, **calls}
     graphs: dict[str, Callable[[], object]] = {}
     if workload.indices.is_cuda:
         for name in ("pair", *calls):
@@ -293,7 +296,7 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     say(f"    auto runs {plan.impl}; {said}")
     return {
         "us": times, "lowest and highest us": spread, **ratios, "auto": plan.impl,
-        "slices": plan.slices,
+        "slices": list(plan.shares),
     }  # fmt: skip
 
 
@@ -303,8 +306,7 @@ def plan_of(workload: Workload) -> network_choice.Plan:
     layout, itemsize = Layout(widths, _batch(workload.tables)), workload.tables[0].element_size()
     group = interlace.group_of()
     sizes = network_choice.Sizes(layout, workload.lookups, itemsize, itemsize, group.nodes)
-    plan = network_choice.plan_by(network_choice.times_between_nodes(sizes, group.device))
-    return plan._replace(slices=between_nodes.Cut.of(layout, itemsize, plan.slices).count)
+    return network_choice.plan_by(network_choice.times_between_nodes(sizes, group.device))
 
 
 def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:
@@ -347,9 +349,11 @@ def launch_per_slice(launch: Any) -> list[Any]:
     arguments = launch.arguments
     bags, remote = launch.constants["POOLING"].bags, launch.constants["REMOTE"]
     blocks = -(-arguments["chunk"] // bags)
-    slices = -(-blocks // arguments["slice_blocks"])
-    tasks = arguments["T"] * arguments["slice_blocks"] * remote
-    bounds = [*(number * tasks for number in range(slices + 1)), arguments["last_task"]]
+    first, further = arguments["first_blocks"], arguments["slice_blocks"]
+    ends = [0, first]
+    while ends[-1] < blocks:
+        ends.append(ends[-1] + further)
+    bounds = [*(end * arguments["T"] * remote for end in ends), arguments["last_task"]]
     return [
         dataclasses.replace(
             launch,

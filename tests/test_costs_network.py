@@ -77,6 +77,20 @@ def test_slices_leave_while_the_rest_is_computed() -> None:
     assert in_slices(ROUND, 80, NetworkCost(0, 0, 4, 0.0), 1e12).us == 80
 
 
+def test_slices_of_several_sizes() -> None:
+    """Half of 800 us is for the other node; 100 and 300 kB take 100 and 300 us."""
+    cost = NetworkCost(400_000, 2, 2, 0.5, shares=(1, 3))
+    prediction = in_slices(ROUND, 800, cost, 1e12)
+    assert prediction.us == 800, "they leave after 100 and 400 us"
+    assert prediction.cut == "1/4 + 3/4"
+    assert in_slices(ROUND, 80, cost, 1e12).us == 10 + 100 + 300
+    even = in_slices(ROUND, 80, NetworkCost(400_000, 2, 2, 0.5, shares=(1, 1)), 1e12)
+    assert even == dataclasses.replace(
+        in_slices(ROUND, 80, NetworkCost(400_000, 2, 2, 0.5), 1e12), shares=(1, 1)
+    )
+    assert even.cut == "2"
+
+
 def test_what_runs_beside_one_another_is_slower() -> None:
     slow = dataclasses.replace(ROUND, beside_product=2.0, product_beside=1.5)
     cost = NetworkCost(400_000, 1, 1, 0.5)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.costs.embedding_all_to_all import forward
+from interlace.costs.embedding_all_to_all import forward, slices_of
+from interlace.operators.embedding_all_to_all import between_nodes, network_choice
 from tests.errors import error_of
 from tests.nodes.groups import errors_after_a_death, process_group_of
 from tests.operators.embedding_all_to_all.calls import SMALL, Call, check_all, run_one
@@ -76,6 +77,51 @@ def test_results_have_the_bits_of_one_node_and_traffic_is_that_of_the_costs(
                 sent for to, sent in bytes_to.items() if node_of_rank[to] != node_of_rank[rank]
             )
             assert network == cost.network_bytes, call
+
+
+def _in_slices(call, shares):
+    """A call in slices of these sizes: the result, the bytes to each rank and of messages, and how
+    many samples slices have.
+    """
+    cuts = []
+
+    def cut_of(*arguments):
+        cuts.append(of(*arguments))
+        return cuts[-1]
+
+    of, plan = between_nodes.Cut.of, network_choice.Plan("fused", shares)
+    with (
+        process_group_of(2) as process_group,
+        mock.patch.object(network_choice, "plan_of", return_value=plan),
+        mock.patch.object(between_nodes.Cut, "of", cut_of),
+        mock.patch.object(between_nodes, "_SLICE_SAMPLES", 8),
+    ):
+        traffic = interlace.group_of(process_group).traffic
+        traffic.reset()
+        y = run_one(call, process_group).clone()
+        return y, traffic.bytes_to, traffic.messages, (cuts[0].first_rows, cuts[0].rows)
+
+
+@pytest.mark.parametrize(
+    ("shares", "batch", "expected"),
+    [
+        ((1, 3), 75, (16, 48)),  # chunks of 38 and 37 samples: 16 and 22, 16 and 21
+        ((1, 3), 31, (8, 24)),  # chunks of 16 and 15: 8 and 8, 8 and 7
+        ((1, 3), 16, (8, 24)),  # one slice
+        ((1, 1, 1, 1), 75, (16, 16)),  # 16, 16 and 6
+    ],
+)
+def test_slices_of_several_sizes(ranks, shares, batch, expected):
+    call = Call(((7, 3), (4,)), batch, config=None, weighted=True)
+    within = ranks(2).run(_results, [call], 1, 1)
+    for rank, (y, bytes_to, messages, rows) in enumerate(ranks(2).run(_in_slices, call, shares)):
+        assert rows == expected
+        assert torch.equal(y, within[rank][0][0])
+        peer = 1 - rank
+        count = len(range(batch)[call.samples(peer)])
+        sent = slices_of(count, 4 * sum(call.widths[rank]), *expected)
+        assert bytes_to == {peer: sum(sent)}
+        assert messages == len(sent)
 
 
 def _whole(calls, nodes):

@@ -242,6 +242,17 @@ def test_a_fused_kernel_hides_the_shorter_part() -> None:
     assert 70_000 <= slow.total_ns <= 72_000  # the links decide
 
 
+def test_slices_of_several_sizes() -> None:
+    """4000 B for one peer: the links take as many nanoseconds from the first slice on, which is
+    complete after an eighth of the kernel, or after a quarter.
+    """
+    topology = Switch(2, 1e9, 0)
+    work = Fused(Kernel(given_ns=800), "all_to_all", 8000, slices=2)
+    assert one(topology, work).total_ns == 200 + 4000
+    assert one(topology, dataclasses.replace(work, shares=(1, 1))).total_ns == 200 + 4000
+    assert one(topology, dataclasses.replace(work, shares=(1, 3))).total_ns == 100 + 4000
+
+
 def test_slices_slowdown_skew_and_flags_are_charged() -> None:
     topology = Switch(4, 1e9, 0)
     work = Fused(Kernel(given_ns=10_000), "all_to_all", 400, slices=2)

@@ -125,9 +125,7 @@ def _table_between_nodes(
     for name in times.order(declaration):
         each = times.predictions[name]
         marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
-        table.add_row(
-            marked, str(each.slices or ""), f"{each.us:.0f}", f"{each.us / min(pairs):.2f}"
-        )
+        table.add_row(marked, each.cut, f"{each.us:.0f}", f"{each.us / min(pairs):.2f}")
     product_us = profile.library_product_us(call)
     table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
     return table

@@ -52,7 +52,7 @@ def run_nodes(
         table.add_row(
             str(row.lookups),
             row.name,
-            str(row.slices or ""),
+            row.slices,
             f"{row.measured_us:.0f}",
             f"{row.simulated_us:.0f}",
             f"{row.simulated_error:+.0%}",

@@ -38,6 +38,7 @@ class NetworkCost:
         slices: exchanges that the messages leave in, one after another; 1 for a collective.
         remote_share: fraction of the computation after which the last of them is complete.
         landing_bytes: bytes that memory reads and writes to copy what has arrived to its place.
+        shares: relative sizes of the exchanges; empty if they are equal.
     """
 
     network_bytes: int
@@ -45,3 +46,4 @@ class NetworkCost:
     slices: int = 1
     remote_share: float = 1.0
     landing_bytes: int = 0
+    shares: tuple[int, ...] = ()

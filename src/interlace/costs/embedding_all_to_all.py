@@ -22,6 +22,13 @@ STAMP_BYTES = 16
 many.
 """
 
+SLICES_OF_VECTORS = ((1,), (1, 1), (1, 3), (1,) * 4, (1,) * 8, (1,) * 16)
+"""Relative sizes of the slices that pooled vectors may leave in between nodes, the fewest first.
+
+A small first slice leaves early, while the network has nothing else to do, and networks carry a
+large second one faster than several small ones.
+"""
+
 BESIDE_POOLING = Beside(step_us=200.0)
 """What exchanges between nodes and the pooling cost each other.
 
@@ -160,13 +167,8 @@ def forward(
         far = [r for r in range(len(widths)) if node_of_rank[r] != node]
         puts = sum(tables * ceil_div(sizes[r], block_bags) for r in near)
         node_bytes = sum(sizes[r] for r in near) * sum(widths[rank]) * output_itemsize
-        slices = [
-            nbytes
-            for r in far
-            for nbytes in slices_of(
-                sizes[r], sum(widths[rank]) * output_itemsize, block_bags * slice_blocks
-            )
-        ]
+        row_bytes, full = sum(widths[rank]) * output_itemsize, block_bags * slice_blocks
+        slices = [nbytes for r in far for nbytes in slices_of(sizes[r], row_bytes, full, full)]
         # What travels is staged, written and read, and what has come is copied to its place.
         received = sizes[rank] * sum(sum(widths[r]) for r in far) * output_itemsize
         return Cost(
@@ -214,21 +216,25 @@ def fused_between_nodes(
     batch: int,
     output_itemsize: int,
     node_of_rank: Sequence[int],
-    slices: int,
+    shares: Sequence[int],
     **_: object,
 ) -> NetworkCost:
     """Return the traffic between nodes of pooled vectors that leave in slices.
 
     The samples of this rank's node are pooled last, and what has arrived is copied to its columns.
+
+    Args:
+        shares: relative sizes of the slices, one of :data:`SLICES_OF_VECTORS`.
     """
     sizes, ranks = samples(batch, len(widths)), range(len(widths))
     far = [r for r in ranks if node_of_rank[r] != node_of_rank[rank]]
     row_bytes = sum(widths[rank]) * output_itemsize
-    slice_samples = max(1, ceil_div(max(sizes), slices))
-    sent = [nbytes for r in far for nbytes in slices_of(sizes[r], row_bytes, slice_samples)]
+    unit = max(1, ceil_div(max(sizes), sum(shares)))
+    first, further = shares[0] * unit, shares[-1] * unit
+    sent = [nbytes for r in far for nbytes in slices_of(sizes[r], row_bytes, first, further)]
     received = sizes[rank] * sum(sum(widths[r]) for r in far) * output_itemsize
     remote_share = sum(sizes[r] for r in far) / max(1, batch)
-    return NetworkCost(sum(sent), len(sent), slices, remote_share, 2 * received)
+    return NetworkCost(sum(sent), len(sent), len(shares), remote_share, 2 * received, tuple(shares))
 
 
 def stock_between_nodes(
@@ -245,15 +251,17 @@ def stock_between_nodes(
     return NetworkCost(sent, len(far), landing_bytes=2 * received)
 
 
-def slices_of(count: int, row_bytes: int, slice_samples: int) -> list[int]:
+def slices_of(count: int, row_bytes: int, first: int, further: int) -> list[int]:
     """Return the bytes of each slice that one rank sends to another one of another node.
 
     Args:
         count: samples of the destination.
         row_bytes: bytes of a sample's vectors of all tables of the source.
-        slice_samples: samples of a full slice.
+        first: samples of the first slice, if it is full.
+        further: samples of every other full slice.
     """
-    full = [min(slice_samples, count - first) for first in range(0, count, slice_samples)]
+    bounds = [0, *range(first, count, further), count] if count else []
+    full = [end - begin for begin, end in itertools.pairwise(bounds)]
     return [round_up(rows * row_bytes, STAMP_BYTES) + STAMP_BYTES for rows in full if row_bytes]
 
 

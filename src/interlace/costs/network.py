@@ -180,10 +180,24 @@ class Prediction:
     Attributes:
         us: the time in microseconds.
         slices: number of slices; 0 for a computation and a collective one after the other.
+        shares: relative sizes of the slices; empty if they are equal.
     """
 
     us: float
     slices: int = 0
+    shares: tuple[int, ...] = ()
+
+    @property
+    def cut(self) -> str:
+        """The slices in words, such as ``"4"`` or ``"1/4 + 3/4"``; empty if there are none."""
+        return cut_in_words(self.shares) if self.shares else str(self.slices or "")
+
+
+def cut_in_words(shares: Sequence[int]) -> str:
+    """Return the number of slices, or their sizes if they differ, such as ``"1/4 + 3/4"``."""
+    if len(set(shares)) == 1:
+        return str(len(shares))
+    return " + ".join(f"{share}/{sum(shares)}" for share in shares)
 
 
 def one_after_the_other(
@@ -215,23 +229,28 @@ def in_slices(
             product do, as it was measured with the network.
     """
     beside = beside or network.beside
-    end, exchange_us = 0.0, 0.0
+    shares = cost.shares or (1,) * cost.slices
+    end, exchanges_us = 0.0, [0.0] * len(shares)
     if cost.network_bytes:
-        exchange_us = network.exchange_us(
-            cost.network_bytes / cost.slices, cost.network_messages / cost.slices
-        )
+        messages = cost.network_messages / len(shares)
+        exchanges_us = [
+            network.exchange_us(cost.network_bytes * share / sum(shares), messages)
+            for share in shares
+        ]
+    # The fractions of the computation after which the slices are complete.
+    complete = [cost.remote_share * sum(shares[: i + 1]) / sum(shares) for i in range(len(shares))]
     # The time by which the computation is slowed while messages travel.
-    overlap_us = min(compute_us * (1 - cost.remote_share / cost.slices), cost.slices * exchange_us)
+    overlap_us = min(compute_us * (1 - complete[0]), sum(exchanges_us))
     compute_us += (beside.computation - 1) * overlap_us
-    for number in range(1, cost.slices + 1):
-        start = max(end, compute_us * cost.remote_share * number / cost.slices)
+    for fraction, exchange_us in zip(complete, exchanges_us, strict=True):
+        start = max(end, compute_us * fraction)
         # Beside the computation an exchange is slower; it goes on at its own rate afterwards.
         within_us = min(exchange_us, max(0.0, compute_us - start) / beside.exchange)
         end = start + exchange_us + (beside.exchange - 1) * within_us
         if exchange_us and start < compute_us:
             end += beside.step_us
     landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
-    return Prediction(max(compute_us, end) + landing_us, cost.slices)
+    return Prediction(max(compute_us, end) + landing_us, len(shares), cost.shares)
 
 
 def best_in_slices(
@@ -258,6 +277,11 @@ def best_in_slices(
         # A call may have several exchanges of as many slices.
         predictions.append(dataclasses.replace(prediction, slices=slices))
         slices *= 2
+    return first_of_the_best(predictions)
+
+
+def first_of_the_best(predictions: Sequence[Prediction]) -> Prediction:
+    """Return the first prediction that takes least time, or hardly more."""
     limit_us = (1 + _NEAR) * min(prediction.us for prediction in predictions)
     return next(prediction for prediction in predictions if prediction.us <= limit_us)
 

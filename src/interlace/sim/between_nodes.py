@@ -21,6 +21,7 @@ from interlace.costs.embedding_all_to_all import (
 )
 from interlace.costs.network import (
     NetworkRates,
+    cut_in_words,
     in_slices,
     one_after_the_other,
     parse_network,
@@ -37,6 +38,8 @@ _ITEMSIZE, _INDEX_ITEMSIZE = 2, 4
 _DEFAULT_SLICES = 8
 """Slices of calls without a configuration in documents that do not say: 2 MiB of 16 MiB."""
 
+_PAIR: tuple[int, ...] = ()
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
@@ -45,7 +48,7 @@ class Comparison:
     Attributes:
         lookups: rows per bag.
         name: the implementation as the document calls it.
-        slices: number of slices; 0 for the pair.
+        slices: the slices in words, such as ``"4"`` or ``"1/4 + 3/4"``; empty for the pair.
         measured_us: the measured time.
         simulated_us: the simulator's time.
         predicted_us: the time that ``impl="auto"`` would go by.
@@ -53,7 +56,7 @@ class Comparison:
 
     lookups: int
     name: str
-    slices: int
+    slices: str
     measured_us: float
     simulated_us: float
     predicted_us: float
@@ -150,10 +153,10 @@ def compare(
         sizes = {name: int(document["sizes"][name]) for name in ("tables", "width", "batch")}
         results = document["results"]["lookups"]
         return [
-            _compared(int(lookups), name, us, slices, sizes, machine, profile, network)
+            _compared(int(lookups), name, us, shares, sizes, machine, profile, network)
             for lookups in sorted(results, key=int)
             for name, us in results[lookups]["us"].items()
-            for slices in _slices_of(name, results[lookups].get("slices", _DEFAULT_SLICES))
+            for shares in _shares_of(name, results[lookups].get("slices", _DEFAULT_SLICES))
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
@@ -161,34 +164,42 @@ def compare(
         ) from error
 
 
-def _slices_of(name: str, default: int) -> list[int]:
-    """Return the number of slices of a measurement; none if it is neither pair nor fused call."""
+def _shares_of(name: str, default: int | Sequence[int]) -> list[tuple[int, ...]]:
+    """Return the relative sizes of a measurement's slices; none if it is neither pair nor fused.
+
+    Args:
+        name: the measurement's name.
+        default: the sizes, or the number of equal ones, of calls without a configuration.
+    """
     if name in ("pair", "pair, graph"):
-        return [0]
+        return [_PAIR]
     if name in ("fused", "fused, graph"):
-        return [default]
+        return [(1,) * default if isinstance(default, int) else tuple(map(int, default))]
     found = re.fullmatch(r"fused, (\d+) slices", name)
-    return [int(found[1])] if found else []
+    return [(1,) * int(found[1])] if found else []
 
 
 def _compared(
     lookups: int,
     name: str,
     measured_us: float,
-    slices: int,
+    shares: tuple[int, ...],
     sizes: Mapping[str, int],
     machine: Machine,
     profile: MachineProfile,
     network: NetworkRates,
 ) -> Comparison:
-    operator = _operator(lookups, max(1, slices), **sizes)
-    tasks = operator.tasks(slices > 0)
+    operator = _operator(lookups, shares or (1,), **sizes)
+    tasks = operator.tasks(shares != _PAIR)
     simulated = run(machine, machine.build_topology(_RANKS), tasks).total_ns / 1e3
-    predicted = _predicted_us(lookups, slices, profile, network, **sizes)
-    return Comparison(lookups, name, slices, measured_us, simulated, predicted)
+    predicted = _predicted_us(lookups, shares, profile, network, **sizes)
+    cut = cut_in_words(shares) if shares else ""
+    return Comparison(lookups, name, cut, measured_us, simulated, predicted)
 
 
-def _operator(lookups: int, slices: int, *, tables: int, width: int, batch: int) -> Operator:
+def _operator(
+    lookups: int, shares: tuple[int, ...], *, tables: int, width: int, batch: int
+) -> Operator:
     """Return the workload on the simulator, whose landing is copied as the real one's is."""
     operator = embedding_all_to_all(
         bags=tables * batch,
@@ -198,18 +209,20 @@ def _operator(lookups: int, slices: int, *, tables: int, width: int, batch: int)
         exchange_itemsize=_ITEMSIZE,
         index_itemsize=_INDEX_ITEMSIZE,
         unpack=True,
-        slices=slices,
     )
     landed = 2 * tables * width * batch // _RANKS * _ITEMSIZE
     assert isinstance(operator.fused, Fused)
     return dataclasses.replace(
-        operator, fused=dataclasses.replace(operator.fused, receive_bytes=landed)
+        operator,
+        fused=dataclasses.replace(
+            operator.fused, receive_bytes=landed, slices=len(shares), shares=shares
+        ),
     )
 
 
 def _predicted_us(
     lookups: int,
-    slices: int,
+    shares: tuple[int, ...],
     profile: MachineProfile,
     network: NetworkRates,
     *,
@@ -237,7 +250,7 @@ def _predicted_us(
         "output_itemsize": _ITEMSIZE,
         "node_of_rank": (0, 1),
     }
-    if slices:
-        cost = fused_between_nodes(**shared, slices=slices)
+    if shares != _PAIR:
+        cost = fused_between_nodes(**shared, shares=shares)
         return in_slices(network, pooling_us, cost, rate, BESIDE_POOLING).us
     return one_after_the_other(network, pooling_us, stock_between_nodes(**shared), rate).us

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 
 from interlace.errors import ConfigError
 from interlace.sim.astra.algorithms import binary_tree
@@ -137,10 +138,28 @@ class Slices:
     """One rank's part in a fused task: slices that leave and slices that arrive."""
 
     def __init__(
-        self, setting: Setting, rank: int, shared: Rounds, block: int, slices: int
+        self,
+        setting: Setting,
+        rank: int,
+        shared: Rounds,
+        block: int,
+        slices: int,
+        shares: Sequence[int] = (),
     ) -> None:
+        """Cut what leaves for each peer.
+
+        Args:
+            setting: the engine, machine and topology.
+            rank: this rank.
+            shared: what has arrived at all ranks of the group.
+            block: bytes for each peer.
+            slices: number of slices.
+            shares: relative sizes of the slices; by default they are equal.
+        """
         self.setting, self.rank, self.shared = setting, rank, shared
         self.block, self.slices = block, slices
+        # Behind slice n, ends[n + 1] of ends[slices] parts are computed.
+        self.ends = [0, *itertools.accumulate(shares or (1,) * slices)]
         self.peers = shared.group.size - 1
         machine, topology = setting.machine, setting.topology
         self.efficiency = machine.collectives.fused_efficiency.value
@@ -151,7 +170,8 @@ class Slices:
 
     def _piece(self, number: int, block: int) -> int:
         """Return the bytes of a slice of a block; all slices together are the block."""
-        return block * (number + 1) // self.slices - block * number // self.slices
+        whole = self.ends[-1]
+        return block * self.ends[number + 1] // whole - block * self.ends[number] // whole
 
     def produce(self, launch: int, body: int, complete: Callable[[], None] | None) -> None:
         """Send the remote slices first, round the peers; the rank's own block is computed last.
@@ -179,15 +199,17 @@ class Slices:
             body: nanoseconds of the computation.
             round_of: function from a slice's number to the round under which it arrives.
         """
-        # The kernel computes one slice per rank and number; all take equal time.
-        total = (self.peers + 1) * self.slices
+        # The kernel computes one slice per rank and number, in the order of the numbers.
+        total = (self.peers + 1) * self.ends[-1]
         for index in range(self._remote()):
-            number = index // self.peers
+            number, peer = divmod(index, self.peers)
+            share = self.ends[number + 1] - self.ends[number]
+            done = self.ends[number] * self.peers + share * (peer + 1)
             self.setting.engine.at(
-                start + body * (index + 1) // total,
+                start + body * done // total,
                 self.shared.send,
                 self.rank,
-                index % self.peers + 1,
+                peer + 1,
                 self._piece(number, self.block),
                 round_of(number),
                 self.efficiency,

@@ -357,8 +357,9 @@ class _Simulation:
         group = self.group(work.axes)
         shared = self.shared.setdefault(index, Rounds(self.setting, [], group, work.kind))
         assert isinstance(shared, Rounds)
-        block = ceil_div(work.size, group.size)
-        return Slices(self.setting, rank.number, shared, block, self._slice_count(work))
+        block, count = ceil_div(work.size, group.size), self._slice_count(work)
+        shares = work.shares if isinstance(work, Fused) and count == work.slices else ()
+        return Slices(self.setting, rank.number, shared, block, count, shares)
 
     def _slice_count(self, work: Exchanging) -> int:
         # No more slices than bytes, so that no slice is empty.

@@ -106,11 +106,13 @@ class Fused(Exchanging):
         waits: whether the kernel waits for the peers' slices; otherwise a consuming task does.
         gather_size: bytes of the sum that the owners of an all-reduce then send to every rank;
             ``size`` by default.
+        shares: relative sizes of the slices of an all-to-all; by default they are equal.
     """
 
     receive_bytes: float = 0.0
     waits: bool = True
     gather_size: int | None = None
+    shares: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)

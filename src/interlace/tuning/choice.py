@@ -39,9 +39,15 @@ class NetworkTimes(NamedTuple):
         """Return the times in words, the shortest first."""
         by_time = sorted(self.predictions.items(), key=lambda item: item[1].us)
         return ", ".join(
-            f"{name} {each.us:.0f} us" + (f" in {each.slices} slices" if each.slices > 1 else "")
+            f"{name} {each.us:.0f} us" + (f" in {_slices(each)}" if each.slices > 1 else "")
             for name, each in by_time
         )
+
+
+def _slices(prediction: Prediction) -> str:
+    """Return the slices in words, such as ``"2 slices (1/4 + 3/4)"``."""
+    is_even = prediction.cut == str(prediction.slices)
+    return f"{prediction.slices} slices" + ("" if is_even else f" ({prediction.cut})")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,30 +36,54 @@ class Cut:
     Attributes:
         layout: The columns of all tables and the samples of all ranks.
         itemsize: Bytes of an element of the output.
-        rows: Samples of one destination in a slice; the last slice may have fewer.
+        first_rows: Samples of one destination in the first slice.
+        rows: Samples in every other slice, not fewer; the last one may have fewer.
     """
 
     layout: Layout
     itemsize: int
+    first_rows: int
     rows: int
 
     @staticmethod
-    def of(layout: Layout, itemsize: int, slices: int) -> Cut:
-        """Cut at most ``slices`` slices of 64 samples or a multiple of that."""
-        return Cut(layout, itemsize, round_up(ceil_div(layout.chunk, slices), _SLICE_SAMPLES))
+    def of(layout: Layout, itemsize: int, shares: Sequence[int]) -> Cut:
+        """Cut slices of 64 samples or a multiple of that.
+
+        Args:
+            layout: The columns and samples.
+            itemsize: Bytes of an element of the output.
+            shares: Relative sizes of the slices, one of ``SLICES_OF_VECTORS``.
+        """
+        unit = round_up(ceil_div(layout.chunk, sum(shares)), _SLICE_SAMPLES)
+        return Cut(layout, itemsize, shares[0] * unit, shares[-1] * unit)
 
     @property
     def count(self) -> int:
         """Number of slices of a full chunk of samples."""
-        return ceil_div(self.layout.chunk, self.rows)
+        return 1 + ceil_div(max(0, self.layout.chunk - self.first_rows), self.rows)
 
-    def pitch(self, source: int) -> int:
-        """Return the bytes from one slice of ``source``'s tables to the next."""
-        return self._padded(self.rows, source) + _STAMP_BYTES
+    def samples(self, number: int) -> tuple[int, int]:
+        """Return the first sample of a slice in its chunk, and how many a full slice has."""
+        if number == 0:
+            return 0, self.first_rows
+        return self.first_rows + (number - 1) * self.rows, self.rows
+
+    def offset(self, source: int, number: int) -> int:
+        """Return the bytes before a slice of ``source``'s tables, and with ``count`` those of all
+        slices of one destination.
+        """
+        if number == 0:
+            return 0
+        return self.full_bytes(source, 0) + (number - 1) * self.full_bytes(source, 1)
+
+    def full_bytes(self, source: int, number: int) -> int:
+        """Return the bytes of a slice that is full, with its stamp."""
+        return self._padded(self.samples(number)[1], source) + _STAMP_BYTES
 
     def nbytes(self, source: int, destination: int, number: int) -> int:
         """Return the bytes of a slice with its stamp; 0 if it has no vectors and is not sent."""
-        rows = min(self.rows, self.layout.samples(destination) - number * self.rows)
+        first, most = self.samples(number)
+        rows = min(most, self.layout.samples(destination) - first)
         if rows <= 0 or not self.layout.rank_columns[source]:
             return 0
         return self._padded(rows, source) + _STAMP_BYTES
@@ -89,25 +113,27 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     layout = call.layout
     itemsize = call.dtype.itemsize
     if call.config:
-        cut = Cut(layout, itemsize, config.slice_blocks * config.block_bags)
+        rows = config.slice_blocks * config.block_bags
+        cut = Cut(layout, itemsize, rows, rows)
     else:
         # A tuned configuration may differ between ranks, so it says nothing about slices.
-        cut = Cut.of(layout, itemsize, call.plan.slices)
+        cut = Cut.of(layout, itemsize, call.plan.shares)
     shape = [layout.samples(call.rank), layout.columns]
     output = group.outputs.take(layout.chunk * layout.columns * itemsize)
     y = output.tensor(shape, call.dtype, group.device)
     remote, _ = in_turn(group)
-    staging = _bytes(call, len(remote) * cut.count * cut.pitch(call.rank))
+    staging = _bytes(call, len(remote) * cut.offset(call.rank, cut.count))
     starts = landing_places(cut, remote)
     landing = _bytes(call, starts[-1])
     counters = group.network().counters(_NAME, cut.count)
-    value = len(call.weights) * (cut.rows // config.block_bags) * len(remote)
+    vectors = len(call.weights) * len(remote)  # of one sample of each destination
+    values = [vectors * cut.samples(number)[1] // config.block_bags for number in range(cut.count)]
     # Collective, so it comes before anything is enqueued.
     _workspace(group)
 
     def enqueue() -> None:
         first_counter = counters.data_ptr()
-        steps = steps_of(cut, call.rank, remote, staging, landing, first_counter, value)
+        steps = steps_of(cut, call.rank, remote, staging, landing, first_counter, values)
         queue = SliceQueue(group, OPERATOR, steps, mark)
         launches = prepare(
             group, call, config, mark, output.destination, cut, staging, first_counter
@@ -143,7 +169,7 @@ def steps_of(
     staging: torch.Tensor,
     landing: torch.Tensor,
     counters: int,
-    value: int,
+    values: Sequence[int],
 ) -> list[Step]:
     """Return the exchanges of a call: slice k of all destinations leaves in step k.
 
@@ -154,23 +180,22 @@ def steps_of(
         staging: Bytes of this rank's slices, ``[destination, slice]``.
         landing: Bytes of the slices that arrive; see :func:`landing_places`.
         counters: Address of the counters, one per slice.
-        value: Number of blocks of a slice, of all destinations.
+        values: Number of blocks of each slice, of all destinations.
     """
-    pitch, starts = cut.pitch(rank), landing_places(cut, remote)
+    destination_bytes, starts = cut.offset(rank, cut.count), landing_places(cut, remote)
     steps = []
     for number in range(cut.count):
         departures, arrivals = [], []
         for index, peer in enumerate(remote):
             sent = cut.nbytes(rank, peer, number)
             if sent:
-                departures.append(
-                    Message(peer, staging.narrow(0, (index * cut.count + number) * pitch, sent))
-                )
+                start = index * destination_bytes + cut.offset(rank, number)
+                departures.append(Message(peer, staging.narrow(0, start, sent)))
             received = cut.nbytes(peer, rank, number)
             if received:
-                start = starts[index] + number * cut.pitch(peer)
+                start = starts[index] + cut.offset(peer, number)
                 arrivals.append(Message(peer, landing.narrow(0, start, received)))
-        triggers = (Trigger(counters + 4 * number, value),) if departures else ()
+        triggers = (Trigger(counters + 4 * number, values[number]),) if departures else ()
         steps.append(Step(triggers, tuple(departures), tuple(arrivals)))
     return steps
 
@@ -179,7 +204,7 @@ def landing_places(cut: Cut, remote: Sequence[int]) -> list[int]:
     """Return the offset of each source's slices in the landing, and the landing's size."""
     starts = [0]
     for source in remote:
-        starts.append(starts[-1] + cut.count * cut.pitch(source))
+        starts.append(starts[-1] + cut.offset(source, cut.count))
     return starts
 
 
@@ -213,10 +238,9 @@ def prepare(
     workspace = _workspace(group)
     rows, align = forward_records(call)
     width, full = lanes_of(layout.widths[call.rank])
-    slice_blocks = cut.rows // config.block_bags
     blocks = ceil_div(layout.chunk, config.block_bags)
-    slice_tasks = len(call.weights) * slice_blocks * len(remote)
-    tasks = cut.count * slice_tasks + len(call.weights) * blocks * len(local)
+    sliced_blocks = cut.samples(cut.count)[0] // config.block_bags
+    tasks = len(call.weights) * (sliced_blocks * len(remote) + blocks * len(local))
     # Long programs would keep the network's kernel from its SMs until they end.
     most_programs = config.max_programs * (1 if group.backend == "cpu" else _WAVES)
     program_tasks = max(1, ceil_div(tasks, most_programs))
@@ -241,8 +265,10 @@ def prepare(
         "T": len(call.weights),
         "column_groups": layout.columns // align,
         "own_groups": layout.rank_columns[call.rank] // align,
-        "slice_blocks": slice_blocks,
-        "slice_bytes": cut.pitch(call.rank),
+        "first_blocks": cut.first_rows // config.block_bags,
+        "first_bytes": cut.full_bytes(call.rank, 0),
+        "slice_blocks": cut.rows // config.block_bags,
+        "slice_bytes": cut.full_bytes(call.rank, 1),
         "first_local": min(local),
         "program_tasks": program_tasks,
     }
@@ -316,7 +342,8 @@ def prepare_collect(
             start,
             layout.rank_columns[source],
             layout.first_column(source),
-            cut.pitch(source),
+            cut.full_bytes(source, 0),
+            cut.full_bytes(source, 1),
         )
         for source, start in zip(remote, starts[:-1], strict=True)
     ]
@@ -331,6 +358,7 @@ def prepare_collect(
         "ctx": group.context(_NAME),
         "call": mark,
         "samples": len(y),
+        "first_rows": cut.first_rows,
         "slice_rows": cut.rows,
         "columns": layout.columns,
     }

@@ -12,6 +12,7 @@ from interlace.comm.copies import has_single_queue, supports_triggers
 from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
     BESIDE_POOLING,
+    SLICES_OF_VECTORS,
     backward,
     floor_memory_bytes,
     fused_between_nodes,
@@ -23,8 +24,8 @@ from interlace.costs.network import (
     Beside,
     NetworkRates,
     Prediction,
-    best_in_slices,
     even_nodes,
+    first_of_the_best,
     guessed_network,
     in_slices,
     one_after_the_other,
@@ -56,12 +57,13 @@ class Plan(NamedTuple):
 
     Attributes:
         impl: What ``"auto"`` runs, ``"fused"`` or ``"pooled"``.
-        slices: Number of slices of ``"fused"``, also where its name was given.
+        shares: Relative sizes of the slices of ``"fused"``, also where its name was given: one of
+            ``SLICES_OF_VECTORS``.
         gradient_slices: Number of slices of its backward pass.
     """
 
     impl: str
-    slices: int
+    shares: tuple[int, ...]
     gradient_slices: int = 1
 
 
@@ -144,12 +146,11 @@ def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | No
         "unfused": one_after_the_other(network, stock_us, whole, rate),
     }
     if layout.world_size <= record.MAX_RANKS:
-        predictions["fused"] = best_in_slices(
-            network,
-            lambda _: pooling_us,
-            lambda slices: traffic(slices=slices),
-            rate,
-            BESIDE_POOLING,
+        predictions["fused"] = first_of_the_best(
+            [
+                in_slices(network, pooling_us, traffic(shares=shares), rate, BESIDE_POOLING)
+                for shares in SLICES_OF_VECTORS
+            ]
         )
     return NetworkTimes(network.network, predictions, network.margin(margin))
 
@@ -169,12 +170,12 @@ def plan_by(times: NetworkTimes | None) -> Plan:
     takes less, as it pools more slowly than our kernel.
     """
     if times is None:
-        return Plan("pooled", 2, 2)
+        return Plan("pooled", (1, 3), 2)
     slices = times.predictions.get("fused")
     if slices is None:
-        return Plan("pooled", 1)
+        return Plan("pooled", (1,))
     limit_us = times.predictions["pooled"].us * (1 - times.margin)
-    return Plan("fused" if slices.us < limit_us else "pooled", slices.slices)
+    return Plan("fused" if slices.us < limit_us else "pooled", slices.shares)
 
 
 @cached_by_profiles
@@ -246,7 +247,8 @@ def plan_of(call: Call, group: Group) -> Plan:
     sizes = Sizes(layout, lookups, itemsize, call.dtype.itemsize, group.nodes)
     plan = plan_by(times_between_nodes(sizes, device))
     stays_whole = int(plan.impl == "pooled" or not _can_send_slices(group.device))
+    cut = SLICES_OF_VECTORS.index(plan.shares)
     answers = group.agreement.largest(
-        OPERATOR, (*kind, "slices"), (stays_whole, -plan.slices, -gradient_slices(sizes, device))
+        OPERATOR, (*kind, "slices"), (stays_whole, -cut, -gradient_slices(sizes, device))
     )
-    return Plan("pooled" if answers[0] else "fused", -answers[1], -answers[2])
+    return Plan("pooled" if answers[0] else "fused", SLICES_OF_VECTORS[-answers[1]], -answers[2])

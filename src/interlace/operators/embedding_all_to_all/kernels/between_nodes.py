@@ -34,23 +34,24 @@ def _node(ranks, first_local, REMOTE: tl.constexpr, LOCAL: tl.constexpr, LANES: 
 @triton.jit(
     do_not_specialize=[
         "buffers", "buffer_bytes", "buffer_index", "grants", "signals", "staging", "counters",
-        "call", "B", "chunk", "T", "column_groups", "own_groups", "slice_blocks", "slice_bytes",
-        "first_local", "first_task", "last_task", "program_tasks",
+        "call", "B", "chunk", "T", "column_groups", "own_groups", "first_blocks", "first_bytes",
+        "slice_blocks", "slice_bytes", "first_local", "first_task", "last_task", "program_tasks",
     ]
 )
 def embedding_all_to_all_between_nodes(
     tables, indices, offsets, weights, ranks, buffers, grants, signals, staging, counters, epochs,
-    ctx, call, buffer_bytes, buffer_index, B, chunk, T, column_groups, own_groups, slice_blocks,
-    slice_bytes, first_local, first_task, last_task, program_tasks, WORLD_SIZE: tl.constexpr,
-    REMOTE: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    ctx, call, buffer_bytes, buffer_index, B, chunk, T, column_groups, own_groups, first_blocks,
+    first_bytes, slice_blocks, slice_bytes, first_local, first_task, last_task, program_tasks,
+    WORLD_SIZE: tl.constexpr, REMOTE: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch: for other nodes' samples into slices, for
     this node's samples straight into their owners' outputs.
 
     ``ranks`` lists the ranks of other nodes in the order in which they are sent to, then the peers
     of this node, then this rank; ``first_local`` is the lowest rank of this node. A slice is
-    ``slice_blocks`` blocks of samples of one destination, all tables: ``[samples, own columns]``,
-    padded to 16 bytes, and then 16 bytes that begin with the stamp of the call.
+    ``slice_blocks`` blocks of samples of one destination, all tables, and the first one
+    ``first_blocks``: ``[samples, own columns]``, padded to 16 bytes, and then 16 bytes that begin
+    with the stamp of the call; ``slice_bytes`` in all, and ``first_bytes``.
 
     The launch computes the tasks from ``first_task`` to before ``last_task``, each program
     ``program_tasks`` in a row. There are many short programs, started in their order, so that the
@@ -100,19 +101,28 @@ def embedding_all_to_all_between_nodes(
         il.signal(granting + rank + zeros, stamp, peers, group, is_peer)
 
     # Step 2. The network takes longer than the node's links, so its blocks come first.
-    slices = (blocks + slice_blocks - 1) // slice_blocks
-    remote_tasks = slices * T * slice_blocks * REMOTE
+    further = (tl.maximum(blocks - first_blocks, 0) + slice_blocks - 1) // slice_blocks
+    destination_bytes = first_bytes.to(tl.int64) + further.to(tl.int64) * slice_bytes
+    first_tasks = T * first_blocks
+    remote_tasks = (first_tasks + further * T * slice_blocks) * REMOTE
     for task in range(first, tl.minimum(last, remote_tasks)):
         destination, rest = task % REMOTE, task // REMOTE
-        member, table = rest % slice_blocks, rest // slice_blocks % T
-        number = rest // slice_blocks // T
+        is_first = rest < first_tasks
+        size = tl.where(is_first, first_blocks, slice_blocks)
+        behind = tl.where(is_first, rest, rest - first_tasks)
+        # The slice among those that are not the first, and the task within its slice.
+        later, within = behind // (T * size), behind % (T * size)
+        member, table = within % size, within // size
+        number = tl.where(is_first, 0, later + 1)
+        block = tl.where(is_first, 0, first_blocks + later * slice_blocks) + member
         dest = tl.load(ranks + destination).to(tl.int32)
         samples = samples_of(dest, B, chunk)
-        sample = (number * slice_blocks + member) * BAGS
+        sample = block * BAGS
         count = tl.minimum(samples - sample, BAGS)
         if count > 0:
             total = pool(lookups, table, dest * chunk + sample, count, POOLING, VECTORS).to(OUT)
-            place = staging + (destination * slices + number).to(tl.int64) * slice_bytes
+            place = staging + destination * destination_bytes
+            place += tl.where(is_first, 0, first_bytes + later.to(tl.int64) * slice_bytes)
             cells, mask = cells_of(
                 tables, table, member * BAGS, count, own_columns, BAGS, True, VECTORS
             )
@@ -120,7 +130,7 @@ def embedding_all_to_all_between_nodes(
             # One task of each slice writes the stamp, and its count below releases it together with
             # the block.
             if (table == 0) & (member == 0):
-                rows = tl.minimum(samples - sample, slice_blocks * BAGS)
+                rows = tl.minimum(samples - sample, size * BAGS)
                 tl.store(_stamp_at(place, rows, own_columns * OUT_BYTES), stamp)
         # Blocks without samples are counted, too: the network waits for the same number of blocks
         # whatever each destination's share of the batch is.
@@ -181,15 +191,20 @@ def embedding_all_to_all_close(
     il.advance_epoch(epochs, epoch)
 
 
-@triton.jit(do_not_specialize=["output", "landing", "call", "samples", "slice_rows", "columns"])
+@triton.jit(
+    do_not_specialize=[
+        "output", "landing", "call", "samples", "first_rows", "slice_rows", "columns",
+    ]
+)
 def embedding_all_to_all_collect(
-    sources, output, landing, epochs, ctx, call, samples, slice_rows, columns, REMOTE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUT: tl.constexpr,
+    sources, output, landing, epochs, ctx, call, samples, first_rows, slice_rows, columns,
+    REMOTE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, OUT: tl.constexpr,
 ):
     """Copy what other nodes have sent from the landing to its columns of this rank's output.
 
-    ``sources`` has a row ``[rank, offset in the landing, columns, first column, bytes between
-    slices]`` per rank of another node.
+    ``sources`` has a row ``[rank, offset in the landing, columns, first column, bytes of its first
+    slice, bytes of every other one]`` per rank of another node. The first slice has ``first_rows``
+    samples, the others have ``slice_rows``, which are not fewer.
 
     **Protocol.** All slices have arrived, or the group is broken. Each slice carries the stamp of
     its sender's call behind its rows. A slice of another call is reported and becomes NaN; if the
@@ -203,15 +218,18 @@ def embedding_all_to_all_collect(
     group = il.join(ctx)
     BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     blocks = (slice_rows + ROWS - 1) // ROWS
-    slices = (samples + slice_rows - 1) // slice_rows
+    slices = 1 + (tl.maximum(samples - first_rows, 0) + slice_rows - 1) // slice_rows
     broken = il.is_broken(group)
     for task in range(tl.program_id(0), REMOTE * slices * blocks, tl.num_programs(0)):
         source, rest = task % REMOTE, task // REMOTE
         number, block = rest // blocks, rest % blocks
-        entry = sources + 5 * source
+        entry = sources + 6 * source
         width, first_column = tl.load(entry + 2).to(tl.int32), tl.load(entry + 3).to(tl.int32)
-        rows = tl.minimum(samples - number * slice_rows, slice_rows)
-        place = landing + tl.load(entry + 1) + number.to(tl.int64) * tl.load(entry + 4)
+        is_first, later = number == 0, (number - 1).to(tl.int64)
+        begin = tl.where(is_first, 0, first_rows + later * slice_rows)
+        rows = tl.minimum(samples - begin, tl.where(is_first, first_rows, slice_rows))
+        place = landing + tl.load(entry + 1)
+        place += tl.where(is_first, 0, tl.load(entry + 4) + later * tl.load(entry + 5))
         if (width > 0) & (block * ROWS < rows):
             seen = tl.load(_stamp_at(place, rows, width * BYTES), volatile=True)
             if (seen != stamp) & (broken == 0):
@@ -224,5 +242,5 @@ def embedding_all_to_all_collect(
                 arrived = il.pointer(place, OUT) + line * width + column
                 value = tl.load(arrived, mask=mask, other=0.0)
                 target = il.pointer(output, OUT) + first_column + column
-                target += (number * slice_rows + line) * columns
+                target += (begin + line) * columns
                 tl.store(target, il.nan_unless(is_right, value), mask=mask)

@@ -107,13 +107,13 @@ def test_a_network_that_goes_drops_the_graphs_first(monkeypatch):
     health = SimpleNamespace(deadline_s=1.0)
     channel = SimpleNamespace(new_store=lambda name: None)
 
-    network = module.Network(members, health, channel, None, replays)
+    network = module.Network(members, health, channel, replays)
     del network
     gc.collect()
     assert log == ["clear", "abort"]
 
     log.clear()
-    network = module.Network(members, health, channel, None, replays)
+    network = module.Network(members, health, channel, replays)
     network.close()
     del network
     gc.collect()

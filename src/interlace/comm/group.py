@@ -217,9 +217,7 @@ class Group:
                     "once with these shapes first, then capture."
                 )
             with self.on_device(), self.agreement.together("connecting nodes"):
-                self._network = Network(
-                    self.members, self.health, self.channel, self.streams, self.replays
-                )
+                self._network = Network(self.members, self.health, self.channel, self.replays)
         return self._network
 
     # Health

@@ -29,13 +29,13 @@ A small first slice leaves early, while the network has nothing else to do, and 
 large second one faster than several small ones.
 """
 
-BESIDE_POOLING = Beside(step_us=200.0)
+BESIDE_POOLING = Beside(step_us=100.0)
 """What exchanges between nodes and the pooling cost each other.
 
-Pooling has many short programs, so neither is slowed for long, unlike beside a product. With 200 us
-a step, 48 calls on two H200s over sockets, of 1 to 16 slices and 1 to 307 lookups, single ones and
-from graphs, took what is predicted within 8 % (root mean square; -2 % in the mean), given the times
-of exchanges by themselves; without it within 16 % (-12 %).
+Pooling has many short programs, so neither is slowed for long, unlike beside a product. With 100 us
+a step, 68 calls on two H200s and two H100s over sockets, of 1 to 16 slices and 1 to 203 lookups,
+single ones and from graphs, took what is predicted within 6 % (root mean square; -1 % in the mean),
+given the times of exchanges by themselves; without it within 10 % (-7 %).
 """
 
 GRANT_BYTES = 4

@@ -30,6 +30,7 @@ import dataclasses
 import faulthandler
 import itertools
 import os
+import random
 import re
 import statistics
 import tempfile
@@ -439,7 +440,8 @@ def timed_in_turn(
     calls: dict[str, Callable[[], object]],
     around: Callable[[str], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> tuple[dict[str, float], dict[str, list[float]]]:
-    """Measure calls in turn, one sample of each after another.
+    """Measure calls in turn, one sample of each after another, each turn in another order: a call
+    may find sockets, caches and memory as the one before it has left them.
 
     Args:
         calls: The calls by name.
@@ -449,10 +451,11 @@ def timed_in_turn(
         The median time of each in microseconds, of the slowest rank, and the lowest and highest.
     """
     samples: dict[str, list[float]] = {name: [] for name in calls}
+    orders, names = random.Random(0), list(calls)  # the same on all ranks
     for turn in range(1 + _SAMPLES):
-        for name, call in calls.items():
+        for name in orders.sample(names, len(names)):
             with around(name):
-                us = _sample(call)
+                us = _sample(calls[name])
             if turn:  # the first one is the warm-up
                 samples[name].append(us)
     medians = {name: statistics.median(times) for name, times in samples.items()}

@@ -206,7 +206,7 @@ def _refused(operator, impl):
             "'auto' or 'measured' or 'gemm' or 'unfused'",
         ),
         ("mixture_of_experts", "fused", "'auto' or 'nccl' or 'unfused'"),
-        ("all_to_all_bmm", "pushed", "'auto' or 'unfused'"),
+        ("all_to_all_bmm", "pushed", "'auto' or 'chunked' or 'unfused'"),
     ],
 )
 def test_an_implementation_that_needs_shared_memory_is_refused_on_all_ranks(

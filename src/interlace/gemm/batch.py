@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
 
 from interlace.comm import Group, ranges
+from interlace.comm.replays import places
 from interlace.costs.gemm import leaving
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
-from interlace.gemm.between_nodes import known_network
+from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.dispatch import group_for
@@ -25,7 +26,9 @@ class BatchCall:
     """One call, agreed on by all ranks.
 
     Attributes:
+        operator: The operator's declaration.
         x, w: The batches; what their shapes mean, the operator says.
+        rows: The rows of all products.
         group: The ranks, and what they share.
         group_name: The name of their process group.
         config: The fused kernel's configuration, if there is one.
@@ -34,14 +37,32 @@ class BatchCall:
         is_batch_invariant: Whether a row's result must have the same bits in every batch.
     """
 
+    operator: BatchOperator
     x: torch.Tensor
     w: torch.Tensor
+    rows: int
     group: Group
     group_name: str
     config: GemmConfig
     mark: int
     is_explicit: bool
     is_batch_invariant: bool
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes by which times between nodes are predicted."""
+        _, inner, columns = self.w.shape
+        return {
+            "rows": self.rows,
+            "columns": columns,
+            "inner": inner,
+            "dtype": self.x.dtype,
+            "device": self.x.device,
+        }
+
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the operands lie and what they are, for the key of a replay."""
+        return places(self.x, self.w)
 
 
 class BatchOperator(Operator):
@@ -103,14 +124,16 @@ class BatchOperator(Operator):
             # Tiles must not follow the number of rows where they may change bits.
             has_one_size = is_invariant and not invariance.has_one_arithmetic(x.device, x.dtype)
             self.require_nodes(impl, group.nodes)
-            choice = self.choose(
-                rows=invariance.REFERENCE_ROWS * group.world_size if has_one_size else rows,
-                columns=columns,
-                inner=inner,
-                dtype=x.dtype,
-                world_size=group.world_size,
-                device=x.device,
-            ).between(self, group.nodes, known_network(x.device))
+            sizes = {
+                "rows": invariance.REFERENCE_ROWS * group.world_size if has_one_size else rows,
+                "columns": columns,
+                "inner": inner,
+                "dtype": x.dtype,
+                "world_size": group.world_size,
+                "device": x.device,
+            }
+            times = times_between_nodes(self.name, group.nodes, **sizes)
+            choice = self.choose(**sizes).between(self, group.nodes, times)
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
                 name = invariance.invariant_implementations(self)[0].name
@@ -126,7 +149,7 @@ class BatchOperator(Operator):
         is_explicit = impl not in self.choosers
         is_invariant = invariance.is_invariant(impl)
         return implementation, BatchCall(
-            x, w, group, group_name, config, mark, is_explicit, is_invariant
+            self, x, w, rows, group, group_name, config, mark, is_explicit, is_invariant
         )
 
     def run(self, implementation: Implementation, call: BatchCall) -> Any:

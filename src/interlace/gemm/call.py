@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -77,6 +78,15 @@ class GemmCall:
     def process_group(self) -> dist.ProcessGroup | None:
         """Return the process group; None where this process is on its own."""
         return process_group_named(self.group_name)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Return the sizes of the product by which times between nodes are predicted."""
+        return self.operands.sizes(self.rows.product)
+
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the operands lie and what they are, for the key of a replay."""
+        return self.gather, self.operands.memory()
 
     def with_operands(self, operands: Operands) -> GemmCall:
         """Return the same call of other tensors, such as aligned copies."""

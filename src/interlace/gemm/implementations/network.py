@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 
+from interlace.comm import Group
 from interlace.comm.carrier import CHANNELS
 from interlace.comm.cublas import leaving_sms
 from interlace.comm.replays import places
@@ -27,7 +28,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.terms import Terms
 from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
-from interlace.registry import Implementation
+from interlace.registry import Implementation, Operator
 
 SLICE_BYTES = 4 << 20
 """Bytes of a slice at which networks carry nearly as much as by larger messages."""
@@ -63,7 +64,31 @@ def across_nodes(
     return dataclasses.replace(within, run=run_either, refusal=refuse_either, spans_nodes=True)
 
 
-def slice_count(call: GemmCall, implementation: str, rows: int, row_bytes: int) -> int:
+class SlicedCall(Protocol):
+    """A call whose rows may be exchanged in slices: of one product, or of a batch of them.
+
+    Attributes:
+        operator: The operator's declaration.
+        group: The ranks, and what they share.
+        mark: The number that this call's signals carry.
+        sizes: The sizes by which times between nodes are predicted.
+    """
+
+    @property
+    def operator(self) -> Operator: ...
+    @property
+    def group(self) -> Group: ...
+    @property
+    def mark(self) -> int: ...
+    @property
+    def sizes(self) -> dict[str, Any]: ...
+
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the operands lie and what they are, for the key of a replay."""
+        ...
+
+
+def slice_count(call: SlicedCall, implementation: str, rows: int, row_bytes: int) -> int:
     """Return the number of slices that are cut of so many rows for one peer, alike on every rank.
 
     It is what a measured network asks for, and without one the number of slices of some MiB.
@@ -72,7 +97,7 @@ def slice_count(call: GemmCall, implementation: str, rows: int, row_bytes: int) 
         call.operator.name,
         implementation,
         call.group.nodes,
-        **call.operands.sizes(call.rows.product),
+        **call.sizes,
         world_size=call.group.world_size,
     )
     if predicted is not None:
@@ -117,7 +142,7 @@ def steps_of(sent: Slices, arriving: Slices, counters: torch.Tensor | None) -> l
 
 
 def run_products(
-    call: GemmCall, count: int, enqueue: Callable[[], None], *memory: torch.Tensor
+    call: SlicedCall, count: int, enqueue: Callable[[], None], *memory: torch.Tensor
 ) -> None:
     """Run a call's products and exchanges; see :func:`run_in_slices`.
 
@@ -128,13 +153,13 @@ def run_products(
     """
     name = call.operator.name
     reserve_stamps(call.group, name)
-    key = (count, call.mark, call.gather, call.operands.memory(), places(*memory))
+    key = (count, call.mark, *call.memory(), places(*memory))
     run_in_slices(call.group, name, key, enqueue, memory)
 
 
 @contextlib.contextmanager
 def exchanging(
-    call: GemmCall,
+    call: SlicedCall,
     steps: Sequence[Step],
     counters: torch.Tensor,
     landings: Sequence[Landing],
@@ -160,9 +185,22 @@ def exchanging(
     queue.close()
 
 
-def counters_of(call: GemmCall, count: int) -> torch.Tensor:
+def counters_of(call: SlicedCall, count: int) -> torch.Tensor:
     """Return counters for the slices of a call: int32 ``[count]``."""
     return call.group.network().counters(f"{call.operator.name}.network", count)[:count]
+
+
+def peers_in_turn(group: Group) -> list[int]:
+    """Return the peers in the order in which rows for them are multiplied.
+
+    Ranks of other nodes come first, as the network takes longest; from the next rank on, so that no
+    rank is sent to by all at once.
+    """
+    ranks, remote = group.world_size, set(group.members.remote_ranks)
+    return sorted(
+        ((group.rank + step) % ranks for step in range(1, ranks)),
+        key=lambda peer: peer not in remote,
+    )
 
 
 def run_all_to_all(call: GemmCall) -> torch.Tensor:
@@ -174,7 +212,7 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
         The rows that all ranks have computed for this one, ``[rows, N]``.
     """
     operands, group, sent = call.operands, call.group, call.rows.sent
-    rank, ranks, columns = group.rank, group.world_size, operands.columns
+    rank, columns = group.rank, operands.columns
     received = [counts[rank] for counts in sent]
     y = operands.x.new_empty([call.rows.result, columns], dtype=operands.out_dtype)
     most_rows = max(
@@ -182,12 +220,7 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
         default=0,
     )
     count = slice_count(call, "chunked", most_rows, columns * y.element_size())
-    remote = set(group.members.remote_ranks)
-    # Ranks of other nodes first, as the network takes longest; from the next rank on, so that no
-    # rank is sent to by all at once.
-    peers = sorted(
-        ((rank + step) % ranks for step in range(1, ranks)), key=lambda peer: peer not in remote
-    )
+    peers = peers_in_turn(group)
     by_rank, results = operands.x.split(list(sent[rank])), y.split(received)
     shares, landing = ({peer: rows[peer] for peer in peers} for rows in (by_rank, results))
     staged = {peer: y.new_empty([len(shares[peer]), columns]) for peer in peers}

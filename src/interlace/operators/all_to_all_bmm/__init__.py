@@ -39,6 +39,8 @@ class AllToAllBmm(BatchOperator):
             "chunked",
             "torch.bmm of each rank's rows once copy engines have brought them",
             launch.run_chunked,
+            schedule="by_rank",
+            spans_nodes=True,
             former_names=("fused", "split"),
         ),
         Implementation(

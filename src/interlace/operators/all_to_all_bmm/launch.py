@@ -13,6 +13,7 @@ from interlace.comm.replays import places
 from interlace.gemm import fetch, few_rows, invariance
 from interlace.gemm.batch import BatchCall
 from interlace.gemm.fetch import OwnRows, Piece, Staging
+from interlace.gemm.implementations import network_batch
 from interlace.gemm.implementations.pushed import push_rows
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.operands import contiguous_dimension
@@ -79,7 +80,11 @@ def _multiply(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, is_batch_invari
 
 
 def run_chunked(call: BatchCall) -> Pair:
-    """Multiply this rank's own rows while copy engines bring the peers', and then those."""
+    """Multiply this rank's own rows while copy engines, or the network, bring the peers', and then
+    those.
+    """
+    if call.group.spans_nodes:
+        return network_batch.run_products_of_arrivals(call)
     x, y, received = _operands(call)
     staging = Staging(NAME, len(x), x.shape[1], x.dtype)
     # Before anything is enqueued: the workspace may have to grow.

@@ -15,7 +15,7 @@ from interlace.comm.registration import OPERATOR_TAGS, register
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
 from interlace.gemm.dispatch import group_for
-from interlace.gemm.implementations import chunked
+from interlace.gemm.implementations import chunked, network_batch
 from interlace.gemm.operands import Operands, contiguous_dimension
 from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, check_even, fused, reference
 from interlace.registry import Implementation, operator
@@ -57,6 +57,8 @@ def _run_chunked(call: BatchCall) -> torch.Tensor | None:
     # A single rank has nothing to send, so the fused kernel runs instead, without an output.
     if call.group.world_size == 1:
         return None
+    if call.group.spans_nodes:
+        return network_batch.run_all_to_all(call)
     return chunked.run_batch(
         [call.x], [call.w], call.group, call.group_name, replace=call.is_explicit
     )
@@ -88,6 +90,8 @@ class BmmAllToAll(BatchOperator):
             "chunked",
             "torch.bmm for each rank's rows, and copy engines that take them",
             _run_chunked,
+            schedule="by_rank",
+            spans_nodes=True,
             former_names=("split",),
         ),
         Implementation(

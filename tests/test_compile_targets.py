@@ -274,7 +274,10 @@ def _embedding_all_to_all_between_nodes():
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    sizes = ("slice_blocks", "slice_bytes", "first_local", "first_task", "last_task")
+    sizes = (
+        "first_blocks", "first_bytes", "slice_blocks", "slice_bytes", "first_local", "first_task",
+        "last_task",
+    )  # fmt: skip
     types = _EMBEDDING_TYPES | {"ranks": "*i64", "counters": "i64"}
     types |= dict.fromkeys((*sizes, "program_tasks"), "i32")
     wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
@@ -303,7 +306,7 @@ def _embedding_all_to_all_collect():
     import triton.language as tl
 
     types = _MEETING | {"sources": "*i64", "output": "i64", "landing": "i64"}
-    types |= dict.fromkeys(("samples", "slice_rows", "columns"), "i32")
+    types |= dict.fromkeys(("samples", "first_rows", "slice_rows", "columns"), "i32")
     for dtype in (tl.bfloat16, tl.float32):
         yield types, {"REMOTE": 4, "ROWS": 16, "COLUMNS": 256, "OUT": dtype}
 

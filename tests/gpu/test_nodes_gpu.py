@@ -167,6 +167,46 @@ def test_lookups_that_come_again_are_graphs(ranks: Any, world_size: int, scaled:
         assert left == 0
 
 
+def _experts_that_come_again(ranks: int) -> tuple[int, list[float], int]:
+    """Call a layer of experts with other tokens; return as for products, with relative errors."""
+    tokens, local, top_k, hidden, ffn = 4096, 4, 2, 512, 1024
+    with process_group_of(2) as process_group:
+        group = interlace.group_of(process_group)
+        generator = torch.Generator(group.device).manual_seed(group.rank)
+
+        def random(*size: int) -> torch.Tensor:
+            return torch.randn(size, generator=generator, device=group.device, dtype=torch.bfloat16)
+
+        w_in = random(local, ffn, 2, hidden) / hidden**0.5
+        w_out = random(local, hidden, ffn) / ffn**0.5
+        x = random(tokens, hidden)
+        weights, experts = random(tokens, ranks * local).float().softmax(-1).topk(top_k)
+        errors = []
+        for _ in range(6):
+            x.normal_(generator=generator)
+            order = torch.randperm(tokens, generator=generator, device=group.device)
+            experts.copy_(experts[order])
+            expected, y = (
+                interlace.mixture_of_experts(
+                    x, experts, weights, w_in, w_out, impl=impl, group=process_group
+                )
+                for impl in ("nccl", "chunked")
+            )
+            difference = (y.float() - expected.float()).norm() / expected.float().norm()
+            errors.append(float(difference))
+            del y
+        kept = len(group.replays)
+        interlace.recover(process_group)
+        return kept, errors, len(group.replays)
+
+
+def test_experts_that_come_again_are_graphs(ranks: Any, world_size: int) -> None:
+    for kept, errors, left in ranks(world_size).run(_experts_that_come_again, world_size):
+        assert 1 <= kept <= 2
+        assert max(errors) < 0.01
+        assert left == 0
+
+
 def _recovery_with_a_graph() -> tuple[float, bool]:
     """Recover while the program keeps a graph with slices; return the seconds, and whether a later
     call is wrong.

@@ -205,7 +205,7 @@ def _refused(operator, impl):
             "fused",
             "'auto' or 'measured' or 'gemm' or 'unfused'",
         ),
-        ("mixture_of_experts", "fused", "'auto' or 'nccl' or 'unfused'"),
+        ("mixture_of_experts", "fused", "'auto' or 'chunked' or 'nccl' or 'unfused'"),
         ("all_to_all_bmm", "pushed", "'auto' or 'chunked' or 'unfused'"),
     ],
 )

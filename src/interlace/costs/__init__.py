@@ -10,6 +10,7 @@ to its formula.
 from interlace.costs import (  # noqa: F401
     all_gather_gemm,
     all_to_all_bmm,
+    bmm_all_to_all,
     embedding_all_to_all,
     gemm_all_reduce,
     gemm_all_reduce_norm,

@@ -64,22 +64,6 @@ def fused(
     return ProductCost(sizes.flops, memory_bytes, sent, 0, sizes.output_bytes)
 
 
-@cost_of("bmm_all_to_all", computation="batched GEMM", collective="all_to_all")
-@takes_sizes
-def fused_batch(sizes: ProductSizes, *, batch: int = 1) -> ProductCost:
-    """Compute the cost of one rank for ``batch`` products of ``x [rows, inner]`` and ``w [inner,
-    columns]``, of whose rows every rank gets an equal part.
-
-    Args:
-        sizes: those of one product.
-        batch: number of products.
-    """
-    size = batch * sizes.output_bytes
-    memory_bytes = batch * sizes.operand_bytes + size
-    return ProductCost(batch * sizes.flops, memory_bytes, leaving(size, sizes.world_size), 0, size)
-
-
-@network_cost_of("bmm_all_to_all", "chunked")
 @network_cost_of("gemm_all_to_all", "chunked")
 @takes_sizes
 def chunked_between_nodes(
@@ -87,8 +71,7 @@ def chunked_between_nodes(
 ) -> NetworkCost:
     """Return the traffic between nodes of an even call whose rows leave in slices.
 
-    The rows of all peers are multiplied before this rank's own, and arrive in the result itself. A
-    batch counts as one product of all its rows.
+    The rows of all peers are multiplied before this rank's own, and arrive in the result itself.
     """
     ranks = sizes.world_size
     nbytes, messages = network_traffic(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from interlace.costs.cost import Cost
-from interlace.costs.registry import cost_of, gradient_cost_of
+from interlace.costs.cost import Cost, NetworkCost
+from interlace.costs.gemm import STAMP_BYTES
+from interlace.costs.registry import cost_of, gradient_cost_of, network_cost_of
 from interlace.units import ceil_div, next_power_of_2
 
 Counts = Sequence[Sequence[int]]
@@ -141,6 +142,30 @@ def forward(
         link_bytes=peers * numbers + (leaving(counts, rank) + returning(counts, rank)) * row_bytes,
         messages=2 * peers + sent + results,
         signals=2 * peers + _busy_elsewhere(counts, rank),
+    )
+
+
+@network_cost_of("mixture_of_experts", "chunked")
+def chunked_between_nodes(
+    *, rank: int, tokens: int, hidden: int, top_k: int, itemsize: int, node_of_rank: Sequence[int],
+    slices: int,
+) -> NetworkCost:  # fmt: skip
+    """Compute the traffic between nodes of a layer whose tokens go to every rank, and their sums
+    back, each in slices.
+
+    Each peer gets a stamp with the first slice; tokens travel with their experts and weights, 4
+    bytes each.
+
+    Args:
+        tokens: tokens of this rank, not fewer than slices.
+        slices: number of slices of the tokens, and of the sums.
+    """
+    far = sum(node != node_of_rank[rank] for node in node_of_rank)
+    token_bytes = 2 * hidden * itemsize + 2 * top_k * 4
+    # All tokens leave at once, and those of this rank are multiplied first.
+    share = (len(node_of_rank) - 1) / len(node_of_rank)
+    return NetworkCost(
+        far * (STAMP_BYTES + tokens * token_bytes), far * (1 + 3 * slices), 2 * slices, share
     )
 
 

@@ -100,9 +100,12 @@ def slice_count(call: SlicedCall, implementation: str, rows: int, row_bytes: int
         **call.sizes,
         world_size=call.group.world_size,
     )
-    if predicted is not None:
-        return predicted
-    return max(1, min(_MOST_SLICES, rows * row_bytes // SLICE_BYTES))
+    return slices_by_size(rows * row_bytes) if predicted is None else predicted
+
+
+def slices_by_size(nbytes: int) -> int:
+    """Return the number of slices of some MiB of what goes to one peer."""
+    return max(1, min(_MOST_SLICES, nbytes // SLICE_BYTES))
 
 
 def cut(rows: torch.Tensor, count: int, dim: int = 0) -> list[torch.Tensor]:
@@ -128,7 +131,7 @@ def steps_of(sent: Slices, arriving: Slices, counters: torch.Tensor | None) -> l
     for number in range(count):
         departures, arrivals = (
             tuple(
-                Message(peer, _bytes(slices[number]))
+                Message(peer, as_bytes(slices[number]))
                 for peer, slices in of_peer.items()
                 if slices[number].numel()
             )
@@ -248,6 +251,6 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     return y
 
 
-def _bytes(rows: torch.Tensor) -> torch.Tensor:
+def as_bytes(rows: torch.Tensor) -> torch.Tensor:
     """Return contiguous rows as bytes, which every backend of torch sends."""
     return rows.view(-1).view(torch.uint8)

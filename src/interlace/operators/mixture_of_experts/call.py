@@ -124,7 +124,7 @@ class Call:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps)
+        terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps, self.group.nodes)
         declaration = operator_named(OPERATOR)
         declaration.require_nodes(name_in(self.impl) or declaration.choosers[0], self.group.nodes)
         network = known_network(self.x.device)

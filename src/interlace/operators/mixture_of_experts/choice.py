@@ -45,12 +45,14 @@ class Terms(NamedTuple):
         dtype: The dtype of x and the weights.
         device_type: ``"cuda"`` or ``"cpu"``.
         keeps: Whether a backward pass will follow.
+        nodes: Number of nodes that the ranks are on.
     """
 
     sizes: Sizes
     dtype: torch.dtype
     device_type: str
     keeps: bool
+    nodes: int = 1
 
     @property
     def inference_rules(self) -> tuple[tuple[bool, str], ...]:

@@ -12,7 +12,13 @@ from interlace.comm import process_group_named
 from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.gemm.invariance import effective_impl
-from interlace.operators.mixture_of_experts import decode, layout, reference, stock
+from interlace.operators.mixture_of_experts import (
+    between_nodes,
+    decode,
+    layout,
+    reference,
+    stock,
+)
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.backward_steps import BackwardSteps
 from interlace.operators.mixture_of_experts.call import Call, Saved
@@ -50,6 +56,9 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
     if impl == "nccl":
         with call.range(OPERATOR):
             return stock.run(call), nothing(call.x)
+    if impl == "chunked":
+        with call.range(OPERATOR):
+            return between_nodes.run(call, mark), nothing(call.x)
     launches, y, saved, may_keep = prepare_forward(call, mark)
     with call.range(OPERATOR), group.running():
         for launch in launches:

@@ -10,7 +10,7 @@ import torch
 from interlace.costs.expert_time import ExpertsCall
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import known_network
-from interlace.operators.mixture_of_experts import stock
+from interlace.operators.mixture_of_experts import between_nodes, stock
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
     Terms,
@@ -51,6 +51,13 @@ class MixtureOfExperts(Operator):
             refusal=decode_refusal,
             schedule="by_token",
             is_batch_invariant=True,
+        ),
+        Implementation(
+            "chunked",
+            "torch._grouped_mm on tokens that arrive in slices, whose sums leave in slices",
+            refusal=between_nodes.refusal,
+            schedule="to_all",
+            spans_nodes=True,
         ),
         Implementation(
             "nccl",
@@ -115,7 +122,7 @@ class MixtureOfExperts(Operator):
             tensor is not None and tensor.requires_grad
             for tensor in (x, weights, w_in, w_out, b_in, b_out)
         )
-        terms = Terms(sizes, x.dtype, x.device.type, keeps)
+        terms = Terms(sizes, x.dtype, x.device.type, keeps, nodes)
         choice = self.choose(terms=terms, device=x.device)
         choice = choice.between(self, nodes, known_network(x.device), terms)
         chosen, config, reason = choice.impl, choice.config, choice.reason

@@ -52,14 +52,29 @@ def run(call: Call) -> torch.Tensor:
 
     The sum over a token's experts is in the dtype of x, unlike that of the other implementations.
     """
-    sizes, top_k, local = call.sizes, call.sizes.top_k, call.sizes.local
     group = process_group_named(call.group_name)
-    splits = [sizes.tokens] * sizes.world_size
+    splits = [call.sizes.tokens] * call.sizes.world_size
     x = gather_rows(call.x, splits, group)
+    routing = gather_rows(routing_of(call), splits, group)
+    return sum_rows(sums_of_experts(call, x, routing), splits, group)
+
+
+def routing_of(call: Call) -> torch.Tensor:
+    """Return the experts of this rank's tokens and then their weights, float32 ``[T, 2 k]``."""
     # A dropped slot's weight may be NaN, which a result of 0 would not hide.
-    is_named = (call.experts >= 0) & (call.experts < sizes.experts)
+    is_named = (call.experts >= 0) & (call.experts < call.sizes.experts)
     weights = torch.where(is_named, call.weights, 0.0)
-    routing = gather_rows(torch.cat([call.experts.float(), weights], 1), splits, group)
+    return torch.cat([call.experts.float(), weights], 1)
+
+
+def sums_of_experts(call: Call, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    """Return the parts of tokens' sums that are of this rank's experts, ``[M, hidden]``.
+
+    Args:
+        x: Tokens of any ranks, ``[M, hidden]``.
+        routing: Their experts and weights, as :func:`routing_of` returns them.
+    """
+    sizes, top_k, local = call.sizes, call.sizes.top_k, call.sizes.local
     expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
     # Rows of other ranks' experts are sorted behind those of this rank's.
     expert = torch.where((expert >= 0) & (expert < local), expert, local)
@@ -92,5 +107,4 @@ def run(call: Call) -> torch.Tensor:
     positions = torch.empty_like(order)
     positions[order] = torch.arange(len(order), device=x.device)
     rows = results[positions].view(len(x), top_k, -1)
-    sums = torch.bmm(routing[:, None, top_k:].to(x.dtype), rows)[:, 0]
-    return sum_rows(sums, splits, group)
+    return torch.bmm(routing[:, None, top_k:].to(x.dtype), rows)[:, 0]

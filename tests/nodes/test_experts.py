@@ -1,0 +1,109 @@
+"""Layers of experts between nodes in slices: results, bytes by the costs, refusals, a late rank."""
+
+import dataclasses
+import math
+from unittest import mock
+
+import pytest
+import torch.distributed as dist
+
+import interlace
+from interlace.costs import find_cost
+from interlace.gemm.implementations import network
+from tests.errors import error_of
+from tests.nodes.groups import call_without_one, process_group_of
+from tests.operators.mixture_of_experts.calls import Call, check_all, forward, run_one
+
+SHAPES = [(4, (0, 0, 1, 1)), (4, (0, 1, 0, 1)), (2, (0, 1))]
+GPT_OSS = interlace.ExpertActivation("silu", alpha=1.702, limit=7.0, up_offset=1.0)
+
+
+def _calls(ranks):
+    call = Call(ranks, hidden=24, ffn=16, impl="chunked", config=None)
+    return [
+        call,
+        dataclasses.replace(call, tokens=33, dtype="bfloat16", local=3, top_k=3, routing="few"),
+        dataclasses.replace(call, routing="holes", halves=True, along_k=False, biases=True),
+        dataclasses.replace(call, routing="one", top_k=1, activation=GPT_OSS, biases=True),
+        dataclasses.replace(call, tokens=1),
+        dataclasses.replace(call, tokens=0),
+    ]
+
+
+def _results(calls, nodes, slice_bytes):
+    with (
+        mock.patch.object(network, "SLICE_BYTES", slice_bytes),
+        process_group_of(nodes) as process_group,
+    ):
+        traffic = interlace.group_of(process_group).traffic
+        results = []
+        for call in calls * 2:  # the second calls find what the first ones have left
+            traffic.reset()
+            y = run_one(call, process_group, backward=False)
+            results.append((y, dict(traffic.bytes_to), traffic.messages))
+        return results
+
+
+@pytest.mark.parametrize("slice_bytes", [1 << 20, 250])
+@pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
+def test_results_and_traffic(ranks, world_size, nodes, slice_bytes):
+    calls = _calls(world_size)
+    outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes)
+    check_all(calls * 2, [[y for y, *_ in outcome] for outcome in outcomes])
+    for rank, outcome in enumerate(outcomes):
+        for call, ((y,), bytes_to, messages) in zip(calls * 2, outcome, strict=True):
+            if not call.tokens:
+                assert not messages
+                continue
+            cost = find_cost("mixture_of_experts").between_nodes["chunked"](
+                rank=rank, tokens=call.tokens, hidden=24, top_k=call.top_k,
+                itemsize=y.element_size(), node_of_rank=nodes,
+                slices=max(1, min(8, y.nbytes // slice_bytes)),
+            )  # fmt: skip
+            far = [peer for peer in bytes_to if nodes[peer] != nodes[rank]]
+            assert sum(bytes_to[peer] for peer in far) == cost.network_bytes
+            assert messages * len(far) == cost.network_messages * (world_size - 1)
+
+
+def _refusals(call):
+    trains = dataclasses.replace(call, impl="chunked")
+    errors = [error_of(run_one, call, backward=False)[:2]]
+    with process_group_of(2) as process_group:
+        errors.append(error_of(run_one, trains, process_group)[:2])
+        errors.append(
+            error_of(run_one, dataclasses.replace(call, factor=0.5), process_group, backward=False)[
+                :2
+            ]
+        )
+    return errors
+
+
+def test_what_it_does_not_take_is_refused_on_all_ranks(ranks):
+    call = Call(2, hidden=24, ffn=16, impl="chunked", config=None)
+    starts = "mixture_of_experts: impl='chunked' must have "
+    for within, trains, drops in ranks(2).run(_refusals, call):
+        assert within[1].startswith(f"{starts}ranks of several nodes.")
+        assert trains[1].startswith(f"{starts}no tensor that requires a gradient.")
+        assert drops[1].startswith(f"{starts}no capacity that could drop tokens.")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """A call as the helpers of this folder take it."""
+
+    call: Call
+
+    def make(self, process_group):
+        return forward(self.call, self.call.inputs(dist.get_rank()), process_group).detach()
+
+
+def test_a_late_rank_is_named(ranks):
+    call = _calls(4)[0]
+    outcomes = ranks(4).run(call_without_one, _Layer(call), 3)
+    for rank, (error, took_s, _) in enumerate(outcomes):
+        if rank != 3:
+            kind, _, fields = error
+            assert (kind, fields["peer"]) == ("PeerTimeoutError", 3)
+            assert took_s < 30
+    check_all([call], [[[y]] for *_, y in outcomes])
+    assert all(math.isfinite(float(y.sum())) for *_, y in outcomes)

@@ -43,7 +43,7 @@ def _every_case(operator: str, nodes: int) -> tuple[int, list[str]]:
     wrong, count = [], 0
     with process_group_of(nodes) as process_group:
         group = interlace.group_of(process_group)
-        for case in every_case(dist.get_world_size(), [operator]):
+        for case in every_case(dist.get_world_size(), [operator], spans_nodes=True):
             if case.impl not in implementations:
                 continue
             prepared = case.prepare(process_group)

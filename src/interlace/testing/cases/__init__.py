@@ -30,15 +30,19 @@ fused kernel where there are several.
 """
 
 
-def every_case(world_size: int, operators: Sequence[str] = ()) -> Iterator[Case]:
+def every_case(
+    world_size: int, operators: Sequence[str] = (), *, spans_nodes: bool = False
+) -> Iterator[Case]:
     """Yield one or a few small calls of every implementation, with the backward pass if there is
     one.
 
     Args:
         operators: the operators to take; default: all.
+        spans_nodes: whether to yield calls of those as well that need ranks on several nodes.
     """
     for operator in operators or IMPLEMENTATIONS:
-        for impl in IMPLEMENTATIONS[operator]:
+        more = experts.BETWEEN_NODES.get(operator, ()) if spans_nodes else ()
+        for impl in (*IMPLEMENTATIONS[operator], *more):
             yield from _MODULES[operator].every(operator, impl, world_size)
 
 
@@ -55,7 +59,7 @@ def between_nodes(operators: Sequence[str] = ()) -> dict[str, list[str]]:
         if name in declared:
             able = [
                 impl
-                for impl in IMPLEMENTATIONS[name]
+                for impl in (*IMPLEMENTATIONS[name], *experts.BETWEEN_NODES.get(name, ()))
                 if declared[name].spans_nodes(impl.partition(" ")[0])
                 and (operators or not declared[name].is_pair(impl.partition(" ")[0]))
             ]

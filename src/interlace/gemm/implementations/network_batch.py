@@ -31,8 +31,8 @@ def run_all_to_all(call: BatchCall) -> torch.Tensor:
     Returns:
         The rows of all products that all ranks have computed for this one, ``[B M, N]``.
     """
-    group, w, (count, _, columns) = call.group, call.w, (*call.w.shape,)
-    ranks, rank = group.world_size, group.rank
+    group, w = call.group, call.w
+    ranks, rank, (count, _, columns) = group.world_size, group.rank, w.shape
     x = call.x.unflatten(1, (ranks, -1))
     share = x.shape[2]
     y = call.x.new_empty([ranks, count * share, columns])
@@ -72,8 +72,8 @@ def run_products_of_arrivals(call: BatchCall) -> tuple[torch.Tensor, torch.Tenso
     Returns:
         The products ``[B, R C, N]``, and the rows ``[B, R C, K]``.
     """
-    group, w, (count, inner, columns) = call.group, call.w, call.w.shape
-    ranks, rank = group.world_size, group.rank
+    group, w = call.group, call.w
+    ranks, rank, (count, inner, columns) = group.world_size, group.rank, w.shape
     x = call.x.contiguous().view(ranks, -1, inner)
     share = x.shape[1] // count
     y = x.new_empty([count, ranks, share, columns])

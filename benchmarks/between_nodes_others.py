@@ -12,6 +12,9 @@ before anything is timed, eager and as CUDA graphs.
                F.linear and the collective; auto: one of the two
     product, exchange
                each of the two alone
+    bmm_all_to_all, all_to_all_bmm, mixture_of_experts
+               chunked, auto and the pair (of experts, both pairs), with so wide products that they
+               take as long as the pair's exchange
     backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, and beside the
                update of the first tables if a call takes slices by the measured network; unfused:
                all_to_all_single, the sort, the update; last with so many lookups that sort and
@@ -25,7 +28,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import faulthandler
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -45,6 +49,7 @@ from between_nodes import (
 )
 
 import interlace
+from interlace.comm import default_name
 from interlace.data import BatchStream, SyntheticClicks
 from interlace.gemm import reference
 from interlace.gemm.implementations import network
@@ -55,6 +60,7 @@ from interlace.operators.embedding_all_to_all import gradients_between_nodes
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (4, 20, 64)
 SLICES = (2, 4, 8)
+BATCH_COLUMNS, FIRST_WIDTH = 2048, 8192
 TOLERANCE = 0.02
 """Of the largest element: with fewer rows the library may take other tiles, and round otherwise."""
 
@@ -132,6 +138,7 @@ def measure() -> dict[str, Any]:
     faulthandler.dump_traceback_later(_STACKS_S)
     results: dict[str, Any] = {"network": dataclasses.asdict(learn_network())}
     results |= {case.operator: time_product(case) for case in CASES}
+    results |= {name: time_layer(name, make) for name, make in LAYERS.items()}
     results["backward"] = time_backward()
     results["dlrm"] = time_dlrm()
     faulthandler.cancel_dump_traceback_later()
@@ -185,6 +192,133 @@ def time_product(case: Case) -> dict[str, Any]:
     say(f"{case.operator} {sizes}, us: {said}; chunked / unfused {ratio:.3f}")
     return {
         "sizes": sizes, "us": times, "lowest and highest us": spread, "chunked / unfused": ratio,
+    }  # fmt: skip
+
+
+Calls = dict[str, Callable[[], torch.Tensor]]
+"""Functions that make one call, by implementation; ``"product"`` and ``"exchange"`` are the two
+parts of the pair's.
+"""
+
+
+def batches_before_an_exchange(width: int) -> Calls:
+    """Eight products whose rows go to all ranks; K is the width."""
+    x, w = _batches(width, BATCH_COLUMNS)
+    ranks, name = dist.get_world_size(), default_name(None)
+    products = x @ w
+    rows = torch.empty_like(products).view(ranks, -1)
+    calls = _by_implementation(
+        lambda impl: torch.ops.interlace.bmm_all_to_all(x, w, name, impl), ("unfused",)
+    )
+    return calls | {
+        "product": lambda: torch.bmm(x, w),
+        "exchange": lambda: _exchanged(rows),
+    }
+
+
+def batches_after_an_exchange(width: int) -> Calls:
+    """Eight products of rows that come from all ranks; N is the width."""
+    rows, w = _batches(BATCH_COLUMNS, width)
+    x, name = rows.flatten(0, 1), default_name(None)
+    calls = _by_implementation(
+        lambda impl: torch.ops.interlace.all_to_all_bmm(x, w, name, impl)[0], ("unfused",)
+    )
+    return calls | {"product": lambda: torch.bmm(rows, w), "exchange": lambda: _exchanged(x)}
+
+
+def experts(width: int) -> Calls:
+    """A layer of eight experts a rank, of which a token has two; F is the width."""
+    device, ranks = interlace.group_of().device, dist.get_world_size()
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    tokens, hidden = (4096, 2048) if device.type == "cuda" else (16, 32)
+
+    def random(*size: int) -> torch.Tensor:
+        return torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
+
+    x = random(tokens, hidden)
+    w_in, w_out = random(8, width, 2, hidden) / hidden**0.5, random(8, hidden, width) / width**0.5
+    weights, chosen = random(tokens, 8 * ranks).float().softmax(-1).topk(2)
+    everything = torch.cat([x] * ranks)
+    call = functools.partial(interlace.mixture_of_experts, x, chosen, weights, w_in, w_out)
+    alone = group_alone()
+    own = chosen % 8
+
+    def product() -> torch.Tensor:
+        """Multiply as many rows as a rank has, by its experts alone."""
+        return interlace.mixture_of_experts(x, own, weights, w_in, w_out, group=alone, impl="nccl")
+
+    def exchange() -> torch.Tensor:
+        splits = [tokens] * ranks
+        reference.gather_rows(x, splits, dist.group.WORLD)
+        return reference.sum_rows(everything, splits, dist.group.WORLD)
+
+    calls = _by_implementation(lambda impl: call(impl=impl), ("nccl", "unfused"))
+    return calls | {"product": product, "exchange": exchange}
+
+
+def _by_implementation(call: Callable[[str], torch.Tensor], pairs: Sequence[str]) -> Calls:
+    """Return a call's implementations by name."""
+    return {impl: lambda impl=impl: call(impl) for impl in (*pairs, "chunked", "auto")}
+
+
+def _batches(inner: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return eight matrices of this rank's rows, and as many weights."""
+    device = interlace.group_of().device
+    generator = torch.Generator(device).manual_seed(dist.get_rank())
+    rows = (512 if device.type == "cuda" else 4) * dist.get_world_size()
+    x, w = (
+        torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
+        for size in ((8, rows, inner), (8, inner, columns))
+    )
+    return x, w
+
+
+def _exchanged(rows: torch.Tensor) -> torch.Tensor:
+    received = torch.empty_like(rows)
+    dist.all_to_all_single(received, rows)
+    return received
+
+
+LAYERS = {
+    "bmm_all_to_all": batches_before_an_exchange,
+    "all_to_all_bmm": batches_after_an_exchange,
+    "mixture_of_experts": experts,
+}
+
+
+@torch.no_grad()
+def time_layer(name: str, make: Callable[[int], Calls]) -> dict[str, Any]:
+    """Time the implementations of a call whose product takes as long as the pair's exchange."""
+    on_gpu = interlace.group_of().device.type == "cuda"
+    width = FIRST_WIDTH if on_gpu else 32
+    if on_gpu:
+        calls = make(width)
+        # All ranks take rank 0's number.
+        factor = torch.tensor([timed(calls["exchange"]) / timed(calls["product"])])
+        dist.broadcast(factor, 0)
+        width = min(_LONGEST, max(1024, round(width * float(factor) / 1024) * 1024))
+        del calls
+    calls = make(width)
+    times = {part: timed(calls.pop(part)) for part in ("product", "exchange")}
+    pair = next(iter(calls))
+    expected = calls[pair]()
+    for _ in range(3):  # calls that come again become graphs
+        for impl, call in calls.items():
+            require_close(call(), expected, f"{name}, {impl}")
+    ways: dict[str, Callable[[], object]] = dict(calls)
+    for impl in (pair, "chunked", "auto") if on_gpu else ():
+        replay, result = captured(calls[impl])
+        replay()
+        torch.cuda.synchronize()
+        require_close(result, expected, f"{name}, {impl} in a graph")
+        ways[f"{impl}, graph"] = replay
+    measured, spread = timed_in_turn(ways)
+    times |= measured
+    ratio = times["chunked"] / min(times[impl] for impl in calls if impl not in ("chunked", "auto"))
+    said = ", ".join(f"{impl} {us:.0f}" for impl, us in times.items())
+    say(f"{name}, width {width}, us: {said}; chunked / best pair {ratio:.3f}")
+    return {
+        "width": width, "us": times, "lowest and highest us": spread, "chunked / pair": ratio,
     }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from interlace.operators.embedding_all_to_all.config import PROTOCOLS as EMBEDDI
 from interlace.operators.gemv_all_reduce.config import PROTOCOLS as GEMV_PROTOCOLS
 from interlace.operators.mixture_of_experts.config import OPERANDS
 from interlace.registry import operators
-from interlace.testing.cases import IMPLEMENTATIONS, draw_case, every_case
+from interlace.testing.cases import BETWEEN_NODES, IMPLEMENTATIONS, draw_case, every_case
 
 
 def _check(operator: str) -> dict[str, list[int]]:
@@ -36,7 +36,8 @@ def test_every_implementation_is_listed():
         if not type(declaration).__module__.startswith("interlace."):
             continue  # another package's
         ours = {each.name for each in declaration.implementations if not each.is_stock}
-        assert {impl.split()[0] for impl in IMPLEMENTATIONS[name]} == ours
+        listed = (*IMPLEMENTATIONS[name], *BETWEEN_NODES.get(name, ()))
+        assert {impl.split()[0] for impl in listed} == ours
     for operator, protocols in (
         ("gemv_all_reduce", GEMV_PROTOCOLS), ("embedding_all_to_all", EMBEDDING_PROTOCOLS),
         ("mixture_of_experts", OPERANDS),

@@ -29,6 +29,9 @@ IMPLEMENTATIONS: Mapping[str, Sequence[str]] = {
 fused kernel where there are several.
 """
 
+BETWEEN_NODES: Mapping[str, Sequence[str]] = experts.BETWEEN_NODES
+"""Operator -> further implementations, which need ranks on several nodes."""
+
 
 def every_case(
     world_size: int, operators: Sequence[str] = (), *, spans_nodes: bool = False
@@ -41,7 +44,7 @@ def every_case(
         spans_nodes: whether to yield calls of those as well that need ranks on several nodes.
     """
     for operator in operators or IMPLEMENTATIONS:
-        more = experts.BETWEEN_NODES.get(operator, ()) if spans_nodes else ()
+        more = BETWEEN_NODES.get(operator, ()) if spans_nodes else ()
         for impl in (*IMPLEMENTATIONS[operator], *more):
             yield from _MODULES[operator].every(operator, impl, world_size)
 
@@ -59,7 +62,7 @@ def between_nodes(operators: Sequence[str] = ()) -> dict[str, list[str]]:
         if name in declared:
             able = [
                 impl
-                for impl in (*IMPLEMENTATIONS[name], *experts.BETWEEN_NODES.get(name, ()))
+                for impl in (*IMPLEMENTATIONS[name], *BETWEEN_NODES.get(name, ()))
                 if declared[name].spans_nodes(impl.partition(" ")[0])
                 and (operators or not declared[name].is_pair(impl.partition(" ")[0]))
             ]
@@ -93,4 +96,12 @@ def draw_case(
     return case
 
 
-__all__ = ["IMPLEMENTATIONS", "Case", "Prepared", "between_nodes", "draw_case", "every_case"]
+__all__ = [
+    "BETWEEN_NODES",
+    "IMPLEMENTATIONS",
+    "Case",
+    "Prepared",
+    "between_nodes",
+    "draw_case",
+    "every_case",
+]

@@ -57,6 +57,27 @@ def call_without_one(call, late, nodes=2):
         return error, took_s, call.make(process_group)
 
 
+def check_traffic(bytes_to, messages, rank, node_of_rank, expected):
+    """On the host: a rank has sent the bytes and messages to other nodes that are expected of it,
+    where every peer gets as many messages.
+    """
+    far = [peer for peer in bytes_to if node_of_rank[peer] != node_of_rank[rank]]
+    nbytes, count = expected
+    assert sum(bytes_to[peer] for peer in far) == nbytes
+    assert messages * len(far) == count * (len(node_of_rank) - 1)
+
+
+def check_late(outcomes, late):
+    """On the host: all ranks but the late one have named it in time, as ``call_without_one``
+    returns their outcomes.
+    """
+    for rank, (error, took_s, _) in enumerate(outcomes):
+        if rank != late:
+            kind, _, fields = error
+            assert (kind, fields["peer"]) == ("PeerTimeoutError", late)
+            assert took_s < 30
+
+
 def errors_after_a_death(make: Callable[[], object], folder: Path) -> list[list]:
     """Start four ranks of two nodes that make a call twice; rank 3 is killed before the second one.
 

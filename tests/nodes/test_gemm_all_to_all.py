@@ -12,7 +12,7 @@ import interlace
 from interlace.costs.gemm_all_to_all import network_traffic
 from interlace.gemm.implementations import network
 from tests.gemm.calls import Call, check_all
-from tests.nodes.groups import call_without_one, process_group_of
+from tests.nodes.groups import call_without_one, check_late, check_traffic, process_group_of
 
 SHAPES = [(4, 2), (2, 2)]
 
@@ -62,9 +62,7 @@ def test_results_and_traffic(ranks, world_size, nodes, slice_bytes):
                 slices=slices,
                 node_of_rank=node_of_rank,
             )
-            far = [peer for peer in bytes_to if node_of_rank[peer] != node_of_rank[rank]]
-            assert sum(bytes_to[peer] for peer in far) == nbytes
-            assert messages * len(far) == count * (world_size - 1)
+            check_traffic(bytes_to, messages, rank, node_of_rank, (nbytes, count))
 
 
 def _trained(call, nodes):
@@ -104,11 +102,7 @@ def test_explain_says_that_the_pair_runs(ranks):
 def test_a_late_rank_is_named(ranks, world_size, late):
     call = _calls(world_size)[0]
     outcomes = ranks(world_size).run(call_without_one, call, late)
-    for rank, (error, took_s, _) in enumerate(outcomes):
-        if rank != late:
-            kind, _, fields = error
-            assert (kind, fields["peer"]) == ("PeerTimeoutError", late)
-            assert took_s < 30
+    check_late(outcomes, late)
     check_all([call], [[y] for *_, y in outcomes])
 
 

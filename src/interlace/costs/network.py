@@ -194,7 +194,9 @@ class Prediction:
 
 
 def cut_in_words(shares: Sequence[int]) -> str:
-    """Return the number of slices, or their sizes if they differ, such as ``"1/4 + 3/4"``."""
+    """Return the number of slices, or their sizes if they differ, such as ``"1/4 + 3/4"``; nothing
+    if there are none.
+    """
     if len(set(shares)) == 1:
         return str(len(shares))
     return " + ".join(f"{share}/{sum(shares)}" for share in shares)

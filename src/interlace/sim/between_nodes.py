@@ -193,8 +193,7 @@ def _compared(
     tasks = operator.tasks(shares != _PAIR)
     simulated = run(machine, machine.build_topology(_RANKS), tasks).total_ns / 1e3
     predicted = _predicted_us(lookups, shares, profile, network, **sizes)
-    cut = cut_in_words(shares) if shares else ""
-    return Comparison(lookups, name, cut, measured_us, simulated, predicted)
+    return Comparison(lookups, name, cut_in_words(shares), measured_us, simulated, predicted)
 
 
 def _operator(

@@ -71,7 +71,6 @@ class SlicedCall(Protocol):
         operator: The operator's declaration.
         group: The ranks, and what they share.
         mark: The number that this call's signals carry.
-        sizes: The sizes by which times between nodes are predicted.
     """
 
     @property
@@ -80,15 +79,24 @@ class SlicedCall(Protocol):
     def group(self) -> Group: ...
     @property
     def mark(self) -> int: ...
-    @property
-    def sizes(self) -> dict[str, Any]: ...
 
     def memory(self) -> tuple[Hashable, ...]:
         """Return where the operands lie and what they are, for the key of a replay."""
         ...
 
 
-def slice_count(call: SlicedCall, implementation: str, rows: int, row_bytes: int) -> int:
+class PredictedCall(SlicedCall, Protocol):
+    """A call around products, whose time between nodes is predicted.
+
+    Attributes:
+        sizes: The sizes by which it is.
+    """
+
+    @property
+    def sizes(self) -> dict[str, Any]: ...
+
+
+def slice_count(call: PredictedCall, implementation: str, rows: int, row_bytes: int) -> int:
     """Return the number of slices that are cut of so many rows for one peer, alike on every rank.
 
     It is what a measured network asks for, and without one the number of slices of some MiB.
@@ -131,7 +139,7 @@ def steps_of(sent: Slices, arriving: Slices, counters: torch.Tensor | None) -> l
     for number in range(count):
         departures, arrivals = (
             tuple(
-                Message(peer, as_bytes(slices[number]))
+                Message(peer, _bytes(slices[number]))
                 for peer, slices in of_peer.items()
                 if slices[number].numel()
             )
@@ -251,6 +259,6 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     return y
 
 
-def as_bytes(rows: torch.Tensor) -> torch.Tensor:
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
     """Return contiguous rows as bytes, which every backend of torch sends."""
     return rows.view(-1).view(torch.uint8)

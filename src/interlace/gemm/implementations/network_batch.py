@@ -6,6 +6,7 @@ a part of that piece, which may begin and end within a product.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -112,10 +113,7 @@ def run_products_of_arrivals(call: BatchCall) -> tuple[torch.Tensor, torch.Tenso
 
 def _firsts(slices: Sequence[torch.Tensor]) -> list[int]:
     """Return the row at which each slice begins."""
-    firsts = [0]
-    for rows in slices[:-1]:
-        firsts.append(firsts[-1] + len(rows))
-    return firsts
+    return list(itertools.accumulate(map(len, slices[:-1]), initial=0))
 
 
 def _pieces(

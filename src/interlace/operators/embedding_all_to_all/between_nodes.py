@@ -126,13 +126,15 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
     starts = landing_places(cut, remote)
     landing = _bytes(call, starts[-1])
     counters = group.network().counters(_NAME, cut.count)
-    vectors = len(call.weights) * len(remote)  # of one sample of each destination
-    values = [vectors * cut.samples(number)[1] // config.block_bags for number in range(cut.count)]
     # Collective, so it comes before anything is enqueued.
     _workspace(group)
 
     def enqueue() -> None:
         first_counter = counters.data_ptr()
+        vectors = len(call.weights) * len(remote)  # of one sample of each destination
+        values = [
+            vectors * cut.samples(number)[1] // config.block_bags for number in range(cut.count)
+        ]
         steps = steps_of(cut, call.rank, remote, staging, landing, first_counter, values)
         queue = SliceQueue(group, OPERATOR, steps, mark)
         launches = prepare(

@@ -10,21 +10,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from interlace.comm import Group
 from interlace.comm.replays import places
-from interlace.comm.slices import Message, Step, Trigger
+from interlace.comm.slices import Step
 from interlace.gemm.implementations.network import (
-    as_bytes,
+    Slices,
     counters_of,
     cut,
     exchanging,
     peers_in_turn,
     run_products,
     slices_by_size,
+    steps_of,
 )
 from interlace.mapped.stamped import Landing
 from interlace.operators.mixture_of_experts import stock
@@ -58,11 +59,6 @@ class _Exchange:
     def group(self) -> Group:
         return self.call.group
 
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """No times are predicted by sizes yet."""
-        return {}
-
     def memory(self) -> tuple[Hashable, ...]:
         call = self.call
         return (
@@ -80,67 +76,59 @@ def run(call: Call, mark: int) -> torch.Tensor:
     """
     exchange, x, sizes = _Exchange(call, mark), call.x.contiguous(), call.sizes
     group, rank, peers = call.group, call.group.rank, peers_in_turn(call.group)
-    count = slices_by_size(x.nbytes)
+    count = min(slices_by_size(x.nbytes), sizes.tokens)
+    from_peers, of_all = len(peers) * sizes.tokens, group.world_size * sizes.tokens
     y = torch.empty_like(x)
-    # Slice by slice, of every peer in turn: tokens and routing that arrive, and the sums for them;
-    # and of every rank in its order: the parts of the sums of this rank's tokens.
-    slices = [len(rows) for rows in cut(x, count)]
-    tokens = [x.new_empty(len(peers), rows, sizes.hidden) for rows in slices]
-    routing = [
-        x.new_empty(len(peers), rows, 2 * sizes.top_k, dtype=torch.float32) for rows in slices
-    ]
-    sums = [torch.empty_like(each) for each in tokens]
-    parts = [x.new_empty(group.world_size, rows, sizes.hidden) for rows in slices]
+    # Tokens that arrive, with their routing, and the sums for them, of every peer in turn; and the
+    # parts of the sums of this rank's tokens, of every rank in its order: all of it slice by slice.
+    tokens, sums = x.new_empty(2, from_peers, sizes.hidden)
+    routing = x.new_empty(from_peers, 2 * sizes.top_k, dtype=torch.float32)
+    parts = x.new_empty(of_all, sizes.hidden)
     counters = counters_of(exchange, count)
 
-    def steps_of(own_routing: torch.Tensor) -> list[Step]:
-        """Return the exchanges of tokens, and then those of sums."""
-        gathers, returns = [], []
-        own = zip(cut(x, count), cut(own_routing, count), strict=True)
-        for number, each in enumerate(own):
-            if not slices[number]:  # fewer tokens than slices
-                gathers.append(Step((), (), ()))
-                returns.append(Step((), (), ()))
-                continue
-            departures = [Message(peer, as_bytes(rows)) for peer in peers for rows in each]
-            arrivals = [
-                Message(peer, as_bytes(rows[number][at]))
-                for at, peer in enumerate(peers)
-                for rows in (tokens, routing)
-            ]
-            gathers.append(Step((), tuple(departures), tuple(arrivals)))
-            trigger = Trigger(counters[number].data_ptr(), 1)
-            returns.append(
-                Step(
-                    (trigger,),
-                    tuple(
-                        Message(peer, as_bytes(sums[number][at])) for at, peer in enumerate(peers)
-                    ),
-                    tuple(Message(peer, as_bytes(parts[number][peer])) for peer in peers),
-                )
-            )
-        return [*gathers, *returns]
+    def slices_of(rows: torch.Tensor, sources: int) -> list[torch.Tensor]:
+        """Return the slices of rows of several ranks, ``[sources, rows, columns]``."""
+        lengths = [sources * len(each) for each in cut(x, count)]
+        return [part.view(sources, -1, rows.shape[1]) for part in rows.split(lengths)]
+
+    def by_peer(slices: list[torch.Tensor]) -> Slices:
+        """Return each peer's part of slices that have the peers in turn."""
+        return {peer: [each[at] for each in slices] for at, peer in enumerate(peers)}
 
     def enqueue() -> None:
         own_routing = stock.routing_of(call)
+        arrived, arrived_routing, found = (
+            slices_of(rows, len(peers)) for rows in (tokens, routing, sums)
+        )
+        of_ranks = slices_of(parts, group.world_size)
+        leaving, leaving_routing = (
+            dict.fromkeys(peers, cut(rows, count)) for rows in (x, own_routing)
+        )
+        gathers = [
+            Step((), rows.departures + more.departures, rows.arrivals + more.arrivals)
+            for rows, more in zip(
+                steps_of(leaving, by_peer(arrived), None),
+                steps_of(leaving_routing, by_peer(arrived_routing), None),
+                strict=True,
+            )
+        ]
+        returning = {peer: [each[peer] for each in of_ranks] for peer in peers}
+        steps = [*gathers, *steps_of(by_peer(found), returning, counters)]
         # Slices are voided one by one, as they are waited for.
         landings = [Landing(peer, 0, 0) for peer in peers]
-        with exchanging(exchange, steps_of(own_routing), counters, landings, y) as queue:
+        with exchanging(exchange, steps, counters, landings, y) as queue:
             queue.release(count)
             own = cut(stock.sums_of_experts(call, x, own_routing), count)
             for number in range(count):
                 queue.wait(number)
-                if slices[number]:
-                    found = stock.sums_of_experts(
-                        call, tokens[number].flatten(0, 1), routing[number].flatten(0, 1)
-                    )
-                    sums[number].copy_(found.view_as(sums[number]))
+                rows, chosen = (each[number].flatten(0, 1) for each in (arrived, arrived_routing))
+                found[number].flatten(0, 1).copy_(stock.sums_of_experts(call, rows, chosen))
                 counters[number : number + 1].add_(1)
                 queue.release(count + number + 1)
             for number, rows in enumerate(cut(y, count)):
                 queue.wait(count + number)
-                parts[number][rank].copy_(own[number])
-                rows.copy_(parts[number].sum(0, dtype=torch.float32))
+                of_ranks[number][rank].copy_(own[number])
+                rows.copy_(of_ranks[number].sum(0, dtype=torch.float32))
 
-    run_products(exchange, count, enqueue, x, y, *tokens, *routing, *sums, *parts)
+    run_products(exchange, count, enqueue, x, y, tokens, sums, routing, parts)
     return y

@@ -28,6 +28,7 @@ from interlace.costs.network import (
     one_after_the_other,
     parse_network,
     read_network,
+    there_and_back,
 )
 from interlace.errors import ConfigError
 
@@ -116,6 +117,41 @@ def test_each_step_beside_a_computation_takes_time_of_its_own() -> None:
     assert in_slices(ROUND, 80, NetworkCost(0, 0, 4, 0.0), 1e12, steps).us == 80
 
 
+def test_results_go_back_while_the_next_slice_is_computed() -> None:
+    """Two slices of 100 kB take 100 us each, there and back; a slice is computed in 150 us."""
+    there, back = NetworkCost(200_000, 2, 2), NetworkCost(200_000, 2, 2, landing_bytes=1_000_000)
+
+    def us(own_us: float, slice_us: float, network: NetworkRates = ROUND) -> float:
+        prediction = there_and_back(network, own_us, slice_us, there, back, 1e12)
+        assert prediction.slices == 2
+        return prediction.us - 1  # for what landed
+
+    # All have arrived at 200, before this rank's own; then two slices, and the second one's way.
+    assert us(300, 150) == 300 + 2 * 150 + 100
+    # The first slice is computed from its arrival on, at 100.
+    assert us(50, 150) == 100 + 2 * 150 + 100
+    # Where the network decides, it is busy from the beginning to the end.
+    assert us(50, 10) == 4 * 100
+    slow = dataclasses.replace(ROUND, beside_product=2.0, product_beside=1.5)
+    # Its own takes 450 us, and the first slice is computed at 600. 75 us' worth of its way back are
+    # beside the second one, and 25 behind it.
+    assert us(300, 150, slow) == 600 + 150 + 25 + 100
+    # Beside 75 us of the rank's own, half as much of the first slice travels.
+    assert us(50, 150, slow) == 100 + 37.5 + 150 + 150 + 25 + 100
+
+
+def test_other_collectives_than_an_all_to_all() -> None:
+    network = dataclasses.replace(ROUND, collective_factors=[["all_gather", 1.5]])
+    times = {
+        name: network.collective_time_us(name, 550_000)
+        for name in ("all_to_all", "all_gather", "reduce_scatter")
+    }
+    assert times == {"all_to_all": 275, "all_gather": 412.5, "reduce_scatter": 275}
+    cost = NetworkCost(550_000, 1)
+    assert one_after_the_other(network, 10, cost, 1e12, "all_gather").us == 10 + 412.5
+    assert one_after_the_other(network, 10, cost, 1e12).us == 10 + 275
+
+
 def test_the_number_of_slices() -> None:
     def cost_of(slices: int) -> NetworkCost:
         return NetworkCost(1_600_000, slices, slices, 0.5)
@@ -146,6 +182,7 @@ def test_bytes_of_a_librarys_collective(collective: str, expected: int) -> None:
         ({"collective_us": [[1, 0.0]]}, "a network's collective_us must be pairs"),
         ({"beside_product": 0.5}, "a network's beside_product must be at least 1"),
         ({"spread": -0.1}, "a network's spread must be at least 0"),
+        ({"collective_factors": [["all_gather", 0]]}, "a network's collective_factors must be"),
         ({"speed": 1}, "a network must have the fields of NetworkRates"),
     ],
 )

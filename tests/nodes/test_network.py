@@ -191,6 +191,8 @@ def test_a_measured_network_is_kept_in_the_profile_of_every_node(ranks, tmp_path
     assert [nbytes for nbytes, _ in network.slice_us] == list(SIZES)
     assert (network.ranks, network.nodes) == (2, 2)
     assert (network.beside_product, network.product_beside) == (1.5, 1.25)
+    names = [name for name, factor in network.collective_factors if factor > 0]
+    assert names == ["all_gather", "reduce_scatter", "all_reduce"]
 
 
 def _joined(folder, lacks_memory):

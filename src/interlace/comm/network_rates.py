@@ -40,6 +40,7 @@ _SAMPLE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 _PRODUCT = 8192
 _BESIDE_BYTES = 4 << 20
 _GREETING_BYTES = 16
+_SUMMED = torch.bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,7 @@ def measure_network(
         spread=_digits(compared.spread),
         beside_product=_digits(beside[0]),
         product_beside=_digits(beside[1]),
+        collective_factors=[(name, _digits(factor)) for name, factor in compared.factors],
     )
     further = [
         (exchange.us - network.exchange_us(exchange.nbytes * exchange.messages))
@@ -203,11 +205,14 @@ class Comparison(NamedTuple):
         collectives: All-to-alls, by the bytes for ranks of other nodes.
         spread: By how much the ratio of the two varies: half of the range of its middle samples,
             as a fraction of the median.
+        factors: Names of torch's other collectives, and by which factor they take longer than an
+            all-to-all of as many bytes for other nodes.
     """
 
     exchanges: list[ExchangeTime]
     collectives: list[ExchangeTime]
     spread: float
+    factors: list[tuple[str, float]]
 
 
 def compare_with_all_to_all(
@@ -261,11 +266,54 @@ def compare_with_all_to_all(
         low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
         spreads.append((high - low) / 2 / middle)
         advance()
+    # Of a size at which the bytes take most of the time.
+    factors = _compare_collectives(group, process_group, sizes[-2:][0])
     dist.destroy_process_group(process_group)
-    return Comparison(exchanges, collectives, statistics.median(spreads))
+    return Comparison(exchanges, collectives, statistics.median(spreads), factors)
 
 
-def _calls_us(group: Group, call: Callable[[], None], count: int) -> float:
+def _compare_collectives(
+    group: Group, process_group: dist.ProcessGroup, nbytes: int
+) -> list[tuple[str, float]]:
+    """Return the times of torch's collectives that send ``nbytes`` to other nodes, as multiples of
+    an all-to-all's, a sample of each in turn.
+    """
+    ranks = group.world_size
+    # A rank's part of all rows, of which a gather sends each once to every other node.
+    share = max(1, nbytes // (group.nodes - 1) // _SUMMED.itemsize)
+    rows = torch.zeros(share, dtype=_SUMMED, device=group.device)
+    gathered = torch.zeros(ranks * share, dtype=_SUMMED, device=group.device)
+    exchanged = torch.zeros(
+        nbytes // len(group.members.remote_ranks) // _SUMMED.itemsize * ranks,
+        dtype=_SUMMED,
+        device=group.device,
+    )
+    received, half = torch.empty_like(exchanged), gathered[: max(1, len(gathered) // 2)]
+    # These have other names since torch 2.13, which warns of the older ones.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    calls: dict[str, Callable[[], object]] = {
+        "all_to_all": lambda: dist.all_to_all_single(received, exchanged, group=process_group),
+        "all_gather": lambda: gather(gathered, rows, group=process_group),
+        "reduce_scatter": lambda: scatter(rows, gathered, group=process_group),
+        "all_reduce": lambda: dist.all_reduce(half, group=process_group),
+    }
+    steps = _steps_of_a_sample(group, nbytes)
+    samples = [
+        {name: _calls_us(group, call, steps) for name, call in calls.items()}
+        for _ in range(_SAMPLES + 1)
+    ]
+    of_ranks = group.exchange(_NAME, samples[1:])
+    times = {
+        name: statistics.median(
+            max(float(samples[number][name]) for samples in of_ranks) for number in range(_SAMPLES)
+        )
+        for name in calls
+    }
+    return [(name, us / times["all_to_all"]) for name, us in times.items() if name != "all_to_all"]
+
+
+def _calls_us(group: Group, call: Callable[[], object], count: int) -> float:
     """Return the time of one of several calls of a collective, one behind the other."""
     _meet(group)
     call()  # brings the ranks together

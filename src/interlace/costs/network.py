@@ -60,6 +60,8 @@ class NetworkRates:
         slice_us: times of one exchange by the carrier of slices: one message to a rank of another
             node and one from it.
         collective_us: times of torch's all-to-all, by the bytes for ranks of other nodes.
+        collective_factors: names of torch's other collectives, and by which factor they take longer
+            than an all-to-all of as many bytes for other nodes; 1 for those that are missing.
         further_message_us: time of each further message of an exchange, beside its bytes.
         beside_product: factor by which an exchange takes longer beside a product that leaves it its
             SMs.
@@ -78,6 +80,7 @@ class NetworkRates:
     beside_product: float = 1.0
     product_beside: float = 1.0
     spread: float = 0.0
+    collective_factors: Sequence[tuple[str, float]] = ()
 
     def __post_init__(self) -> None:
         """Check the figures.
@@ -103,6 +106,13 @@ class NetworkRates:
                 raise ConfigError(
                     f"a network's {name} must be at least {least}; got {getattr(self, name)!r}."
                 )
+        factors = tuple((str(name), float(factor)) for name, factor in self.collective_factors)
+        if min((factor for _, factor in factors), default=1.0) <= 0:
+            raise ConfigError(
+                "a network's collective_factors must be names and factors above 0; got "
+                f"{self.collective_factors!r}."
+            )
+        object.__setattr__(self, "collective_factors", factors)
 
     def margin(self, least: float) -> float:
         """Return the fraction by which slices must be predicted to be faster than a stock pair.
@@ -136,8 +146,16 @@ class NetworkRates:
             0, messages - 1
         )
 
+    def collective_time_us(self, collective: str, nbytes: float) -> float:
+        """Return the time of one of torch's collectives that sends ``nbytes`` to other nodes.
+
+        Args:
+            collective: its name, as for :func:`collective_bytes`.
+        """
+        return self.all_to_all_us(nbytes) * dict(self.collective_factors).get(collective, 1.0)
+
     def all_to_all_us(self, nbytes: float) -> float:
-        """Return the time of torch's collective that sends ``nbytes`` to other nodes.
+        """Return the time of torch's all-to-all that sends ``nbytes`` to other nodes.
 
         Between measured sizes, and beyond them, it keeps its ratio to the time of slices.
         """
@@ -203,10 +221,16 @@ def cut_in_words(shares: Sequence[int]) -> str:
 
 
 def one_after_the_other(
-    network: NetworkRates, compute_us: float, cost: NetworkCost, memory_bytes_per_s: float
+    network: NetworkRates,
+    compute_us: float,
+    cost: NetworkCost,
+    memory_bytes_per_s: float,
+    collective: str = "all_to_all",
 ) -> Prediction:
     """Return the time of a stock pair: the computation, the collective, what orders its result."""
-    exchange_us = network.all_to_all_us(cost.network_bytes) if cost.network_bytes else 0.0
+    sent, exchange_us = cost.network_bytes, 0.0
+    if sent:
+        exchange_us = network.collective_time_us(collective, sent)
     return Prediction(compute_us + exchange_us + 1e6 * cost.landing_bytes / memory_bytes_per_s)
 
 
@@ -253,6 +277,53 @@ def in_slices(
             end += beside.step_us
     landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
     return Prediction(max(compute_us, end) + landing_us, len(shares), cost.shares)
+
+
+def there_and_back(
+    network: NetworkRates,
+    own_us: float,
+    slice_us: float,
+    there: NetworkCost,
+    back: NetworkCost,
+    memory_bytes_per_s: float,
+) -> Prediction:
+    """Return the time of a computation on slices that arrive, whose results go back in slices.
+
+    All slices leave at once, one exchange after another. Meanwhile each rank computes what it has
+    itself, and then slice by slice what has arrived; the results of a slice leave while the next
+    one is computed.
+
+    Args:
+        network: the network.
+        own_us: time of the computation on what this rank has itself.
+        slice_us: time of the computation on one slice of all others.
+        there: the traffic of the slices.
+        back: the traffic of their results, in as many slices; after the last of them, memory reads
+            and writes ``landing_bytes``.
+        memory_bytes_per_s: rate at which it does.
+    """
+    slices, beside = there.slices, network.beside
+    out_us, back_us = (
+        network.exchange_us(cost.network_bytes / slices, cost.network_messages / slices)
+        for cost in (there, back)
+    )
+
+    def exchanged(start: float, exchange_us: float, computing_until: float) -> float:
+        # Beside the computation an exchange is slower; it goes on at its own rate afterwards.
+        within_us = min(exchange_us, max(0.0, computing_until - start) / beside.exchange)
+        return start + exchange_us + (beside.exchange - 1) * within_us
+
+    computed, end = beside.computation * own_us, 0.0
+    arrivals = []
+    for _ in range(slices):
+        end = exchanged(end, out_us, computed)
+        arrivals.append(end)
+    for number, arrived in enumerate(arrivals):
+        computed = max(computed, arrived) + slice_us
+        start = max(end, computed)
+        next_us = 0.0 if number == slices - 1 else slice_us
+        end = exchanged(start, back_us, computed + next_us)
+    return Prediction(end + 1e6 * back.landing_bytes / memory_bytes_per_s, slices)
 
 
 def best_in_slices(

@@ -134,7 +134,7 @@ def _predicted(
     size = declared.formula(**sizes).size
     sent = collective_bytes(declared.collective, size, rank, node_of_rank)
     product_us = profile.library_product_us(call)
-    return one_after_the_other(network, product_us, NetworkCost(sent, 1), rate)
+    return one_after_the_other(network, product_us, NetworkCost(sent, 1), rate, declared.collective)
 
 
 def _product_us(

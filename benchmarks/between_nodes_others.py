@@ -14,7 +14,8 @@ before anything is timed, eager and as CUDA graphs.
                each of the two alone
     bmm_all_to_all, all_to_all_bmm, mixture_of_experts
                chunked, auto and the pair (of experts, both pairs), with so wide products that they
-               take as long as the pair's exchange
+               take as long as the pair's exchange; experts in training as well, forward and
+               backward
     backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, and beside the
                update of the first tables if a call takes slices by the measured network; unfused:
                all_to_all_single, the sort, the update; last with so many lookups that sort and
@@ -29,7 +30,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -53,7 +54,8 @@ from interlace.comm import default_name
 from interlace.data import BatchStream, SyntheticClicks
 from interlace.gemm import reference
 from interlace.gemm.implementations import network
-from interlace.models import DLRM, Trainer, measure_step
+from interlace.models import DLRM, Trainer
+from interlace.models.training import compute_alone
 from interlace.nn import EmbeddingTable
 from interlace.operators.embedding_all_to_all import gradients_between_nodes
 
@@ -139,8 +141,8 @@ def measure() -> dict[str, Any]:
     results: dict[str, Any] = {"network": dataclasses.asdict(learn_network())}
     results |= {case.operator: time_product(case) for case in CASES}
     results |= {name: time_layer(name, make) for name, make in LAYERS.items()}
-    results["backward"] = time_backward()
     results["dlrm"] = time_dlrm()
+    results["backward"] = time_backward()
     faulthandler.cancel_dump_traceback_later()
     return results
 
@@ -226,8 +228,12 @@ def batches_after_an_exchange(width: int) -> Calls:
     return calls | {"product": lambda: torch.bmm(rows, w), "exchange": lambda: _exchanged(x)}
 
 
-def experts(width: int) -> Calls:
-    """A layer of eight experts a rank, of which a token has two; F is the width."""
+def experts(width: int, trains: bool = False) -> Calls:
+    """A layer of eight experts a rank, of which a token has two; F is the width.
+
+    Args:
+        trains: Whether a call runs the backward pass, too.
+    """
     device, ranks = interlace.group_of().device, dist.get_world_size()
     generator = torch.Generator(device).manual_seed(dist.get_rank())
     tokens, hidden = (4096, 2048) if device.type == "cuda" else (16, 32)
@@ -240,6 +246,8 @@ def experts(width: int) -> Calls:
     weights, chosen = random(tokens, 8 * ranks).float().softmax(-1).topk(2)
     everything = torch.cat([x] * ranks)
     call = functools.partial(interlace.mixture_of_experts, x, chosen, weights, w_in, w_out)
+    grad = random(tokens, hidden)
+    leaves = (x, weights, w_in, w_out)
     alone = group_alone()
     own = chosen % 8
 
@@ -252,8 +260,25 @@ def experts(width: int) -> Calls:
         reference.gather_rows(x, splits, dist.group.WORLD)
         return reference.sum_rows(everything, splits, dist.group.WORLD)
 
-    calls = _by_implementation(lambda impl: call(impl=impl), ("nccl", "unfused"))
-    return calls | {"product": product, "exchange": exchange}
+    def step(impl: str) -> torch.Tensor:
+        """Run both passes, and return the result and the gradients as one tensor."""
+        with torch.enable_grad():
+            y = call(impl=impl)
+        found = torch.autograd.grad(y, leaves, grad)
+        return torch.stack([each.float().square().mean().sqrt() for each in (y, *found)])
+
+    parts = {"product": product, "exchange": exchange}
+    if not trains:
+        pairs = ("nccl", "unfused")
+        return _by_implementation(lambda impl: call(impl=impl), pairs) | parts
+    for leaf in leaves:
+        leaf.requires_grad_()
+    return _by_implementation(step, ("unfused",)) | parts
+
+
+def experts_in_training(width: int) -> Calls:
+    """The same layer, forward and backward."""
+    return experts(width, trains=True)
 
 
 def _by_implementation(call: Callable[[str], torch.Tensor], pairs: Sequence[str]) -> Calls:
@@ -283,6 +308,7 @@ LAYERS = {
     "bmm_all_to_all": batches_before_an_exchange,
     "all_to_all_bmm": batches_after_an_exchange,
     "mixture_of_experts": experts,
+    "mixture_of_experts, forward and backward": experts_in_training,
 }
 
 
@@ -306,7 +332,9 @@ def time_layer(name: str, make: Callable[[int], Calls]) -> dict[str, Any]:
         for impl, call in calls.items():
             require_close(call(), expected, f"{name}, {impl}")
     ways: dict[str, Callable[[], object]] = dict(calls)
-    for impl in (pair, "chunked", "auto") if on_gpu else ():
+    # PyTorch's pair in training waits for the device.
+    captured_ones = (pair, "chunked", "auto") if on_gpu and make is not experts_in_training else ()
+    for impl in captured_ones:
         replay, result = captured(calls[impl])
         replay()
         torch.cuda.synchronize()
@@ -434,17 +462,30 @@ def time_dlrm() -> dict[str, Any]:
         world_size=group.world_size,
     )
     samples = next(iter(stream)).to(group.device)
-    times = {}
+
+    @contextlib.contextmanager
+    def running(name: str) -> Iterator[None]:
+        model.embeddings.impl = name.partition(",")[0]
+        yield
+
+    calls: dict[str, Callable[[], object]] = {}
     for impl in ("unfused", "fused", "auto"):
-        model.embeddings.impl = impl
-        measured = measure_step(trainer, samples)
-        times[impl] = {
-            "step": measured.step_ms,
-            "compute": measured.compute_ms,
-            "exposed": measured.exposed_ms,
+        with running(impl):
+            calls[impl] = lambda: trainer.step(samples)
+            calls[f"{impl}, no peers"] = compute_alone(trainer, samples)
+            for _ in range(3):
+                trainer.step(samples)
+    times, spread = timed_in_turn(calls, running)
+    found = {
+        impl: {
+            "step": times[impl] / 1e3,
+            "compute": times[f"{impl}, no peers"] / 1e3,
+            "exposed": (times[impl] - times[f"{impl}, no peers"]) / 1e3,
         }
-    say(f"DLRM, ms: {times}")
-    return {"ms": times}
+        for impl in ("unfused", "fused", "auto")
+    }
+    say(f"DLRM, ms: {found}")
+    return {"ms": found, "lowest and highest us": spread}
 
 
 if __name__ == "__main__":

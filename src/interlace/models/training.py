@@ -182,12 +182,12 @@ def measure_step(trainer: Trainer, batch: Batch, repeats: int = 10) -> StepTimes
     """
     with _restored(trainer):
         step = _slowest_median(trainer, lambda: trainer.step(batch), repeats)
-        alone = _compute_alone(trainer, batch)
+        alone = compute_alone(trainer, batch)
         compute = _slowest_median(trainer, alone, repeats)
     return StepTimes(step, compute, meaningful=trainer.device.type == "cuda")
 
 
-def _compute_alone(trainer: Trainer, batch: Batch) -> Callable[[], object]:
+def compute_alone(trainer: Trainer, batch: Batch) -> Callable[[], object]:
     """Return a function that does this rank's work of a step and sends nothing. Collective."""
     model = trainer.model
     bags = model.embeddings.distribution(batch.indices, batch.offsets)

@@ -153,6 +153,8 @@ def _cases_of(kernel):
         "stage_rows": _stage_rows,
         "sum_results": lambda: _mixture_of_experts_rows(),
         "activation_backward": lambda: _mixture_of_experts_rows(),
+        "activate_rows": lambda: _mixture_of_experts_in_slices(),
+        "sum_rows_of_tokens": lambda: _mixture_of_experts_in_slices(),
         "bias_gradient": lambda: _mixture_of_experts_rows(),
     }[kernel]()
 
@@ -581,6 +583,19 @@ def _mixture_of_experts_rows():
     types |= {"bias": "*bf16", "factors": "*fp32"}
     for form in _expert_forms():
         yield dict(types), _MOE_LANES | blocks | {"HALVES": False, "FORM": form}
+
+
+def _mixture_of_experts_in_slices():
+    """Gate and up in turn, in halves, and no gate; with biases and without."""
+    rows = dict.fromkeys(("products", "active", "results", "sums"), "*bf16")
+    indices = {"owners": "*i64", "places": "*i64", "ends": "*i32", "routing": "*fp32"}
+    numbers = dict.fromkeys(("L", "width", "tokens", "first", "hidden"), "i32")
+    types = rows | indices | numbers
+    blocks = {"ROWS": 2, "COLS": 512, "TOP_K": 3}
+    yield dict(types), blocks | {"bias": None, "HALVES": False, "FORM": _swiglu()}
+    types |= {"bias": "*bf16"}
+    yield dict(types), blocks | {"HALVES": True, "FORM": _swiglu()}
+    yield dict(types), blocks | {"HALVES": False, "FORM": _swiglu(gates=1)}
 
 
 def _mixture_of_experts_products(kernel):

@@ -9,7 +9,10 @@ import torch.distributed as dist
 
 import interlace
 from interlace.costs import find_cost
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.network import NetworkRates
 from interlace.gemm.implementations import network
+from interlace.operators.mixture_of_experts import between_nodes, network_choice
 from tests.errors import error_of
 from tests.nodes.groups import call_without_one, check_late, check_traffic, process_group_of
 from tests.operators.mixture_of_experts.calls import Call, check_all, forward, run_one
@@ -33,6 +36,7 @@ def _calls(ranks):
 def _results(calls, nodes, slice_bytes):
     with (
         mock.patch.object(network, "SLICE_BYTES", slice_bytes),
+        mock.patch.object(between_nodes, "_MOST_UNMEASURED", 8),
         process_group_of(nodes) as process_group,
     ):
         traffic = interlace.group_of(process_group).traffic
@@ -64,10 +68,21 @@ def test_results_and_traffic(ranks, world_size, nodes, slice_bytes):
             check_traffic(bytes_to, messages, rank, nodes, expected)
 
 
+def _trained(calls, nodes):
+    with process_group_of(nodes) as process_group:
+        return [run_one(call, process_group) for call in calls]
+
+
+@pytest.mark.parametrize(("world_size", "nodes"), SHAPES[1:])
+def test_gradients(ranks, world_size, nodes):
+    """The backward pass computes the forward pass anew, by PyTorch."""
+    calls = [call for call in _calls(world_size) if call.tokens]
+    check_all(calls, ranks(world_size).run(_trained, calls, nodes))
+
+
 def _refusals(call):
     errors = [error_of(run_one, call, backward=False)[:2]]
     with process_group_of(2) as process_group:
-        errors.append(error_of(run_one, call, process_group)[:2])
         drops = dataclasses.replace(call, factor=0.5)
         errors.append(error_of(run_one, drops, process_group, backward=False)[:2])
     return errors
@@ -76,9 +91,8 @@ def _refusals(call):
 def test_what_it_does_not_take_is_refused_on_all_ranks(ranks):
     call = Call(2, hidden=24, ffn=16, impl="chunked", config=None)
     starts = "mixture_of_experts: impl='chunked' must have "
-    for within, trains, drops in ranks(2).run(_refusals, call):
+    for within, drops in ranks(2).run(_refusals, call):
         assert within[1].startswith(f"{starts}ranks of several nodes.")
-        assert trains[1].startswith(f"{starts}no tensor that requires a gradient.")
         assert drops[1].startswith(f"{starts}no capacity that could drop tokens.")
 
 
@@ -98,3 +112,41 @@ def test_a_late_rank_is_named(ranks):
     check_late(outcomes, 3)
     check_all([call], [[[y]] for *_, y in outcomes])
     assert all(math.isfinite(float(y.sum())) for *_, y in outcomes)
+
+
+# A message takes 1 us or 20 ms, a collective 10 ms.
+QUICK = NetworkRates("wire", "made up", 2, 2, [(1, 1.0), (9999, 1.0)], [(9999, 10_000.0)])
+SLOW = dataclasses.replace(QUICK, slice_us=[(1, 20_000.0), (9999, 20_000.0)])
+
+
+def _by_auto(call, rates, keeps):
+    """What explain says of a call by ``auto`` with a measured network, and its slices."""
+    profile = dataclasses.replace(profile_of("NVIDIA H200"), network=rates)
+    network_choice.times_between_nodes.cache_clear()
+    x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
+    with (
+        process_group_of(2) as process_group,
+        mock.patch.object(network_choice, "profile_on", return_value=profile),
+        mock.patch.object(between_nodes, "cut", wraps=between_nodes.cut) as cut,
+    ):
+        said = interlace.explain(
+            "mixture_of_experts", x.requires_grad_(keeps), experts, weights, w_in, w_out,
+            group=process_group,
+        )  # fmt: skip
+        y = run_one(call, process_group, backward=keeps)
+    network_choice.times_between_nodes.cache_clear()
+    return said, {arguments[1] for arguments, _ in cut.call_args_list}, y
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("rates", [QUICK, SLOW])
+def test_auto_takes_slices_where_a_measured_network_says_so(ranks, rates, keeps):
+    call = dataclasses.replace(_calls(2)[0], impl="auto", tokens=8)
+    outcomes = ranks(2).run(_by_auto, call, rates, keeps)
+    check_all([call], [[y] for *_, y in outcomes])
+    pair = "unfused" if keeps else "nccl"
+    for said, slices, _ in outcomes:
+        impl = "chunked" if rates is QUICK else pair
+        assert f"2 ranks of 2 nodes: {impl}, because predicted between 2 nodes over wire: " in said
+        # Sixteen tokens are multiplied in the time of one, so more slices only add to it.
+        assert slices == ({1} if rates is QUICK else set())

@@ -14,6 +14,11 @@ from interlace.costs.corrections import Schedule
 from interlace.costs.time import MachineProfile
 from interlace.units import ceil_div
 
+_OPERATOR, _STOCK = "mixture_of_experts", "nccl"
+
+STOCK_TILE = (128, 128)
+"""Rows and columns that the tiles of the library's grouped products are taken to have."""
+
 
 @dataclasses.dataclass(frozen=True, order=True)
 class ExpertsCall:
@@ -104,6 +109,24 @@ class ExpertsCall:
             "memory": memory,
             "rows": rows * row_bytes / bytes_per_us,
         }
+
+    def computation_us(self, profile: MachineProfile, share: float = 1.0) -> float | None:
+        """Return how long stock PyTorch's computation takes on one rank, without any exchange.
+
+        Args:
+            share: fraction of all ranks' tokens that are multiplied by the rank's experts.
+
+        Returns:
+            Microseconds; None if the profile does not compose the stock implementation's time.
+        """
+        composition = profile.composition(_OPERATOR, _STOCK, self.itemsize)
+        if composition is None:
+            return None
+        tokens = max(1, round(self.tokens * share))
+        some = dataclasses.replace(self, tokens=tokens)
+        parts = some.parts_us(profile, _OPERATOR, "to_all", STOCK_TILE)
+        parts |= {"link": 0.0, "ramp": 0.0, "longer": parts["product"]}
+        return sum(factor * parts[name] for name, factor in composition.items())
 
     @property
     def _reach(self) -> float:

@@ -145,27 +145,49 @@ def forward(
     )
 
 
-@network_cost_of("mixture_of_experts", "chunked")
-def chunked_between_nodes(
+def exchanges_between_nodes(
     *, rank: int, tokens: int, hidden: int, top_k: int, itemsize: int, node_of_rank: Sequence[int],
     slices: int,
-) -> NetworkCost:  # fmt: skip
-    """Compute the traffic between nodes of a layer whose tokens go to every rank, and their sums
+) -> tuple[NetworkCost, NetworkCost]:  # fmt: skip
+    """Compute the traffic between nodes of a layer whose tokens go to every rank, and of their sums
     back, each in slices.
 
-    Each peer gets a stamp with the first slice; tokens travel with their experts and weights, 4
-    bytes each.
+    Tokens travel with their experts and weights, 4 bytes each.
 
     Args:
         tokens: tokens of this rank, not fewer than slices.
         slices: number of slices of the tokens, and of the sums.
     """
     far = sum(node != node_of_rank[rank] for node in node_of_rank)
-    token_bytes = 2 * hidden * itemsize + 2 * top_k * 4
-    # All tokens leave at once, and those of this rank are multiplied first.
-    share = (len(node_of_rank) - 1) / len(node_of_rank)
+    sums = far * tokens * hidden * itemsize
+    routing = far * tokens * 2 * top_k * 4
+    return (
+        # All tokens leave at once.
+        NetworkCost(sums + routing, 2 * far * slices, slices, 0.0),
+        NetworkCost(
+            sums,
+            far * slices,
+            slices,
+            # The sums of all ranks' tokens are read, and those of this rank's written.
+            landing_bytes=(len(node_of_rank) + 1) * tokens * hidden * itemsize // slices,
+        ),
+    )
+
+
+@network_cost_of("mixture_of_experts", "chunked")
+def chunked_between_nodes(*, node_of_rank: Sequence[int], rank: int, **sizes: int) -> NetworkCost:
+    """Compute the traffic between nodes of :func:`exchanges_between_nodes`, together.
+
+    Each peer gets a stamp, too.
+    """
+    far = sum(node != node_of_rank[rank] for node in node_of_rank)
+    there, back = exchanges_between_nodes(rank=rank, node_of_rank=node_of_rank, **sizes)
     return NetworkCost(
-        far * (STAMP_BYTES + tokens * token_bytes), far * (1 + 3 * slices), 2 * slices, share
+        there.network_bytes + back.network_bytes + far * STAMP_BYTES,
+        there.network_messages + back.network_messages + far,
+        there.slices + back.slices,
+        # This rank's own tokens are multiplied first.
+        (len(node_of_rank) - 1) / len(node_of_rank),
     )
 
 

@@ -3,7 +3,8 @@
 As ``"nccl"``, every rank multiplies the tokens of all ranks by its own experts, so that all sizes
 are known to the host. Tokens leave at once, in slices. This rank's own tokens are multiplied while
 the first slice travels; then each slice that has arrived, and its sums leave for the tokens' ranks
-while the next one is multiplied.
+while the next one is multiplied. The backward pass is that of ``"unfused"``, which computes the
+forward pass anew.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ from interlace.gemm.implementations.network import (
     steps_of,
 )
 from interlace.mapped.stamped import Landing
-from interlace.operators.mixture_of_experts import stock
+from interlace.operators.mixture_of_experts import grouped, stock
 from interlace.operators.mixture_of_experts.config import OPERATOR
+from interlace.operators.mixture_of_experts.network_choice import slices_of
 from interlace.registry import Operator, operator_named
 
 if TYPE_CHECKING:
@@ -37,11 +39,15 @@ if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.choice import Terms
 
 
+_MOST_UNMEASURED = 2
+"""Slices, at most, where no network was measured: the experts' weights are read again for each."""
+
+
 def refusal(terms: Terms) -> str | None:
     """Return what a call must have for ``impl="chunked"`` and has not, or None."""
     if terms.nodes == 1:
         return "ranks of several nodes"
-    return stock.refusal(terms)
+    return stock.unmet((*stock.grouped_rules(terms), terms.capacity_rule))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,22 +77,24 @@ class _Exchange:
 def run(call: Call, mark: int) -> torch.Tensor:
     """Return ``y [T, hidden]``. Collective in the group's first call.
 
-    A token's sum over its experts on one rank is in the dtype of x; the sum over ranks is float32,
-    in their order, and rounded once.
+    A token's sum over its experts on one rank is float32, and rounded to the dtype of x; the sum
+    over ranks is float32, in their order, and rounded once.
     """
     exchange, x, sizes = _Exchange(call, mark), call.x.contiguous(), call.sizes
     group, rank, peers = call.group, call.group.rank, peers_in_turn(call.group)
-    count = min(slices_by_size(x.nbytes), sizes.tokens)
+    count = slices_of(call.terms, x.device) or min(
+        slices_by_size(x.nbytes), _MOST_UNMEASURED, sizes.tokens
+    )
     from_peers, of_all = len(peers) * sizes.tokens, group.world_size * sizes.tokens
     y = torch.empty_like(x)
     # Tokens that arrive, with their routing, and the sums for them, of every peer in turn; and the
     # parts of the sums of this rank's tokens, of every rank in its order: all of it slice by slice.
     tokens, sums = x.new_empty(2, from_peers, sizes.hidden)
     routing = x.new_empty(from_peers, 2 * sizes.top_k, dtype=torch.float32)
-    parts = x.new_empty(of_all, sizes.hidden)
+    parts, own = x.new_empty(of_all, sizes.hidden), torch.empty_like(x)
     counters = counters_of(exchange, count)
 
-    def slices_of(rows: torch.Tensor, sources: int) -> list[torch.Tensor]:
+    def in_slices(rows: torch.Tensor, sources: int) -> list[torch.Tensor]:
         """Return the slices of rows of several ranks, ``[sources, rows, columns]``."""
         lengths = [sources * len(each) for each in cut(x, count)]
         return [part.view(sources, -1, rows.shape[1]) for part in rows.split(lengths)]
@@ -98,9 +106,9 @@ def run(call: Call, mark: int) -> torch.Tensor:
     def enqueue() -> None:
         own_routing = stock.routing_of(call)
         arrived, arrived_routing, found = (
-            slices_of(rows, len(peers)) for rows in (tokens, routing, sums)
+            in_slices(rows, len(peers)) for rows in (tokens, routing, sums)
         )
-        of_ranks = slices_of(parts, group.world_size)
+        of_ranks = in_slices(parts, group.world_size)
         leaving, leaving_routing = (
             dict.fromkeys(peers, cut(rows, count)) for rows in (x, own_routing)
         )
@@ -118,17 +126,21 @@ def run(call: Call, mark: int) -> torch.Tensor:
         landings = [Landing(peer, 0, 0) for peer in peers]
         with exchanging(exchange, steps, counters, landings, y) as queue:
             queue.release(count)
-            own = cut(stock.sums_of_experts(call, x, own_routing), count)
+            grouped.sum_experts(call, x, own_routing, own)
             for number in range(count):
                 queue.wait(number)
-                rows, chosen = (each[number].flatten(0, 1) for each in (arrived, arrived_routing))
-                found[number].flatten(0, 1).copy_(stock.sums_of_experts(call, rows, chosen))
+                rows, chosen, sums_of_rows = (
+                    each[number].flatten(0, 1) for each in (arrived, arrived_routing, found)
+                )
+                grouped.sum_experts(call, rows, chosen, sums_of_rows)
                 counters[number : number + 1].add_(1)
                 queue.release(count + number + 1)
-            for number, rows in enumerate(cut(y, count)):
+            for number, (rows, of_own) in enumerate(
+                zip(cut(y, count), cut(own, count), strict=True)
+            ):
                 queue.wait(count + number)
-                of_ranks[number][rank].copy_(own[number])
+                of_ranks[number][rank].copy_(of_own)
                 rows.copy_(of_ranks[number].sum(0, dtype=torch.float32))
 
-    run_products(exchange, count, enqueue, x, y, tokens, sums, routing, parts)
+    run_products(exchange, count, enqueue, x, y, tokens, sums, routing, parts, own)
     return y

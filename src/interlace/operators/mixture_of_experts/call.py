@@ -11,7 +11,6 @@ import torch
 
 from interlace.comm import Group, group_named, ranges
 from interlace.errors import ArgumentError
-from interlace.gemm.between_nodes import known_network
 from interlace.gemm.invariance import is_invariant, name_in
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
@@ -22,6 +21,7 @@ from interlace.operators.mixture_of_experts.choice import (
 )
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Parameters, Sizes
+from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
 from interlace.registry import operator_named
 
 if TYPE_CHECKING:
@@ -118,17 +118,21 @@ class Call:
         return ranges.around(name, self.chosen[0], operands, lambda: None)
 
     @functools.cached_property
+    def terms(self) -> Terms:
+        """The properties of this call by which implementations may refuse it."""
+        return Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps, self.group.nodes)
+
+    @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
         """The implementation and the configuration of this call.
 
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        terms = Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps, self.group.nodes)
-        declaration = operator_named(OPERATOR)
+        terms, declaration = self.terms, operator_named(OPERATOR)
         declaration.require_nodes(name_in(self.impl) or declaration.choosers[0], self.group.nodes)
-        network = known_network(self.x.device)
-        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, network, terms)
+        times = times_between_nodes(terms, self.x.device)
+        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, times, terms)
         if is_invariant(self.impl):
             named = name_in(self.impl)
             impl, config = choose_invariant(terms, self.x.device, choice, named)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.costs.expert_time import ExpertsCall
+from interlace.costs.expert_time import STOCK_TILE, ExpertsCall
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.time import MachineProfile
 from interlace.errors import ArgumentError
@@ -34,8 +34,6 @@ _ON_INTERPRETER: dict[str, Any] = {
     "stagger": 0,
 }
 
-_LIBRARY_TILE = (128, 128)
-
 
 class Terms(NamedTuple):
     """The properties of a call by which implementations may refuse it.
@@ -55,12 +53,15 @@ class Terms(NamedTuple):
     nodes: int = 1
 
     @property
+    def capacity_rule(self) -> tuple[bool, str]:
+        """Return what implementations without a capacity need, and whether it is so."""
+        is_enough = self.sizes.capacity >= self.sizes.tokens
+        return is_enough, "no capacity that could drop tokens"
+
+    @property
     def inference_rules(self) -> tuple[tuple[bool, str], ...]:
-        """Return what implementations without a backward pass need, and whether it is so."""
-        return (
-            (not self.keeps, "no tensor that requires a gradient"),
-            (self.sizes.capacity >= self.sizes.tokens, "no capacity that could drop tokens"),
-        )
+        """Return what implementations for inference need, and whether it is so."""
+        return (not self.keeps, "no tensor that requires a gradient"), self.capacity_rule
 
 
 def decode_refusal(terms: Terms) -> str | None:
@@ -219,6 +220,6 @@ def tile_of(implementation: str, call: ExpertsCall) -> tuple[int, int]:
         inner = min(call.hidden, call.ffn)
         config = decode_config(rows=rows, inner=inner, itemsize=call.itemsize)
     else:
-        return _LIBRARY_TILE
+        return STOCK_TILE
     # An expert whose rows are at most these needs one tile.
     return config.block_m + config.tail, config.block_n

@@ -81,7 +81,7 @@ def run_backward(
     group.check()
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
-    if call.sizes.tokens == 0 or impl == "unfused":
+    if call.sizes.tokens == 0 or impl in ("unfused", "chunked"):
         with call.range(_BACKWARD):
             return _unfused_gradients(call, grad, needed)
     launches, gradients = prepare_backward(call, mark, grad, saved, needed)

@@ -2,8 +2,8 @@
 by the first call.
 
 The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``,
-``slot_at``, ``received`` and ``kept`` (``call.Saved``). They are empty if ``keeps`` is false or
-the implementation is the unfused one.
+``slot_at``, ``received`` and ``kept`` (``call.Saved``). They are empty if ``keeps`` is false, or
+unless the implementation is the fused one.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _fake(*arguments: Any) -> Tensors:
     *options, keeps = arguments[_TENSORS:]
     world_size, capacity, group_name, impl, *_ = options
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # The shapes depend on impl and on the group alone. Between nodes the unfused implementation
-    # runs, which saves nothing.
+    # The shapes depend on impl and on the group alone. No implementation between nodes saves
+    # anything.
     nodes = known_nodes(process_group_named(group_name)) or 1
     is_unfused = impl == "unfused" or nodes > 1
     if not keeps or is_unfused:

@@ -9,7 +9,6 @@ import torch
 
 from interlace.costs.expert_time import ExpertsCall
 from interlace.gemm import invariance
-from interlace.gemm.between_nodes import known_network
 from interlace.operators.mixture_of_experts import between_nodes, stock
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
@@ -21,6 +20,7 @@ from interlace.operators.mixture_of_experts.choice import (
 )
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
 from interlace.operators.mixture_of_experts.validate import validate
 from interlace.registry import BATCH_INVARIANT, Implementation, Operator, operator
 
@@ -124,7 +124,7 @@ class MixtureOfExperts(Operator):
         )
         terms = Terms(sizes, x.dtype, x.device.type, keeps, nodes)
         choice = self.choose(terms=terms, device=x.device)
-        choice = choice.between(self, nodes, known_network(x.device), terms)
+        choice = choice.between(self, nodes, times_between_nodes(terms, x.device), terms)
         chosen, config, reason = choice.impl, choice.config, choice.reason
         if invariance.is_enabled():
             chosen, config = choose_invariant(terms, x.device, choice)

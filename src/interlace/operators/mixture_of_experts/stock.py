@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -25,9 +26,19 @@ _MOST_BYTES = 1 << 32
 
 def refusal(terms: Terms) -> str | None:
     """Return what a call must have for ``impl="nccl"`` and has not, or None."""
+    return unmet((*grouped_rules(terms), *terms.inference_rules))
+
+
+def unmet(rules: Iterable[tuple[bool, str]]) -> str | None:
+    """Return the rules that do not hold in words, or None."""
+    return " and ".join(rule for holds, rule in rules if not holds) or None
+
+
+def grouped_rules(terms: Terms) -> tuple[tuple[bool, str], ...]:
+    """Return what PyTorch's grouped products of all ranks' rows need, and whether it is so."""
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     widths = (sizes.hidden * itemsize, sizes.ffn * itemsize)
-    rules = (
+    return (
         (hasattr(torch, "_grouped_mm"), "a PyTorch with torch._grouped_mm"),
         (terms.device_type == "cpu" or terms.dtype == torch.bfloat16, "bfloat16 operands"),
         (
@@ -42,9 +53,7 @@ def refusal(terms: Terms) -> str | None:
             <= _MOST_BYTES,
             f"at most {_MOST_BYTES >> 30} GiB of rows of all ranks",
         ),
-        *terms.inference_rules,
     )
-    return " and ".join(rule for holds, rule in rules if not holds) or None
 
 
 def run(call: Call) -> torch.Tensor:
@@ -67,6 +76,57 @@ def routing_of(call: Call) -> torch.Tensor:
     return torch.cat([call.experts.float(), weights], 1)
 
 
+class ByExpert(NamedTuple):
+    """The slots of some tokens, sorted by expert; those of other ranks' experts come last.
+
+    Attributes:
+        experts: int64 ``[M * top_k]``, the number of each row's expert among this rank's; the
+            number of experts stands for another rank's.
+        order: int64 ``[M * top_k]``, the slot of each row.
+        ends: int32 ``[experts of this rank]``, the row behind each expert's last one.
+    """
+
+    experts: torch.Tensor
+    order: torch.Tensor
+    ends: torch.Tensor
+
+    @property
+    def places(self) -> torch.Tensor:
+        """The row of each slot."""
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(self.order), device=places.device)
+        return places
+
+
+def by_expert(call: Call, routing: torch.Tensor) -> ByExpert:
+    """Sort the slots of tokens, whose experts and weights ``routing`` has."""
+    top_k, local = call.sizes.top_k, call.sizes.local
+    expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
+    expert = torch.where((expert >= 0) & (expert < local), expert, local)
+    experts, order = expert.sort(stable=True)
+    numbers = torch.arange(local, device=routing.device)
+    ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
+    return ByExpert(experts, order, ends)
+
+
+def first_weight(call: Call) -> tuple[torch.Tensor, layout.Order]:
+    """Return w_in as a grouped product takes it, ``[experts, hidden, gates * F]``, and the order of
+    its columns.
+    """
+    sizes = call.sizes
+    w_in, in_order = layout.in_memory_order(call.w_in)
+    lines = sizes.gates * sizes.ffn
+    if in_order.along_k:
+        return w_in.reshape(sizes.local, lines, sizes.hidden).transpose(1, 2), in_order
+    return w_in.reshape(sizes.local, sizes.hidden, lines), in_order
+
+
+def second_weight(call: Call) -> torch.Tensor:
+    """Return w_out as a grouped product takes it, ``[experts, F, hidden]``."""
+    w_out, out_order = layout.in_memory_order(call.w_out)
+    return w_out.transpose(1, 2) if out_order.along_k else w_out
+
+
 def sums_of_experts(call: Call, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
     """Return the parts of tokens' sums that are of this rank's experts, ``[M, hidden]``.
 
@@ -75,36 +135,22 @@ def sums_of_experts(call: Call, x: torch.Tensor, routing: torch.Tensor) -> torch
         routing: Their experts and weights, as :func:`routing_of` returns them.
     """
     sizes, top_k, local = call.sizes, call.sizes.top_k, call.sizes.local
-    expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
-    # Rows of other ranks' experts are sorted behind those of this rank's.
-    expert = torch.where((expert >= 0) & (expert < local), expert, local)
-    sorted_experts, order = expert.sort(stable=True)
-    numbers = torch.arange(local, device=x.device)
-    ends = torch.searchsorted(sorted_experts, numbers, right=True).to(torch.int32)
-    w_in, in_order = layout.in_memory_order(call.w_in)
-    lines = sizes.gates * sizes.ffn
-    if in_order.along_k:
-        w_in = w_in.reshape(local, lines, sizes.hidden).transpose(1, 2)
-    else:
-        w_in = w_in.reshape(local, sizes.hidden, lines)
-    both = torch._grouped_mm(x[order // top_k], w_in, offs=ends)
+    rows = by_expert(call, routing)
+    w_in, in_order = first_weight(call)
+    both = torch._grouped_mm(x[rows.order // top_k], w_in, offs=rows.ends)
     # Rows of other ranks' experts take any expert's bias.
-    owner = sorted_experts.clamp(max=local - 1)
+    owner = rows.experts.clamp(max=local - 1)
     if call.b_in is not None:
-        both = both + layout.bias_in_order(call.b_in, in_order).view(local, lines)[owner]
+        both = both + layout.bias_in_order(call.b_in, in_order).view(local, -1)[owner]
     if in_order.halves:
         gates = both.view(-1, sizes.gates, sizes.ffn).unbind(1)
     else:
         gates = both.view(-1, sizes.ffn, sizes.gates).unbind(2)
     active = ExpertActivation.parse(call.activation)(*gates)
-    w_out, out_order = layout.in_memory_order(call.w_out)
-    w_out = w_out.transpose(1, 2) if out_order.along_k else w_out
-    results = torch._grouped_mm(active, w_out, offs=ends)
+    results = torch._grouped_mm(active, second_weight(call), offs=rows.ends)
     if call.b_out is not None:
         results = results + call.b_out[owner]
     # The product leaves rows behind the last expert's undefined, perhaps NaN.
-    results = torch.where((sorted_experts < local)[:, None], results, 0)
-    positions = torch.empty_like(order)
-    positions[order] = torch.arange(len(order), device=x.device)
-    rows = results[positions].view(len(x), top_k, -1)
-    return torch.bmm(routing[:, None, top_k:].to(x.dtype), rows)[:, 0]
+    results = torch.where((rows.experts < local)[:, None], results, 0)
+    slots = results[rows.places].view(len(x), top_k, -1)
+    return torch.bmm(routing[:, None, top_k:].to(x.dtype), slots)[:, 0]

@@ -174,12 +174,12 @@ class ExpertsCase(Case):
 
 def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
     """Return one small layer with its backward pass, and one with experts as those of gpt-oss,
-    which take few rows; in decoding and in slices, which have neither backward pass nor capacity,
-    one layer and one with experts as those of gpt-oss, whose tokens all go to one of them.
+    which take few rows; in slices, which have no capacity, and in decoding, which has no backward
+    pass either, these experts take all tokens that go to them.
     """
     if impl in BETWEEN_NODES[OPERATOR]:
         return [
-            ExpertsCase(OPERATOR, impl, "bfloat16", hidden=32, ffn=32),
+            ExpertsCase(OPERATOR, impl, "bfloat16", True, hidden=32, ffn=32),
             ExpertsCase(
                 OPERATOR, impl, "bfloat16", hidden=24, ffn=16, routing="one", form="gpt-oss"
             ),
@@ -198,20 +198,20 @@ def every(operator: str, impl: str, ranks: int) -> list[ExpertsCase]:
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ExpertsCase:
     """Return a random call."""
     tokens, local, top_k, hidden, ffn, dtype = source.choice(_KINDS)
-    infers = impl == "decode" or impl in BETWEEN_NODES[OPERATOR]
-    if impl in BETWEEN_NODES[OPERATOR]:  # rows of which PyTorch's grouped product takes
+    is_sliced = impl in BETWEEN_NODES[OPERATOR]
+    if is_sliced:  # rows of which PyTorch's grouped product takes
         hidden, ffn, dtype = round_up(hidden, 8), round_up(ffn, 8), "bfloat16"
     return ExpertsCase(
         OPERATOR,
         impl,
         dtype,
-        source.random() < 0.5 and not infers,
+        source.random() < 0.5 and impl != "decode",
         tokens,
         local,
         min(top_k, ranks * local),
         hidden,
         ffn,
         source.choice(ROUTINGS),
-        0 if infers else source.choice((0, 0, 3)),
+        0 if impl == "decode" or is_sliced else source.choice((0, 0, 3)),
         source.choice(tuple(_ACTIVATIONS)),
     )

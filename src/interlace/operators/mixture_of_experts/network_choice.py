@@ -1,0 +1,135 @@
+"""``impl="auto"`` of ``mixture_of_experts`` between nodes: slices where they take less time."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from interlace.costs.expert_time import ExpertsCall
+from interlace.costs.known_profiles import cached_by_profiles
+from interlace.costs.mixture_of_experts import exchanges_between_nodes
+from interlace.costs.network import (
+    MOST_SLICES,
+    Prediction,
+    collective_bytes,
+    even_nodes,
+    first_of_the_best,
+    there_and_back,
+)
+from interlace.costs.time import MachineProfile
+from interlace.gemm.between_nodes import profile_on
+from interlace.operators.mixture_of_experts.config import OPERATOR
+from interlace.registry import operator_named
+from interlace.tuning.choice import NetworkTimes
+
+if TYPE_CHECKING:
+    from interlace.operators.mixture_of_experts.choice import Terms
+
+
+@cached_by_profiles
+def times_between_nodes(terms: Terms, device: torch.device) -> NetworkTimes | None:
+    """Return the predicted times of the implementations that take a call.
+
+    The nodes are taken to have equally many consecutive ranks, so that all ranks predict alike.
+    ``unfused`` is predicted where stock PyTorch has no other pair, which is in training, and then
+    without the times in which its host waits for the device.
+
+    Returns:
+        The times; None if there is one node, or no network was measured.
+    """
+    profile = profile_on(device) if terms.nodes > 1 else None
+    return None if profile is None else predicted_times(profile, terms)
+
+
+def predicted_times(profile: MachineProfile, terms: Terms) -> NetworkTimes | None:
+    """Return the times of :func:`times_between_nodes` by a profile; None if it has no network."""
+    network, sizes = profile.network, terms.sizes
+    if network is None:
+        return None
+    predictions: dict[str, Prediction] = {}
+    call = ExpertsCall(
+        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.top_k, sizes.world_size,
+        terms.dtype.itemsize, sizes.gates,
+    )  # fmt: skip
+    declaration = operator_named(OPERATOR)
+    pairs = (("nccl", _whole), ("unfused", _by_routing))
+    for name, predict in (*pairs, ("chunked", _in_slices)):
+        if name == "unfused" and "nccl" in predictions:
+            continue
+        is_taken = sizes.tokens and declaration.refusal(name, terms) is None
+        prediction = predict(profile, call, terms.nodes) if is_taken else None
+        if prediction is not None:
+            predictions[name] = prediction
+    return NetworkTimes(network.network, predictions, network.margin(profile.margin))
+
+
+def slices_of(terms: Terms, device: torch.device) -> int | None:
+    """Return the number of slices in which ``impl="chunked"`` takes the least time.
+
+    It is the same on every rank. None means that no network was measured.
+    """
+    times = times_between_nodes(terms, device)
+    prediction = None if times is None else times.predictions.get("chunked")
+    return None if prediction is None else prediction.slices
+
+
+def _whole(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Prediction | None:
+    """Return the time of an all-gather of tokens, the computation, and a reduce-scatter of sums."""
+    network, computation_us = profile.network, call.computation_us(profile)
+    if network is None or computation_us is None:
+        return None
+    rank, node_of_rank = call.world_size - 1, even_nodes(call.world_size, nodes)
+    sums = call.world_size * call.tokens * call.hidden * call.itemsize
+    routing = call.world_size * call.tokens * 2 * call.top_k * 4
+    exchanges_us = sum(
+        network.collective_time_us(
+            collective, collective_bytes(collective, size, rank, node_of_rank)
+        )
+        for collective, size in (
+            ("all_gather", sums), ("all_gather", routing), ("reduce_scatter", sums),
+        )
+    )  # fmt: skip
+    return Prediction(computation_us + exchanges_us)
+
+
+def _by_routing(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Prediction | None:
+    """Return the time of the computation between two exchanges of one row for each slot, where all
+    experts get as many.
+    """
+    network, computation_us = profile.network, call.computation_us(profile)
+    if network is None or computation_us is None:
+        return None
+    far = call.world_size - call.world_size // nodes
+    rows = call.tokens * call.top_k * far / call.world_size
+    return Prediction(
+        computation_us + 2 * network.all_to_all_us(rows * call.hidden * call.itemsize)
+    )
+
+
+def _in_slices(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Prediction | None:
+    """Return the time of ``impl="chunked"``, with the best number of slices."""
+    network, ranks = profile.network, call.world_size
+    own_us = call.computation_us(profile, 1 / ranks)
+    if network is None or own_us is None:
+        return None
+    predictions, slices = [], 1
+    while slices <= min(MOST_SLICES, call.tokens):
+        slice_us = call.computation_us(profile, (ranks - 1) / ranks / slices)
+        there, back = exchanges_between_nodes(
+            rank=ranks - 1,
+            tokens=call.tokens,
+            hidden=call.hidden,
+            top_k=call.top_k,
+            itemsize=call.itemsize,
+            node_of_rank=even_nodes(ranks, nodes),
+            slices=slices,
+        )
+        assert slice_us is not None
+        predictions.append(
+            there_and_back(
+                network, own_us, slice_us, there, back, profile.product.memory_bytes_per_s
+            )
+        )
+        slices *= 2
+    return first_of_the_best(predictions)

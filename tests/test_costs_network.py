@@ -11,14 +11,13 @@ import pytest
 
 from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
-    BESIDE_POOLING,
+    STEP_BESIDE_POOLING_US,
     floor_memory_bytes,
     fused_between_nodes,
     stock_between_nodes,
 )
 from interlace.costs.known_profiles import parse_profile, profile_of
 from interlace.costs.network import (
-    Beside,
     NetworkRates,
     best_in_slices,
     collective_bytes,
@@ -98,17 +97,9 @@ def test_slices_of_several_sizes() -> None:
     assert even.cut == "2"
 
 
-def test_what_runs_beside_one_another_is_slower() -> None:
-    slow = dataclasses.replace(ROUND, beside_product=2.0, product_beside=1.5)
-    cost = NetworkCost(400_000, 1, 1, 0.5)
-    # 400 us of the computation overlap with the exchange and take 600; so the slice is complete at
-    # 500 of 1000 us, and moves 250 us' worth until 1000.
-    assert in_slices(slow, 800, cost, 1e12).us == 1000 + 400 - 250
-
-
 def test_each_step_beside_a_computation_takes_time_of_its_own() -> None:
     cost = NetworkCost(400_000, 4, 4, 0.5)
-    steps = Beside(step_us=30)
+    steps = 30.0
     # The first of four slices of 100 us is complete at 10 us; the others begin after the 80 us.
     assert in_slices(ROUND, 80, cost, 1e12, steps).us == 10 + 30 + 4 * 100
     # Of 800 us, slices are complete at 100, 200, 300 and 400: all four begin beside the rest.
@@ -121,8 +112,8 @@ def test_results_go_back_while_the_next_slice_is_computed() -> None:
     """Two slices of 100 kB take 100 us each, there and back; a slice is computed in 150 us."""
     there, back = NetworkCost(200_000, 2, 2), NetworkCost(200_000, 2, 2, landing_bytes=1_000_000)
 
-    def us(own_us: float, slice_us: float, network: NetworkRates = ROUND) -> float:
-        prediction = there_and_back(network, own_us, slice_us, there, back, 1e12)
+    def us(own_us: float, slice_us: float) -> float:
+        prediction = there_and_back(ROUND, own_us, slice_us, there, back, 1e12)
         assert prediction.slices == 2
         return prediction.us - 1  # for what landed
 
@@ -132,12 +123,6 @@ def test_results_go_back_while_the_next_slice_is_computed() -> None:
     assert us(50, 150) == 100 + 2 * 150 + 100
     # Where the network decides, it is busy from the beginning to the end.
     assert us(50, 10) == 4 * 100
-    slow = dataclasses.replace(ROUND, beside_product=2.0, product_beside=1.5)
-    # Its own takes 450 us, and the first slice is computed at 600. 75 us' worth of its way back are
-    # beside the second one, and 25 behind it.
-    assert us(300, 150, slow) == 600 + 150 + 25 + 100
-    # Beside 75 us of the rank's own, half as much of the first slice travels.
-    assert us(50, 150, slow) == 100 + 37.5 + 150 + 150 + 25 + 100
 
 
 def test_other_collectives_than_an_all_to_all() -> None:
@@ -180,7 +165,7 @@ def test_bytes_of_a_librarys_collective(collective: str, expected: int) -> None:
         ({"slice_us": []}, "a network's slice_us must be pairs"),
         ({"slice_us": [[2, 1.0], [1, 1.0]]}, "a network's slice_us must be pairs"),
         ({"collective_us": [[1, 0.0]]}, "a network's collective_us must be pairs"),
-        ({"beside_product": 0.5}, "a network's beside_product must be at least 1"),
+        ({"further_message_us": -1}, "a network's further_message_us must be at least 0"),
         ({"spread": -0.1}, "a network's spread must be at least 0"),
         ({"collective_factors": [["all_gather", 0]]}, "a network's collective_factors must be"),
         ({"speed": 1}, "a network must have the fields of NetworkRates"),
@@ -238,7 +223,7 @@ def test_slices_against_the_measurement(
     ) / MEMORY  # fmt: skip
     for shares, error in errors.items():
         cost = fused_between_nodes(**call, node_of_rank=(0, 1), shares=shares)
-        predicted = in_slices(network, pooling_us, cost, MEMORY, BESIDE_POOLING)
+        predicted = in_slices(network, pooling_us, cost, MEMORY, STEP_BESIDE_POOLING_US)
         cut = " (1/4 + 3/4)" if shares == (1, 3) else ""
         assert _percent(predicted.us, us[f"fused, {len(shares)} slices{cut}"]) == error, shares
     whole = stock_between_nodes(**call, node_of_rank=(0, 1))

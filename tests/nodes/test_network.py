@@ -167,13 +167,12 @@ def test_networks_are_read_from_nccls_log(tmp_path):
 
 
 def _tuned(folder):
-    """Measure into a profile, on the CPU in place of a GPU, whose products cannot be beside."""
+    """Measure into a profile, on the CPU in place of a GPU."""
     environment = {"INTERLACE_CACHE_DIR": f"{folder}/{dist.get_rank()}"}
     with (
         process_group_of(2) as process_group,
         mock.patch.dict("os.environ", environment),
         mock.patch.object(tune_network, "group_of", return_value=interlace.group_of(process_group)),
-        mock.patch.object(network_rates, "measure_beside_product", return_value=(1.5, 1.25)),
         mock.patch.object(Gpu, "of", return_value=Gpu("NVIDIA H200", 132, 1 << 17)),
     ):
         profile_of.cache_clear()
@@ -190,7 +189,6 @@ def test_a_measured_network_is_kept_in_the_profile_of_every_node(ranks, tmp_path
     assert network.network == "Gloo over TCP, interface lo"
     assert [nbytes for nbytes, _ in network.slice_us] == list(SIZES)
     assert (network.ranks, network.nodes) == (2, 2)
-    assert (network.beside_product, network.product_beside) == (1.5, 1.25)
     names = [name for name, factor in network.collective_factors if factor > 0]
     assert names == ["all_gather", "reduce_scatter", "all_reduce"]
 

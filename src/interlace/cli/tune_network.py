@@ -50,10 +50,10 @@ def run_network(
     times = [ExchangeTime(**fields) for fields in report["exchanges"]]
     console.print(times_table(times, [report["network"]["network"]]))
     network = report["network"]
-    console.print(
-        f"Beside a product, exchanges take {network['beside_product']:.2f} times as long, and the "
-        f"product {network['product_beside']:.2f} times."
+    factors = ", ".join(
+        f"{name.replace('_', '-')} {factor:.2f}" for name, factor in network["collective_factors"]
     )
+    console.print(f"Times of other collectives, as multiples of an all-to-all's: {factors}.")
     console.print(
         f"Between samples, the ratio of slices to all-to-alls varied by {network['spread']:.0%}, "
         "which slices must gain at least."

@@ -19,8 +19,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from interlace.comm.carrier import CHANNELS
-from interlace.comm.cublas import leaving_sms
 from interlace.comm.group import Group
 from interlace.comm.process_groups import process_group_named
 from interlace.comm.slices import Message, SliceQueue, Step
@@ -37,8 +35,6 @@ _NAME = "network measurement"
 _SAMPLES = 5
 _MOST_STEPS = 32
 _SAMPLE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
-_PRODUCT = 8192
-_BESIDE_BYTES = 4 << 20
 _GREETING_BYTES = 16
 _SUMMED = torch.bfloat16
 
@@ -97,7 +93,6 @@ def measure_network(
     """
     compared = compare_with_all_to_all(group, sizes, advance)
     several = measure_exchanges(group, sizes, advance, (TOGETHER,))
-    beside = measure_beside_product(group)
     network = NetworkRates(
         "",
         source,
@@ -106,8 +101,6 @@ def measure_network(
         slice_us=[(each.nbytes, _digits(each.us)) for each in compared.exchanges],
         collective_us=[(each.nbytes, _digits(each.us)) for each in compared.collectives],
         spread=_digits(compared.spread),
-        beside_product=_digits(beside[0]),
-        product_beside=_digits(beside[1]),
         collective_factors=[(name, _digits(factor)) for name, factor in compared.factors],
     )
     further = [
@@ -328,65 +321,6 @@ def _calls_us(group: Group, call: Callable[[], object], count: int) -> float:
 def _steps_of_a_sample(group: Group, nbytes: int) -> int:
     """Return how many exchanges of so many bytes make up one sample."""
     return max(1, min(_MOST_STEPS, _SAMPLE_BYTES[group.backend] // nbytes))
-
-
-def measure_beside_product(group: Group) -> tuple[float, float]:
-    """Measure exchanges beside products that leave them their SMs. Collective.
-
-    Returns:
-        The factor by which exchanges take longer, and the one by which the products do meanwhile;
-        at least 1 each. On the CPU backend nothing runs beside anything, so both are 1.
-    """
-    if group.backend == "cpu":
-        return 1.0, 1.0
-    alone_us = _measure(group, _BESIDE_BYTES, 1).us
-    x, w = torch.randn(2, _PRODUCT, _PRODUCT, device=group.device).bfloat16()
-    with leaving_sms(CHANNELS, group.device):
-        return _measure_beside(group, alone_us, x, w)
-
-
-def _measure_beside(
-    group: Group, alone_us: float, x: torch.Tensor, w: torch.Tensor
-) -> tuple[float, float]:
-    """Measure exchanges that take ``alone_us`` by themselves beside ``x @ w``, and the reverse."""
-    torch.mm(x, w)
-    product_us = _timed_us(lambda: [torch.mm(x, w) for _ in range(4)]) / 4
-    steps = 8
-    # The products last longer than the exchanges, so all of these are beside one.
-    products = int(2 * steps * alone_us / product_us) + 1
-    factors = []
-    for _ in range(_SAMPLES):
-        queue = queue_of(group, _BESIDE_BYTES, 1, steps)
-        side = torch.cuda.Stream(group.device)
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
-        with group.running():
-            _begin_together(group)
-            events[0].record()
-            queue.arm()
-            for _ in range(products):
-                torch.mm(x, w)
-            queue.release()
-            events[1].record()
-            side.wait_event(events[0])
-            with torch.cuda.stream(side):
-                queue.join()
-                events[2].record()
-            torch.cuda.current_stream().wait_event(events[2])
-            group.streams.synchronize()
-        whole_us, exchanged_us = (1e3 * events[0].elapsed_time(event) for event in events[1:])
-        slowed = 1 + (whole_us - products * product_us) / exchanged_us
-        factors.append((exchanged_us / (steps * alone_us), slowed))
-    exchange, product = (statistics.median(column) for column in zip(*factors, strict=True))
-    return slowest(group, max(1.0, exchange)), slowest(group, max(1.0, product))
-
-
-def _timed_us(enqueue: Callable[[], object]) -> float:
-    """Return the time of enqueued work on a GPU."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    enqueue()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) * 1e6
 
 
 def slowest(group: Group, value: float) -> float:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 
 from interlace.costs.cost import Cost, NetworkCost
-from interlace.costs.network import Beside
 from interlace.costs.registry import cost_of, gradient_cost_of, network_cost_of
 from interlace.units import ceil_div, round_up
 
@@ -29,13 +28,13 @@ A small first slice leaves early, while the network has nothing else to do, and 
 large second one faster than several small ones.
 """
 
-BESIDE_POOLING = Beside(step_us=100.0)
-"""What exchanges between nodes and the pooling cost each other.
+STEP_BESIDE_POOLING_US = 100.0
+"""Microseconds by which an exchange between nodes takes longer that begins beside the pooling.
 
-Pooling has many short programs, so neither is slowed for long, unlike beside a product. With 100 us
-a step, 68 calls on two H200s and two H100s over sockets, of 1 to 16 slices and 1 to 203 lookups,
-single ones and from graphs, took what is predicted within 6 % (root mean square; -1 % in the mean),
-given the times of exchanges by themselves; without it within 10 % (-7 %).
+NCCL's kernel waits for room between the many short programs of the pooling. With 100 us a step, 68
+calls on two H200s and two H100s over sockets, of 1 to 16 slices and 1 to 203 lookups, single ones
+and from graphs, took what is predicted within 6 % (root mean square; -1 % in the mean), given the
+times of exchanges by themselves; without it within 10 % (-7 %).
 """
 
 GRANT_BYTES = 4

@@ -29,24 +29,11 @@ _NEAR = 0.02
 """The fraction of a time that more slices must save: no measurement is as exact as that."""
 
 
+_NO_LONGER_READ = ("beside_product", "product_beside")
+"""Fields of files that were written until 2026-11-26 (decision 0023)."""
+
 _LARGEST_MARGIN = 0.5
 """The largest fraction that is asked for, however much times vary."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Beside:
-    """Say what an exchange and a computation cost each other while both run.
-
-    Attributes:
-        exchange: factor by which an exchange takes longer.
-        computation: factor by which the computation takes longer.
-        step_us: time by which an exchange takes longer that begins beside the computation: the
-            network's kernel waits for room between the programs.
-    """
-
-    exchange: float = 1.0
-    computation: float = 1.0
-    step_us: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,9 +50,6 @@ class NetworkRates:
         collective_factors: names of torch's other collectives, and by which factor they take longer
             than an all-to-all of as many bytes for other nodes; 1 for those that are missing.
         further_message_us: time of each further message of an exchange, beside its bytes.
-        beside_product: factor by which an exchange takes longer beside a product that leaves it its
-            SMs.
-        product_beside: factor by which that product takes longer.
         spread: by how much the ratio of the two kinds of times varied between samples, as a
             fraction: slices that are predicted to gain less than that may gain nothing.
     """
@@ -77,8 +61,6 @@ class NetworkRates:
     slice_us: Times
     collective_us: Times
     further_message_us: float = 0.0
-    beside_product: float = 1.0
-    product_beside: float = 1.0
     spread: float = 0.0
     collective_factors: Sequence[tuple[str, float]] = ()
 
@@ -98,13 +80,10 @@ class NetworkRates:
                 )
             # JSON has lists, which are neither hashable nor equal to tuples.
             object.__setattr__(self, name, tuple(times))
-        least_of = {
-            "further_message_us": 0, "beside_product": 1, "product_beside": 1, "spread": 0
-        }  # fmt: skip
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
+        for name in ("further_message_us", "spread"):
+            if getattr(self, name) < 0:
                 raise ConfigError(
-                    f"a network's {name} must be at least {least}; got {getattr(self, name)!r}."
+                    f"a network's {name} must be at least 0; got {getattr(self, name)!r}."
                 )
         factors = tuple((str(name), float(factor)) for name, factor in self.collective_factors)
         if min((factor for _, factor in factors), default=1.0) <= 0:
@@ -129,11 +108,6 @@ class NetworkRates:
     @functools.cached_property
     def _collective_us(self) -> Times:
         return _undisturbed(self.collective_us)
-
-    @property
-    def beside(self) -> Beside:
-        """Return what an exchange and a product cost each other."""
-        return Beside(self.beside_product, self.product_beside)
 
     def exchange_us(self, nbytes: float, messages: float = 1.0) -> float:
         """Return the time of one exchange of slices.
@@ -239,7 +213,7 @@ def in_slices(
     compute_us: float,
     cost: NetworkCost,
     memory_bytes_per_s: float,
-    beside: Beside | None = None,
+    step_us: float = 0.0,
 ) -> Prediction:
     """Return the time of a computation whose results leave in slices, one exchange after another.
 
@@ -251,10 +225,9 @@ def in_slices(
         compute_us: time of the computation alone.
         cost: the traffic of one call.
         memory_bytes_per_s: rate at which what has arrived is copied to its place.
-        beside: what exchanges and this computation cost each other; default: what exchanges and a
-            product do, as it was measured with the network.
+        step_us: time by which an exchange takes longer that begins beside the computation, if its
+            kernel waits for room between the programs of the computation.
     """
-    beside = beside or network.beside
     shares = cost.shares or (1,) * cost.slices
     end, exchanges_us = 0.0, [0.0] * len(shares)
     if cost.network_bytes:
@@ -265,16 +238,11 @@ def in_slices(
         ]
     # The fractions of the computation after which the slices are complete.
     complete = [cost.remote_share * sum(shares[: i + 1]) / sum(shares) for i in range(len(shares))]
-    # The time by which the computation is slowed while messages travel.
-    overlap_us = min(compute_us * (1 - complete[0]), sum(exchanges_us))
-    compute_us += (beside.computation - 1) * overlap_us
     for fraction, exchange_us in zip(complete, exchanges_us, strict=True):
         start = max(end, compute_us * fraction)
-        # Beside the computation an exchange is slower; it goes on at its own rate afterwards.
-        within_us = min(exchange_us, max(0.0, compute_us - start) / beside.exchange)
-        end = start + exchange_us + (beside.exchange - 1) * within_us
+        end = start + exchange_us
         if exchange_us and start < compute_us:
-            end += beside.step_us
+            end += step_us
     landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
     return Prediction(max(compute_us, end) + landing_us, len(shares), cost.shares)
 
@@ -302,27 +270,15 @@ def there_and_back(
             and writes ``landing_bytes``.
         memory_bytes_per_s: rate at which it does.
     """
-    slices, beside = there.slices, network.beside
+    slices = there.slices
     out_us, back_us = (
         network.exchange_us(cost.network_bytes / slices, cost.network_messages / slices)
         for cost in (there, back)
     )
-
-    def exchanged(start: float, exchange_us: float, computing_until: float) -> float:
-        # Beside the computation an exchange is slower; it goes on at its own rate afterwards.
-        within_us = min(exchange_us, max(0.0, computing_until - start) / beside.exchange)
-        return start + exchange_us + (beside.exchange - 1) * within_us
-
-    computed, end = beside.computation * own_us, 0.0
-    arrivals = []
-    for _ in range(slices):
-        end = exchanged(end, out_us, computed)
-        arrivals.append(end)
-    for number, arrived in enumerate(arrivals):
-        computed = max(computed, arrived) + slice_us
-        start = max(end, computed)
-        next_us = 0.0 if number == slices - 1 else slice_us
-        end = exchanged(start, back_us, computed + next_us)
+    computed, end = own_us, slices * out_us
+    for number in range(slices):
+        computed = max(computed, (number + 1) * out_us) + slice_us
+        end = max(end, computed) + back_us
     return Prediction(end + 1e6 * back.landing_bytes / memory_bytes_per_s, slices)
 
 
@@ -331,7 +287,6 @@ def best_in_slices(
     compute_us: Callable[[int], float],
     cost_of: Callable[[int], NetworkCost],
     memory_bytes_per_s: float,
-    beside: Beside | None = None,
 ) -> Prediction:
     """Return the prediction with the number of slices, a power of two, that takes least time, or
     hardly more with fewer slices.
@@ -340,13 +295,12 @@ def best_in_slices(
         compute_us: function from a number of slices to the time of the computation alone, in
             microseconds.
         cost_of: function from a number of slices to the traffic of a call.
-        beside: as for :func:`in_slices`.
     """
     predictions = []
     slices = 1
     while slices <= MOST_SLICES:
         cost = cost_of(slices)
-        prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s, beside)
+        prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s)
         # A call may have several exchanges of as many slices.
         predictions.append(dataclasses.replace(prediction, slices=slices))
         slices *= 2
@@ -404,7 +358,8 @@ def parse_network(values: dict[str, Any]) -> NetworkRates:
         ConfigError: they are not those of a network.
     """
     try:
-        return NetworkRates(**values)
+        known = {name: values[name] for name in values if name not in _NO_LONGER_READ}
+        return NetworkRates(**known)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"a network must have the fields of NetworkRates; {error}.") from error
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from interlace.costs.embedding_all_to_all import (
-    BESIDE_POOLING,
+    STEP_BESIDE_POOLING_US,
     floor_memory_bytes,
     fused_between_nodes,
     stock_between_nodes,
@@ -251,5 +251,5 @@ def _predicted_us(
     }
     if shares != _PAIR:
         cost = fused_between_nodes(**shared, shares=shares)
-        return in_slices(network, pooling_us, cost, rate, BESIDE_POOLING).us
+        return in_slices(network, pooling_us, cost, rate, STEP_BESIDE_POOLING_US).us
     return one_after_the_other(network, pooling_us, stock_between_nodes(**shared), rate).us

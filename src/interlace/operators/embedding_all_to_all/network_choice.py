@@ -11,8 +11,8 @@ from interlace.comm import Group
 from interlace.comm.copies import has_single_queue, supports_triggers
 from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
-    BESIDE_POOLING,
     SLICES_OF_VECTORS,
+    STEP_BESIDE_POOLING_US,
     backward,
     floor_memory_bytes,
     fused_between_nodes,
@@ -21,7 +21,6 @@ from interlace.costs.embedding_all_to_all import (
 )
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.costs.network import (
-    Beside,
     NetworkRates,
     Prediction,
     even_nodes,
@@ -148,7 +147,7 @@ def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | No
     if layout.world_size <= record.MAX_RANKS:
         predictions["fused"] = first_of_the_best(
             [
-                in_slices(network, pooling_us, traffic(shares=shares), rate, BESIDE_POOLING)
+                in_slices(network, pooling_us, traffic(shares=shares), rate, STEP_BESIDE_POOLING_US)
                 for shares in SLICES_OF_VECTORS
             ]
         )
@@ -213,7 +212,7 @@ def gradient_slices(sizes: Sizes, device: torch.device) -> int:
         )
         traffic = NetworkCost(cost.network_bytes, cost.network_messages, slices)
         # Both exchanges are enqueued before the first update, so neither waits for its SMs.
-        return in_slices(network, update_us, traffic, rate, Beside())
+        return in_slices(network, update_us, traffic, rate)
 
     limit_us = in_so_many(1).us * (1 - margin)
     return _GRADIENT_SLICES if in_so_many(_GRADIENT_SLICES).us < limit_us else 1

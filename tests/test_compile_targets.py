@@ -154,6 +154,7 @@ def _cases_of(kernel):
         "sum_results": lambda: _mixture_of_experts_rows(),
         "activation_backward": lambda: _mixture_of_experts_rows(),
         "activate_rows": lambda: _mixture_of_experts_in_slices(),
+        "activate_rows_backward": lambda: _mixture_of_experts_in_slices(),
         "sum_rows_of_tokens": lambda: _mixture_of_experts_in_slices(),
         "bias_gradient": lambda: _mixture_of_experts_rows(),
     }[kernel]()
@@ -587,14 +588,17 @@ def _mixture_of_experts_rows():
 
 def _mixture_of_experts_in_slices():
     """Gate and up in turn, in halves, and no gate; with biases and without."""
-    rows = dict.fromkeys(("products", "active", "results", "sums"), "*bf16")
-    indices = {"owners": "*i64", "places": "*i64", "ends": "*i32", "routing": "*fp32"}
+    names = ("products", "active", "results", "sums", "incoming", "gradients", "inner", "scaled")
+    rows = dict.fromkeys(names, "*bf16") | {"of_weights": "*fp32", "routing": "*fp32"}
+    indices = dict.fromkeys(("owners", "places", "order"), "*i64") | {"ends": "*i32"}
     numbers = dict.fromkeys(("L", "width", "tokens", "first", "hidden"), "i32")
     types = rows | indices | numbers
     blocks = {"ROWS": 2, "COLS": 512, "TOP_K": 3}
-    yield dict(types), blocks | {"bias": None, "HALVES": False, "FORM": _swiglu()}
-    types |= {"bias": "*bf16"}
-    yield dict(types), blocks | {"HALVES": True, "FORM": _swiglu()}
+    absent = {"bias": None, "out_bias": None, "WEIGHTED": True, "HALVES": False}
+    yield dict(types), blocks | absent | {"FORM": _swiglu()}
+    types |= {"bias": "*bf16", "out_bias": "*bf16"}
+    blocks |= {"WEIGHTED": False}
+    yield dict(types), blocks | {"HALVES": True, "FORM": _swiglu(limit=7.0)}
     yield dict(types), blocks | {"HALVES": False, "FORM": _swiglu(gates=1)}
 
 

@@ -28,12 +28,13 @@ def _calls(ranks):
         dataclasses.replace(call, tokens=33, dtype="bfloat16", local=3, top_k=3, routing="few"),
         dataclasses.replace(call, routing="holes", halves=True, along_k=False, biases=True),
         dataclasses.replace(call, routing="one", top_k=1, activation=GPT_OSS, biases=True),
+        dataclasses.replace(call, activation=interlace.ExpertActivation("gelu"), gates=1),
         dataclasses.replace(call, tokens=1),
         dataclasses.replace(call, tokens=0),
     ]
 
 
-def _results(calls, nodes, slice_bytes):
+def _results(calls, nodes, slice_bytes, trains):
     with (
         mock.patch.object(network, "SLICE_BYTES", slice_bytes),
         mock.patch.object(between_nodes, "_MOST_UNMEASURED", 8),
@@ -43,41 +44,36 @@ def _results(calls, nodes, slice_bytes):
         results = []
         for call in calls * 2:  # the second calls find what the first ones have left
             traffic.reset()
-            y = run_one(call, process_group, backward=False)
+            y = run_one(call, process_group, backward=trains)
             results.append((y, dict(traffic.bytes_to), traffic.messages))
         return results
 
 
+@pytest.mark.parametrize("trains", [False, True])
 @pytest.mark.parametrize("slice_bytes", [1 << 20, 250])
 @pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
-def test_results_and_traffic(ranks, world_size, nodes, slice_bytes):
+def test_results_and_traffic(ranks, world_size, nodes, slice_bytes, trains):
     calls = _calls(world_size)
-    outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes)
+    outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes, trains)
     check_all(calls * 2, [[y for y, *_ in outcome] for outcome in outcomes])
     for rank, outcome in enumerate(outcomes):
-        for call, ((y,), bytes_to, messages) in zip(calls * 2, outcome, strict=True):
+        for call, ((y, *_), bytes_to, messages) in zip(calls * 2, outcome, strict=True):
             if not call.tokens:
                 assert not messages
                 continue
-            cost = find_cost("mixture_of_experts").between_nodes["chunked"](
-                rank=rank, tokens=call.tokens, hidden=24, top_k=call.top_k,
-                itemsize=y.element_size(), node_of_rank=nodes,
-                slices=max(1, min(8, y.nbytes // slice_bytes)),
-            )  # fmt: skip
-            expected = cost.network_bytes, cost.network_messages
+            costs = [
+                find_cost("mixture_of_experts").between_nodes["chunked"](
+                    rank=rank, tokens=call.tokens, hidden=24, top_k=call.top_k,
+                    itemsize=y.element_size(), node_of_rank=nodes,
+                    slices=max(1, min(8, y.nbytes // slice_bytes)), backward=backward,
+                )
+                for backward in ((False, True) if trains else (False,))
+            ]  # fmt: skip
+            expected = (
+                sum(cost.network_bytes for cost in costs),
+                sum(cost.network_messages for cost in costs),
+            )
             check_traffic(bytes_to, messages, rank, nodes, expected)
-
-
-def _trained(calls, nodes):
-    with process_group_of(nodes) as process_group:
-        return [run_one(call, process_group) for call in calls]
-
-
-@pytest.mark.parametrize(("world_size", "nodes"), SHAPES[1:])
-def test_gradients(ranks, world_size, nodes):
-    """The backward pass computes the forward pass anew, by PyTorch."""
-    calls = [call for call in _calls(world_size) if call.tokens]
-    check_all(calls, ranks(world_size).run(_trained, calls, nodes))
 
 
 def _refusals(call):

@@ -218,7 +218,7 @@ class SliceQueue:
 def run_in_slices(
     group: Group,
     operator: str,
-    key: tuple[Hashable, ...],
+    key: tuple[Hashable, ...] | None,
     enqueue: Callable[[], None],
     copied: Sequence[torch.Tensor],
 ) -> None:
@@ -228,7 +228,7 @@ def run_in_slices(
 
     Args:
         operator: Name of the calling operator, for errors.
-        key: Everything that the work depends on; see :meth:`Replays.run`.
+        key: Everything that the work depends on; see :meth:`Replays.run`. None for no graph.
         enqueue: Enqueues all of it, within ``Group.running``.
         copied: The memory that slices leave from and arrive in.
     """
@@ -236,7 +236,7 @@ def run_in_slices(
     if watch is not None:
         watch.operator = operator  # which a graph does not say
     with group.running():
-        if has_single_queue():  # with which no graph may have slices
+        if key is None or has_single_queue():  # with which no graph may have slices
             enqueue()
         else:
             # NCCL registers what a graph sends where the program asks for that.

@@ -147,41 +147,51 @@ def forward(
 
 def exchanges_between_nodes(
     *, rank: int, tokens: int, hidden: int, top_k: int, itemsize: int, node_of_rank: Sequence[int],
-    slices: int,
+    slices: int, backward: bool = False,
 ) -> tuple[NetworkCost, NetworkCost]:  # fmt: skip
     """Compute the traffic between nodes of a layer whose tokens go to every rank, and of their sums
     back, each in slices.
 
-    Tokens travel with their experts and weights, 4 bytes each.
+    Tokens travel with their experts and weights, 4 bytes each. In the backward pass their gradients
+    travel, too, and the gradients of weights come back with those of tokens.
 
     Args:
         tokens: tokens of this rank, not fewer than slices.
         slices: number of slices of the tokens, and of the sums.
+        backward: whether it is the backward pass.
     """
     far = sum(node != node_of_rank[rank] for node in node_of_rank)
-    sums = far * tokens * hidden * itemsize
-    routing = far * tokens * 2 * top_k * 4
+    rows, numbers = tokens * hidden * itemsize, tokens * top_k * NUMBER_BYTES
+    there, back = (2 * rows + 2 * numbers, rows + numbers) if backward else (
+        rows + 2 * numbers, rows
+    )  # fmt: skip
     return (
         # All tokens leave at once.
-        NetworkCost(sums + routing, 2 * far * slices, slices, 0.0),
+        NetworkCost(far * there, (3 if backward else 2) * far * slices, slices, 0.0),
         NetworkCost(
-            sums,
-            far * slices,
+            far * back,
+            (2 if backward else 1) * far * slices,
             slices,
             # The sums of all ranks' tokens are read, and those of this rank's written.
-            landing_bytes=(len(node_of_rank) + 1) * tokens * hidden * itemsize // slices,
+            landing_bytes=(len(node_of_rank) + 1) * rows // slices,
         ),
     )
 
 
 @network_cost_of("mixture_of_experts", "chunked")
-def chunked_between_nodes(*, node_of_rank: Sequence[int], rank: int, **sizes: int) -> NetworkCost:
+def chunked_between_nodes(
+    *, rank: int, tokens: int, hidden: int, top_k: int, itemsize: int, node_of_rank: Sequence[int],
+    slices: int, backward: bool = False,
+) -> NetworkCost:  # fmt: skip
     """Compute the traffic between nodes of :func:`exchanges_between_nodes`, together.
 
     Each peer gets a stamp, too.
     """
     far = sum(node != node_of_rank[rank] for node in node_of_rank)
-    there, back = exchanges_between_nodes(rank=rank, node_of_rank=node_of_rank, **sizes)
+    there, back = exchanges_between_nodes(
+        rank=rank, tokens=tokens, hidden=hidden, top_k=top_k, itemsize=itemsize,
+        node_of_rank=node_of_rank, slices=slices, backward=backward,
+    )  # fmt: skip
     return NetworkCost(
         there.network_bytes + back.network_bytes + far * STAMP_BYTES,
         there.network_messages + back.network_messages + far,

@@ -6,7 +6,8 @@ of all ranks' experts, in several kernels.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -20,6 +21,23 @@ if TYPE_CHECKING:
 
 _PROGRAMS_OF_SM = 16
 _MOST_COLUMNS = 2048
+_LEAST_ROWS = 8
+"""Rows that a grouped product has at least, so that its memory is aligned."""
+
+
+class Passed(NamedTuple):
+    """What the gradients of weights need of the backward pass through some tokens' experts, sorted
+    by expert; ``inner`` and ``scaled`` of other ranks' experts mean nothing.
+
+    Attributes:
+        rows: The slots in the order of their experts.
+        inner: Gradients of gate and up, ``[M * top_k, gates * F]``.
+        scaled: The activation times the slot's weight, ``[M * top_k, F]``.
+    """
+
+    rows: stock.ByExpert
+    inner: torch.Tensor
+    scaled: torch.Tensor
 
 
 def sum_experts(call: Call, x: torch.Tensor, routing: torch.Tensor, sums: torch.Tensor) -> None:
@@ -33,64 +51,210 @@ def sum_experts(call: Call, x: torch.Tensor, routing: torch.Tensor, sums: torch.
         routing: Their experts and weights, as :func:`stock.routing_of` returns them.
         sums: Contiguous.
     """
-    require(call.group.backend)
-    from interlace.operators.mixture_of_experts.kernels.grouped import (
-        activate_rows,
-        sum_rows_of_tokens,
-    )
-
     sizes, rows = call.sizes, stock.by_expert(call, routing)
-    w_in, in_order = stock.first_weight(call)
+    w_in, _ = stock.first_weight(call)
     products = torch._grouped_mm(x[rows.order // sizes.top_k], w_in, offs=rows.ends)
     active = products.new_empty(len(products), sizes.ffn)
-    block_rows, columns = layout.activation_tile(sizes.ffn)
-    tiles = ceil_div(len(products), block_rows) * ceil_div(sizes.ffn, columns)
-    b_in = None if call.b_in is None else layout.bias_in_order(call.b_in, in_order)
-    Launch(
-        activate_rows,
-        (_programs(call, tiles),),
-        {
-            "products": products,
-            "bias": b_in,
-            "owners": rows.experts,
-            "ends": rows.ends,
-            "active": active,
-            "L": sizes.local,
-            "width": sizes.ffn,
-        },
-        {
-            "HALVES": in_order.halves,
-            "FORM": call.form,
-            "ROWS": block_rows,
-            "COLS": columns,
-            "num_warps": 4,
-        },
-    )()
+    arguments, constants = _activation_of(call, products, rows)
+    _launch(
+        call,
+        "activate_rows",
+        ceil_div(len(products), constants["ROWS"]) * ceil_div(sizes.ffn, constants["COLS"]),
+        arguments | {"active": active},
+        constants,
+    )
     results = torch._grouped_mm(active, stock.second_weight(call), offs=rows.ends)
-    Launch(
-        sum_rows_of_tokens,
-        (_programs(call, len(x)),),
+    _sum_rows(call, results, rows, routing, sums, is_backward=False)
+
+
+def sum_gradients(
+    call: Call,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    routing: torch.Tensor,
+    sums: torch.Tensor,
+    of_weights: torch.Tensor,
+) -> Passed:
+    """Compute the parts of tokens' gradients that come through this rank's experts, into ``sums [M,
+    hidden]``, and the gradients of their slots' weights.
+
+    The forward pass is computed anew up to the activation. Precisions are those of
+    :func:`sum_experts`.
+
+    Args:
+        x: Tokens of any ranks, ``[M, hidden]``.
+        grad: The gradients of their sums, ``[M, hidden]``.
+        routing: Their experts and weights, as :func:`stock.routing_of` returns them.
+        sums: Contiguous.
+        of_weights: float32 ``[M, top_k]``; becomes zero for slots of other ranks' experts.
+    """
+    sizes, rows = call.sizes, stock.by_expert(call, routing)
+    (w_in, _), w_out = stock.first_weight(call), stock.second_weight(call)
+    tokens = rows.order // sizes.top_k
+    products = torch._grouped_mm(x[tokens], w_in, offs=rows.ends)
+    gradients = grad[tokens]
+    incoming = torch._grouped_mm(gradients, w_out.transpose(1, 2), offs=rows.ends)
+    passed = Passed(rows, torch.empty_like(products), torch.empty_like(incoming))
+    of_weights.zero_()
+    arguments, constants = _activation_of(call, products, rows)
+    _launch(
+        call,
+        "activate_rows_backward",
+        ceil_div(len(products), constants["ROWS"]),
+        arguments
+        | {
+            "order": rows.order,
+            "routing": routing,
+            "incoming": incoming,
+            "gradients": None if call.b_out is None else gradients,
+            "out_bias": None if call.b_out is None else call.b_out.contiguous(),
+            "inner": passed.inner,
+            "scaled": passed.scaled,
+            "of_weights": of_weights,
+            "hidden": sizes.hidden,
+        },
+        constants | {"TOP_K": sizes.top_k},
+    )
+    results = torch._grouped_mm(passed.inner, w_in.transpose(1, 2), offs=rows.ends)
+    _sum_rows(call, results, rows, routing, sums, is_backward=True)
+    return passed
+
+
+def gradients_of_parameters(
+    call: Call,
+    x: torch.Tensor,
+    grad: torch.Tensor,
+    routing: torch.Tensor,
+    passed: Sequence[Passed],
+    needed: Sequence[bool],
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of w_in, w_out, b_in and b_out, empty unless they are ``needed``.
+
+    An expert's rows are summed in float32, in the order of the tokens given, and rounded once.
+
+    Args:
+        x, grad, routing: Tokens, gradients and routing of all ranks, part after part. They may hold
+            NaN where nothing arrived, and so do the gradients then.
+        passed: What :func:`sum_gradients` returned for each part.
+    """
+    sizes, local = call.sizes, call.sizes.local
+    starts = [0]
+    for part in passed:
+        starts.append(starts[-1] + len(part.rows.order))
+    experts = torch.cat([part.rows.experts for part in passed])
+    slots = torch.cat(
+        [part.rows.order + start for part, start in zip(passed, starts, strict=False)]
+    )
+    experts, order = experts.sort(stable=True)
+    ends = stock.ends_of(experts, local)
+    slots = slots[order]
+    tokens = slots // sizes.top_k
+    # Rows that did not arrive are no expert's.
+    missing = 0 * routing.sum()
+
+    def grouped(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """Return each expert's ``left.T @ right``."""
+        return torch._grouped_mm(left.T, right, offs=ends)
+
+    of_in, of_out = torch.cat([part.inner for part in passed])[order], None
+    gradients = [call.x.new_empty(0) for _ in call.parameters]
+    _, in_order = stock.first_weight(call)
+    if needed[0]:
+        rows = x[tokens].add_(missing)
+        pair = (of_in, rows) if in_order.along_k else (rows, of_in)
+        gradients[0] = layout.as_in_memory(grouped(*pair), call.w_in)
+    if needed[1] or (needed[3] and call.b_out is not None):
+        of_out = grad[tokens].add_(missing)
+    if needed[1]:
+        assert of_out is not None
+        scaled = torch.cat([part.scaled for part in passed])[order]
+        along_k = layout.order_of(call.w_out).along_k
+        pair = (of_out, scaled) if along_k else (scaled, of_out)
+        gradients[1] = layout.as_in_memory(grouped(*pair), call.w_out)
+    if needed[2] and call.b_in is not None:
+        ones = of_in.new_ones(len(of_in), _LEAST_ROWS).add_(missing)
+        lines = grouped(ones, of_in)[:, 0]
+        if in_order.halves:
+            gradients[2] = lines.view(local, sizes.gates, sizes.ffn).transpose(1, 2)
+        else:
+            gradients[2] = lines.view(local, sizes.ffn, sizes.gates)
+    if needed[3] and call.b_out is not None:
+        assert of_out is not None
+        weights = routing[:, sizes.top_k :].flatten()[slots].to(of_out.dtype)
+        ones = weights[:, None].expand(-1, _LEAST_ROWS).contiguous()
+        gradients[3] = grouped(ones, of_out)[:, 0].contiguous()
+    return tuple(gradients)
+
+
+def _activation_of(
+    call: Call, products: torch.Tensor, rows: stock.ByExpert
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments and constants by which kernels read gate and up."""
+    sizes = call.sizes
+    _, in_order = stock.first_weight(call)
+    block_rows, columns = layout.activation_tile(sizes.ffn)
+    return {
+        "products": products,
+        "bias": None if call.b_in is None else layout.bias_in_order(call.b_in, in_order),
+        "owners": rows.experts,
+        "ends": rows.ends,
+        "L": sizes.local,
+        "width": sizes.ffn,
+    }, {
+        "HALVES": in_order.halves,
+        "FORM": call.form,
+        "ROWS": block_rows,
+        "COLS": columns,
+        "num_warps": 4,
+    }
+
+
+def _sum_rows(
+    call: Call,
+    results: torch.Tensor,
+    rows: stock.ByExpert,
+    routing: torch.Tensor,
+    sums: torch.Tensor,
+    *,
+    is_backward: bool,
+) -> None:
+    """Sum the rows of each token; in the backward pass they have their weights already."""
+    sizes = call.sizes
+    has_bias = call.b_out is not None and not is_backward
+    _launch(
+        call,
+        "sum_rows_of_tokens",
+        len(sums),
         {
             "results": results,
             "places": rows.places,
             "routing": routing,
-            "bias": None if call.b_out is None else call.b_out.contiguous(),
+            "bias": call.b_out.contiguous() if has_bias and call.b_out is not None else None,
             "sums": sums,
-            "tokens": len(x),
+            "tokens": len(sums),
             "first": call.group.rank * sizes.local,
             "L": sizes.local,
             "hidden": sizes.hidden,
         },
         {
+            "WEIGHTED": not is_backward,
             "TOP_K": sizes.top_k,
             "COLS": min(next_power_of_2(max(sizes.hidden, 16)), _MOST_COLUMNS),
             "num_warps": 4,
         },
-    )()
+    )
 
 
-def _programs(call: Call, items: int) -> int:
-    """Return the number of programs that take so many items in turn."""
-    if call.group.backend == "cpu":
-        return min(items, CPU_PROGRAMS)
-    return min(items, _PROGRAMS_OF_SM * processors(call.group.device))
+def _launch(
+    call: Call, kernel: str, items: int, arguments: dict[str, Any], constants: dict[str, Any]
+) -> None:
+    """Launch a kernel whose programs take so many items in turn."""
+    require(call.group.backend)
+    from interlace.operators.mixture_of_experts.kernels import grouped as kernels
+
+    programs = (
+        CPU_PROGRAMS
+        if call.group.backend == "cpu"
+        else _PROGRAMS_OF_SM * processors(call.group.device)
+    )
+    Launch(getattr(kernels, kernel), (min(items, programs),), arguments, constants)()

@@ -81,9 +81,12 @@ def run_backward(
     group.check()
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
-    if call.sizes.tokens == 0 or impl in ("unfused", "chunked"):
+    if call.sizes.tokens == 0 or impl == "unfused":
         with call.range(_BACKWARD):
             return _unfused_gradients(call, grad, needed)
+    if impl == "chunked":
+        with call.range(_BACKWARD):
+            return between_nodes.run_backward(call, mark, grad, needed)
     launches, gradients = prepare_backward(call, mark, grad, saved, needed)
     with call.range(_BACKWARD), group.running():
         for launch in launches:

@@ -182,6 +182,15 @@ def like(weight: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(weight, memory_format=memory_format)
 
 
+def as_in_memory(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of ``w_in`` or ``w_out`` whose dimensions follow each other as those of
+    :func:`in_memory_order`, some of them as one, in the weight's dimensions.
+    """
+    dimensions = _dimensions(weight) or tuple(range(weight.dim()))
+    inverse = sorted(range(len(dimensions)), key=dimensions.__getitem__)
+    return gradient.view([weight.shape[dim] for dim in dimensions]).permute(inverse)
+
+
 def bias_in_order(bias: torch.Tensor, order: Order) -> torch.Tensor:
     """Return ``b_in [L, F, 2]`` in the order of w_in's lines; a copy if it has another one."""
     return (bias.transpose(1, 2) if order.halves else bias).contiguous()

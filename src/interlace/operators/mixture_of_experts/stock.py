@@ -104,9 +104,13 @@ def by_expert(call: Call, routing: torch.Tensor) -> ByExpert:
     expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
     expert = torch.where((expert >= 0) & (expert < local), expert, local)
     experts, order = expert.sort(stable=True)
-    numbers = torch.arange(local, device=routing.device)
-    ends = torch.searchsorted(experts, numbers, right=True).to(torch.int32)
-    return ByExpert(experts, order, ends)
+    return ByExpert(experts, order, ends_of(experts, local))
+
+
+def ends_of(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the row behind the last one of each of ``count`` experts; ``experts`` ascend."""
+    numbers = torch.arange(count, device=experts.device)
+    return torch.searchsorted(experts, numbers, right=True).to(torch.int32)
 
 
 def first_weight(call: Call) -> tuple[torch.Tensor, layout.Order]:

@@ -1,13 +1,17 @@
-"""What stands around the library's grouped products: the activation, and the sums of tokens' rows.
+"""What stands around the library's grouped products: the activation and its derivative, and the
+sums of tokens' rows.
 
 Rows are sorted by their expert. Those of this rank's experts come first, and only they are read:
-how many there are is known on the device alone. Neither kernel reaches a peer.
+how many there are is known on the device alone. No kernel reaches a peer.
 """
 
 import triton
 import triton.language as tl
 
-from interlace.operators.mixture_of_experts.kernels.activation import activate
+from interlace.operators.mixture_of_experts.kernels.activation import (
+    act, activate, clamp_gate, clamp_up, times_slope,
+)
+from interlace.operators.mixture_of_experts.kernels.gradients import gradient_of_up, multiplied
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -26,29 +30,127 @@ def activate_rows(
     """
     rows = tl.load(ends + L - 1)
     blocks_of_row = tl.cdiv(width, COLS)
-    lines = FORM.gates * width
     for item in range(tl.program_id(0), tl.cdiv(rows, ROWS) * blocks_of_row, tl.num_programs(0)):
         row = item // blocks_of_row * ROWS + tl.arange(0, ROWS)
         start = item % blocks_of_row * COLS
-        column = start + tl.arange(0, COLS)[None, :]
-        is_row = (row < rows)[:, None]
-        row = row.to(tl.int64)[:, None]
-        added = None
-        if bias is not None:
-            added = bias + tl.load(owners + row, mask=is_row, other=0) * lines
-        first = products + row * lines
-        if FORM.gates == 2 and not HALVES:
-            in_turn = 2 * start + tl.arange(0, 2 * COLS)[None, :]
-            both = _biased(first + in_turn, added, in_turn, is_row & (in_turn < lines))
-            gate, up = tl.split(tl.reshape(both, [ROWS, COLS, 2]))
-        else:
-            mask = is_row & (column < width)
-            gate = _biased(first + column, added, column, mask)
-            up = None
-            if FORM.gates == 2:
-                up = _biased(first + width + column, added, width + column, mask)
+        gate, up = _gate_and_up(
+            products, bias, owners, row, rows, start, width, HALVES, FORM, ROWS, COLS
+        )
         value = activate(gate, up, FORM).to(active.dtype.element_ty)
-        tl.store(active + row * width + column, value, mask=is_row & (column < width))
+        column = start + tl.arange(0, COLS)[None, :]
+        cells = active + row.to(tl.int64)[:, None] * width + column
+        tl.store(cells, value, mask=(row < rows)[:, None] & (column < width))
+
+
+@triton.jit(do_not_specialize=["L"])
+def activate_rows_backward(
+    products, bias, owners, ends, order, routing, incoming, gradients, out_bias, inner, scaled,
+    of_weights, L, width, hidden, TOP_K: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):
+    """Compute each row's gradients of gate and up, its activation times its weight, and the
+    gradient of this weight.
+
+    With g the gradient of the token's sum, ``p = g @ w_out``, s the weight of the row's slot and a
+    its activation: the gradient of a is ``s p``, that of s is ``p . a + g . out_bias``, and that of
+    w_out is ``g.T @ (s a)``.
+
+    Args:
+        products, bias, owners, ends: those of :func:`activate_rows`.
+        order: int64 ``[M]``, the slot of each row.
+        routing: float32 ``[tokens, 2 * TOP_K]``, a token's experts and then their weights.
+        incoming: ``[M, width]``, the products p.
+        gradients: ``[M, hidden]``, the gradients g; None without ``out_bias``.
+        out_bias: ``[L, hidden]``, the bias of the second product; or None.
+        inner: ``[M, gates * width]``, the gradients of gate and up, in the order of ``products``.
+        scaled: ``[M, width]``, ``s a``.
+        of_weights: float32 ``[tokens, TOP_K]``; slots of other ranks' experts are not written.
+    """
+    rows = tl.load(ends + L - 1)
+    lines = FORM.gates * width
+    for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
+        row = item * ROWS + tl.arange(0, ROWS)
+        is_row = row < rows
+        place = row.to(tl.int64)[:, None]
+        slot = tl.load(order + row, mask=is_row, other=0)
+        weights = routing + slot // TOP_K * 2 * TOP_K + TOP_K + slot % TOP_K
+        scale = tl.load(weights, mask=is_row, other=0.0)[:, None]
+        number = tl.zeros([ROWS], tl.float32)
+        for start in range(0, width, COLS):
+            column = start + tl.arange(0, COLS)[None, :]
+            mask = is_row[:, None] & (column < width)
+            gate, up = _gate_and_up(
+                products, bias, owners, row, rows, start, width, HALVES, FORM, ROWS, COLS
+            )
+            upstream = tl.load(incoming + place * width + column, mask=mask, other=0.0)
+            upstream = upstream.to(tl.float32)
+            clamped_up = None
+            if FORM.gates == 2:
+                clamped_up = clamp_up(up, FORM)
+            clamped_gate = clamp_gate(gate, FORM)
+            value, factor = act(clamped_gate, FORM)
+            active = multiplied(value, clamped_up)
+            number += tl.sum(tl.where(mask, upstream * active, 0.0), 1)
+            pointers = scaled + place * width + column
+            tl.store(pointers, (active * scale).to(scaled.dtype.element_ty), mask=mask)
+            upstream *= scale
+            of_gate = times_slope(multiplied(upstream, clamped_up), clamped_gate, factor, FORM)
+            if FORM.limit is not None:
+                # What is clamped has no influence; NaN stays.
+                of_gate = tl.where((gate > FORM.limit) & (upstream == upstream), 0.0, of_gate)
+            of_gate = of_gate.to(inner.dtype.element_ty)
+            if FORM.gates == 1:
+                tl.store(inner + place * width + column, of_gate, mask=mask)
+            else:
+                of_up = gradient_of_up(upstream * value, upstream, up, FORM)
+                of_up = of_up.to(inner.dtype.element_ty)
+                if HALVES:
+                    tl.store(inner + place * lines + column, of_gate, mask=mask)
+                    tl.store(inner + place * lines + width + column, of_up, mask=mask)
+                else:
+                    both = tl.reshape(tl.join(of_gate, of_up), [ROWS, 2 * COLS])
+                    in_turn = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+                    mask = is_row[:, None] & (in_turn < lines)
+                    tl.store(inner + place * lines + in_turn, both, mask=mask)
+        if out_bias is not None:
+            owner = tl.load(owners + row, mask=is_row, other=0)[:, None]
+            for start in range(0, hidden, COLS):
+                column = start + tl.arange(0, COLS)[None, :]
+                mask = is_row[:, None] & (column < hidden)
+                upstream = tl.load(gradients + place * hidden + column, mask=mask, other=0.0)
+                added = tl.load(out_bias + owner * hidden + column, mask=mask, other=0.0)
+                number += tl.sum(upstream.to(tl.float32) * added.to(tl.float32), 1)
+        tl.store(of_weights + slot, number, mask=is_row)
+
+
+@triton.jit
+def _gate_and_up(
+    products, bias, owners, row, rows, start, width, HALVES: tl.constexpr, FORM: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):
+    """Return gate and up of some rows, float32 ``[ROWS, COLS]`` each, with their bias.
+
+    Without a gate, both are up.
+    """
+    lines = FORM.gates * width
+    is_row = (row < rows)[:, None]
+    added = None
+    if bias is not None:
+        added = bias + tl.load(owners + row, mask=row < rows, other=0)[:, None] * lines
+    first = products + row.to(tl.int64)[:, None] * lines
+    column = start + tl.arange(0, COLS)[None, :]
+    mask = is_row & (column < width)
+    if FORM.gates == 1:
+        gate = _biased(first + column, added, column, mask)
+        up = gate
+    elif HALVES:
+        gate = _biased(first + column, added, column, mask)
+        up = _biased(first + width + column, added, width + column, mask)
+    else:
+        in_turn = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+        both = _biased(first + in_turn, added, in_turn, is_row & (in_turn < lines))
+        gate, up = tl.split(tl.reshape(both, [ROWS, COLS, 2]))
+    return gate, up
 
 
 @triton.jit
@@ -62,12 +164,12 @@ def _biased(pointers, bias, column, mask):
 
 @triton.jit(do_not_specialize=["tokens", "first", "L"])
 def sum_rows_of_tokens(
-    results, places, routing, bias, sums, tokens, first, L, hidden, TOP_K: tl.constexpr,
-    COLS: tl.constexpr,
+    results, places, routing, bias, sums, tokens, first, L, hidden, WEIGHTED: tl.constexpr,
+    TOP_K: tl.constexpr, COLS: tl.constexpr,
 ):
-    """Sum each token's rows of this rank's experts with their weights: ``sums [tokens, hidden]``.
+    """Sum each token's rows of this rank's experts into ``sums [tokens, hidden]``.
 
-    The sum is float32, in the order of the token's slots, and rounded once.
+    Rows count with their weights if ``WEIGHTED``. The sum is float32, in the order of the token's slots, and rounded once.
 
     Args:
         results: ``[M, hidden]``, the second product.
@@ -92,6 +194,8 @@ def sum_rows_of_tokens(
                     if bias is not None:
                         pointers = bias + expert.to(tl.int32) * hidden + column
                         value += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
-                    total += tl.load(slot + TOP_K) * value
+                    if WEIGHTED:
+                        value *= tl.load(slot + TOP_K)
+                    total += value
             pointers = sums + hidden.to(tl.int64) * token + column
             tl.store(pointers, total.to(sums.dtype.element_ty), mask=mask)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm.copies import stream_waits_for
-from interlace.comm.cublas import leaving_sms
+from interlace.comm.leaving_sms import grouped_leaving_sms, leaving_sms
 from interlace.comm.unblocked import writer
 from interlace.errors import PeerTimeoutError
 from interlace.operators.embedding_all_to_all import network_choice
@@ -248,9 +248,11 @@ def _sms_that_are_left() -> tuple[list[int], int]:
         targets.append(target.value)
 
     note()
-    with leaving_sms(2, device):
+    with leaving_sms(2, device), grouped_leaving_sms(2, device):
         note()
+        assert torch._C._get_sm_carveout_experimental() == 2
     note()
+    assert torch._C._get_sm_carveout_experimental() is None
     return targets, torch.cuda.get_device_properties(device).multi_processor_count
 
 

@@ -20,7 +20,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.carrier import CHANNELS
-from interlace.comm.cublas import leaving_sms
+from interlace.comm.leaving_sms import leaving_sms
 from interlace.comm.replays import places
 from interlace.comm.slices import Message, Step, Trigger, run_in_slices
 from interlace.gemm.between_nodes import slices_of

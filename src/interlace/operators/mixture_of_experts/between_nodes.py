@@ -11,13 +11,16 @@ activation, and the gradients of the weights while the last slices travel.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from interlace.comm import Group
+from interlace.comm.carrier import CHANNELS
+from interlace.comm.leaving_sms import grouped_leaving_sms
 from interlace.comm.replays import places
 from interlace.comm.slices import Step, run_in_slices
 from interlace.gemm.implementations.network import (
@@ -30,7 +33,7 @@ from interlace.gemm.implementations.network import (
     slices_by_size,
     steps_of,
 )
-from interlace.mapped.stamped import Landing, reserve_stamps
+from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
 from interlace.operators.mixture_of_experts import grouped, stock
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.network_choice import slices_of
@@ -66,10 +69,18 @@ class _Exchange:
     def group(self) -> Group:
         return self.call.group
 
-    @property
-    def landings(self) -> list[Landing]:
-        """Nothing: slices are voided one by one, as they are waited for."""
-        return [Landing(peer, 0, 0) for peer in peers_in_turn(self.group)]
+    @contextlib.contextmanager
+    def of(
+        self, steps: Sequence[Step], counters: torch.Tensor, result: torch.Tensor
+    ) -> Iterator[StampedQueue]:
+        """Surround the products of the call whose slices are exchanged; see :func:`exchanging`."""
+        # Nothing: slices are voided one by one, as they are waited for.
+        landings = [Landing(peer, 0, 0) for peer in peers_in_turn(self.group)]
+        with (
+            exchanging(self, steps, counters, landings, result) as queue,
+            grouped_leaving_sms(CHANNELS, self.group.device),
+        ):
+            yield queue
 
     def memory(self) -> tuple[Hashable, ...]:
         call = self.call
@@ -174,7 +185,7 @@ def run(call: Call, mark: int) -> torch.Tensor:
             *_together(parted.gathers(x, arrived), parted.gathers(own_routing, arrived_routing)),
             *parted.returns(found, of_ranks, counters),
         ]
-        with exchanging(exchange, steps, counters, exchange.landings, y) as queue:
+        with exchange.of(steps, counters, y) as queue:
             queue.release(count)
             grouped.sum_experts(call, x, own_routing, own)
             for number in range(count):
@@ -233,19 +244,17 @@ def run_backward(
                 *(parted.returns(*each, counters) for each in zip(for_peers, of_ranks, strict=True))
             ),
         ]
-        with exchanging(exchange, steps, counters, exchange.landings, results[0]) as queue:
+        with exchange.of(steps, counters, results[0]) as queue:
             queue.release(count)
-            passed = [grouped.sum_gradients(call, *rows_of, *own)]
+            passed = grouped.Passed.of(call)
+            grouped.sum_gradients(call, passed, *rows_of, *own)
             for number in range(count):
                 queue.wait(number)
                 here = (each[number].flatten(0, 1) for each in (*arrived, *for_peers))
-                passed.append(grouped.sum_gradients(call, *here))
+                grouped.sum_gradients(call, passed, *here)
                 counters[number : number + 1].add_(1)
                 queue.release(count + number + 1)
-            all_x, all_grad, all_routing = of_all
-            gradients.extend(
-                grouped.gradients_of_parameters(call, all_x, all_grad, all_routing, passed, needed)
-            )
+            gradients.extend(grouped.gradients_of_parameters(call, passed, needed, *of_all))
             for number in range(count):
                 queue.wait(count + number)
                 for every, mine, result in zip(of_ranks, own, results, strict=True):

@@ -6,6 +6,7 @@ of all ranks' experts, in several kernels.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,18 +27,34 @@ _LEAST_ROWS = 8
 
 
 class Passed(NamedTuple):
-    """What the gradients of weights need of the backward pass through some tokens' experts, sorted
-    by expert; ``inner`` and ``scaled`` of other ranks' experts mean nothing.
+    """What the gradients of weights need of the backward pass through all tokens' experts: part by
+    part, and sorted by expert within each. Rows of other ranks' experts mean nothing.
 
     Attributes:
-        rows: The slots in the order of their experts.
-        inner: Gradients of gate and up, ``[M * top_k, gates * F]``.
-        scaled: The activation times the slot's weight, ``[M * top_k, F]``.
+        inner: Gradients of gate and up, ``[slots of all ranks, gates * F]``.
+        scaled: The activation times the slot's weight, ``[slots of all ranks, F]``.
+        rows: The slots of each part in the order of their experts.
     """
 
-    rows: stock.ByExpert
     inner: torch.Tensor
     scaled: torch.Tensor
+    rows: list[stock.ByExpert]
+
+    @staticmethod
+    def of(call: Call) -> Passed:
+        """Return memory for a call's parts, none of which has been computed."""
+        sizes = call.sizes
+        slots = sizes.world_size * sizes.slots
+        widths = sizes.gates * sizes.ffn, sizes.ffn
+        inner, scaled = (call.x.new_empty(slots, width) for width in widths)
+        return Passed(inner, scaled, [])
+
+    def add(self, rows: stock.ByExpert) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append a part, and return its memory in ``inner`` and ``scaled``."""
+        start = sum(len(part.order) for part in self.rows)
+        self.rows.append(rows)
+        end = start + len(rows.order)
+        return self.inner[start:end], self.scaled[start:end]
 
 
 def sum_experts(call: Call, x: torch.Tensor, routing: torch.Tensor, sums: torch.Tensor) -> None:
@@ -69,12 +86,13 @@ def sum_experts(call: Call, x: torch.Tensor, routing: torch.Tensor, sums: torch.
 
 def sum_gradients(
     call: Call,
+    passed: Passed,
     x: torch.Tensor,
     grad: torch.Tensor,
     routing: torch.Tensor,
     sums: torch.Tensor,
     of_weights: torch.Tensor,
-) -> Passed:
+) -> None:
     """Compute the parts of tokens' gradients that come through this rank's experts, into ``sums [M,
     hidden]``, and the gradients of their slots' weights.
 
@@ -82,6 +100,7 @@ def sum_gradients(
     :func:`sum_experts`.
 
     Args:
+        passed: Gets one part more.
         x: Tokens of any ranks, ``[M, hidden]``.
         grad: The gradients of their sums, ``[M, hidden]``.
         routing: Their experts and weights, as :func:`stock.routing_of` returns them.
@@ -94,7 +113,7 @@ def sum_gradients(
     products = torch._grouped_mm(x[tokens], w_in, offs=rows.ends)
     gradients = grad[tokens]
     incoming = torch._grouped_mm(gradients, w_out.transpose(1, 2), offs=rows.ends)
-    passed = Passed(rows, torch.empty_like(products), torch.empty_like(incoming))
+    inner, scaled = passed.add(rows)
     of_weights.zero_()
     arguments, constants = _activation_of(call, products, rows)
     _launch(
@@ -108,42 +127,39 @@ def sum_gradients(
             "incoming": incoming,
             "gradients": None if call.b_out is None else gradients,
             "out_bias": None if call.b_out is None else call.b_out.contiguous(),
-            "inner": passed.inner,
-            "scaled": passed.scaled,
+            "inner": inner,
+            "scaled": scaled,
             "of_weights": of_weights,
             "hidden": sizes.hidden,
         },
         constants | {"TOP_K": sizes.top_k},
     )
-    results = torch._grouped_mm(passed.inner, w_in.transpose(1, 2), offs=rows.ends)
+    results = torch._grouped_mm(inner, w_in.transpose(1, 2), offs=rows.ends)
     _sum_rows(call, results, rows, routing, sums, is_backward=True)
-    return passed
 
 
 def gradients_of_parameters(
     call: Call,
+    passed: Passed,
+    needed: Sequence[bool],
     x: torch.Tensor,
     grad: torch.Tensor,
     routing: torch.Tensor,
-    passed: Sequence[Passed],
-    needed: Sequence[bool],
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of w_in, w_out, b_in and b_out, empty unless they are ``needed``.
 
     An expert's rows are summed in float32, in the order of the tokens given, and rounded once.
 
     Args:
+        passed: What :func:`sum_gradients` has left of all parts.
         x, grad, routing: Tokens, gradients and routing of all ranks, part after part. They may hold
             NaN where nothing arrived, and so do the gradients then.
-        passed: What :func:`sum_gradients` returned for each part.
     """
     sizes, local = call.sizes, call.sizes.local
-    starts = [0]
-    for part in passed:
-        starts.append(starts[-1] + len(part.rows.order))
-    experts = torch.cat([part.rows.experts for part in passed])
+    starts = itertools.accumulate((len(part.order) for part in passed.rows), initial=0)
+    experts = torch.cat([part.experts for part in passed.rows])
     slots = torch.cat(
-        [part.rows.order + start for part, start in zip(passed, starts, strict=False)]
+        [part.order + start for part, start in zip(passed.rows, starts, strict=False)]
     )
     experts, order = experts.sort(stable=True)
     ends = stock.ends_of(experts, local)
@@ -156,7 +172,7 @@ def gradients_of_parameters(
         """Return each expert's ``left.T @ right``."""
         return torch._grouped_mm(left.T, right, offs=ends)
 
-    of_in, of_out = torch.cat([part.inner for part in passed])[order], None
+    of_in, of_out = passed.inner[order], None
     gradients = [call.x.new_empty(0) for _ in call.parameters]
     _, in_order = stock.first_weight(call)
     if needed[0]:
@@ -167,7 +183,7 @@ def gradients_of_parameters(
         of_out = grad[tokens].add_(missing)
     if needed[1]:
         assert of_out is not None
-        scaled = torch.cat([part.scaled for part in passed])[order]
+        scaled = passed.scaled[order]
         along_k = layout.order_of(call.w_out).along_k
         pair = (of_out, scaled) if along_k else (scaled, of_out)
         gradients[1] = layout.as_in_memory(grouped(*pair), call.w_out)

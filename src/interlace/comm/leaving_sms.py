@@ -1,12 +1,14 @@
-"""Let products by cuBLAS leave SMs to a kernel that runs beside them.
+"""Let the libraries' products leave SMs to a kernel that runs beside them.
 
-cuBLAS likes to make as many tiles as a GPU has SMs. Beside a kernel that holds two SMs such a
+Libraries like to make as many tiles as a GPU has SMs. Beside a kernel that holds two SMs such a
 product takes twice as long, as its last two tiles begin when the others have ended. Told how many
-SMs there are, cuBLAS takes other tiles.
+SMs there are, libraries take other tiles.
 
-Source: ``cublasSetSmCountTarget`` of NVIDIA's cuBLAS library, since CUDA 11.5. It applies to
+Sources: ``cublasSetSmCountTarget`` of NVIDIA's cuBLAS library, since CUDA 11.5. It applies to
 ``torch.mm`` and ``torch.bmm``; products with a bias in one kernel go by cuBLASLt, which does not
-look at it.
+look at it. PyTorch's grouped products have as many programs as there are SMs, less the number that
+``torch._C._set_sm_carveout_experimental`` sets; PyTorch warns once that it may remove that
+function.
 """
 
 from __future__ import annotations
@@ -48,6 +50,25 @@ def leaving_sms(count: int, device: torch.device) -> Iterator[None]:
         yield
     finally:
         library.cublasSetSmCountTarget(handle, before)
+
+
+@contextlib.contextmanager
+def grouped_leaving_sms(count: int, device: torch.device) -> Iterator[None]:
+    """Tell PyTorch that ``count`` SMs are taken, for grouped products that are enqueued within.
+
+    Other threads' products leave them as well. Without such a function of PyTorch's, and elsewhere
+    than on NVIDIA's GPUs, it does nothing.
+    """
+    set_count = getattr(torch._C, "_set_sm_carveout_experimental", None)
+    if set_count is None or device.type != "cuda" or torch.version.cuda is None:
+        yield
+        return
+    before = torch._C._get_sm_carveout_experimental()
+    set_count(count)
+    try:
+        yield
+    finally:
+        set_count(before)
 
 
 @functools.cache

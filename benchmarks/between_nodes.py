@@ -465,15 +465,23 @@ def timed_in_turn(
 def _sample(call: Callable[[], object]) -> float:
     """Return the mean time of several calls in microseconds, of the slowest rank.
 
-    The host runs ahead of the GPUs from the second call on, as in a training step.
+    They follow one that is not timed, so that the host runs ahead of the GPUs and no rank begins
+    late, as in a training step.
     """
     synchronize()
-    start = time.perf_counter()
+    call()
+    if not torch.cuda.is_available():
+        start = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        return slowest((time.perf_counter() - start) / _CALLS * 1e6)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before.record()
     for _ in range(_CALLS):
         call()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return slowest((time.perf_counter() - start) / _CALLS * 1e6)
+    after.record()
+    torch.cuda.synchronize()
+    return slowest(1e3 * before.elapsed_time(after) / _CALLS)
 
 
 def synchronize() -> None:

@@ -70,7 +70,7 @@ class _Exchange:
         return self.call.group
 
     @contextlib.contextmanager
-    def of(
+    def opened(
         self, steps: Sequence[Step], counters: torch.Tensor, result: torch.Tensor
     ) -> Iterator[StampedQueue]:
         """Surround the products of the call whose slices are exchanged; see :func:`exchanging`."""
@@ -185,7 +185,7 @@ def run(call: Call, mark: int) -> torch.Tensor:
             *_together(parted.gathers(x, arrived), parted.gathers(own_routing, arrived_routing)),
             *parted.returns(found, of_ranks, counters),
         ]
-        with exchange.of(steps, counters, y) as queue:
+        with exchange.opened(steps, counters, y) as queue:
             queue.release(count)
             grouped.sum_experts(call, x, own_routing, own)
             for number in range(count):
@@ -244,7 +244,7 @@ def run_backward(
                 *(parted.returns(*each, counters) for each in zip(for_peers, of_ranks, strict=True))
             ),
         ]
-        with exchange.of(steps, counters, results[0]) as queue:
+        with exchange.opened(steps, counters, results[0]) as queue:
             queue.release(count)
             passed = grouped.Passed.of(call)
             grouped.sum_gradients(call, passed, *rows_of, *own)

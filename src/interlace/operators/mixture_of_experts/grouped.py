@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _PROGRAMS_OF_SM = 16
 _MOST_COLUMNS = 2048
 _LEAST_ROWS = 8
-"""Rows that a grouped product has at least, so that its memory is aligned."""
+"""Rows of the products that sum the gradients of biases: fewer would not be aligned in memory."""
 
 
 class Passed(NamedTuple):
@@ -174,7 +174,7 @@ def gradients_of_parameters(
 
     of_in, of_out = passed.inner[order], None
     gradients = [call.x.new_empty(0) for _ in call.parameters]
-    _, in_order = stock.first_weight(call)
+    in_order = layout.order_of(call.w_in)
     if needed[0]:
         rows = x[tokens].add_(missing)
         pair = (of_in, rows) if in_order.along_k else (rows, of_in)
@@ -189,7 +189,7 @@ def gradients_of_parameters(
         gradients[1] = layout.as_in_memory(grouped(*pair), call.w_out)
     if needed[2] and call.b_in is not None:
         ones = of_in.new_ones(len(of_in), _LEAST_ROWS).add_(missing)
-        lines = grouped(ones, of_in)[:, 0]
+        lines = grouped(ones, of_in)[:, 0].contiguous()
         if in_order.halves:
             gradients[2] = lines.view(local, sizes.gates, sizes.ffn).transpose(1, 2)
         else:
@@ -206,8 +206,7 @@ def _activation_of(
     call: Call, products: torch.Tensor, rows: stock.ByExpert
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments and constants by which kernels read gate and up."""
-    sizes = call.sizes
-    _, in_order = stock.first_weight(call)
+    sizes, in_order = call.sizes, layout.order_of(call.w_in)
     block_rows, columns = layout.activation_tile(sizes.ffn)
     return {
         "products": products,
@@ -236,7 +235,7 @@ def _sum_rows(
 ) -> None:
     """Sum the rows of each token; in the backward pass they have their weights already."""
     sizes = call.sizes
-    has_bias = call.b_out is not None and not is_backward
+    bias = None if is_backward or call.b_out is None else call.b_out.contiguous()
     _launch(
         call,
         "sum_rows_of_tokens",
@@ -245,7 +244,7 @@ def _sum_rows(
             "results": results,
             "places": rows.places,
             "routing": routing,
-            "bias": call.b_out.contiguous() if has_bias and call.b_out is not None else None,
+            "bias": bias,
             "sums": sums,
             "tokens": len(sums),
             "first": call.group.rank * sizes.local,

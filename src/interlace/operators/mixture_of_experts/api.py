@@ -76,8 +76,9 @@ def mixture_of_experts(
             between nodes, where tokens and sums travel in slices, with gradients, too;
             ``"unfused"`` (torch and all-to-all; waits for the device); or ``"auto"``: the one that
             the machine's profile predicts to be fastest, as :func:`interlace.explain` says, and the
-            fused kernels where it predicts none. ``"batch_invariant"`` gives a token the same bits in every batch
-            (:func:`interlace.batch_invariant`), without a capacity that could drop tokens.
+            fused kernels where it predicts none. ``"batch_invariant"`` gives a token the same bits
+            in every batch (:func:`interlace.batch_invariant`), without a capacity that could drop
+            tokens.
         config: configuration of the kernels; default: one for the sizes, and for ``"fused"`` from
             the tuned table of this GPU, if ``interlace tune`` has made one. It must be the same on
             every rank.

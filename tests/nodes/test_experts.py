@@ -5,6 +5,7 @@ import math
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import interlace
@@ -15,7 +16,13 @@ from interlace.gemm.implementations import network
 from interlace.operators.mixture_of_experts import between_nodes, network_choice
 from tests.errors import error_of
 from tests.nodes.groups import call_without_one, check_late, check_traffic, process_group_of
-from tests.operators.mixture_of_experts.calls import Call, check_all, forward, run_one
+from tests.operators.mixture_of_experts.calls import (
+    Call,
+    check_all,
+    forward,
+    leaves_of,
+    run_one,
+)
 
 SHAPES = [(4, (0, 0, 1, 1)), (4, (0, 1, 0, 1)), (2, (0, 1))]
 GPT_OSS = interlace.ExpertActivation("silu", alpha=1.702, limit=7.0, up_offset=1.0)
@@ -74,6 +81,25 @@ def test_results_and_traffic(ranks, world_size, nodes, slice_bytes, trains):
                 sum(cost.network_messages for cost in costs),
             )
             check_traffic(bytes_to, messages, rank, nodes, expected)
+
+
+def _compiled(call):
+    """The results of both passes, of a call as it is and compiled."""
+    with process_group_of(2) as process_group:
+        results = []
+        for function in (forward, torch.compile(forward, backend="aot_eager")):
+            tensors = call.inputs(dist.get_rank())
+            leaves = [leaf.requires_grad_() for leaf in leaves_of(tensors)]
+            y = function(call, tensors, process_group)
+            results.append((y, *torch.autograd.grad(y, leaves, tensors[5])))
+        return [torch.equal(*pair) for pair in zip(*results, strict=True)]
+
+
+@pytest.mark.parametrize("halves", [False, True])
+def test_compiled_calls(ranks, halves):
+    """Gradients have the strides that shape inference has said."""
+    call = dataclasses.replace(_calls(2)[0], halves=halves, along_k=not halves, biases=True)
+    assert ranks(2).run(_compiled, call) == [[True] * 7] * 2
 
 
 def _refusals(call):

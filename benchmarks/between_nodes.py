@@ -15,6 +15,9 @@ seconds.
     fused      impl="fused": slices leave while later ones are pooled
     auto       impl="auto": one of these two, by times that are predicted for the measured network
 
+Of the balanced call, the kernel that pools is timed by itself as well, while slices leave and with
+nothing sent: what the exchange takes from it.
+
 The network is measured first, as ``interlace tune machine`` does; then the number of lookups at
 which pooling takes as long as the exchange is found. At the end rank 1 does not come to a call:
 rank 0 must say so within the deadline, and both must recover.
@@ -45,7 +48,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import carrier
+from interlace.comm import carrier, slices
 from interlace.comm.network_rates import SIZES, measure_network
 from interlace.costs.known_profiles import adopt, profile_of
 from interlace.costs.network import NetworkRates
@@ -280,6 +283,8 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     times["torch"] = timed(lambda: workload.call("unfused"), samples=2)
     if sweep:
         times |= time_variants(workload, expected)
+        if workload.indices.is_cuda:
+            times |= time_kernel(workload)
         for slices in SLICES:
             config = config_of(workload, slices)
             if config is not None:
@@ -316,8 +321,7 @@ def plan_of(workload: Workload) -> network_choice.Plan:
 def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:
     """Time the fused call without its exchange, in a launch per slice, and with other channels."""
     times = {}
-    collects_nothing = mock.Mock(return_value=None)
-    with replaced(SliceQueue=mock.MagicMock(), prepare_collect=collects_nothing):
+    with sending_nothing():
         times["fused, nothing sent"] = timed(workload.call)
     prepare = between_nodes.prepare
 
@@ -336,6 +340,37 @@ def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float
                 lambda group=group: workload.call(group=group)
             )
     return times
+
+
+def time_kernel(workload: Workload) -> dict[str, float]:
+    """Time the kernel that pools, in calls that are enqueued one by one, not replayed."""
+    prepare, times = between_nodes.prepare, {}
+    for name, around in (
+        ("the kernel alone", sending_nothing), ("the kernel", contextlib.nullcontext),
+    ):  # fmt: skip
+        events: list[tuple[Any, Any]] = []
+
+        def between_events(*arguments: Any, events: Any = events) -> list[Any]:
+            before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            events.append((before, after))
+            return [before.record, *prepare(*arguments), after.record]
+
+        enqueued = mock.patch.object(slices, "has_single_queue", return_value=True)
+        with enqueued, around(), replaced(prepare=between_events):
+            for _ in range(_CALLS + _SAMPLES):
+                workload.call()
+            torch.cuda.synchronize()
+        # The first calls make what is made once.
+        us = [1e3 * before.elapsed_time(after) for before, after in events[_CALLS:]]
+        times[name] = slowest(statistics.median(us))
+    say(f"the kernel takes {times['the kernel'] / times['the kernel alone']:.3f} of its time alone")
+    return times
+
+
+def sending_nothing() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which calls in slices pool, and exchange nothing."""
+    collects_nothing = mock.Mock(return_value=None)
+    return replaced(SliceQueue=mock.MagicMock(), prepare_collect=collects_nothing)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import Step, Way
 from interlace.comm import group_of
+from interlace.comm.torch_collectives import gather, scatter
 from interlace.gemm.implementations.stock import ONE_SHOT_BYTES
 
 if TYPE_CHECKING:
@@ -16,19 +17,6 @@ if TYPE_CHECKING:
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 """Collectives that stock PyTorch has, and that are timed by themselves."""
-
-
-def gather(result: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Gather all ranks' x in ``result``."""
-    # Named all_gather_single since torch 2.13, which warns of the older name.
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(result, x, group=group)
-
-
-def scatter(result: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    """Add all ranks' parts and store this rank's rows of the sum in ``result``."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    function(result, parts, group=group)
 
 
 def collectives(case: Case) -> dict[str, Step]:

@@ -15,6 +15,7 @@ from interlace.bench import collectives
 from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant, relative_error
 from interlace.bench.carriers import carriers
 from interlace.bench.roles import PAIR_NAMES, Role
+from interlace.comm import torch_collectives
 from interlace.comm.group import solo_group
 from interlace.comm.machine_rates import sets_past_cache
 from interlace.errors import ArgumentError
@@ -163,7 +164,7 @@ class Case(Benchmark[GemmConfig]):
             gathered = torch.empty(
                 self.shape.rows, self.shape.inner, dtype=x.dtype, device=x.device
             )
-            collectives.gather(gathered, x, self.group)
+            torch_collectives.gather(gathered, x, self.group)
             return gathered.double() @ w.double().T
         part = x.double() @ w.double().T
         if self.operator.collective == "all_to_all":

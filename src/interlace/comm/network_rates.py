@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ import torch.distributed as dist
 from interlace.comm.group import Group
 from interlace.comm.process_groups import process_group_named
 from interlace.comm.slices import Message, SliceQueue, Step
+from interlace.comm.torch_collectives import gather, scatter
 from interlace.costs.network import NetworkRates, parse_network
 from interlace.errors import GroupError
 
@@ -240,18 +242,13 @@ def compare_with_all_to_all(
         sent = torch.zeros(part * group.world_size, dtype=torch.uint8, device=group.device)
         received = torch.empty_like(sent)
 
-        def all_to_all(received: torch.Tensor = received, sent: torch.Tensor = sent) -> None:
-            dist.all_to_all_single(received, sent, group=process_group)
-
-        samples = [
-            (_exchange_us(group, nbytes, 1, steps), _calls_us(group, all_to_all, steps))
-            for _ in range(_SAMPLES + 1)
-        ]
-        # The first ones make whatever is made once. The slowest rank counts in each sample.
-        of_ranks = group.exchange(_NAME, samples[1:])
-        slices_us, all_to_all_us = (
-            [max(float(samples[number][way]) for samples in of_ranks) for number in range(_SAMPLES)]
-            for way in range(2)
+        all_to_all = functools.partial(dist.all_to_all_single, received, sent, group=process_group)
+        slices_us, all_to_all_us = _in_turn(
+            group,
+            (
+                functools.partial(_exchange_us, group, nbytes, 1, steps),
+                functools.partial(_calls_us, group, all_to_all, steps),
+            ),
         )
         exchanges.append(ExchangeTime(nbytes, 1, statistics.median(slices_us)))
         collectives.append(ExchangeTime(part * remote, 1, statistics.median(all_to_all_us)))
@@ -282,28 +279,29 @@ def _compare_collectives(
         device=group.device,
     )
     received, half = torch.empty_like(exchanged), gathered[: max(1, len(gathered) // 2)]
-    # These have other names since torch 2.13, which warns of the older ones.
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     calls: dict[str, Callable[[], object]] = {
         "all_to_all": lambda: dist.all_to_all_single(received, exchanged, group=process_group),
-        "all_gather": lambda: gather(gathered, rows, group=process_group),
-        "reduce_scatter": lambda: scatter(rows, gathered, group=process_group),
+        "all_gather": lambda: gather(gathered, rows, process_group),
+        "reduce_scatter": lambda: scatter(rows, gathered, process_group),
         "all_reduce": lambda: dist.all_reduce(half, group=process_group),
     }
     steps = _steps_of_a_sample(group, nbytes)
-    samples = [
-        {name: _calls_us(group, call, steps) for name, call in calls.items()}
-        for _ in range(_SAMPLES + 1)
-    ]
+    measures = [functools.partial(_calls_us, group, call, steps) for call in calls.values()]
+    all_to_all_us, *others_us = map(statistics.median, _in_turn(group, measures))
+    return [(name, us / all_to_all_us) for name, us in zip(list(calls)[1:], others_us, strict=True)]
+
+
+def _in_turn(group: Group, measures: Sequence[Callable[[], float]]) -> list[list[float]]:
+    """Return samples of each measure, one of each after another, of the slowest rank. Collective.
+
+    The first samples, which make whatever is made once, are left out.
+    """
+    samples = [[measure() for measure in measures] for _ in range(_SAMPLES + 1)]
     of_ranks = group.exchange(_NAME, samples[1:])
-    times = {
-        name: statistics.median(
-            max(float(samples[number][name]) for samples in of_ranks) for number in range(_SAMPLES)
-        )
-        for name in calls
-    }
-    return [(name, us / times["all_to_all"]) for name, us in times.items() if name != "all_to_all"]
+    return [
+        [max(float(samples[number][way]) for samples in of_ranks) for number in range(_SAMPLES)]
+        for way in range(len(measures))
+    ]
 
 
 def _calls_us(group: Group, call: Callable[[], object], count: int) -> float:

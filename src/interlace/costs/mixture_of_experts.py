@@ -162,15 +162,14 @@ def exchanges_between_nodes(
     """
     far = sum(node != node_of_rank[rank] for node in node_of_rank)
     rows, numbers = tokens * hidden * itemsize, tokens * top_k * NUMBER_BYTES
-    there, back = (2 * rows + 2 * numbers, rows + numbers) if backward else (
-        rows + 2 * numbers, rows
-    )  # fmt: skip
+    # Tokens alone, or tokens and gradients; then sums alone, or with gradients of weights.
+    pieces = 2 if backward else 1
     return (
         # All tokens leave at once.
-        NetworkCost(far * there, (3 if backward else 2) * far * slices, slices, 0.0),
+        NetworkCost(far * (pieces * rows + 2 * numbers), (pieces + 1) * far * slices, slices, 0.0),
         NetworkCost(
-            far * back,
-            (2 if backward else 1) * far * slices,
+            far * (rows + (pieces - 1) * numbers),
+            pieces * far * slices,
             slices,
             # The sums of all ranks' tokens are read, and those of this rank's written.
             landing_bytes=(len(node_of_rank) + 1) * rows // slices,

@@ -296,15 +296,29 @@ def best_in_slices(
             microseconds.
         cost_of: function from a number of slices to the traffic of a call.
     """
-    predictions = []
-    slices = 1
-    while slices <= MOST_SLICES:
-        cost = cost_of(slices)
-        prediction = in_slices(network, compute_us(slices), cost, memory_bytes_per_s)
+
+    def predict(slices: int) -> Prediction:
+        prediction = in_slices(network, compute_us(slices), cost_of(slices), memory_bytes_per_s)
         # A call may have several exchanges of as many slices.
-        predictions.append(dataclasses.replace(prediction, slices=slices))
-        slices *= 2
-    return first_of_the_best(predictions)
+        return dataclasses.replace(prediction, slices=slices)
+
+    return best_number_of_slices(predict)
+
+
+def best_number_of_slices(
+    predict: Callable[[int], Prediction], most: int = MOST_SLICES
+) -> Prediction:
+    """Return the prediction with the number of slices, a power of two, that takes least time, or
+    hardly more with fewer slices.
+
+    Args:
+        predict: function from a number of slices to the prediction.
+        most: largest number of slices.
+    """
+    numbers = itertools.takewhile(
+        lambda slices: slices <= min(most, MOST_SLICES), (1 << power for power in itertools.count())
+    )
+    return first_of_the_best([predict(slices) for slices in numbers])
 
 
 def first_of_the_best(predictions: Sequence[Prediction]) -> Prediction:

@@ -159,5 +159,4 @@ def slices_of(
         sizes: rows, columns, inner, dtype and world_size as for :func:`times_between_nodes`.
     """
     times = times_between_nodes(operator, nodes, device=device, **sizes)
-    prediction = None if times is None else times.predictions.get(implementation)
-    return None if prediction is None else prediction.slices
+    return None if times is None else times.slices_of(implementation)

@@ -35,6 +35,11 @@ class NetworkTimes(NamedTuple):
         times_us = {name: prediction.us for name, prediction in self.predictions.items()}
         return in_order(times_us, operator.pairs_among(times_us), self.margin)
 
+    def slices_of(self, implementation: str) -> int | None:
+        """Return the number of slices that an implementation takes; None if it is unknown."""
+        prediction = self.predictions.get(implementation)
+        return None if prediction is None else prediction.slices
+
     def __str__(self) -> str:
         """Return the times in words, the shortest first."""
         by_time = sorted(self.predictions.items(), key=lambda item: item[1].us)

@@ -8,13 +8,13 @@ import torch
 
 from interlace.costs.expert_time import ExpertsCall
 from interlace.costs.known_profiles import cached_by_profiles
-from interlace.costs.mixture_of_experts import exchanges_between_nodes
+from interlace.costs.mixture_of_experts import NUMBER_BYTES, exchanges_between_nodes
 from interlace.costs.network import (
-    MOST_SLICES,
+    NetworkRates,
     Prediction,
+    best_number_of_slices,
     collective_bytes,
     even_nodes,
-    first_of_the_best,
     there_and_back,
 )
 from interlace.costs.time import MachineProfile
@@ -52,15 +52,14 @@ def predicted_times(profile: MachineProfile, terms: Terms) -> NetworkTimes | Non
         sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.top_k, sizes.world_size,
         terms.dtype.itemsize, sizes.gates,
     )  # fmt: skip
-    declaration = operator_named(OPERATOR)
-    pairs = (("nccl", _whole), ("unfused", _by_routing))
-    for name, predict in (*pairs, ("chunked", _in_slices)):
-        if name == "unfused" and "nccl" in predictions:
-            continue
-        is_taken = sizes.tokens and declaration.refusal(name, terms) is None
-        prediction = predict(profile, call, terms.nodes) if is_taken else None
-        if prediction is not None:
-            predictions[name] = prediction
+    declaration, whole_us = operator_named(OPERATOR), call.computation_us(profile)
+    if sizes.tokens and whole_us is not None:
+        if declaration.refusal("nccl", terms) is None:
+            predictions["nccl"] = _whole(network, whole_us, call, terms.nodes)
+        else:
+            predictions["unfused"] = _by_routing(network, whole_us, call, terms.nodes)
+        if declaration.refusal("chunked", terms) is None:
+            predictions["chunked"] = _in_slices(profile, network, call, terms.nodes)
     return NetworkTimes(network.network, predictions, network.margin(profile.margin))
 
 
@@ -70,18 +69,16 @@ def slices_of(terms: Terms, device: torch.device) -> int | None:
     It is the same on every rank. None means that no network was measured.
     """
     times = times_between_nodes(terms, device)
-    prediction = None if times is None else times.predictions.get("chunked")
-    return None if prediction is None else prediction.slices
+    return None if times is None else times.slices_of("chunked")
 
 
-def _whole(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Prediction | None:
+def _whole(
+    network: NetworkRates, computation_us: float, call: ExpertsCall, nodes: int
+) -> Prediction:
     """Return the time of an all-gather of tokens, the computation, and a reduce-scatter of sums."""
-    network, computation_us = profile.network, call.computation_us(profile)
-    if network is None or computation_us is None:
-        return None
     rank, node_of_rank = call.world_size - 1, even_nodes(call.world_size, nodes)
     sums = call.world_size * call.tokens * call.hidden * call.itemsize
-    routing = call.world_size * call.tokens * 2 * call.top_k * 4
+    routing = call.world_size * call.tokens * 2 * call.top_k * NUMBER_BYTES
     exchanges_us = sum(
         network.collective_time_us(
             collective, collective_bytes(collective, size, rank, node_of_rank)
@@ -93,29 +90,30 @@ def _whole(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Prediction
     return Prediction(computation_us + exchanges_us)
 
 
-def _by_routing(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Prediction | None:
+def _by_routing(
+    network: NetworkRates, computation_us: float, call: ExpertsCall, nodes: int
+) -> Prediction:
     """Return the time of the computation between two exchanges of one row for each slot, where all
     experts get as many.
     """
-    network, computation_us = profile.network, call.computation_us(profile)
-    if network is None or computation_us is None:
-        return None
     far = call.world_size - call.world_size // nodes
     rows = call.tokens * call.top_k * far / call.world_size
-    return Prediction(
-        computation_us + 2 * network.all_to_all_us(rows * call.hidden * call.itemsize)
-    )
+    exchange_us = network.all_to_all_us(rows * call.hidden * call.itemsize)
+    return Prediction(computation_us + 2 * exchange_us)
 
 
-def _in_slices(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Prediction | None:
+def _in_slices(
+    profile: MachineProfile, network: NetworkRates, call: ExpertsCall, nodes: int
+) -> Prediction:
     """Return the time of ``impl="chunked"``, with the best number of slices."""
-    network, ranks = profile.network, call.world_size
-    own_us = call.computation_us(profile, 1 / ranks)
-    if network is None or own_us is None:
-        return None
-    predictions, slices = [], 1
-    while slices <= min(MOST_SLICES, call.tokens):
-        slice_us = call.computation_us(profile, (ranks - 1) / ranks / slices)
+    ranks = call.world_size
+
+    def computation_us(share: float) -> float:
+        us = call.computation_us(profile, share)
+        assert us is not None  # as the whole computation's is known
+        return us
+
+    def predict(slices: int) -> Prediction:
         there, back = exchanges_between_nodes(
             rank=ranks - 1,
             tokens=call.tokens,
@@ -125,11 +123,13 @@ def _in_slices(profile: MachineProfile, call: ExpertsCall, nodes: int) -> Predic
             node_of_rank=even_nodes(ranks, nodes),
             slices=slices,
         )
-        assert slice_us is not None
-        predictions.append(
-            there_and_back(
-                network, own_us, slice_us, there, back, profile.product.memory_bytes_per_s
-            )
+        return there_and_back(
+            network,
+            computation_us(1 / ranks),
+            computation_us((ranks - 1) / ranks / slices),
+            there,
+            back,
+            profile.product.memory_bytes_per_s,
         )
-        slices *= 2
-    return first_of_the_best(predictions)
+
+    return best_number_of_slices(predict, call.tokens)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING
+import functools
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -145,7 +146,7 @@ class _Cut:
         return {peer: [each[at] for each in slices] for at, peer in enumerate(self.peers)}
 
 
-def _together(*exchanges: list[Step]) -> list[Step]:
+def _together(exchanges: Iterable[list[Step]]) -> list[Step]:
     """Return steps that make several exchanges at once, when the first one's triggers say so."""
     return [
         Step(
@@ -157,51 +158,90 @@ def _together(*exchanges: list[Step]) -> list[Step]:
     ]
 
 
+class _Memory(NamedTuple):
+    """The memory of a call's exchanges; each attribute has a tensor for each kind of rows.
+
+    Attributes:
+        rows: What this rank sends to all.
+        arriving: The same of every peer in turn, slice by slice.
+        found: What is computed for that.
+        parts: What is computed for this rank's rows, by every rank in its order, slice by slice.
+        own: This rank's part of it.
+        results: The sums of the parts.
+    """
+
+    rows: Sequence[torch.Tensor]
+    arriving: Sequence[torch.Tensor]
+    found: Sequence[torch.Tensor]
+    parts: Sequence[torch.Tensor]
+    own: Sequence[torch.Tensor]
+    results: Sequence[torch.Tensor]
+
+
+def _enqueue(
+    exchange: _Exchange,
+    parted: _Cut,
+    memory: _Memory,
+    counters: torch.Tensor,
+    compute: Callable[..., None],
+    meanwhile: Callable[[], None] = lambda: None,
+) -> None:
+    """Enqueue the exchanges of a call, and what it computes; within ``Group.running``.
+
+    Args:
+        compute: Computes what is found for rows: takes rows of each kind, and memory for each kind
+            of results.
+        meanwhile: Enqueues what runs while the last slices travel.
+    """
+    group, count, peers = exchange.group, parted.count, len(parted.peers)
+    arrived, found = (
+        [parted.slices(each, peers) for each in kinds] for kinds in (memory.arriving, memory.found)
+    )
+    of_ranks = [parted.slices(each, group.world_size) for each in memory.parts]
+    steps = [
+        *_together(map(parted.gathers, memory.rows, arrived)),
+        *_together(parted.returns(*each, counters) for each in zip(found, of_ranks, strict=True)),
+    ]
+    with exchange.opened(steps, counters, memory.results[0]) as queue:
+        queue.release(count)
+        compute(*memory.rows, *memory.own)
+        for number in range(count):
+            queue.wait(number)
+            compute(*(each[number].flatten(0, 1) for each in (*arrived, *found)))
+            counters[number : number + 1].add_(1)
+            queue.release(count + number + 1)
+        meanwhile()
+        own, results = (
+            [cut(each, count) for each in kinds] for kinds in (memory.own, memory.results)
+        )
+        for number in range(count):
+            queue.wait(count + number)
+            for parts, mine, result in zip(of_ranks, own, results, strict=True):
+                parts[number][group.rank].copy_(mine[number])
+                result[number].copy_(parts[number].sum(0, dtype=torch.float32))
+
+
 def run(call: Call, mark: int) -> torch.Tensor:
     """Return ``y [T, hidden]``. Collective in the group's first call.
 
     A token's sum over its experts on one rank is float32, and rounded to the dtype of x; the sum
     over ranks is float32, in their order, and rounded once.
     """
-    exchange, x, sizes = _Exchange(call, mark), call.x.contiguous(), call.sizes
-    group, rank, parted = call.group, call.group.rank, _Cut.of(call)
-    count, peers = parted.count, len(parted.peers)
-    y = torch.empty_like(x)
-    # Tokens that arrive, with their routing, and the sums for them, of every peer in turn; and the
-    # parts of the sums of this rank's tokens, of every rank in its order: all of it slice by slice.
+    exchange, parted, sizes = _Exchange(call, mark), _Cut.of(call), call.sizes
+    x, peers = call.x.contiguous(), len(parted.peers)
     tokens, sums = x.new_empty(2, peers * sizes.tokens, sizes.hidden)
     routing = x.new_empty(peers * sizes.tokens, 2 * sizes.top_k, dtype=torch.float32)
-    parts = x.new_empty(group.world_size * sizes.tokens, sizes.hidden)
-    own = torch.empty_like(x)
-    counters = counters_of(exchange, count)
+    parts = x.new_empty(sizes.world_size * sizes.tokens, sizes.hidden)
+    own, y = torch.empty_like(x), torch.empty_like(x)
+    counters = counters_of(exchange, parted.count)
 
     def enqueue() -> None:
-        own_routing = stock.routing_of(call)
-        arrived, arrived_routing, found = (
-            parted.slices(rows, peers) for rows in (tokens, routing, sums)
-        )
-        of_ranks = parted.slices(parts, group.world_size)
-        steps = [
-            *_together(parted.gathers(x, arrived), parted.gathers(own_routing, arrived_routing)),
-            *parted.returns(found, of_ranks, counters),
-        ]
-        with exchange.opened(steps, counters, y) as queue:
-            queue.release(count)
-            grouped.sum_experts(call, x, own_routing, own)
-            for number in range(count):
-                queue.wait(number)
-                rows, chosen, sums_of_rows = (
-                    each[number].flatten(0, 1) for each in (arrived, arrived_routing, found)
-                )
-                grouped.sum_experts(call, rows, chosen, sums_of_rows)
-                counters[number : number + 1].add_(1)
-                queue.release(count + number + 1)
-            for number, rows in enumerate(cut(y, count)):
-                queue.wait(count + number)
-                of_ranks[number][rank].copy_(cut(own, count)[number])
-                rows.copy_(of_ranks[number].sum(0, dtype=torch.float32))
+        rows = x, stock.routing_of(call)
+        memory = _Memory(rows, (tokens, routing), (sums,), (parts,), (own,), (y,))
+        compute = functools.partial(grouped.sum_experts, call)
+        _enqueue(exchange, parted, memory, counters, compute)
 
-    run_products(exchange, count, enqueue, x, y, tokens, sums, routing, parts, own)
+    run_products(exchange, parted.count, enqueue, x, y, tokens, sums, routing, parts, own)
     return y
 
 
@@ -214,54 +254,38 @@ def run_backward(
     The last four are empty unless they are ``needed``. Gradients of x are rounded and summed as the
     results of :func:`run`.
     """
-    exchange, sizes, group = _Exchange(call, mark), call.sizes, call.group
-    parted, rank, ranks = _Cut.of(call), call.group.rank, call.group.world_size
-    count, peers, tokens = parted.count, len(parted.peers), sizes.tokens
-    x, grad, own_routing = call.x.contiguous(), grad.contiguous(), stock.routing_of(call)
+    exchange, parted, sizes = _Exchange(call, mark), _Cut.of(call), call.sizes
+    peers, ranks, tokens = len(parted.peers), sizes.world_size, sizes.tokens
+    x = call.x.contiguous()
+    rows = x, grad.contiguous(), stock.routing_of(call)
     # Of all ranks, this one's own first, and then slice by slice.
-    rows_of = x, grad, own_routing
-    of_all = [rows.new_empty(ranks * tokens, rows.shape[1]) for rows in rows_of]
-    for every, rows in zip(of_all, rows_of, strict=True):
-        every[:tokens].copy_(rows)
-    # What is found for the peers' tokens, and the parts of it for this rank's, of every rank: the
-    # gradients of x and of weights.
+    of_all = [each.new_empty(ranks * tokens, each.shape[1]) for each in rows]
+    for every, each in zip(of_all, rows, strict=True):
+        every[:tokens].copy_(each)
+    # The gradients of x and of weights.
     widths = (sizes.hidden, x.dtype), (sizes.top_k, torch.float32)
-    found, parts, own = (
-        [x.new_empty(count_of * tokens, width, dtype=dtype) for width, dtype in widths]
-        for count_of in (peers, ranks, 1)
+    found, parts, own, results = (
+        [x.new_empty(count * tokens, width, dtype=dtype) for width, dtype in widths]
+        for count in (peers, ranks, 1, 1)
     )
-    results = [torch.empty_like(each) for each in own]
-    counters = counters_of(exchange, count)
+    memory = _Memory(rows, [every[tokens:] for every in of_all], found, parts, own, results)
+    counters = counters_of(exchange, parted.count)
     gradients: list[torch.Tensor] = []
 
     def enqueue() -> None:
-        arrived = [parted.slices(every[tokens:], peers) for every in of_all]
-        for_peers = [parted.slices(each, peers) for each in found]
-        of_ranks = [parted.slices(each, ranks) for each in parts]
-        steps = [
-            *_together(*map(parted.gathers, rows_of, arrived)),
-            *_together(
-                *(parted.returns(*each, counters) for each in zip(for_peers, of_ranks, strict=True))
+        passed = grouped.Passed.of(call)
+        _enqueue(
+            exchange,
+            parted,
+            memory,
+            counters,
+            functools.partial(grouped.sum_gradients, call, passed),
+            lambda: gradients.extend(
+                grouped.gradients_of_parameters(call, passed, needed, *of_all)
             ),
-        ]
-        with exchange.opened(steps, counters, results[0]) as queue:
-            queue.release(count)
-            passed = grouped.Passed.of(call)
-            grouped.sum_gradients(call, passed, *rows_of, *own)
-            for number in range(count):
-                queue.wait(number)
-                here = (each[number].flatten(0, 1) for each in (*arrived, *for_peers))
-                grouped.sum_gradients(call, passed, *here)
-                counters[number : number + 1].add_(1)
-                queue.release(count + number + 1)
-            gradients.extend(grouped.gradients_of_parameters(call, passed, needed, *of_all))
-            for number in range(count):
-                queue.wait(count + number)
-                for every, mine, result in zip(of_ranks, own, results, strict=True):
-                    every[number][rank].copy_(cut(mine, count)[number])
-                    cut(result, count)[number].copy_(every[number].sum(0, dtype=torch.float32))
+        )
 
-    reserve_stamps(group, OPERATOR)
+    reserve_stamps(call.group, OPERATOR)
     # Gradients of weights are new memory in each call, so no graph could hold it.
-    run_in_slices(group, OPERATOR, None, enqueue, ())
+    run_in_slices(call.group, OPERATOR, None, enqueue, ())
     return results[0], results[1], *gradients

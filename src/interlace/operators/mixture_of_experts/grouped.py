@@ -172,33 +172,32 @@ def gradients_of_parameters(
         """Return each expert's ``left.T @ right``."""
         return torch._grouped_mm(left.T, right, offs=ends)
 
-    of_in, of_out = passed.inner[order], None
     gradients = [call.x.new_empty(0) for _ in call.parameters]
-    in_order = layout.order_of(call.w_in)
-    if needed[0]:
+    wants_in, wants_out, wants_b_in, wants_b_out = needed
+    if wants_in or wants_b_in:
+        inner, in_order = passed.inner[order], layout.order_of(call.w_in)
+    if wants_in:
         rows = x[tokens].add_(missing)
-        pair = (of_in, rows) if in_order.along_k else (rows, of_in)
+        pair = (inner, rows) if in_order.along_k else (rows, inner)
         gradients[0] = layout.as_in_memory(grouped(*pair), call.w_in)
-    if needed[1] or (needed[3] and call.b_out is not None):
-        of_out = grad[tokens].add_(missing)
-    if needed[1]:
-        assert of_out is not None
-        scaled = passed.scaled[order]
-        along_k = layout.order_of(call.w_out).along_k
-        pair = (of_out, scaled) if along_k else (scaled, of_out)
-        gradients[1] = layout.as_in_memory(grouped(*pair), call.w_out)
-    if needed[2] and call.b_in is not None:
-        ones = of_in.new_ones(len(of_in), _LEAST_ROWS).add_(missing)
-        lines = grouped(ones, of_in)[:, 0].contiguous()
+    if wants_b_in:
+        ones = inner.new_ones(len(inner), _LEAST_ROWS).add_(missing)
+        lines = grouped(ones, inner)[:, 0].contiguous()
         if in_order.halves:
             gradients[2] = lines.view(local, sizes.gates, sizes.ffn).transpose(1, 2)
         else:
             gradients[2] = lines.view(local, sizes.ffn, sizes.gates)
-    if needed[3] and call.b_out is not None:
-        assert of_out is not None
-        weights = routing[:, sizes.top_k :].flatten()[slots].to(of_out.dtype)
-        ones = weights[:, None].expand(-1, _LEAST_ROWS).contiguous()
-        gradients[3] = grouped(ones, of_out)[:, 0].contiguous()
+    if wants_out or wants_b_out:
+        upstream = grad[tokens].add_(missing)
+    if wants_out:
+        scaled = passed.scaled[order]
+        along_k = layout.order_of(call.w_out).along_k
+        pair = (upstream, scaled) if along_k else (scaled, upstream)
+        gradients[1] = layout.as_in_memory(grouped(*pair), call.w_out)
+    if wants_b_out:
+        weights = routing[:, sizes.top_k :].flatten()[slots].to(upstream.dtype)
+        columns = weights[:, None].expand(-1, _LEAST_ROWS).contiguous()
+        gradients[3] = grouped(columns, upstream)[:, 0].contiguous()
     return tuple(gradients)
 
 

@@ -79,24 +79,11 @@ def activation_backward(
             )
             incoming *= scale[:, None]
             of_gate = times_slope(multiplied(incoming, clamped_up), clamped_gate, factor, FORM)
-            if FORM.limit is not None:
-                # What is clamped has no influence; NaN stays.
-                of_gate = tl.where((gate > FORM.limit) & (incoming == incoming), 0.0, of_gate)
-            if FORM.gates == 1:
-                tl.store(inner + cells, of_gate.to(DTYPE), mask=mask)
-            elif HALVES:
+            of_gate = gradient_of_gate(of_gate, incoming, gate, FORM)
+            of_up = None
+            if FORM.gates == 2:
                 of_up = gradient_of_up(incoming * value, incoming, up, FORM)
-                pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
-                tl.store(pointers, of_gate.to(DTYPE), mask=mask)
-                tl.store(pointers + width, of_up.to(DTYPE), mask=mask)
-            else:
-                of_up = gradient_of_up(incoming * value, incoming, up, FORM)
-                both = tl.join(of_gate, of_up)
-                both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
-                both_cells = row.to(tl.int64)[:, None] * 2 * width + both_columns
-                both_mask = (row < end)[:, None] & (both_columns < 2 * width)
-                pointers = inner + both_cells
-                tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(DTYPE), mask=both_mask)
+            store_gradients(inner, of_gate, of_up, row, end, start, width, HALVES, ROWS, COLS)
             tl.store(weighted + cells, active.to(DTYPE), mask=mask)
         if bias is not None:
             rows_of_y = il.pointer(received, DTYPE)
@@ -132,6 +119,15 @@ def multiplied(value, up):
 
 
 @triton.jit
+def gradient_of_gate(of_gate, incoming, gate, FORM: tl.constexpr):
+    """Return the gradient of gate, which is 0 where gate is clamped, unless ``incoming`` is NaN."""
+    if FORM.limit is None:
+        return of_gate
+    else:
+        return tl.where((gate > FORM.limit) & (incoming == incoming), 0.0, of_gate)
+
+
+@triton.jit
 def gradient_of_up(of_up, incoming, up, FORM: tl.constexpr):
     """Return the gradient of up, which is 0 where up is clamped, unless ``incoming`` is NaN."""
     if FORM.limit is None:
@@ -139,6 +135,33 @@ def gradient_of_up(of_up, incoming, up, FORM: tl.constexpr):
     else:
         is_clamped = (up > FORM.limit) | (up < -FORM.limit)
         return tl.where(is_clamped & (incoming == incoming), 0.0, of_up)
+
+
+@triton.jit
+def store_gradients(
+    inner, of_gate, of_up, row, end, start, width, HALVES: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Store the gradients of gate and up, float32 ``[ROWS, COLS]``, of rows before ``end`` and
+    columns from ``start`` on, in the order of w_in's lines; ``of_up`` is None without a gate.
+    """
+    dtype = inner.dtype.element_ty
+    column = start + tl.arange(0, COLS)[None, :]
+    mask = (row < end)[:, None] & (column < width)
+    if of_up is None:
+        cells = row.to(tl.int64)[:, None] * width + column
+        tl.store(inner + cells, of_gate.to(dtype), mask=mask)
+    elif HALVES:
+        pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
+        tl.store(pointers, of_gate.to(dtype), mask=mask)
+        tl.store(pointers + width, of_up.to(dtype), mask=mask)
+    else:
+        both = tl.join(of_gate, of_up)
+        both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+        both_cells = row.to(tl.int64)[:, None] * 2 * width + both_columns
+        both_mask = (row < end)[:, None] & (both_columns < 2 * width)
+        pointers = inner + both_cells
+        tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(dtype), mask=both_mask)
 
 
 @triton.jit(do_not_specialize=["E", "L", "rank"])

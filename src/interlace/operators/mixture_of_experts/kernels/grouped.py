@@ -11,7 +11,9 @@ import triton.language as tl
 from interlace.operators.mixture_of_experts.kernels.activation import (
     act, activate, clamp_gate, clamp_up, times_slope,
 )
-from interlace.operators.mixture_of_experts.kernels.gradients import gradient_of_up, multiplied
+from interlace.operators.mixture_of_experts.kernels.gradients import (
+    gradient_of_gate, gradient_of_up, multiplied, store_gradients,
+)
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -67,7 +69,6 @@ def activate_rows_backward(
         of_weights: float32 ``[tokens, TOP_K]``; slots of other ranks' experts are not written.
     """
     rows = tl.load(ends + L - 1)
-    lines = FORM.gates * width
     for item in range(tl.program_id(0), tl.cdiv(rows, ROWS), tl.num_programs(0)):
         row = item * ROWS + tl.arange(0, ROWS)
         is_row = row < rows
@@ -95,23 +96,11 @@ def activate_rows_backward(
             tl.store(pointers, (active * scale).to(scaled.dtype.element_ty), mask=mask)
             upstream *= scale
             of_gate = times_slope(multiplied(upstream, clamped_up), clamped_gate, factor, FORM)
-            if FORM.limit is not None:
-                # What is clamped has no influence; NaN stays.
-                of_gate = tl.where((gate > FORM.limit) & (upstream == upstream), 0.0, of_gate)
-            of_gate = of_gate.to(inner.dtype.element_ty)
-            if FORM.gates == 1:
-                tl.store(inner + place * width + column, of_gate, mask=mask)
-            else:
+            of_gate = gradient_of_gate(of_gate, upstream, gate, FORM)
+            of_up = None
+            if FORM.gates == 2:
                 of_up = gradient_of_up(upstream * value, upstream, up, FORM)
-                of_up = of_up.to(inner.dtype.element_ty)
-                if HALVES:
-                    tl.store(inner + place * lines + column, of_gate, mask=mask)
-                    tl.store(inner + place * lines + width + column, of_up, mask=mask)
-                else:
-                    both = tl.reshape(tl.join(of_gate, of_up), [ROWS, 2 * COLS])
-                    in_turn = 2 * start + tl.arange(0, 2 * COLS)[None, :]
-                    mask = is_row[:, None] & (in_turn < lines)
-                    tl.store(inner + place * lines + in_turn, both, mask=mask)
+            store_gradients(inner, of_gate, of_up, row, rows, start, width, HALVES, ROWS, COLS)
         if out_bias is not None:
             owner = tl.load(owners + row, mask=is_row, other=0)[:, None]
             for start in range(0, hidden, COLS):
@@ -169,7 +158,8 @@ def sum_rows_of_tokens(
 ):
     """Sum each token's rows of this rank's experts into ``sums [tokens, hidden]``.
 
-    Rows count with their weights if ``WEIGHTED``. The sum is float32, in the order of the token's slots, and rounded once.
+    Rows count with their weights if ``WEIGHTED``. The sum is float32, in the order of the token's
+    slots, and rounded once.
 
     Args:
         results: ``[M, hidden]``, the second product.

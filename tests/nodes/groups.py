@@ -1,11 +1,12 @@
 """Groups of several nodes for tests, on the ranks of one machine."""
 
+import dataclasses
 import json
 import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -14,8 +15,14 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm.nodes import NODES_VARIABLE
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.network import NetworkRates
+from interlace.gemm import between_nodes
+from interlace.operators.embedding_all_to_all import network_choice as embedding_choice
+from interlace.operators.mixture_of_experts import network_choice as experts_choice
 from tests.errors import error_of
 from tests.pool import fork_server
+from tests.profiles import forget_profiles
 
 
 @contextmanager
@@ -35,6 +42,20 @@ def process_group_of(nodes: int | Sequence[int]) -> Iterator[dist.ProcessGroup]:
         interlace.group_of(process_group)
     yield process_group
     dist.destroy_process_group(process_group)
+
+
+@contextmanager
+def measured_network(network: NetworkRates | None) -> Iterator[None]:
+    """Within it, this process predicts times between nodes of H200s whose network is this one, or
+    was not measured.
+    """
+    profile = dataclasses.replace(profile_of("NVIDIA H200"), network=network)
+    forget_profiles()
+    with ExitStack() as stack:
+        for module in (between_nodes, embedding_choice, experts_choice):
+            stack.enter_context(mock.patch.object(module, "profile_on", return_value=profile))
+        yield
+    forget_profiles()
 
 
 def call_without_one(call, late, nodes=2):

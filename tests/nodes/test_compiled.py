@@ -4,20 +4,16 @@ that slices take less time, and says else why it does not.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from interlace.compile import fuse
-from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates
-from interlace.gemm import between_nodes
 from tests.compile.programs import operators, tensors, traced
-from tests.nodes.groups import process_group_of
+from tests.nodes.groups import measured_network, process_group_of
 
 c10d = torch.ops._c10d_functional
 M, N, K = 192, 12, 8
@@ -53,13 +49,8 @@ def _programs(group: str) -> dict[str, tuple[Any, list[tuple[int, ...]]]]:
 
 def _fused(network: NetworkRates | None) -> dict[str, tuple[list[str], str, float]]:
     """The operators in each program's graph, the pass's reason, and the error of its result."""
-    profile = network and dataclasses.replace(profile_of("NVIDIA H200"), network=network)
     found = {}
-    between_nodes.times_between_nodes.cache_clear()
-    with (
-        process_group_of(2) as process_group,
-        mock.patch.object(between_nodes, "profile_on", return_value=profile),
-    ):
+    with process_group_of(2) as process_group, measured_network(network):
         for name, (program, shapes) in _programs(process_group.group_name).items():
             arguments = tensors(*shapes)
             module = traced(program, arguments)
@@ -68,7 +59,6 @@ def _fused(network: NetworkRates | None) -> dict[str, tuple[list[str], str, floa
             module.recompile()
             error = (module(*arguments) - expected).norm() / expected.norm()
             found[name] = operators(module), finding.reason, float(error)
-    between_nodes.times_between_nodes.cache_clear()
     return found
 
 

@@ -10,12 +10,17 @@ import torch.distributed as dist
 
 import interlace
 from interlace.costs import find_cost
-from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates
 from interlace.gemm.implementations import network
-from interlace.operators.mixture_of_experts import between_nodes, network_choice
+from interlace.operators.mixture_of_experts import between_nodes
 from tests.errors import error_of
-from tests.nodes.groups import call_without_one, check_late, check_traffic, process_group_of
+from tests.nodes.groups import (
+    call_without_one,
+    check_late,
+    check_traffic,
+    measured_network,
+    process_group_of,
+)
 from tests.operators.mixture_of_experts.calls import (
     Call,
     check_all,
@@ -143,12 +148,10 @@ SLOW = dataclasses.replace(QUICK, slice_us=[(1, 20_000.0), (9999, 20_000.0)])
 
 def _by_auto(call, rates, keeps):
     """What explain says of a call by ``auto`` with a measured network, and its slices."""
-    profile = dataclasses.replace(profile_of("NVIDIA H200"), network=rates)
-    network_choice.times_between_nodes.cache_clear()
     x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
     with (
         process_group_of(2) as process_group,
-        mock.patch.object(network_choice, "profile_on", return_value=profile),
+        measured_network(rates),
         mock.patch.object(between_nodes, "cut", wraps=between_nodes.cut) as cut,
     ):
         said = interlace.explain(
@@ -156,7 +159,6 @@ def _by_auto(call, rates, keeps):
             group=process_group,
         )  # fmt: skip
         y = run_one(call, process_group, backward=keeps)
-    network_choice.times_between_nodes.cache_clear()
     return said, {arguments[1] for arguments, _ in cut.call_args_list}, y
 
 

@@ -1,6 +1,5 @@
 """The network between nodes: measured by the carrier of slices, and what ``auto`` makes of it."""
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -27,7 +26,7 @@ from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.registry import operators
 from tests.cli.test_commands import run as run_command
 from tests.errors import error_of
-from tests.nodes.groups import process_group_of
+from tests.nodes.groups import measured_network, process_group_of
 from tests.operators.embedding_all_to_all.calls import Call
 from tests.profiles import forget_profiles
 
@@ -256,7 +255,7 @@ def test_embeddings_that_were_measured():
     document = json.loads((Path(__file__).parents[2] / file).read_text())
     network, results = parse_network(document["network"]["rates"]), document["results"]["lookups"]
     errors, taken = {}, set()
-    with _profile_with(network):
+    with measured_network(network):
         for lookups in sorted(map(int, results)):
             sizes = network_choice.Sizes(Layout(((128,) * 8,) * 2, 16384), lookups, 2, 2, 2)
             times = network_choice.times_between_nodes(sizes, torch.device("cpu"))
@@ -296,23 +295,17 @@ VARYING = dataclasses.replace(QUICK, slice_us=[(1, 700.0), (9999, 700.0)], sprea
 
 def _chosen(network):
     """A product by ``auto`` with a measured network: what explain says, and what ran."""
-    from interlace.gemm import between_nodes
     from interlace.gemm.implementations import network as sliced
 
-    profile = None if network is None else dataclasses.replace(
-        profile_of("NVIDIA H200"), network=network
-    )  # fmt: skip
-    between_nodes.times_between_nodes.cache_clear()
     x, w = torch.ones(64, 32), torch.ones(16, 32)
     with (
         process_group_of(2) as process_group,
-        mock.patch.object(between_nodes, "profile_on", return_value=profile),
+        measured_network(network),
         mock.patch.object(sliced, "slice_count", wraps=sliced.slice_count) as products,
     ):
         said = interlace.explain("gemm_all_to_all", x, w, group=process_group)
         y = interlace.gemm_all_to_all(x, w, group=process_group)
         torch.testing.assert_close(y, torch.full((64, 16), 32.0))
-    between_nodes.times_between_nodes.cache_clear()
     return said, products.call_count
 
 
@@ -342,22 +335,6 @@ def test_auto_takes_the_pair_where_times_vary_by_more_than_slices_gain(ranks):
         assert products == 1
 
 
-@contextlib.contextmanager
-def _profile_with(network):
-    """Times between nodes are those of an H200 whose network is this one, or was not measured."""
-    from interlace.gemm import between_nodes
-    from interlace.operators.embedding_all_to_all import network_choice
-
-    profile = dataclasses.replace(profile_of("NVIDIA H200"), network=network)
-    network_choice.times_between_nodes.cache_clear()
-    with (
-        mock.patch.object(between_nodes, "profile_on", return_value=profile),
-        mock.patch.object(network_choice, "profile_on", return_value=profile),
-    ):
-        yield
-    network_choice.times_between_nodes.cache_clear()
-
-
 def _bags(networks, call):
     """Embeddings between nodes where each rank knows a network: the result, what explain says, and
     the slices of calls in slices.
@@ -375,7 +352,7 @@ def _bags(networks, call):
     indices, offsets, _ = call.lookups(dist.get_rank())
     with (
         process_group_of(2) as process_group,
-        _profile_with(networks[dist.get_rank()]),
+        measured_network(networks[dist.get_rank()]),
         mock.patch.object(between_nodes.Cut, "of", cut_of),
     ):
         said = interlace.explain(
@@ -427,8 +404,7 @@ def test_gradients_travel_in_slices_where_updates_take_as_long():
     layout = Layout(((128,) * 8, (128,) * 8), 16384)
 
     def slices(lookups, network):
-        network_choice.gradient_slices.cache_clear()
-        with _profile_with(network):
+        with measured_network(network):
             device = torch.device("cuda")
             return network_choice.gradient_slices(
                 network_choice.Sizes(layout, lookups, 4, 4, 2), device
@@ -440,7 +416,6 @@ def test_gradients_travel_in_slices_where_updates_take_as_long():
     assert slices(40, None) == 2, "this network is guessed"
     assert slices(20, network) == 2
     assert slices(20, None) == 1, "a guess must gain more"
-    network_choice.gradient_slices.cache_clear()
 
 
 def test_explain_guesses_a_network_where_none_was_measured():
@@ -449,7 +424,7 @@ def test_explain_guesses_a_network_where_none_was_measured():
     bags = 8 * 16384
     offsets = torch.zeros(1, dtype=torch.int32).expand(bags + 1)
     chosen = {}
-    with _profile_with(None):
+    with measured_network(None):
         for lookups in (1, 4, 8, 20, 64, 252):
             indices = torch.zeros(1, dtype=torch.int32).expand(bags * lookups)
             _, chosen[lookups], reason = operators()["embedding_all_to_all"].explain(
@@ -465,7 +440,7 @@ def test_more_ranks_than_the_kernels_take():
     from interlace.operators.embedding_all_to_all import network_choice
 
     layout = Layout(((128,) * 8,) * 16, 16384)
-    with _profile_with(QUICK):
+    with measured_network(QUICK):
         sizes = network_choice.Sizes(layout, 99, 2, 2, 2)
         times = network_choice.times_between_nodes(sizes, torch.device("cpu"))
     assert set(times.predictions) == {"pooled", "unfused"}

@@ -128,6 +128,7 @@ def _cases_of(kernel):
             for types, constants in products
         ],
         "plan_call": lambda: _mixture_of_experts_numbers(),
+        "pool_embeddings": _pool_embeddings,
         "release_rows": lambda: [
             (_FETCHING | {"gathered": kind, "cells": "i32"}, {"WORLD_SIZE": 8})
             for kind in ("*bf16", "*fp8e4nv")
@@ -228,6 +229,7 @@ _EMBEDDING_SIZES = (
     "T",
     "column_groups",
     "own_groups",
+    "drawn_tasks",
 )
 _EMBEDDING_TYPES = {
     **dict.fromkeys(("tables", "table_counts"), "*i64"), "epochs": "*i32", "ctx": "*i64",
@@ -237,7 +239,7 @@ _EMBEDDING_TYPES = {
 
 def _embedding_all_to_all_forward():
     """Each protocol and order, table and output dtype, kind of index; full and partly filled
-    vectors; one rank.
+    vectors.
     """
     import triton.language as tl
 
@@ -256,12 +258,32 @@ def _embedding_all_to_all_forward():
     more = {"ORDER": "local_first", "WORLD_SIZE": 3}
     yield case("direct", "i32", Pooling(8, 2, False), vectors, **more)
     vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
-    yield case("direct", "i64", Pooling(1, 8, True), vectors, weights=None, WORLD_SIZE=1)
+    yield case("direct", "i64", Pooling(1, 4, True), vectors, weights=None, ORDER="remote_first")
     vectors = Vectors(tl.float32, tl.float32, width=64, full=False, align=4)
     yield case("sliced", "i64", Pooling(4, 4, False), vectors, weights=None, WORLD_SIZE=8)
     types, constants = case("tiles", "i64", Pooling(4, 4, False), wide, weights=None)
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 128]>"}, constants
+
+
+def _pool_embeddings():
+    """Both kinds of index; with factors and without, sums and means; full and partly filled
+    vectors.
+    """
+    import triton.language as tl
+
+    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
+
+    types = {"tables": "*i64", "output": "i64"}
+    types |= dict.fromkeys(("B", "T", "column_groups", "program_tasks"), "i32")
+    wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
+    narrow = Vectors(tl.float32, tl.bfloat16, width=64, full=False, align=1)
+    for index, vectors, mean, more in (
+        ("i64", wide, False, {"weights": None, "num_warps": 1}), ("i32", narrow, True, {}),
+    ):  # fmt: skip
+        lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
+        yield types | lists, {"POOLING": Pooling(4, 3, mean), "VECTORS": vectors} | more
 
 
 def _dtype(name):

@@ -6,8 +6,6 @@ import json
 import pytest
 import torch
 
-import interlace
-import interlace.operators  # registers them
 from interlace import tuning
 from interlace.operators.gemv_all_reduce.config import (
     GemvAllReduceConfig,
@@ -123,18 +121,3 @@ def test_other_regimes_find_nothing():
 def test_another_dtype_of_the_same_width_and_another_number_of_ranks_borrow():
     assert nearest(dtype="float16").config == nearest().config
     assert nearest(world_size=8).config == nearest().config
-
-
-@pytest.mark.parametrize(
-    "name", [name for name in TABLES if name.startswith("embedding_all_to_all.")]
-)
-def test_ranks_may_choose_other_entries_for_an_embedding(name):
-    """The nearest entry depends on a rank's own pooling factor, so entries' protocols must
-    understand each other.
-    """
-    entries = json.loads(
-        (importlib.resources.files("interlace.tuning") / "tables" / name).read_text()
-    )["entries"]
-    assert {
-        interlace.EmbeddingAllToAllConfig.parse(entry["config"]).protocol for entry in entries
-    } <= {"direct", "tiles"}

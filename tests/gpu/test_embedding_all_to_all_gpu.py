@@ -23,20 +23,20 @@ pytestmark = pytest.mark.gpu
 CONFIGS = [
     EmbeddingAllToAllConfig(),
     EmbeddingAllToAllConfig(
-        "direct", "local_first", block_bags=1, unroll=8, num_warps=2, max_programs=300
+        "direct", "local_first", block_bags=1, stages=8, num_warps=2, max_programs=300
     ),
     EmbeddingAllToAllConfig(
         "tiles",
         push="tiles",
         block_bags=8,
-        unroll=1,
+        stages=1,
         push_programs=7,
         push_rows=32,
         block_runs=1,
         update_warps=2,
     ),
     EmbeddingAllToAllConfig(
-        "sliced", block_bags=2, unroll=4, slice_blocks=3, run_lookups=16, block_runs=8
+        "sliced", block_bags=2, stages=4, slice_blocks=3, run_lookups=16, block_runs=8
     ),
 ]
 

@@ -42,7 +42,7 @@ BAD: dict[type, dict[str, tuple[Any, ...]]] = {
         "block_bags": ("a power of two from 1 to 64", 3),
         "push_rows": ("a power of two from 1 to 64", 128),
         "num_warps": ("a power of two from 1 to 32", 0),
-        "unroll": ("between 1 and 32", 0),
+        "stages": ("between 1 and 16", 0),
         "max_programs": ("between 1 and 4096", 0),
         "slice_blocks": ("between 1 and 1024", 1025),
         "run_lookups": ("between 2 and 1048576", 1),

@@ -300,11 +300,11 @@ MUTANTS = [
         (_FORWARD, "signal before put", ("signal", 0)),
         (_FORWARD, "no wait", ("wait", 0)),
         (_FORWARD, "wrong epoch", ("wait", 0)),
-        (_FORWARD, "no release", ("signal", 2)),
-        (_FORWARD, "signal before put", ("signal", 2)),
+        (_FORWARD, "no release", ("signal", 1)),
+        (_FORWARD, "signal before put", ("signal", 1)),
         (_FORWARD, "no wait", ("wait", 2)),
         (_FORWARD, "wrong epoch", ("wait", 2)),
-        (_FORWARD, "no wait", ("arrive_last", 1)),
+        (_FORWARD, "no wait", ("arrive_last", 0)),
     ),
     *_of(
         "embedding forward, sliced, own samples first",
@@ -313,7 +313,7 @@ MUTANTS = [
     ),
     *_of(
         "embedding forward, sliced",
-        (_FORWARD, "no fence", ("fence", 0)),
+        (f"{_EMBEDDING}.forward:_put_slice", "no fence", ("fence", 0)),
         (_FORWARD, "no wait", ("wait", 1)),
         (_FORWARD, "wrong epoch", ("wait", 1)),
     ),

@@ -253,7 +253,7 @@ def study(
 FORWARD_AXES: dict[str, Sequence[Any]] = {
     "protocol": ("direct", "tiles"),
     "block_bags": (1, 2, 4, 8, 16),
-    "unroll": (1, 2, 4, 8),
+    "stages": (2, 3, 4, 6),
     "num_warps": (1, 2, 4),
     "max_programs": (528, 1056, 1584, 2112, 3168, 4096),
     "max_registers": (0, 64, 96, 128),

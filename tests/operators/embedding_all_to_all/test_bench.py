@@ -55,7 +55,7 @@ def _study():
         patch.setattr(operator, "resident_programs", lambda case, config: 8)
         for case in (operator.Forward, operator.Backward):
             patch.setattr(case, "compile", lambda case, config: None)
-        patch.setattr(operator, "FORWARD_AXES", {"protocol": ("direct", "tiles"), "unroll": (1,)})
+        patch.setattr(operator, "FORWARD_AXES", {"protocol": ("direct", "tiles"), "stages": (1,)})
         patch.setattr(
             operator, "BACKWARD_AXES", {"push_programs": (1, 2), "update_programs": (2, 4096)}
         )

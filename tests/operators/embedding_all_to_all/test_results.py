@@ -86,11 +86,11 @@ def test_blocks_of_every_size(ranks):
             ((4, 12), (6,)),
             9,
             config=_config(
-                protocol, block_bags=bags, unroll=unroll, max_programs=programs, slice_blocks=blocks
+                protocol, block_bags=bags, stages=stages, max_programs=programs, slice_blocks=blocks
             ),
         )
         for protocol in [*PROTOCOLS, "tiles"]  # which is direct on this backend
-        for bags, unroll, programs, blocks in cuts
+        for bags, stages, programs, blocks in cuts
     ]
     results = ranks(2).run(run, calls)
     check_all(calls, results)

@@ -17,14 +17,18 @@ from interlace.comm.slices import Message, SliceQueue, Step, Trigger, run_in_sli
 from interlace.comm.workspace import Workspace
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.launch import Call, forward_records, lanes_of
+from interlace.operators.embedding_all_to_all.launch import (
+    Call,
+    forward_records,
+    pooling_constants,
+    tasks_of_program,
+)
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 _NAME = f"{OPERATOR}.between_nodes"
 _STAMP_BYTES = 16
 _SLICE_SAMPLES = 64  # a multiple of every number of bags in a block
-_WAVES = 16  # programs of a launch, at most, for each that fits at once
 
 _COLLECT_ROWS, _COLLECT_COLUMNS = 16, 256
 
@@ -233,19 +237,15 @@ def prepare(
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
         embedding_all_to_all_between_nodes,
     )
-    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
-    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, (remote, local) = call.layout, in_turn(group)
     workspace = _workspace(group)
     rows, align = forward_records(call)
-    width, full = lanes_of(layout.widths[call.rank])
     blocks = ceil_div(layout.chunk, config.block_bags)
     sliced_blocks = cut.samples(cut.count)[0] // config.block_bags
     tasks = len(call.weights) * (sliced_blocks * len(remote) + blocks * len(local))
     # Long programs would keep the network's kernel from its SMs until they end.
-    most_programs = config.max_programs * (1 if group.backend == "cpu" else _WAVES)
-    program_tasks = max(1, ceil_div(tasks, most_programs))
+    program_tasks = tasks_of_program(call, config, tasks)
     arguments = {
         "tables": on_device(group, rows),
         "indices": call.indices,
@@ -277,14 +277,8 @@ def prepare(
     constants = {
         "WORLD_SIZE": layout.world_size,
         "REMOTE": len(remote),
-        "POOLING": Pooling(config.block_bags, config.unroll, mean=call.mode == "mean"),
-        "VECTORS": Vectors(
-            triton_dtype(call.table_dtype), triton_dtype(call.dtype), width, full, align
-        ),
-        "num_warps": config.num_warps,
+        **pooling_constants(call, config, align),
     }
-    if config.max_registers:
-        constants["maxnreg"] = config.max_registers
     # One launch; a rank without tables has a program that grants its output.
     programs = max(1, ceil_div(tasks, program_tasks))
     span = {"first_task": 0, "last_task": tasks}

@@ -30,10 +30,11 @@ class EmbeddingAllToAllConfig(Configuration):
         push: stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
         block_bags: bags of one table and destination that a program pools at a time; a power of
             two.
-        unroll: lookups of a bag whose rows are in flight together.
+        stages: lookups of a bag that are under way at a time: the row of one is added while those
+            of the others are loaded.
         num_warps: warps per program.
-        max_programs: maximum number of programs, which then pool several blocks each; on a GPU, no
-            more than fit at once.
+        max_programs: maximum number of programs, which draw blocks until all are pooled. Kernels
+            that wait for no peer have up to 16 times as many, each with blocks of its own.
         max_registers: maximum number of registers per thread, so that more programs are resident;
             0 for the compiler's choice.
         slice_blocks: blocks that one signal announces, under ``"sliced"``.
@@ -56,7 +57,7 @@ class EmbeddingAllToAllConfig(Configuration):
     order: str = one_of("interleaved", ORDERS)
     push: str = one_of("direct", PUSHES)
     block_bags: int = power_of_two(2, 1, 64)
-    unroll: int = between(4, 1, 32)
+    stages: int = between(3, 1, 16)
     num_warps: int = power_of_two(1, 1, 32)
     max_programs: int = between(4096, 1, MAX_PROGRAMS)
     max_registers: int = between(0, 0, 255)
@@ -85,14 +86,17 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     block = next_power_of_2(max(width, 32))
     warps = max(1, min(4, block // 512))
     bags = max(1, min(8, 2048 * warps // (block * itemsize)))  # 2 KB of rows at a time per warp
-    flying = max(1, min(4, 8 * warps // bags * 4 // itemsize))
-    runs = max(1, min(8, 1024 * warps // block))  # 4 KB of sums per warp
+    runs = max(1, min(8, 256 * warps // block))  # 1 KB of sums per warp
     return EmbeddingAllToAllConfig(
         block_bags=bags,
-        unroll=flying,
         num_warps=warps,
         max_programs=max(1, min(MAX_PROGRAMS, 32 * processors // warps)),
-        push_rows=min(16, 2 * runs),
+        # 28 warps of 72 registers a thread fit on an SM, and two of them send.
+        push_programs=2 * processors,
+        push_rows=min(16, 4 * runs),
+        push_blocks=8,
+        update_programs=max(1, min(MAX_PROGRAMS - 2 * processors, 26 * processors // warps)),
+        update_registers=72,
         block_runs=runs,
         update_warps=warps,
     )

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
@@ -34,6 +35,9 @@ MOST_TILE_BYTES = 1 << 16
 """A tile passes through shared memory; any GPU that has tensor descriptors has room for two
 programs of this.
 """
+
+_WAVES = 16  # programs of a launch, at most, for each that fits at once
+_BYTES_OF_TASKS = 4096  # of rows, at least: some us of a program among as many as fit at once
 
 # Triton's interpreter runs one program after another, so few large ones are faster.
 _ON_INTERPRETER = {
@@ -269,16 +273,16 @@ def prepare(
     """Prepare the forward launch, into a buffer of the output. Collective when the workspace must
     grow.
     """
+    layout, ranks = call.layout, call.layout.world_size
+    if ranks == 1:
+        return _prepare_alone(group, call, config, destination.address)
     require(group.backend)
     from interlace.operators.embedding_all_to_all.kernels.forward import (
-        Pooling,
         embedding_all_to_all_forward,
     )
-    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    layout, ranks = call.layout, call.layout.world_size
     blocks = ceil_div(layout.chunk, config.block_bags)
-    tasks = len(call.weights) * blocks * max(1, ranks - 1)
+    tasks = len(call.weights) * blocks * ranks
     programs = max(1, min(tasks, config.max_programs))
     operator, slots, staging = OPERATOR, 0, None
     # The sliced protocol stages blocks on this rank and has a signal per slice; the others store
@@ -294,11 +298,12 @@ def prepare(
     else:
         workspace = group.workspace(operator, 4096, record.HEADER)
     rows, align = forward_records(call)
-    width, full = lanes_of(layout.widths[call.rank])
+    constants = pooling_constants(call, config, align)
     protocol, tiles = config.protocol, None
     if protocol == "tiles":
         # Where descriptors cannot describe the blocks, ordinary stores write the same bytes.
-        fits = full and align * call.dtype.itemsize == 16 and bool(call.weights) and ranks > 1
+        width, full = lanes_of(layout.widths[call.rank])
+        fits = full and align * call.dtype.itemsize == 16 and bool(call.weights)
         fits = fits and config.block_bags * width * call.dtype.itemsize <= MOST_TILE_BYTES
         protocol = "tiles" if fits and group.backend == "cuda" else "direct"
     if protocol == "tiles":
@@ -334,13 +339,82 @@ def prepare(
         "T": len(call.weights),
         "column_groups": layout.columns // align,
         "own_groups": layout.rank_columns[call.rank] // align,
+        "drawn_tasks": fewest_tasks(call, config, tasks),
     }
-    constants = {
+    constants |= {
         "WORLD_SIZE": ranks,
         "PROTOCOL": protocol,
         "ORDER": config.order,
         "SLICE_BLOCKS": config.slice_blocks,
-        "POOLING": Pooling(config.block_bags, config.unroll, mean=call.mode == "mean"),
+    }
+    return Launch(embedding_all_to_all_forward, (programs,), arguments, constants, (staging,))
+
+
+def _prepare_alone(
+    group: Group, call: Call, config: EmbeddingAllToAllConfig, address: int
+) -> Launch:
+    """Prepare the launch that pools without peers, into ``[batch, columns]`` at an address."""
+    require(group.backend)
+    from interlace.operators.embedding_all_to_all.kernels.forward import pool_embeddings
+
+    layout = call.layout
+    rows, align = forward_records(call)
+    tasks = len(call.weights) * ceil_div(layout.batch, config.block_bags)
+    program_tasks = tasks_of_program(call, config, tasks)
+    arguments = {
+        "tables": on_device(group, rows),
+        "indices": call.indices,
+        "offsets": call.offsets,
+        "weights": call.scale,
+        "output": address,
+        "B": layout.batch,
+        "T": len(call.weights),
+        "column_groups": layout.columns // align,
+        "program_tasks": program_tasks,
+    }
+    programs = max(1, ceil_div(tasks, program_tasks))
+    constants = pooling_constants(call, config, align)
+    return Launch(pool_embeddings, (programs,), arguments, constants)
+
+
+def tasks_of_program(call: Call, config: EmbeddingAllToAllConfig, tasks: int) -> int:
+    """Return the number of blocks that each program pools, where programs wait for nothing.
+
+    There are more programs than fit at once, so that the GPU shares them out.
+    """
+    waves = 1 if call.group.backend == "cpu" else _WAVES
+    fewest = fewest_tasks(call, config, tasks)
+    return max(fewest, ceil_div(tasks, waves * config.max_programs))
+
+
+def fewest_tasks(call: Call, config: EmbeddingAllToAllConfig, tasks: int) -> int:
+    """Return the least number of blocks that are worth the start of a program, or a trip to memory
+    to draw them.
+
+    Args:
+        tasks: Number of all blocks, of which each program should have some.
+    """
+    tables = max(1, len(call.weights))
+    row_bytes = call.layout.rank_columns[call.rank] // tables * call.table_dtype.itemsize
+    lookups = call.indices.shape[0] * config.block_bags // (tables * call.layout.batch)
+    worth = ceil_div(_BYTES_OF_TASKS, max(1, lookups * row_bytes))
+    return max(1, min(worth, tasks // config.max_programs))
+
+
+def pooling_constants(
+    call: Call, config: EmbeddingAllToAllConfig, align: int
+) -> dict[str, Any]:
+    """Return the constants of every kernel that pools, and Triton's options.
+
+    Args:
+        align: Elements that all vectors' addresses are multiples of.
+    """
+    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
+    from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
+
+    width, full = lanes_of(call.layout.widths[call.rank])
+    constants: dict[str, Any] = {
+        "POOLING": Pooling(config.block_bags, config.stages, mean=call.mode == "mean"),
         "VECTORS": Vectors(
             triton_dtype(call.table_dtype), triton_dtype(call.dtype), width, full, align
         ),
@@ -348,7 +422,7 @@ def prepare(
     }
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
-    return Launch(embedding_all_to_all_forward, (programs,), arguments, constants, (staging,))
+    return constants
 
 
 def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:

@@ -26,6 +26,7 @@ MAX_RANKS: Final = 8
 GRANTED: Final = 0  # [set][source]: the rank's buffer may be written; kernels omit the offset 0
 DONE: Final = 2 * MAX_RANKS  # [set][source]: all data of the source have arrived
 COUNTER: Final = 4 * MAX_RANKS  # number of programs that have finished their remote work; local
+TICKETS: Final = 5 * MAX_RANKS  # [set]: tasks that programs have drawn; local
 HEADER: Final = 8 * MAX_RANKS
 
 MAX_TABLES: Final = 4096

@@ -8,7 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
     ADDRESS, COLUMN, COUNTER, DONE, FIELDS, HEADER, MAX_RANKS, OWN_COLUMN, STRIDE, TABLE_WIDTH,
-    samples_of, vectors_at,
+    TICKETS, samples_of, vectors_at,
 )
 
 
@@ -17,12 +17,13 @@ class Pooling(NamedTuple):
 
     Attributes:
         bags: Bags of one table and destination in a block.
-        unroll: Lookups of a bag whose rows are in flight together.
+        stages: Lookups of a bag that are under way at a time: the row of one is added while those
+            of the others are loaded.
         mean: Whether a bag's sum is divided by its length.
     """
 
     bags: Any
-    unroll: Any
+    stages: Any
     mean: Any
 
 
@@ -37,24 +38,13 @@ class Lookups(NamedTuple):
 
 
 @triton.jit
-def _next_rows(indices, start, length, step, UNROLL: tl.constexpr):
-    """Load the next ``UNROLL`` row numbers of each bag; they are 0 beyond its end."""
-    rows = ()
-    for ahead in tl.static_range(UNROLL):
-        inside = step + ahead < length
-        rows = rows + (tl.load(indices + start + step + ahead, mask=inside, other=0).to(tl.int64),)
-    return rows
-
-
-@triton.jit
 def pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.constexpr):
     """Sum the ``count`` bags of ``table`` from sample ``first`` on: float32 ``[bags, width]``.
 
-    Rows are added in the order of the indices. Row numbers are a step ahead of rows, and the rows
-    of a step are all under way before the first is added.
+    Rows are added in the order of the indices.
     """
     BAGS: tl.constexpr = POOLING.bags
-    UNROLL: tl.constexpr = POOLING.unroll
+    STAGES: tl.constexpr = POOLING.stages
     DTYPE: tl.constexpr = VECTORS.table_dtype
     WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
@@ -67,27 +57,23 @@ def pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.conste
     bounds = lookups.offsets + (lookups.B.to(tl.int64) * table + first) + bag
     start = tl.load(bounds, mask=bag < count, other=0).to(tl.int64)
     length = (tl.load(bounds + 1, mask=bag < count, other=0).to(tl.int64) - start).to(tl.int32)
+    is_column = columns >= 0
+    if not VECTORS.full:
+        is_column = columns < tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
     longest = tl.max(length, 0)
     total = tl.zeros([BAGS, WIDTH], tl.float32)
-    row = _next_rows(indices, start, length, 0, UNROLL)
-    for step in range(0, longest, UNROLL):
-        following = _next_rows(indices, start, length, step + UNROLL, UNROLL)
-        vectors = ()
-        for ahead in tl.static_range(UNROLL):
-            pointers = base + row[ahead][:, None] * stride + columns[None, :]
-            mask = (step + ahead < length)[:, None]
-            if not VECTORS.full:
-                width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
-                mask = mask & (columns < width)[None, :]
-            vectors = vectors + (tl.load(pointers, mask=mask, other=0.0),)
-        for ahead in tl.static_range(UNROLL):
-            if weights is None:
-                total += vectors[ahead].to(tl.float32)
-            else:
-                inside = step + ahead < length
-                scale = tl.load(weights + start + step + ahead, mask=inside, other=0.0)
-                total += vectors[ahead].to(tl.float32) * scale.to(tl.float32)[:, None]
-        row = following
+    # Stages make loads asynchronous. Loads to registers, however far ahead they are written, are
+    # put between the additions by ptxas, so that few of them are under way (decision 0006).
+    for step in tl.range(0, longest, num_stages=STAGES):
+        inside = step < length
+        row = tl.load(indices + start + step, mask=inside, other=0).to(tl.int64)
+        mask = inside[:, None] & is_column[None, :]
+        vector = tl.load(base + row[:, None] * stride + columns[None, :], mask=mask, other=0.0)
+        if weights is None:
+            total += vector.to(tl.float32)
+        else:
+            scale = tl.load(weights + start + step, mask=inside, other=0.0)
+            total += vector.to(tl.float32) * scale.to(tl.float32)[:, None]
     if POOLING.mean:
         total = total / tl.maximum(length, 1).to(tl.float32)[:, None]
     return total
@@ -115,34 +101,99 @@ def cells_of(
 
 
 @triton.jit
-def _pool_local(
-    lookups, own_output, tasks, blocks, rank, chunk, columns, POOLING: tl.constexpr,
+def _draw(tickets, tasks):
+    """Return the first of the next ``tasks`` tasks that no program has.
+
+    As programs draw all of them, it does not matter how many programs fit at once, nor how fast
+    each one is.
+    """
+    return tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu") * tasks
+
+
+@triton.jit
+def _put_slice(
+    tables, table, block, samples, staged, own_columns, target, columns, counter, flag, stamp, dest,
+    group, SLICE_BLOCKS: tl.constexpr, BAGS: tl.constexpr, VECTORS: tl.constexpr,
+):
+    """Count a block that is staged, and put its slice if no other block of it is missing.
+
+    Args:
+        staged, own_columns: The vectors for ``dest``, and the length of their rows.
+        target, columns: The output of ``dest``, and the length of its rows.
+        counter, flag: The slice's counter on this rank, and its flag on ``dest``.
+    """
+    first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
+    members = tl.minimum((samples + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS)
+    # The arrivals acquire what the slice's other programs have staged, so the last one may put all
+    # of it.
+    if il.arrive_last(counter, block - first_block, members):
+        for member in range(first_block, first_block + members):
+            count = tl.minimum(samples - member * BAGS, BAGS)
+            cells, mask = cells_of(
+                tables, table, member * BAGS, count, columns, BAGS, False, VECTORS
+            )
+            staged_cells, mask = cells_of(
+                tables, table, member * BAGS, count, own_columns, BAGS, True, VECTORS
+            )
+            # From the L2: other programs' stores are not in this one's L1.
+            value = tl.load(staged + staged_cells, mask=mask, cache_modifier=".cg")
+            il.put(target + cells, value, dest, group, mask)
+        # The fence orders the slice before its flag, as on a network, where the flag by itself
+        # releases nothing.
+        il.fence(group)
+        il.signal(flag, stamp, dest, group, ORDER="relaxed")
+
+
+@triton.jit
+def _pool_own(
+    lookups, own_output, task, blocks, rank, chunk, columns, POOLING: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
-    """Pool this program's share of the blocks whose samples are this rank's own."""
+    """Pool one of the blocks whose samples are this rank's own."""
     BAGS: tl.constexpr = POOLING.bags
     OUT: tl.constexpr = VECTORS.out_dtype
-    for task in range(tl.program_id(0), tasks, tl.num_programs(0)):
-        table, block = task // blocks, task % blocks
-        count = tl.minimum(samples_of(rank, lookups.B, chunk) - block * BAGS, BAGS)
-        if count > 0:
-            total = pool(lookups, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
-            cells, mask = cells_of(
-                lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
-            )
-            tl.store(own_output + cells, total.to(OUT), mask=mask)
+    table, block = task // blocks, task % blocks
+    count = tl.minimum(samples_of(rank, lookups.B, chunk) - block * BAGS, BAGS)
+    if count > 0:
+        total = pool(lookups, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
+        cells, mask = cells_of(
+            lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
+        )
+        tl.store(own_output + cells, total.to(OUT), mask=mask)
+
+
+@triton.jit(do_not_specialize=["output", "B", "T", "column_groups", "program_tasks"])
+def pool_embeddings(
+    tables, indices, offsets, weights, output, B, T, column_groups, program_tasks,
+    POOLING: tl.constexpr, VECTORS: tl.constexpr,
+):
+    """Pool this rank's ``T`` tables for the entire batch, without any other rank.
+
+    Each program pools ``program_tasks`` blocks in a row, of ``bags`` bags of one table each.
+
+    **Example.** A table of width 1, batch 2, blocks of one bag: programs 0 and 1 write [a0] and
+    [a1], the rows of ``output``.
+    """
+    lookups = Lookups(tables, indices, offsets, weights, B)
+    blocks = (B + POOLING.bags - 1) // POOLING.bags
+    first = tl.program_id(0) * program_tasks
+    for task in range(first, tl.minimum(first + program_tasks, T * blocks)):
+        _pool_own(
+            lookups, il.pointer(output, VECTORS.out_dtype), task, blocks, 0, B,
+            column_groups * VECTORS.align, POOLING, VECTORS,
+        )
 
 
 @triton.jit(
     do_not_specialize=[
         "buffers", "buffer_bytes", "buffer_index", "grants", "signals", "staging", "call", "B",
-        "chunk", "T", "slots", "column_groups", "own_groups",
+        "chunk", "T", "slots", "column_groups", "own_groups", "drawn_tasks",
     ]
 )
 def embedding_all_to_all_forward(
     tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx,
     table_counts, call, buffer_bytes, buffer_index, slots, B, chunk, T, column_groups, own_groups,
-    WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr,
+    drawn_tasks, WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr,
     SLICE_BLOCKS: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
@@ -155,9 +206,9 @@ def embedding_all_to_all_forward(
     1. Every rank chooses a free buffer for its output. Program 0 *grants* it to every source: it
        puts the buffer's index into ``grants[rank]`` there and signals. So a rank that is not in
        this call yet receives nothing.
-    2. Once all grants have arrived, programs go round over the blocks: destinations in turn from
-       the neighbour on, this rank being the last (``interleaved``), or those of the peers first, or
-       this rank's own first.
+    2. Once all grants have arrived, programs draw blocks, ``drawn_tasks`` at a time: destinations
+       in turn from the neighbour on, this rank being the last (``interleaved``), or those of the
+       peers first, or this rank's own first.
     3. Under ``direct`` and ``tiles`` the last program to have finished these blocks signals every
        destination. Under ``sliced`` blocks go to ``staging``; the program that completes a slice of
        ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag.
@@ -167,7 +218,8 @@ def embedding_all_to_all_forward(
 
     A rank that has its slices may be one call ahead of a rank that has programs without any for it,
     so grants, their indices and DONE have two sets. A slice's flag has one: it is set again after
-    the grant of its reader, whose last call is over then.
+    the grant of its reader, whose last call is over then. Tickets have two sets as well, as the
+    next call's must be 0 when it begins: program 0 clears them, which no program of this call uses.
 
     No program waits for a program that waits, other than for program 0's grants, which are made
     first of all.
@@ -192,27 +244,36 @@ def embedding_all_to_all_forward(
     columns, own_columns = column_groups * VECTORS.align, own_groups * VECTORS.align
     own_buffer = buffers + buffer_index.to(tl.int64) * buffer_bytes
     own_output = il.pointer(own_buffer + rank * tl.multiple_of(group[2], 16), OUT)
+    counters = il.peer_pointer(flags, rank, group)
+    tickets = il.in_turn(counters + TICKETS, epoch, 1)
     # Step 1. The put comes before the signal, which releases it: a source that has seen the signal
     # reads the buffer's index of this call.
     if program == 0:
         zeros = tl.zeros_like(peers)
         il.put(grant_indices + rank + zeros, buffer_index + zeros, peers, group, is_peer)
         il.signal(granting + rank + zeros, stamp, peers, group, is_peer)
+        tl.store(il.in_turn(counters + TICKETS, epoch + 1, 1), 0)
 
-    if ORDER == "local_first" or WORLD_SIZE == 1:
-        _pool_local(
-            lookups, own_output, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS
-        )
-    if WORLD_SIZE > 1:
-        # Step 2. Without every grant nothing is stored: memory that was not granted may be in use.
-        granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
-        indices_of_grants = il.get(grant_indices + peers, rank, group, is_peer, 0)
-        target_index = tl.where(peers == rank, buffer_index, indices_of_grants)
-        DESTS: tl.constexpr = WORLD_SIZE if ORDER == "interleaved" else WORLD_SIZE - 1
-        tasks = tl.where(granted, DESTS * T * blocks, 0)
-        for task in range(program, tasks, programs):
-            dest = (rank + 1 + task % DESTS) % WORLD_SIZE
-            table, block = task // DESTS // blocks, task // DESTS % blocks
+    drawn, own_tasks = _draw(tickets, drawn_tasks), T * blocks
+    if ORDER == "local_first":
+        while drawn < own_tasks:
+            for task in range(drawn, tl.minimum(drawn + drawn_tasks, own_tasks)):
+                _pool_own(lookups, own_output, task, blocks, rank, chunk, columns, POOLING, VECTORS)
+            drawn = _draw(tickets, drawn_tasks)
+    # Step 2. Without every grant nothing is stored: memory that was not granted may be in use.
+    granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
+    indices_of_grants = il.get(grant_indices + peers, rank, group, is_peer, 0)
+    target_index = tl.where(peers == rank, buffer_index, indices_of_grants)
+    DESTS: tl.constexpr = WORLD_SIZE if ORDER == "interleaved" else WORLD_SIZE - 1
+    # What is drawn at a time is of one kind.
+    own_drawn = (own_tasks + drawn_tasks - 1) // drawn_tasks * drawn_tasks
+    first_task = own_drawn if ORDER == "local_first" else 0
+    end = tl.where(granted, first_task + DESTS * own_tasks, 0)
+    while drawn < end:
+        for task in range(drawn, tl.minimum(drawn + drawn_tasks, end)):
+            number = task - first_task
+            dest = (rank + 1 + number % DESTS) % WORLD_SIZE
+            table, block = number // DESTS // blocks, number // DESTS % blocks
             samples = samples_of(dest, B, chunk)
             count = tl.minimum(samples - block * BAGS, BAGS)
             if count > 0:
@@ -234,38 +295,14 @@ def embedding_all_to_all_forward(
                             tables, table, block * BAGS, count, own_columns, BAGS, True, VECTORS
                         )
                         tl.store(staged + staged_cells, total, mask=mask)
-                        first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
-                        members = tl.minimum(
-                            (samples + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS
-                        )
                         table_slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
                         slot = dest * slots + table * table_slices + block // SLICE_BLOCKS
-                        counter = il.peer_pointer(
-                            flags + HEADER + WORLD_SIZE * slots + slot, rank, group
+                        _put_slice(
+                            tables, table, block, samples, staged, own_columns, target, columns,
+                            counters + HEADER + WORLD_SIZE * slots + slot,
+                            flags + HEADER + (rank - dest) * slots + slot, stamp, dest, group,
+                            SLICE_BLOCKS, BAGS, VECTORS,
                         )
-                        # Step 3, sliced. The arrivals acquire what the slice's other programs have
-                        # staged, so the last one may put all of it.
-                        if il.arrive_last(counter, block - first_block, members):
-                            for member in range(first_block, first_block + members):
-                                count = tl.minimum(samples - member * BAGS, BAGS)
-                                cells, mask = cells_of(
-                                    tables, table, member * BAGS, count, columns, BAGS, False,
-                                    VECTORS,
-                                )
-                                staged_cells, mask = cells_of(
-                                    tables, table, member * BAGS, count, own_columns, BAGS, True,
-                                    VECTORS,
-                                )
-                                # From the L2: other programs' stores are not in this one's L1.
-                                value = tl.load(
-                                    staged + staged_cells, mask=mask, cache_modifier=".cg"
-                                )
-                                il.put(target + cells, value, dest, group, mask)
-                            # The fence orders the slice before its flag, as on a network, where the
-                            # flag by itself releases nothing.
-                            il.fence(group)
-                            flag = flags + HEADER + (rank - dest) * slots + slot
-                            il.signal(flag, stamp, dest, group, ORDER="relaxed")
                 elif PROTOCOL == "tiles":
                     # The block is stored as a full tile: rows beyond the destination's samples are
                     # cut off by the descriptor, or fall behind the samples of its output.
@@ -275,46 +312,48 @@ def embedding_all_to_all_forward(
                     il.put_tile(tiles, corner, part, group)
                 else:
                     il.put(target + cells, total, dest, group, mask)
-        if PROTOCOL != "sliced":
-            # Tiles are stored asynchronously; they must be complete before anyone is told.
-            if PROTOCOL == "tiles":
-                il.complete_tiles()
-            if granted:
-                # Step 3. The last program has acquired the stores of all; its signals release them.
-                counter = il.peer_pointer(flags + COUNTER, rank, group)
-                if il.arrive_last(counter, program, programs):
-                    il.signal(done + rank + tl.zeros_like(peers), stamp, peers, group, is_peer)
-    if ORDER == "remote_first" and WORLD_SIZE > 1:
-        _pool_local(
-            lookups, own_output, T * blocks, blocks, rank, chunk, columns, POOLING, VECTORS
-        )
-    if WORLD_SIZE > 1:
-        # Step 4. One program waits for all sources, so the kernel does not end before they are
-        # done. It has the highest index, as programs that start later must not be kept from it.
-        if program == programs - 1:
-            arrived = granted
-            if PROTOCOL == "sliced":
-                slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
-                SLICE_BAGS: tl.constexpr = BAGS * SLICE_BLOCKS
-                own_slices = (samples_of(rank, B, chunk) + SLICE_BAGS - 1) // SLICE_BAGS
-                lanes = tl.arange(0, 64)
-                for step in range(1, WORLD_SIZE):
-                    source = (rank + step) % WORLD_SIZE
-                    expected = tl.load(table_counts + source) * slices
-                    for start in range(0, expected, 64):
-                        slot = start + lanes
-                        awaited = (slot < expected) & (slot % slices < own_slices)
-                        if tl.sum(awaited.to(tl.int32)) > 0:
-                            flag = flags + HEADER + source * slots + slot
-                            source_lanes = source + lanes * 0
-                            complete = il.wait(flag, stamp, source_lanes, start, group, awaited)
-                            arrived = arrived & complete
-            else:
-                complete = il.wait(done + peers, stamp, peers, 0, group, is_peer)
-                arrived = arrived & complete
-            # A source that did not arrive in time has left the output incomplete.
-            if not arrived:
-                il.fill_nan(own_output, samples_of(rank, B, chunk).to(tl.int64) * columns)
+        drawn = _draw(tickets, drawn_tasks)
+    if PROTOCOL != "sliced":
+        # Tiles are stored asynchronously; they must be complete before anyone is told.
+        if PROTOCOL == "tiles":
+            il.complete_tiles()
+        if granted:
+            # Step 3. The last program has acquired the stores of all; its signals release them.
+            if il.arrive_last(counters + COUNTER, program, programs):
+                il.signal(done + rank + tl.zeros_like(peers), stamp, peers, group, is_peer)
+    if ORDER == "remote_first":
+        own_first = (end + drawn_tasks - 1) // drawn_tasks * drawn_tasks
+        while drawn < own_first + own_tasks:
+            first = drawn - own_first
+            for task in range(first, tl.minimum(first + drawn_tasks, own_tasks)):
+                _pool_own(lookups, own_output, task, blocks, rank, chunk, columns, POOLING, VECTORS)
+            drawn = _draw(tickets, drawn_tasks)
+    # Step 4. One program waits for all sources, so the kernel does not end before they are done. It
+    # has the highest index, as programs that start later must not be kept from it.
+    if program == programs - 1:
+        arrived = granted
         if PROTOCOL == "sliced":
-            il.clear_old(flags + HEADER, WORLD_SIZE * slots, epoch, group)
+            slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
+            SLICE_BAGS: tl.constexpr = BAGS * SLICE_BLOCKS
+            own_slices = (samples_of(rank, B, chunk) + SLICE_BAGS - 1) // SLICE_BAGS
+            lanes = tl.arange(0, 64)
+            for step in range(1, WORLD_SIZE):
+                source = (rank + step) % WORLD_SIZE
+                expected = tl.load(table_counts + source) * slices
+                for start in range(0, expected, 64):
+                    slot = start + lanes
+                    awaited = (slot < expected) & (slot % slices < own_slices)
+                    if tl.sum(awaited.to(tl.int32)) > 0:
+                        flag = flags + HEADER + source * slots + slot
+                        source_lanes = source + lanes * 0
+                        complete = il.wait(flag, stamp, source_lanes, start, group, awaited)
+                        arrived = arrived & complete
+        else:
+            complete = il.wait(done + peers, stamp, peers, 0, group, is_peer)
+            arrived = arrived & complete
+        # A source that did not arrive in time has left the output incomplete.
+        if not arrived:
+            il.fill_nan(own_output, samples_of(rank, B, chunk).to(tl.int64) * columns)
+    if PROTOCOL == "sliced":
+        il.clear_old(flags + HEADER, WORLD_SIZE * slots, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -20,6 +20,7 @@ STATE = tl.constexpr(record.STATE)
 MAX_RANKS = tl.constexpr(record.MAX_RANKS)
 DONE = tl.constexpr(record.DONE)
 COUNTER = tl.constexpr(record.COUNTER)
+TICKETS = tl.constexpr(record.TICKETS)
 HEADER = tl.constexpr(record.HEADER)
 MAX_TABLES = tl.constexpr(record.MAX_TABLES)
 

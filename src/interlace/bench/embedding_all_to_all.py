@@ -28,7 +28,8 @@ __all__ = ["OPERATOR", "Backward", "Forward", "Shape", "bench", "study", "tune"]
 # Limits of an SM of compute capability 9.0, which decide how many programs it holds.
 _PROGRAMS_PER_SM = 32
 _WARPS_PER_SM = 64
-_REGISTERS_PER_SM = 65_536
+_PARTITIONS = 4  # a warp lies in one of them
+_REGISTERS_PER_PARTITION = 16_384
 
 
 class Forward(Calls):
@@ -201,11 +202,10 @@ def resident_programs(case: Forward, config: EmbeddingAllToAllConfig) -> int:
     compiled = case.prepared(config).compile()
     compiled._init_handles()
     # Registers are handed out to a warp in units of eight per thread.
-    registers = 32 * config.num_warps * round_up(compiled.n_regs, 8)
-    by_registers = _REGISTERS_PER_SM // registers
-    return processors(case.owner.device) * int(
-        min(_PROGRAMS_PER_SM, _WARPS_PER_SM // config.num_warps, by_registers)
-    )
+    registers = 32 * round_up(compiled.n_regs, 8)
+    warps = min(_WARPS_PER_SM, _PARTITIONS * (_REGISTERS_PER_PARTITION // registers))
+    programs = min(_PROGRAMS_PER_SM, warps // config.num_warps)
+    return processors(case.owner.device) * int(programs)
 
 
 def study(

@@ -88,8 +88,8 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     warps = max(1, min(4, block // 512))
     step_bytes = 2048 * warps  # of rows at a time
     bags = max(1, min(16, step_bytes // (block * itemsize)))
-    # Registers decide how many programs fit: 16 to 24 on an SM if a warp has several bags of so many
-    # bytes, else up to 32. Programs beyond that find no block, but take microseconds to end.
+    # Registers decide how many programs fit: 16 to 24 on an SM if a warp has several bags, and rows
+    # of so many bytes at a time, else up to 32. More find no block, but take microseconds to end.
     resident = 16 if warps == 1 and 1 < bags == step_bytes // (block * itemsize) else 32
     runs = max(1, min(8, 256 * warps // block))  # 1 KB of sums per warp
     return EmbeddingAllToAllConfig(

@@ -401,9 +401,7 @@ def fewest_tasks(call: Call, config: EmbeddingAllToAllConfig, tasks: int) -> int
     return max(1, min(worth, tasks // config.max_programs))
 
 
-def pooling_constants(
-    call: Call, config: EmbeddingAllToAllConfig, align: int
-) -> dict[str, Any]:
+def pooling_constants(call: Call, config: EmbeddingAllToAllConfig, align: int) -> dict[str, Any]:
     """Return the constants of every kernel that pools, and Triton's options.
 
     Args:

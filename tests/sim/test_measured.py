@@ -255,12 +255,12 @@ def test_two_hosts_against_measurements(tmp_path: Path) -> None:
     assert simulated["pair"] == [-11, -11, -9, -16, -11, -12]
     assert simulated["fused"] == [2, -5, 7, 7, 10, -2]
     assert simulated["fused, graph"] == [17, 20, -3, 29, 30, -13]
-    assert predicted["pair"] == [-11, -12, -9, -16, -10, -10]
-    assert predicted["fused"] == [0, -6, 5, 5, 8, 1]
-    assert predicted["fused, graph"] == [15, 18, -5, 27, 27, -11]
+    assert predicted["pair"] == [-12, -12, -10, -17, -14, -16]
+    assert predicted["fused"] == [0, -6, 5, 5, 7, -2]
+    assert predicted["fused, graph"] == [15, 18, -5, 27, 27, -13]
     by_slices = [f"fused, {slices} slices" for slices in (1, 2, 4, 8, 16)]
     assert [simulated[name] for name in by_slices] == [[1], [3], [-8], [-10], [-6]]
-    assert [predicted[name] for name in by_slices] == [[6], [4], [-9], [-7], [-1]]
+    assert [predicted[name] for name in by_slices] == [[2], [2], [-10], [-10], [-1]]
 
 
 @pytest.mark.parametrize(
@@ -269,22 +269,27 @@ def test_two_hosts_against_measurements(tmp_path: Path) -> None:
         (
             "between-nodes-2xh200",
             {"pair, graph": [8, 6, 10, 15, 10, -1], "fused, graph": [-2, -1, -3, 5, 3, -1]},
-            {"pair, graph": [4, 3, 6, 12, 8, 0], "fused, graph": [-1, -1, -2, 6, 5, 1]},
+            {"pair, graph": [4, 2, 6, 10, 3, -9], "fused, graph": [-1, -1, -2, 5, 4, -1]},
         ),
         (
             "between-nodes-again-2xh200",
             {"pair, graph": [-3, -3, -3, 1, 0, -7], "fused, graph": [-6, -4, -9, -1, 2, -3]},
-            {"pair, graph": [-8, -7, -7, -2, -2, -5], "fused, graph": [-6, -4, -9, -1, 2, 0]},
+            {"pair, graph": [-8, -8, -8, -4, -7, -14], "fused, graph": [-6, -4, -9, -2, 1, -2]},
         ),
         (
             "between-nodes-2xh100",
             {"pair, graph": [4, 7, 11, 7, 7, 4], "fused, graph": [-3, 0, 5, 4, -4, 4]},
-            {"pair, graph": [0, 2, 7, 3, 4, 2], "fused, graph": [-1, 2, 7, 6, 4, 5]},
+            {"pair, graph": [0, 1, 6, 0, -2, -8], "fused, graph": [-1, 2, 6, 4, -1, 3]},
         ),
         (
             "between-nodes-again-2xh100",
             {"pair, graph": [9, 10, 9, 13, 12, 7], "fused, graph": [8, 0, 2, 8, 7, 2]},
-            {"pair, graph": [5, 6, 5, 10, 9, 5], "fused, graph": [8, 0, 2, 8, 8, 2]},
+            {"pair, graph": [5, 6, 4, 7, 3, -5], "fused, graph": [8, 0, 1, 7, 7, 0]},
+        ),
+        (
+            "between-nodes-asynchronous-2xh200",
+            {"pair, graph": [2, -1, 1, 10, 14, 21], "fused, graph": [2, -4, -1, 7, 4, 1]},
+            {"pair, graph": [-3, -6, -5, 4, 6, 9], "fused, graph": [2, -4, -1, 7, 4, -1]},
         ),
     ],
 )
@@ -293,7 +298,8 @@ def test_hosts_against_measurements(
 ) -> None:
     """The same over the network that each document has, of messages and all-to-alls alone.
 
-    Single calls wait for the host, too, which neither of the two models knows.
+    Single calls wait for the host, too, which neither of the two models knows. The pair of all but
+    the last document pooled by a kernel that took up to 1.6 times as long.
     """
     document = RESULTS / "exploration" / f"2026-11-26-{name}.json"
     file, machine = tmp_path / "nodes.json", f"{name.rpartition('x')[2]}-node"

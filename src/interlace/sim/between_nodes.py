@@ -17,6 +17,7 @@ from interlace.costs.embedding_all_to_all import (
     STEP_BESIDE_POOLING_US,
     floor_memory_bytes,
     fused_between_nodes,
+    pooling_us,
     stock_between_nodes,
 )
 from interlace.costs.network import (
@@ -241,7 +242,7 @@ def _predicted_us(
         index_itemsize=_INDEX_ITEMSIZE,
     )
     rate = profile.product.memory_bytes_per_s
-    pooling_us = profile.product.launch_us + 1e6 * memory_bytes / rate
+    computation_us = pooling_us(memory_bytes, profile.product.launch_us, rate)
     shared: dict[str, Any] = {
         "rank": 0,
         "widths": widths,
@@ -251,5 +252,5 @@ def _predicted_us(
     }
     if shares != _PAIR:
         cost = fused_between_nodes(**shared, shares=shares)
-        return in_slices(network, pooling_us, cost, rate, STEP_BESIDE_POOLING_US).us
-    return one_after_the_other(network, pooling_us, stock_between_nodes(**shared), rate).us
+        return in_slices(network, computation_us, cost, rate, STEP_BESIDE_POOLING_US).us
+    return one_after_the_other(network, computation_us, stock_between_nodes(**shared), rate).us

@@ -16,8 +16,9 @@ from interlace.costs.embedding_all_to_all import (
     backward,
     floor_memory_bytes,
     fused_between_nodes,
+    pooling_us,
     stock_between_nodes,
-    stock_pooling_factor,
+    stock_pooling_us,
 )
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.costs.network import (
@@ -123,7 +124,8 @@ def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | No
         output_itemsize=output_itemsize,
         index_itemsize=4,
     )
-    pooling_us = profile.product.launch_us + 1e6 * memory_bytes / rate
+    launch_us = profile.product.launch_us
+    our_us = pooling_us(memory_bytes, launch_us, rate)
     traffic = functools.partial(
         fused_between_nodes,
         rank=rank,
@@ -139,15 +141,15 @@ def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | No
         output_itemsize=output_itemsize,
         node_of_rank=node_of_rank,
     )
-    stock_us = pooling_us * stock_pooling_factor(itemsize)
+    stock_us = stock_pooling_us(memory_bytes, launch_us, rate, itemsize)
     predictions = {
-        "pooled": one_after_the_other(network, pooling_us, whole, rate),
+        "pooled": one_after_the_other(network, our_us, whole, rate),
         "unfused": one_after_the_other(network, stock_us, whole, rate),
     }
     if layout.world_size <= record.MAX_RANKS:
         predictions["fused"] = first_of_the_best(
             [
-                in_slices(network, pooling_us, traffic(shares=shares), rate, STEP_BESIDE_POOLING_US)
+                in_slices(network, our_us, traffic(shares=shares), rate, STEP_BESIDE_POOLING_US)
                 for shares in SLICES_OF_VECTORS
             ]
         )

@@ -17,12 +17,7 @@ from interlace.comm.slices import Message, SliceQueue, Step, Trigger, run_in_sli
 from interlace.comm.workspace import Workspace
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.launch import (
-    Call,
-    forward_records,
-    pooling_constants,
-    tasks_of_program,
-)
+from interlace.operators.embedding_all_to_all.launch import Call, pooling, tasks_of_program
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import ceil_div, next_power_of_2, round_up
 
@@ -240,17 +235,13 @@ def prepare(
 
     layout, (remote, local) = call.layout, in_turn(group)
     workspace = _workspace(group)
-    rows, align = forward_records(call)
+    arguments, constants, align = pooling(group, call, config)
     blocks = ceil_div(layout.chunk, config.block_bags)
     sliced_blocks = cut.samples(cut.count)[0] // config.block_bags
     tasks = len(call.weights) * (sliced_blocks * len(remote) + blocks * len(local))
     # Long programs would keep the network's kernel from its SMs until they end.
     program_tasks = tasks_of_program(call, config, tasks)
-    arguments = {
-        "tables": on_device(group, rows),
-        "indices": call.indices,
-        "offsets": call.offsets,
-        "weights": call.scale,
+    arguments |= {
         "ranks": on_device(group, [[*remote, *local]]),
         "buffers": destination.address,
         "grants": workspace.data.address,
@@ -262,10 +253,7 @@ def prepare(
         "call": mark,
         "buffer_bytes": destination.buffer_bytes,
         "buffer_index": destination.own_index,
-        "B": layout.batch,
         "chunk": layout.chunk,
-        "T": len(call.weights),
-        "column_groups": layout.columns // align,
         "own_groups": layout.rank_columns[call.rank] // align,
         "first_blocks": cut.first_rows // config.block_bags,
         "first_bytes": cut.full_bytes(call.rank, 0),
@@ -274,11 +262,7 @@ def prepare(
         "first_local": min(local),
         "program_tasks": program_tasks,
     }
-    constants = {
-        "WORLD_SIZE": layout.world_size,
-        "REMOTE": len(remote),
-        **pooling_constants(call, config, align),
-    }
+    constants |= {"WORLD_SIZE": layout.world_size, "REMOTE": len(remote)}
     # One launch; a rank without tables has a program that grants its output.
     programs = max(1, ceil_div(tasks, program_tasks))
     span = {"first_task": 0, "last_task": tasks}

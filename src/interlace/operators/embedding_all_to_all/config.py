@@ -86,11 +86,11 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     """
     block = next_power_of_2(max(width, 32))
     warps = max(1, min(4, block // 512))
-    step_bytes = 2048 * warps  # of rows at a time
-    bags = max(1, min(16, step_bytes // (block * itemsize)))
+    fitting = 2048 * warps // (block * itemsize)  # rows in 2 KB a warp, which it loads at a time
+    bags = max(1, min(16, fitting))
     # Registers decide how many programs fit: 16 to 24 on an SM if a warp has several bags, and rows
     # of so many bytes at a time, else up to 32. More find no block, but take microseconds to end.
-    resident = 16 if warps == 1 and 1 < bags == step_bytes // (block * itemsize) else 32
+    resident = 16 if warps == 1 and 1 < fitting <= 16 else 32
     runs = max(1, min(8, 256 * warps // block))  # 1 KB of sums per warp
     return EmbeddingAllToAllConfig(
         block_bags=bags,

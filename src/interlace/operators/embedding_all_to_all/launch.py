@@ -297,8 +297,7 @@ def prepare(
         )
     else:
         workspace = group.workspace(operator, 4096, record.HEADER)
-    rows, align = forward_records(call)
-    constants = pooling_constants(call, config, align)
+    arguments, constants, align = pooling(group, call, config)
     protocol, tiles = config.protocol, None
     if protocol == "tiles":
         # Where descriptors cannot describe the blocks, ordinary stores write the same bytes.
@@ -317,11 +316,7 @@ def prepare(
         )
     # Ranks hold different numbers of tables, from which follows how many slices each one sends.
     counts = on_device(group, [[len(widths) for widths in layout.widths]])
-    arguments = {
-        "tables": on_device(group, rows),
-        "indices": call.indices,
-        "offsets": call.offsets,
-        "weights": call.scale,
+    arguments |= {
         "tiles": tiles,
         "buffers": destination.address,
         "grants": workspace.data.address,
@@ -334,10 +329,7 @@ def prepare(
         "buffer_bytes": destination.buffer_bytes,
         "buffer_index": destination.own_index,
         "slots": slots,
-        "B": layout.batch,
         "chunk": layout.chunk,
-        "T": len(call.weights),
-        "column_groups": layout.columns // align,
         "own_groups": layout.rank_columns[call.rank] // align,
         "drawn_tasks": fewest_tasks(call, config, tasks),
     }
@@ -357,23 +349,11 @@ def _prepare_alone(
     require(group.backend)
     from interlace.operators.embedding_all_to_all.kernels.forward import pool_embeddings
 
-    layout = call.layout
-    rows, align = forward_records(call)
-    tasks = len(call.weights) * ceil_div(layout.batch, config.block_bags)
+    tasks = len(call.weights) * ceil_div(call.layout.batch, config.block_bags)
     program_tasks = tasks_of_program(call, config, tasks)
-    arguments = {
-        "tables": on_device(group, rows),
-        "indices": call.indices,
-        "offsets": call.offsets,
-        "weights": call.scale,
-        "output": address,
-        "B": layout.batch,
-        "T": len(call.weights),
-        "column_groups": layout.columns // align,
-        "program_tasks": program_tasks,
-    }
     programs = max(1, ceil_div(tasks, program_tasks))
-    constants = pooling_constants(call, config, align)
+    arguments, constants, _ = pooling(group, call, config)
+    arguments |= {"output": address, "program_tasks": program_tasks}
     return Launch(pool_embeddings, (programs,), arguments, constants)
 
 
@@ -401,15 +381,28 @@ def fewest_tasks(call: Call, config: EmbeddingAllToAllConfig, tasks: int) -> int
     return max(1, min(worth, tasks // config.max_programs))
 
 
-def pooling_constants(call: Call, config: EmbeddingAllToAllConfig, align: int) -> dict[str, Any]:
-    """Return the constants of every kernel that pools, and Triton's options.
+def pooling(
+    group: Group, call: Call, config: EmbeddingAllToAllConfig
+) -> tuple[dict[str, Any], dict[str, Any], int]:
+    """Return what every kernel that pools is launched with.
 
-    Args:
-        align: Elements that all vectors' addresses are multiples of.
+    Returns:
+        The tables and the lookups, by the names of their parameters; the constants of pooling and
+        Triton's options; and the elements that all vectors' addresses are multiples of.
     """
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
+    rows, align = forward_records(call)
+    arguments = {
+        "tables": on_device(group, rows),
+        "indices": call.indices,
+        "offsets": call.offsets,
+        "weights": call.scale,
+        "B": call.layout.batch,
+        "T": len(call.weights),
+        "column_groups": call.layout.columns // align,
+    }
     width, full = lanes_of(call.layout.widths[call.rank])
     constants: dict[str, Any] = {
         "POOLING": Pooling(config.block_bags, config.stages, mean=call.mode == "mean"),
@@ -420,7 +413,7 @@ def pooling_constants(call: Call, config: EmbeddingAllToAllConfig, align: int) -
     }
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
-    return constants
+    return arguments, constants, align
 
 
 def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:

@@ -162,6 +162,22 @@ def _pool_own(
         tl.store(own_output + cells, total.to(OUT), mask=mask)
 
 
+@triton.jit
+def _pool_drawn(
+    lookups, own_output, drawn, first, own_tasks, drawn_tasks, tickets, blocks, rank, chunk,
+    columns, POOLING: tl.constexpr, VECTORS: tl.constexpr,
+):
+    """Pool blocks of this rank's own samples, the tasks from ``first`` on; return what is drawn
+    next.
+    """
+    while drawn < first + own_tasks:
+        start = drawn - first
+        for task in range(start, tl.minimum(start + drawn_tasks, own_tasks)):
+            _pool_own(lookups, own_output, task, blocks, rank, chunk, columns, POOLING, VECTORS)
+        drawn = _draw(tickets, drawn_tasks)
+    return drawn
+
+
 @triton.jit(do_not_specialize=["output", "B", "T", "column_groups", "program_tasks"])
 def pool_embeddings(
     tables, indices, offsets, weights, output, B, T, column_groups, program_tasks,
@@ -256,10 +272,10 @@ def embedding_all_to_all_forward(
 
     drawn, own_tasks = _draw(tickets, drawn_tasks), T * blocks
     if ORDER == "local_first":
-        while drawn < own_tasks:
-            for task in range(drawn, tl.minimum(drawn + drawn_tasks, own_tasks)):
-                _pool_own(lookups, own_output, task, blocks, rank, chunk, columns, POOLING, VECTORS)
-            drawn = _draw(tickets, drawn_tasks)
+        drawn = _pool_drawn(
+            lookups, own_output, drawn, 0, own_tasks, drawn_tasks, tickets, blocks, rank, chunk,
+            columns, POOLING, VECTORS,
+        )
     # Step 2. Without every grant nothing is stored: memory that was not granted may be in use.
     granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
     indices_of_grants = il.get(grant_indices + peers, rank, group, is_peer, 0)
@@ -323,11 +339,10 @@ def embedding_all_to_all_forward(
                 il.signal(done + rank + tl.zeros_like(peers), stamp, peers, group, is_peer)
     if ORDER == "remote_first":
         own_first = (end + drawn_tasks - 1) // drawn_tasks * drawn_tasks
-        while drawn < own_first + own_tasks:
-            first = drawn - own_first
-            for task in range(first, tl.minimum(first + drawn_tasks, own_tasks)):
-                _pool_own(lookups, own_output, task, blocks, rank, chunk, columns, POOLING, VECTORS)
-            drawn = _draw(tickets, drawn_tasks)
+        _pool_drawn(
+            lookups, own_output, drawn, own_first, own_tasks, drawn_tasks, tickets, blocks, rank,
+            chunk, columns, POOLING, VECTORS,
+        )
     # Step 4. One program waits for all sources, so the kernel does not end before they are done. It
     # has the highest index, as programs that start later must not be kept from it.
     if program == programs - 1:

@@ -64,6 +64,15 @@ def _study():
         return operator.study(shape, SMALL, group), operator.tune(shape, group)
 
 
+def test_ranks_may_take_other_entries_of_a_tuned_table():
+    """The nearest entry depends on a rank's own pooling factor, so protocols that the tuner tries
+    must understand each other.
+    """
+    from interlace.bench.embedding_all_to_all import FORWARD_AXES
+
+    assert set(FORWARD_AXES["protocol"]) <= {"direct", "tiles"}
+
+
 def test_study_and_tuner_try_what_they_say(ranks):
     for study, found in ranks(2).run(_study):
         points = [

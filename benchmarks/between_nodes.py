@@ -319,7 +319,9 @@ def plan_of(workload: Workload) -> network_choice.Plan:
 
 
 def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float]:
-    """Time the fused call without its exchange, in a launch per slice, and with other channels."""
+    """Time the fused call without its exchange, in a launch per slice, and with other channels and
+    lanes.
+    """
     times = {}
     with sending_nothing():
         times["fused, nothing sent"] = timed(workload.call)
@@ -332,13 +334,11 @@ def time_variants(workload: Workload, expected: torch.Tensor) -> dict[str, float
     with replaced(prepare=split):
         require_equal(workload.call(), expected, "a launch per slice")
         times["fused, a launch per slice"] = timed(workload.call)
-    for channels in (1, 4):
-        with mock.patch.object(carrier, "CHANNELS", channels):
-            group = dist.new_group()
-            require_equal(workload.call(group=group), expected, f"{channels} channels")
-            times[f"fused, {channels} channels"] = timed(
-                lambda group=group: workload.call(group=group)
-            )
+    for name, value in (("CHANNELS", 1), ("CHANNELS", 4), ("LANES", 1)):
+        with mock.patch.object(carrier, name, value):
+            group, said = dist.new_group(), f"fused, {name.lower()} {value}"
+            require_equal(workload.call(group=group), expected, said)
+            times[said] = timed(lambda group=group: workload.call(group=group))
     return times
 
 
@@ -405,19 +405,22 @@ def launch_per_slice(launch: Any) -> list[Any]:
 
 def config_of(workload: Workload, slices: int) -> interlace.EmbeddingAllToAllConfig | None:
     """Return the tuned configuration with so many slices; None if it cannot have them."""
+    from interlace.operators.embedding_all_to_all.config import in_short_blocks
     from interlace.operators.embedding_all_to_all.launch import choose
     from interlace.units import next_power_of_2
 
     tables, batch = workload.tables, _batch(workload.tables)
-    config = choose(
-        tables=len(tables),
-        width=WIDTH,
-        batch=batch,
-        pooling_factor=next_power_of_2(workload.indices.numel() // (len(tables) * batch)),
-        dtype=tables[0].dtype,
-        world_size=dist.get_world_size(),
-        device=tables[0].device,
-    ).config
+    config = in_short_blocks(
+        choose(
+            tables=len(tables),
+            width=WIDTH,
+            batch=batch,
+            pooling_factor=next_power_of_2(workload.indices.numel() // (len(tables) * batch)),
+            dtype=tables[0].dtype,
+            world_size=dist.get_world_size(),
+            device=tables[0].device,
+        ).config
+    )
     blocks = -(-batch // dist.get_world_size() // config.block_bags)
     members = -(-blocks // slices)
     return dataclasses.replace(config, slice_blocks=members) if members <= 1024 else None

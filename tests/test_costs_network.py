@@ -11,7 +11,6 @@ import pytest
 
 from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
-    STEP_BESIDE_POOLING_US,
     floor_memory_bytes,
     fused_between_nodes,
     pooling_us,
@@ -229,7 +228,7 @@ def test_slices_against_the_measurement(
     computation_us = pooling_us(memory_bytes, H200.product.launch_us, MEMORY)
     for shares, error in errors.items():
         cost = fused_between_nodes(**call, node_of_rank=(0, 1), shares=shares)
-        predicted = in_slices(network, computation_us, cost, MEMORY, STEP_BESIDE_POOLING_US)
+        predicted = in_slices(network, computation_us, cost, MEMORY)
         name = f"fused, {chosen if shares == chosen else f'{len(shares)} slices'}"
         assert _percent(predicted.us, us[name]) == error, shares
     whole = stock_between_nodes(**call, node_of_rank=(0, 1))

@@ -130,12 +130,13 @@ def test_a_communicator_that_a_graph_keeps_is_left_behind(monkeypatch):
         ended.set()
 
     carrier = Carrier.__new__(Carrier)
-    carrier._on_gpu, carrier._backend = True, SimpleNamespace(abort=abort)
+    carrier._on_gpu, carrier._backends = True, [SimpleNamespace(abort=abort)]
     carrier.abort()
     assert not ended.is_set()
     graph_is_gone.set()
     assert ended.wait(5)
     # An error of NCCL is no news: the communicator is given up.
-    carrier._backend = SimpleNamespace(abort=mock.Mock(side_effect=RuntimeError("NCCL")))
+    backend = SimpleNamespace(abort=mock.Mock(side_effect=RuntimeError("NCCL")))
+    carrier._backends = [backend]
     carrier.abort()
-    carrier._backend.abort.assert_called_once()
+    backend.abort.assert_called_once()

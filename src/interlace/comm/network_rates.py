@@ -160,8 +160,13 @@ def _measure(group: Group, nbytes: int, messages: int) -> ExchangeTime:
     return ExchangeTime(nbytes, messages, slowest(group, statistics.median(samples[1:])))
 
 
-def queue_of(group: Group, nbytes: int, messages: int, steps: int) -> SliceQueue:
-    """Return a queue of equal exchanges that wait for nothing. Collective."""
+def queue_of(
+    group: Group, nbytes: int, messages: int, steps: int, lanes: int | None = None
+) -> SliceQueue:
+    """Return a queue of equal exchanges that wait for nothing; see :class:`SliceQueue`.
+
+    Collective.
+    """
     mark = group.agree(_NAME, bytes_of_a_message=nbytes, messages=messages, exchanges=steps)
     target, source = partners(group.members.node_of_rank, group.rank)
 
@@ -172,12 +177,12 @@ def queue_of(group: Group, nbytes: int, messages: int, steps: int) -> SliceQueue
         memory = torch.zeros(messages, nbytes, dtype=torch.uint8, device=group.device)
         return tuple(Message(peer, part) for part in memory)
 
-    return SliceQueue(group, _NAME, [Step((), data(target), data(source))] * steps, mark)
+    return SliceQueue(group, _NAME, [Step((), data(target), data(source))] * steps, mark, lanes)
 
 
 def _exchange_us(group: Group, nbytes: int, messages: int, steps: int) -> float:
     """Return the time of one of several exchanges, one behind the other."""
-    queue = queue_of(group, nbytes, messages, steps)
+    queue = queue_of(group, nbytes, messages, steps, lanes=1)
     with group.running():
         _begin_together(group)
         start = time.perf_counter()

@@ -9,7 +9,7 @@ is that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed
     queue = SliceQueue(group, OPERATOR, steps, mark)
     queue.arm()           # counters are zero from here on
     launch()              # the kernel counts
-    queue.release()       # side stream: wait for a counter, exchange; and so on
+    queue.release()       # side streams: wait for a counter, exchange; and so on
     queue.join()          # the current stream waits for all arrivals
 
 Slices are exchanged in *steps*: in step k a rank sends to and receives from each of its peers at
@@ -17,8 +17,9 @@ most one slice, with which a stamp may travel. All ranks have the same steps in 
 step begins when its counters have reached their values on this rank. Work that needs one step only
 calls ``wait(step)`` first.
 
-On CUDA a side stream waits for the counters by the driver's stream memory operations; on the CPU
-backend a thread waits for the same counters.
+On CUDA side streams, one for each lane of the carrier, wait for the counters by the driver's stream
+memory operations; on the CPU backend a thread waits for the same counters. Steps take the lanes in
+turn, so that one exchange begins while the one before it ends.
 
 The host takes longer to enqueue slices than some networks take to carry them, so a call that comes
 again with the same addresses runs as a CUDA graph (:func:`run_in_slices`).
@@ -78,7 +79,14 @@ class Step(NamedTuple):
 class SliceQueue:
     """Exchange slices with ranks of other nodes while a kernel runs that releases them."""
 
-    def __init__(self, group: Group, operator: str, steps: Sequence[Step], mark: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        operator: str,
+        steps: Sequence[Step],
+        mark: int,
+        lanes: int | None = None,
+    ) -> None:
         """Create the queue; nothing is enqueued yet. Collective in the group's first call.
 
         Args:
@@ -86,6 +94,8 @@ class SliceQueue:
             operator: Name of the calling operator, for errors.
             steps: The exchanges, in the order in which all ranks make them.
             mark: The number that the ranks' agreement returned for the call.
+            lanes: Number of the carrier's lanes that steps take in turn, the same on all ranks; by
+                default all.
 
         Raises:
             BackendError: The driver has no stream memory operations, or a rank cannot connect.
@@ -98,6 +108,7 @@ class SliceQueue:
                 "operations; this one has none (see `interlace doctor`). Take impl='unfused'."
             )
         self._network = group.network()
+        self._lanes = min(lanes or self._network.carrier.lanes, self._network.carrier.lanes)
         self._thread: SliceThread | None = None
         self._start: torch.cuda.Event | None = None
         self._arrived: list[torch.cuda.Event] = []  # one per step that was enqueued
@@ -116,7 +127,7 @@ class SliceQueue:
         require_queues(self._group, "slices")
         assert self._network.watch is not None
         self._network.watch.begin(self._operator)
-        # The side stream waits for this event before it looks at the counters, which are zero only
+        # The side streams wait for this event before they look at the counters, which are zero only
         # from here on.
         self._start = self._group.streams.current().record_event()
         self._arrived = []
@@ -133,22 +144,27 @@ class SliceQueue:
         """
         if self._start is None:
             return
-        side = self._group.streams.side(True)
-        side.wait_event(self._start)
-        with self._group.on_device(), torch.cuda.stream(side):
-            # The waits come here and not in ``arm``, behind the kernel in every queue of the
-            # device: a wait in front of its kernel would hold the kernel back for ever.
+        carrier = self._network.carrier
+        # The waits come here and not in ``arm``, behind the kernel in every queue of the device: a
+        # wait in front of its kernel would hold the kernel back for ever. For the same reason each
+        # comes behind the waits and exchanges of the steps before it, whose lanes may share a
+        # queue with its own.
+        with self._group.on_device():
             for step in self._steps[len(self._arrived) : steps]:
-                for trigger in step.triggers:
-                    stream_waits_for(trigger.counter, trigger.value, side)
-                if step.departures or step.arrivals:
-                    works = self._network.carrier.exchange(step.departures, step.arrivals)
-                    for _, work in works:
-                        work.wait()
-                self._arrived.append(side.record_event())
+                lane = len(self._arrived) % self._lanes
+                side = self._group.streams.side(True, lane)
+                side.wait_event(self._start)
+                with torch.cuda.stream(side):
+                    for trigger in step.triggers:
+                        stream_waits_for(trigger.counter, trigger.value, side)
+                    if step.departures or step.arrivals:
+                        works = carrier.exchange(step.departures, step.arrivals, lane=lane)
+                        for _, work in works:
+                            work.wait()
+                    self._arrived.append(side.record_event())
 
     def wait(self, number: int) -> None:
-        """Make the current stream wait for the slices of one step; the CPU backend waits itself.
+        """Make the current stream wait for the slices up to a step; the CPU backend waits itself.
 
         Args:
             number: The step, which was released.
@@ -157,10 +173,17 @@ class SliceQueue:
             PeerTimeoutError: As of :meth:`join`.
         """
         if self._start is not None:
-            self._group.streams.current().wait_event(self._arrived[number])
+            self._await(number + 1)
         if self._thread is not None:
             self._thread.await_step(number)
             self._require_arrivals(self._thread)
+
+    def _await(self, steps: int) -> None:
+        """Make the current stream wait for the first ``steps`` steps, which were released."""
+        current = self._group.streams.current()
+        # Each lane's last exchange ends behind its others.
+        for event in self._arrived[:steps][-self._lanes :]:
+            current.wait_event(event)
 
     def join(self) -> None:
         """Make the current stream wait for all slices; the CPU backend waits itself.
@@ -170,8 +193,7 @@ class SliceQueue:
                 group's watch finds that out; the next call raises.
         """
         if self._start is not None:
-            streams = self._group.streams
-            streams.current().wait_event(streams.side(True).record_event())
+            self._await(len(self._arrived))
             # The call ends for the watch only behind the wait, so that it watches until all slices
             # are here.
             assert self._network.watch is not None

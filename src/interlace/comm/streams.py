@@ -55,7 +55,7 @@ class Streams:
         self._order = _orders.setdefault(
             -1 if device.index is None else device.index, StreamOrder()
         )
-        self._side_streams: dict[bool, torch.cuda.Stream] = {}
+        self._side_streams: dict[tuple[bool, int], torch.cuda.Stream] = {}
 
     def current(self) -> torch.cuda.Stream:
         """Return the current stream of the GPU; equal streams are the same object."""
@@ -67,17 +67,19 @@ class Streams:
             streams[handle] = torch.cuda.current_stream(self.device)
         return streams[handle]
 
-    def side(self, first: bool) -> torch.cuda.Stream:
-        """Return a stream for copies that run concurrently with a kernel.
+    def side(self, first: bool, number: int = 0) -> torch.cuda.Stream:
+        """Return a stream for copies and exchanges that run concurrently with a kernel.
 
-        See ``interlace.comm.copies``.
+        See ``interlace.comm.copies`` and ``interlace.comm.slices``.
 
         Args:
-            first: Return the stream of high priority instead of the one of default priority.
+            first: Return a stream of high priority instead of one of default priority.
+            number: Which of these streams.
         """
-        if first not in self._side_streams:
-            self._side_streams[first] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
-        return self._side_streams[first]
+        key = first, number
+        if key not in self._side_streams:
+            self._side_streams[key] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
+        return self._side_streams[key]
 
     def synchronize(self) -> None:
         """Wait until the GPU is idle; return at once on the CPU backend."""

@@ -21,20 +21,12 @@ STAMP_BYTES = 16
 many.
 """
 
-SLICES_OF_VECTORS = ((1,), (1, 3), (1, 1), (1,) * 4, (1,) * 8, (1,) * 16)
+SLICES_OF_VECTORS = ((1,), (1, 3), (1, 1), (1, 2, 2, 2), (1,) * 4, (1,) * 8, (1,) * 16)
 """Relative sizes of the slices that pooled vectors may leave in between nodes, the fewest first.
 
-A small first slice leaves early, while the network has nothing else to do, and networks carry a
-large second one faster than several small ones. So of two cuts that are predicted to take about as
-long, the one with the small slice comes first.
-"""
-
-STEP_BESIDE_POOLING_US = 100.0
-"""Microseconds by which an exchange between nodes takes longer that begins beside the pooling.
-
-With 100 us a step, 128 calls in eight runs of two H200s over sockets, of 1 to 8 slices and 1 to 320
-lookups, single ones and from graphs, took what is predicted within 7 % (root mean square; -1 % in
-the mean), given the times of exchanges by themselves; without it within 10 % (-7 %).
+A small first slice leaves early, while the network has nothing else to do, and networks carry large
+slices faster than small ones. So of two cuts that are predicted to take about as long, the one with
+the small slice comes first.
 """
 
 _POOLING_FACTOR = 0.8

@@ -25,6 +25,13 @@ Times = Sequence[tuple[int, float]]
 MOST_SLICES = 16
 """Largest number of slices that is tried."""
 
+STEP_US = 50.0
+"""Microseconds by which an exchange takes longer that begins beside a computation.
+
+Its kernel waits for room between the programs of the computation, and more exchanges at a time keep
+the host's processors busy. See decision 0023 for what it was fitted to.
+"""
+
 _NEAR = 0.02
 """The fraction of a time that more slices must save: no measurement is as exact as that."""
 
@@ -120,6 +127,16 @@ class NetworkRates:
             0, messages - 1
         )
 
+    def following_us(self, nbytes: float, messages: float = 1.0) -> float:
+        """Return the time from the end of an exchange to that of the next one, which was under way
+        meanwhile: it has begun, and its bytes take the rate of the largest message.
+
+        Args:
+            nbytes, messages: those of the next one, as for :meth:`exchange_us`.
+        """
+        largest, us = self._slice_us[-1]
+        return nbytes * us / largest + self.further_message_us * max(0, messages - 1)
+
     def collective_time_us(self, collective: str, nbytes: float) -> float:
         """Return the time of one of torch's collectives that sends ``nbytes`` to other nodes.
 
@@ -140,16 +157,19 @@ class NetworkRates:
 
 
 def _undisturbed(points: Times) -> Times:
-    """Return measured times that are no longer than those of as many bytes in smaller messages.
+    """Return measured times without those of messages that met other work on the machine.
 
-    A network is busy with larger messages at least as well as with smaller ones, one after another.
-    Where a measurement says otherwise, the larger ones met other work on the machine.
+    A network is busy with larger messages at least as well as with smaller ones, one after another,
+    so a message takes no longer than these; nor longer than the smallest one, and then its bytes
+    at the rate of the largest one.
     """
-    times, least = [], float("inf")
+    times: list[tuple[int, float]] = []
+    least = float("inf")
     for nbytes, us in points:
         least = min(least, us / nbytes)
         times.append((nbytes, least * nbytes))
-    return times
+    (_, begin_us), (largest, largest_us) = times[0], times[-1]
+    return [(nbytes, min(us, begin_us + nbytes * largest_us / largest)) for nbytes, us in times]
 
 
 def _interpolated(points: Times, x: float) -> float:
@@ -213,9 +233,8 @@ def in_slices(
     compute_us: float,
     cost: NetworkCost,
     memory_bytes_per_s: float,
-    step_us: float = 0.0,
 ) -> Prediction:
-    """Return the time of a computation whose results leave in slices, one exchange after another.
+    """Return the time of a computation whose results leave in slices.
 
     The slices of all destinations with one number leave together, when the computation has got
     that far. What stays in the node is computed last, beside the last exchanges.
@@ -225,26 +244,57 @@ def in_slices(
         compute_us: time of the computation alone.
         cost: the traffic of one call.
         memory_bytes_per_s: rate at which what has arrived is copied to its place.
-        step_us: time by which an exchange takes longer that begins beside the computation, if its
-            kernel waits for room between the programs of the computation.
     """
     shares = cost.shares or (1,) * cost.slices
-    end, exchanges_us = 0.0, [0.0] * len(shares)
-    if cost.network_bytes:
-        messages = cost.network_messages / len(shares)
-        exchanges_us = [
-            network.exchange_us(cost.network_bytes * share / sum(shares), messages)
-            for share in shares
-        ]
-    # The fractions of the computation after which the slices are complete.
-    complete = [cost.remote_share * sum(shares[: i + 1]) / sum(shares) for i in range(len(shares))]
-    for fraction, exchange_us in zip(complete, exchanges_us, strict=True):
-        start = max(end, compute_us * fraction)
-        end = start + exchange_us
-        if exchange_us and start < compute_us:
-            end += step_us
+    exchanges = _Exchanges(network)
+    end = 0.0
+    for number, share in enumerate(shares):
+        # The fraction of the computation after which the slice is complete.
+        complete = cost.remote_share * sum(shares[: number + 1]) / sum(shares)
+        if cost.network_bytes:
+            end = exchanges.add(
+                compute_us * complete,
+                cost.network_bytes * share / sum(shares),
+                cost.network_messages / len(shares),
+                compute_us,
+            )
     landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
     return Prediction(max(compute_us, end) + landing_us, len(shares), cost.shares)
+
+
+class _Exchanges:
+    """Add up the times of a call's exchanges, in the order in which all ranks make them.
+
+    Two are under way at a time: one begins while the other ends.
+    """
+
+    def __init__(self, network: NetworkRates) -> None:
+        self._network = network
+        self._ends = [0.0, 0.0]
+
+    def add(
+        self,
+        ready_us: float,
+        nbytes: float,
+        messages: float,
+        computing_until_us: float = 0.0,
+    ) -> float:
+        """Return the time at which the next exchange ends.
+
+        Args:
+            ready_us: time at which what it sends is complete.
+            nbytes, messages: as for :meth:`NetworkRates.exchange_us`.
+            computing_until_us: end of a computation beside which it may begin.
+        """
+        before, last = self._ends
+        start = max(ready_us, before)
+        end = start + self._network.exchange_us(nbytes, messages)
+        if last:
+            end = max(end, last + self._network.following_us(nbytes, messages))
+        if start < computing_until_us:
+            end += STEP_US
+        self._ends = [last, end]
+        return end
 
 
 def there_and_back(
@@ -271,14 +321,14 @@ def there_and_back(
         memory_bytes_per_s: rate at which it does.
     """
     slices = there.slices
-    out_us, back_us = (
-        network.exchange_us(cost.network_bytes / slices, cost.network_messages / slices)
-        for cost in (there, back)
-    )
-    computed, end = own_us, slices * out_us
+    exchanges, computed, end = _Exchanges(network), own_us, 0.0
+    arrived = [
+        exchanges.add(0.0, there.network_bytes / slices, there.network_messages / slices)
+        for _ in range(slices)
+    ]
     for number in range(slices):
-        computed = max(computed, (number + 1) * out_us) + slice_us
-        end = max(end, computed) + back_us
+        computed = max(computed, arrived[number]) + slice_us
+        end = exchanges.add(computed, back.network_bytes / slices, back.network_messages / slices)
     return Prediction(end + 1e6 * back.landing_bytes / memory_bytes_per_s, slices)
 
 

@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from interlace.costs.embedding_all_to_all import (
-    STEP_BESIDE_POOLING_US,
     floor_memory_bytes,
     fused_between_nodes,
     pooling_us,
     stock_between_nodes,
 )
 from interlace.costs.network import (
+    STEP_US,
     NetworkRates,
     cut_in_words,
     in_slices,
@@ -90,7 +90,9 @@ def with_network(machine: Machine, network: NetworkRates) -> Machine:
     """Return a machine whose links carry messages as a measured network does.
 
     A message takes a fixed time, and its bytes at the rate between the two largest measured sizes;
-    of a collective, too. The GPU, and what the library's kernels take, stay the machine's.
+    of a collective, too. During the fixed time of a message the link carries another one, but for
+    as long as a step takes beside a computation. The GPU, and what the library's kernels take, stay
+    the machine's.
     """
     message_rate, message_us = _rate_and_fixed_us(
         network.exchange_us, [nbytes for nbytes, _ in network.slice_us]
@@ -98,6 +100,7 @@ def with_network(machine: Machine, network: NetworkRates) -> Machine:
     rate, fixed_us = _rate_and_fixed_us(
         network.all_to_all_us, [nbytes for nbytes, _ in network.collective_us]
     )
+    step_us = min(message_us, STEP_US)
     link_rate = max(message_rate, rate)
 
     def figure(value: float) -> Sourced:
@@ -109,7 +112,8 @@ def with_network(machine: Machine, network: NetworkRates) -> Machine:
             "efficiency_of": {},
             "step_ns": figure(max(0.0, 1e3 * fixed_us - machine.collectives.launch_ns.value)),
             "fused_efficiency": figure(message_rate / link_rate),
-            "message_ns": figure(1e3 * message_us),
+            "message_ns": figure(1e3 * step_us),
+            "slice_ns": figure(1e3 * (message_us - step_us)),
         }
     )
     links = {"link_bytes_per_s": figure(1e6 * link_rate), "latency_ns": figure(0.0)}
@@ -252,5 +256,5 @@ def _predicted_us(
     }
     if shares != _PAIR:
         cost = fused_between_nodes(**shared, shares=shares)
-        return in_slices(network, computation_us, cost, rate, STEP_BESIDE_POOLING_US).us
+        return in_slices(network, computation_us, cost, rate).us
     return one_after_the_other(network, computation_us, stock_between_nodes(**shared), rate).us

@@ -181,8 +181,8 @@ class Collectives(Strict):
     slice_ns: Given
     """Nanoseconds from a slice's last store until the receiver sees its signal."""
     message_ns: Given | None = None
-    """Nanoseconds by which a fused kernel's message occupies a link between nodes beside its bytes:
-    slices that are exchanged by the library, one exchange after another.
+    """Nanoseconds by which a fused kernel's message occupies a link between nodes beside its bytes,
+    where the library exchanges slices.
     """
     skew: Given
     """Spread of the ranks' kernel ends, as a share of the kernel; the fused kernel waits for the

@@ -16,7 +16,11 @@ from interlace.comm.replays import places
 from interlace.comm.slices import Message, SliceQueue, Step, Trigger, run_in_slices
 from interlace.comm.workspace import Workspace
 from interlace.operators.embedding_all_to_all import record
-from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all.config import (
+    OPERATOR,
+    EmbeddingAllToAllConfig,
+    in_short_blocks,
+)
 from interlace.operators.embedding_all_to_all.launch import Call, pooling, tasks_of_program
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -115,7 +119,9 @@ def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) ->
         rows = config.slice_blocks * config.block_bags
         cut = Cut(layout, itemsize, rows, rows)
     else:
-        # A tuned configuration may differ between ranks, so it says nothing about slices.
+        # A tuned configuration may differ between ranks, so it says nothing about slices; and it
+        # was tuned on one node.
+        config = in_short_blocks(config)
         cut = Cut.of(layout, itemsize, call.plan.shares)
     shape = [layout.samples(call.rank), layout.columns]
     output = group.outputs.take(layout.chunk * layout.columns * itemsize)

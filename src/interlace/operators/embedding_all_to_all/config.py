@@ -13,6 +13,7 @@ PROTOCOLS = ("direct", "tiles", "sliced")
 ORDERS = ("interleaved", "remote_first", "local_first")
 PUSHES = ("direct", "tiles")
 MAX_WIDTH = 2048
+MOST_STAGES = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +58,7 @@ class EmbeddingAllToAllConfig(Configuration):
     order: str = one_of("interleaved", ORDERS)
     push: str = one_of("direct", PUSHES)
     block_bags: int = power_of_two(2, 1, 64)
-    stages: int = between(3, 1, 16)
+    stages: int = between(3, 1, MOST_STAGES)
     num_warps: int = power_of_two(1, 1, 32)
     max_programs: int = between(4096, 1, MAX_PROGRAMS)
     max_registers: int = between(0, 0, 255)
@@ -71,6 +72,18 @@ class EmbeddingAllToAllConfig(Configuration):
     run_lookups: int = between(128, 2, 1 << 20)
     update_warps: int = power_of_two(1, 1, 32)
     update_registers: int = between(0, 0, 255)
+
+
+def in_short_blocks(config: EmbeddingAllToAllConfig) -> EmbeddingAllToAllConfig:
+    """Return the configuration of a kernel whose results leave in slices while it runs.
+
+    Blocks have half as many bags, so that fewer bags of later slices are pooled before a slice is
+    complete, and NCCL's kernel finds an SM earlier (decision 0023).
+    """
+    if config.block_bags == 1:
+        return config
+    stages = min(MOST_STAGES, config.stages + 1)
+    return dataclasses.replace(config, block_bags=config.block_bags // 2, stages=stages)
 
 
 def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAllToAllConfig:

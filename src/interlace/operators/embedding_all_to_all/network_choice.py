@@ -12,7 +12,6 @@ from interlace.comm.copies import has_single_queue, supports_triggers
 from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
     SLICES_OF_VECTORS,
-    STEP_BESIDE_POOLING_US,
     backward,
     floor_memory_bytes,
     fused_between_nodes,
@@ -149,7 +148,7 @@ def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | No
     if layout.world_size <= record.MAX_RANKS:
         predictions["fused"] = first_of_the_best(
             [
-                in_slices(network, our_us, traffic(shares=shares), rate, STEP_BESIDE_POOLING_US)
+                in_slices(network, our_us, traffic(shares=shares), rate)
                 for shares in SLICES_OF_VECTORS
             ]
         )

@@ -19,7 +19,7 @@ from interlace.operators.mixture_of_experts.choice import Terms
 from interlace.operators.mixture_of_experts.layout import Sizes
 from interlace.tuning.choice import NetworkTimes
 
-H200 = profile_of("NVIDIA H200")
+H100, H200 = profile_of("NVIDIA H100 80GB HBM3"), profile_of("NVIDIA H200")
 RESULTS = Path(__file__).parents[2] / "benchmarks/results/exploration"
 PRODUCTS = ("gemm_all_to_all", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_reduce")
 
@@ -29,32 +29,38 @@ def _error(times: NetworkTimes, implementation: str, us: Mapping[str, float]) ->
     return times.predictions[implementation].us / us[implementation] - 1
 
 
-@pytest.mark.parametrize(
-    "file", ["between-nodes-others-host-ahead", "between-nodes-others-host-ahead-again"]
-)
-def test_predicted_times_of_products_and_experts(file: str) -> None:
-    """Two H200s over sockets, product and exchange equally long; the network as it was measured in
-    the same run. Of 20 times, none is wrong by more than 17 %, and those in slices by 15 %.
+@pytest.mark.parametrize("file", ["between-nodes-others-lanes", "between-nodes-others-lanes-again"])
+def test_predicted_times_of_products(file: str) -> None:
+    """Two H100s over sockets, product and exchange equally long; the network as it was measured in
+    the same run. Pairs are wrong by up to 9 %, and calls in slices by up to 15 %, but those of an
+    all-reduce by up to 21 %.
     """
-    measured = json.loads((RESULTS / f"2026-11-26-{file}-2xh200.json").read_text(encoding="utf-8"))
-    profile = dataclasses.replace(H200, network=parse_network(measured["network"]["rates"]))
-    results = measured["results"]
-    errors: dict[str, list[float]] = {"slices": [], "pair": []}
+    measured = json.loads((RESULTS / f"2026-11-26-{file}-2xh100.json").read_text(encoding="utf-8"))
+    profile = dataclasses.replace(H100, network=parse_network(measured["network"]["rates"]))
     for operator in PRODUCTS:
-        rows, columns, inner = results[operator]["sizes"]
+        rows, columns, inner = measured["results"][operator]["sizes"]
         # The rows of both ranks are multiplied after a gather.
         call = Call(rows * 2 if operator == "all_gather_gemm" else rows, columns, inner, 2, 2)
         times = between_nodes.predicted_times(profile, operator, 2, call)
         assert times is not None
-        us = results[operator]["us"]
-        errors["slices"].append(_error(times, "chunked", us))
-        errors["pair"].append(_error(times, "unfused", us))
-    layer = results["mixture_of_experts"]
+        us = measured["results"][operator]["us"]
+        most = 0.21 if operator == "gemm_all_reduce" else 0.15
+        assert abs(_error(times, "chunked", us)) <= most, operator
+        assert abs(_error(times, "unfused", us)) <= 0.11, operator
+
+
+@pytest.mark.parametrize(
+    "file", ["between-nodes-others-host-ahead", "between-nodes-others-host-ahead-again"]
+)
+def test_predicted_times_of_experts(file: str) -> None:
+    """Two H200s over sockets; the network as it was measured in the same run."""
+    measured = json.loads((RESULTS / f"2026-11-26-{file}-2xh200.json").read_text(encoding="utf-8"))
+    profile = dataclasses.replace(H200, network=parse_network(measured["network"]["rates"]))
+    layer = measured["results"]["mixture_of_experts"]
     sizes = Sizes(4096, 2, 16, 2048, layer["width"], 2, 4096)
     terms = Terms(sizes, torch.bfloat16, "cuda", keeps=False, nodes=2)
     times = network_choice.predicted_times(profile, terms)
     assert times is not None
-    errors["slices"].append(_error(times, "chunked", layer["us"]))
-    errors["pair"].append(_error(times, "nccl", layer["us"]))
-    assert max(map(abs, errors["slices"])) <= 0.15, errors
-    assert max(map(abs, errors["pair"])) <= 0.17, errors
+    assert times.slices_of("chunked") == 2
+    assert abs(_error(times, "chunked", layer["us"])) <= 0.15
+    assert abs(_error(times, "nccl", layer["us"])) <= 0.17

@@ -29,7 +29,7 @@ slices faster than small ones. So of two cuts that are predicted to take about a
 the small slice comes first.
 """
 
-_POOLING_FACTOR = 0.8
+POOLING_FACTOR = 0.8
 """The time of our kernel, as a fraction of that of a copy of as many bytes: rows are only read.
 
 From committed measurements on H200s: 0.75 to 0.83 with eight lookups and more in tables that the L2
@@ -202,7 +202,7 @@ def pooling_us(memory_bytes: float, launch_us: float, copied_bytes_per_s: float)
         launch_us: time of a kernel that does nothing.
         copied_bytes_per_s: rate at which memory is read and written by copies.
     """
-    return launch_us + _POOLING_FACTOR * 1e6 * memory_bytes / copied_bytes_per_s
+    return launch_us + POOLING_FACTOR * 1e6 * memory_bytes / copied_bytes_per_s
 
 
 def stock_pooling_us(

@@ -237,7 +237,8 @@ def in_slices(
     """Return the time of a computation whose results leave in slices.
 
     The slices of all destinations with one number leave together, when the computation has got
-    that far. What stays in the node is computed last, beside the last exchanges.
+    that far. Two such exchanges are under way at a time: one begins while the other ends. What
+    stays in the node is computed last, beside the last exchanges.
 
     Args:
         network: the network.
@@ -246,55 +247,21 @@ def in_slices(
         memory_bytes_per_s: rate at which what has arrived is copied to its place.
     """
     shares = cost.shares or (1,) * cost.slices
-    exchanges = _Exchanges(network)
-    end = 0.0
-    for number, share in enumerate(shares):
+    messages = cost.network_messages / len(shares)
+    before_last, last = 0.0, 0.0  # the ends of the two exchanges before
+    for number, share in enumerate(shares if cost.network_bytes else ()):
+        nbytes = cost.network_bytes * share / sum(shares)
         # The fraction of the computation after which the slice is complete.
         complete = cost.remote_share * sum(shares[: number + 1]) / sum(shares)
-        if cost.network_bytes:
-            end = exchanges.add(
-                compute_us * complete,
-                cost.network_bytes * share / sum(shares),
-                cost.network_messages / len(shares),
-                compute_us,
-            )
-    landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
-    return Prediction(max(compute_us, end) + landing_us, len(shares), cost.shares)
-
-
-class _Exchanges:
-    """Add up the times of a call's exchanges, in the order in which all ranks make them.
-
-    Two are under way at a time: one begins while the other ends.
-    """
-
-    def __init__(self, network: NetworkRates) -> None:
-        self._network = network
-        self._ends = [0.0, 0.0]
-
-    def add(
-        self,
-        ready_us: float,
-        nbytes: float,
-        messages: float,
-        computing_until_us: float = 0.0,
-    ) -> float:
-        """Return the time at which the next exchange ends.
-
-        Args:
-            ready_us: time at which what it sends is complete.
-            nbytes, messages: as for :meth:`NetworkRates.exchange_us`.
-            computing_until_us: end of a computation beside which it may begin.
-        """
-        before, last = self._ends
-        start = max(ready_us, before)
-        end = start + self._network.exchange_us(nbytes, messages)
-        if last:
-            end = max(end, last + self._network.following_us(nbytes, messages))
-        if start < computing_until_us:
+        start = max(before_last, compute_us * complete)
+        end = start + network.exchange_us(nbytes, messages)
+        if number:
+            end = max(end, last + network.following_us(nbytes, messages))
+        if start < compute_us:
             end += STEP_US
-        self._ends = [last, end]
-        return end
+        before_last, last = last, end
+    landing_us = 1e6 * cost.landing_bytes / memory_bytes_per_s
+    return Prediction(max(compute_us, last) + landing_us, len(shares), cost.shares)
 
 
 def there_and_back(
@@ -321,14 +288,14 @@ def there_and_back(
         memory_bytes_per_s: rate at which it does.
     """
     slices = there.slices
-    exchanges, computed, end = _Exchanges(network), own_us, 0.0
-    arrived = [
-        exchanges.add(0.0, there.network_bytes / slices, there.network_messages / slices)
-        for _ in range(slices)
-    ]
+    out_us, back_us = (
+        network.exchange_us(cost.network_bytes / slices, cost.network_messages / slices)
+        for cost in (there, back)
+    )
+    computed, end = own_us, slices * out_us
     for number in range(slices):
-        computed = max(computed, arrived[number]) + slice_us
-        end = exchanges.add(computed, back.network_bytes / slices, back.network_messages / slices)
+        computed = max(computed, (number + 1) * out_us) + slice_us
+        end = max(end, computed) + back_us
     return Prediction(end + 1e6 * back.landing_bytes / memory_bytes_per_s, slices)
 
 

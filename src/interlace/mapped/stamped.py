@@ -65,6 +65,7 @@ class StampedQueue:
         steps: Sequence[Step],
         landings: Sequence[Landing],
         result: torch.Tensor,
+        lanes: int | None = None,
     ) -> None:
         """Prepare the exchange. Collective in an operator's first call.
 
@@ -76,6 +77,7 @@ class StampedQueue:
             landings: The parts of ``result`` that peers send, one per peer, empty ones too, which
                 become NaN at the end if the slices are of another call.
             result: Contiguous memory that slices arrive in, of a floating-point dtype.
+            lanes: See :class:`SliceQueue`.
         """
         require(group.backend)
         from interlace.mapped.kernel import check_messages, stamp_messages
@@ -93,7 +95,7 @@ class StampedQueue:
         # In a step of their own stamps would cost another launch of NCCL's kernel.
         first, *others = steps
         first = Step(first.triggers, (*sent, *first.departures), (*received, *first.arrivals))
-        self._queue = SliceQueue(group, operator, [first, *others], mark)
+        self._queue = SliceQueue(group, operator, [first, *others], mark, lanes)
         self._is_checked = False
         self._name = _workspace_of(operator)
         shared = {

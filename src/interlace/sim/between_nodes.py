@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from interlace.costs.embedding_all_to_all import (
+    POOLING_FACTOR,
     floor_memory_bytes,
     fused_between_nodes,
     pooling_us,
@@ -32,7 +33,7 @@ from interlace.errors import ConfigError
 from interlace.sim.machine import Machine, Sourced
 from interlace.sim.operators import Operator, embedding_all_to_all
 from interlace.sim.step import run
-from interlace.sim.work import Fused
+from interlace.sim.work import Fused, Kernel
 
 _RANKS = 2
 _ITEMSIZE, _INDEX_ITEMSIZE = 2, 4
@@ -204,7 +205,9 @@ def _compared(
 def _operator(
     lookups: int, shares: tuple[int, ...], *, tables: int, width: int, batch: int
 ) -> Operator:
-    """Return the workload on the simulator, whose landing is copied as the real one's is."""
+    """Return the workload on the simulator, whose landing is copied as the real one's is, and whose
+    rows are only read.
+    """
     operator = embedding_all_to_all(
         bags=tables * batch,
         pooling_factor=lookups,
@@ -215,12 +218,17 @@ def _operator(
         unpack=True,
     )
     landed = 2 * tables * width * batch // _RANKS * _ITEMSIZE
-    assert isinstance(operator.fused, Fused)
+    fused, ((name, lane, pooling), *others) = operator.fused, operator.unfused
+    assert isinstance(fused, Fused)
+    assert isinstance(pooling, Kernel)
+    # The machine's kernels take as long as copies do.
+    pooling = dataclasses.replace(pooling, memory_bytes=POOLING_FACTOR * pooling.memory_bytes)
     return dataclasses.replace(
         operator,
         fused=dataclasses.replace(
-            operator.fused, receive_bytes=landed, slices=len(shares), shares=shares
+            fused, kernel=pooling, receive_bytes=landed, slices=len(shares), shares=shares
         ),
+        unfused=((name, lane, pooling), *others),
     )
 
 

@@ -175,16 +175,18 @@ def exchanging(
     counters: torch.Tensor,
     landings: Sequence[Landing],
     result: torch.Tensor,
+    lanes: int | None = None,
 ) -> Iterator[StampedQueue]:
     """Surround the products of a call whose slices are exchanged, within ``Group.running``.
 
     Args:
         steps: The exchanges.
         counters: What they wait for; zero from here on.
-        landings: See :class:`StampedQueue`.
+        landings, lanes: See :class:`StampedQueue`.
         result: Memory of the dtype that slices have.
     """
-    queue = StampedQueue(call.group, call.operator.name, call.mark, steps, landings, result)
+    name = call.operator.name
+    queue = StampedQueue(call.group, name, call.mark, steps, landings, result, lanes)
     counters.zero_()
     queue.open()
     try:

@@ -77,8 +77,10 @@ class _Exchange:
         """Surround the products of the call whose slices are exchanged; see :func:`exchanging`."""
         # Nothing: slices are voided one by one, as they are waited for.
         landings = [Landing(peer, 0, 0) for peer in peers_in_turn(self.group)]
+        # One exchange at a time: a slice that shares the network with the next one arrives later,
+        # and its products begin later (decision 0023).
         with (
-            exchanging(self, steps, counters, landings, result) as queue,
+            exchanging(self, steps, counters, landings, result, lanes=1) as queue,
             grouped_leaving_sms(CHANNELS, self.group.device),
         ):
             yield queue

@@ -33,9 +33,11 @@ class ExploredNetwork:
 
     Attributes:
         carrier: This object, which sends and receives.
+        lanes: 1, as on the CPU backend.
         watch: None, as no deadline expires.
     """
 
+    lanes = 1
     watch = None
 
     def __init__(self, run: Run, group: ExploredGroup) -> None:

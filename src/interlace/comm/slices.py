@@ -14,8 +14,8 @@ is that of triggered transfers (:mod:`interlace.comm.copies`): a queue is *armed
 
 Slices are exchanged in *steps*: in step k a rank sends to and receives from each of its peers at
 most one slice, with which a stamp may travel. All ranks have the same steps in the same order. A
-step begins when its counters have reached their values on this rank. Work that needs one step only
-calls ``wait(step)`` first.
+step begins when its counters have reached their values on this rank. Work that needs the slices up
+to a step only calls ``wait(step)`` first.
 
 On CUDA side streams, one for each lane of the carrier, wait for the counters by the driver's stream
 memory operations; on the CPU backend a thread waits for the same counters. Steps take the lanes in
@@ -108,7 +108,7 @@ class SliceQueue:
                 "operations; this one has none (see `interlace doctor`). Take impl='unfused'."
             )
         self._network = group.network()
-        self._lanes = min(lanes or self._network.carrier.lanes, self._network.carrier.lanes)
+        self._lanes = lanes or self._network.carrier.lanes
         self._thread: SliceThread | None = None
         self._start: torch.cuda.Event | None = None
         self._arrived: list[torch.cuda.Event] = []  # one per step that was enqueued

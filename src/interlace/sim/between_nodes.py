@@ -91,9 +91,9 @@ def with_network(machine: Machine, network: NetworkRates) -> Machine:
     """Return a machine whose links carry messages as a measured network does.
 
     A message takes a fixed time, and its bytes at the rate between the two largest measured sizes;
-    of a collective, too. During the fixed time of a message the link carries another one, but for
-    as long as a step takes beside a computation. The GPU, and what the library's kernels take, stay
-    the machine's.
+    of a collective, too. The link is busy with a message for at most ``STEP_US`` of its fixed time,
+    and carries another one during the rest. The GPU, and what the library's kernels take, stay the
+    machine's.
     """
     message_rate, message_us = _rate_and_fixed_us(
         network.exchange_us, [nbytes for nbytes, _ in network.slice_us]

@@ -212,7 +212,6 @@ def gradient_slices(sizes: Sizes, device: torch.device) -> int:
             slices=slices,
         )
         traffic = NetworkCost(cost.network_bytes, cost.network_messages, slices)
-        # Both exchanges are enqueued before the first update, so neither waits for its SMs.
         return in_slices(network, update_us, traffic, rate)
 
     limit_us = in_so_many(1).us * (1 - margin)

@@ -102,6 +102,10 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
     this error again instead of computing nonsense. Call :func:`interlace.recover` on every rank,
     or, if one is dead, destroy the process group and build a new one.
 
+    If the process group's store is gone, ``lost_store`` is set. Then ``peer`` is the rank that had
+    the store, which is an inference: that rank has died or ended, or is not reached. It is -1 if no
+    rank of the group had the store.
+
     Attributes:
         operator: name of the operator that waited.
         rank: the rank that waited.
@@ -113,6 +117,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         different_call: True if the peer did come, but with other arguments.
         deadline_s: time that it waited, in s.
         node: number of the peer's node; None in a group of one node.
+        lost_store: True if the process group's store was gone, which tells ranks who is late.
     """
 
     def __init__(
@@ -127,6 +132,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         different_call: bool = False,
         deadline_s: float,
         node: int | None = None,
+        lost_store: bool = False,
     ) -> None:
         late = f"rank {peer}" if peer >= 0 else "a peer"
         late += "" if node is None else f" of node {node}"
@@ -138,12 +144,20 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         reason = (
             "made a different call" if different_call else "is late, dead, or made a different call"
         )
-        super().__init__(
+        message = (
             f"{operator}: rank {rank} waited {deadline_s:g} s for {late} ({awaited}). "
             f"The peer {reason}; this group is broken now. "
             f"Check that every rank makes the same calls in the same order, or raise the deadline "
             f"with interlace.set_deadline(seconds)."
         )
+        if lost_store:
+            owner = late if peer >= 0 else "a process outside of this group"
+            message = (
+                f"{operator}: rank {rank} must reach the process group's store, which {owner} has; "
+                "it is gone. So that process has died or ended, or is not reached; this group is "
+                "broken now. Look for the first error of that process, and start all ranks again."
+            )
+        super().__init__(message)
         self.operator = operator
         self.rank = rank
         self.peer = peer
@@ -153,6 +167,7 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
         self.different_call = different_call
         self.deadline_s = deadline_s
         self.node = node
+        self.lost_store = lost_store
 
 
 class MiscountError(InterlaceError):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -10,10 +12,8 @@ import torch.distributed as dist
 from interlace.comm import flight_recorder
 from interlace.comm.health import Health
 from interlace.comm.members import Members, by_rank
-from interlace.comm.rendezvous import meet, wait_for_keys
-from interlace.errors import PeerTimeoutError, RankMismatchError
-
-_ANSWER_S = 1.0  # in which a peer that gave up says which rank it gave up on
+from interlace.comm.rendezvous import ANSWER_S, meet, wait_for_keys
+from interlace.errors import InterlaceError, PeerTimeoutError, RankMismatchError
 
 
 class HostChannel:
@@ -21,6 +21,11 @@ class HostChannel:
 
     Every exchange is collective. Whether it takes place must not depend on a value that only this
     rank knows, or ranks would wait for an exchange that a peer never joins.
+
+    A rank that gives up an exchange says in the store for whom it has waited, and the ranks that
+    still wait follow it, so all name the same rank. The store itself goes with the process that has
+    it, for which no rank can be asked. Every use of it here ends with the error that names the rank
+    of that process then (:attr:`Members.store_rank`), or goes without an answer.
     """
 
     def __init__(self, members: Members, health: Health, store: dist.Store | None) -> None:
@@ -35,7 +40,7 @@ class HostChannel:
             PeerTimeoutError: A rank did not come before the deadline.
         """
         self._members, self._health = members, health
-        self._sequence = self._stores = 0
+        self._sequence = 0
         if store is not None:
             prefix = f"interlace/{members.name}/{members.world_size}/{members.backend}"
             self._meeting_store = dist.PrefixStore(prefix, store)
@@ -71,14 +76,33 @@ class HostChannel:
         Raises:
             PeerTimeoutError: A rank did not come.
         """
-        name = meet(self._meeting_store, label, self.rank, self.world_size, timeout_s)
+        with self._reaching_store(label):
+            name = meet(self._meeting_store, label, self.rank, self.world_size, timeout_s)
         self._store: Any = dist.PrefixStore(name, self._meeting_store)
         self._sequence = 0
 
     def new_store(self, purpose: str) -> dist.Store:
-        """Return the group's store under keys that are unused. Every rank calls as often."""
-        self._stores += 1
-        return dist.PrefixStore(f"{purpose}/{self._stores}", self._store)
+        """Return the group's store under keys that are unused, the same ones on every rank.
+
+        An exchange must come between two calls for a purpose: the number of the next one is part
+        of the keys. A rank that fails before its call does not fall behind the others by that.
+        """
+        return dist.PrefixStore(f"{purpose}/{self._sequence}", self._store)
+
+    @contextlib.contextmanager
+    def _reaching_store(self, label: str) -> Iterator[None]:
+        """Name the rank that had the store if that is gone.
+
+        Raises:
+            PeerTimeoutError: Anything else than an error of Interlace was raised.
+        """
+        try:
+            yield
+        except InterlaceError:
+            raise
+        except Exception as error:  # stores of others may raise any
+            self._health.lost_store = True
+            raise self.absence(label, self._members.store_rank, self.deadline_s) from error
 
     def absence(self, label: str, peer: int, deadline_s: float) -> PeerTimeoutError:
         """Break the group, as a peer has not come to an exchange on the host; return the error.
@@ -91,7 +115,7 @@ class HostChannel:
         self._health.declare_broken(label, peer)
         error = PeerTimeoutError(
             operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s,
-            node=self._members.node_of(peer),
+            node=self._members.node_of(peer), lost_store=self._health.lost_store_of(peer),
         )  # fmt: skip
         flight_recorder.add(error)
         return error
@@ -116,27 +140,47 @@ class HostChannel:
         A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
         here on whom it gave up, and this rank follows what they say.
         """
-        self._store.set(f"late/{self.rank}", str(peer))
+        try:
+            self._store.set(f"late/{self.rank}", str(peer))
+        except Exception:
+            # The store went before this rank gave up, perhaps with the rank for which others wait.
+            return self._without_store(peer)
         chain = [self.rank]
         while peer >= 0 and peer not in chain:
             chain.append(peer)
-            if not wait_for_keys(self._store, [f"late/{peer}"], _ANSWER_S):
+            try:
+                if not wait_for_keys(self._store, [f"late/{peer}"], ANSWER_S):
+                    return peer
+                accused = int(self._store.get(f"late/{peer}"))
+            except Exception:  # it went now, with a rank that has given up as well
                 return peer
-            accused = int(self._store.get(f"late/{peer}"))
             if accused < 0:
                 return peer
             peer = accused
         # Ranks that accuse each other made different calls: the first of them that failed this one.
         return chain[1] if peer == self.rank else peer
 
+    def _without_store(self, peer: int) -> int:
+        """Return the rank that had the store, which is gone; ``peer`` if no rank had it."""
+        self._health.lost_store = True
+        return self._members.store_rank if self._members.store_rank >= 0 else peer
+
     def first_not_waiting(self, label: str, answer_s: float) -> int:
         """Return the first rank that does not come here within seconds; -1 if all do.
 
         For ranks that have given up waiting, without knowing for whom: the late rank is not there.
+        If the store is gone, it is the rank that had it.
         """
         keys = [f"waiting/{label}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], "")
-        wait_for_keys(self._store, keys, answer_s)
+        try:
+            self._store.set(keys[self.rank], "")
+            wait_for_keys(self._store, keys, answer_s)
+            return self._first_without(keys)
+        except Exception:
+            return self._without_store(-1)
+
+    def _first_without(self, keys: list[str]) -> int:
+        """Return the first rank whose key is not in the store; -1 if all are."""
         return next((rank for rank, key in enumerate(keys) if not self._store.check([key])), -1)
 
     def exchange(self, label: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
@@ -172,14 +216,35 @@ class HostChannel:
         """Return the parsed JSON text of every rank."""
         sequence, self._sequence = self._sequence, self._sequence + 1
         keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], text)
-        if not wait_for_keys(self._store, keys, deadline_s):
-            # The store does not say which key is absent.
-            late = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            raise self.absence(label, late[0] if late else -1, deadline_s)
-        answers = [json.loads(self._store.get(key)) for key in keys]
-        # All ranks have come to this exchange, so all of them have read the previous one, whose
-        # key can go.
-        if sequence > 0:
-            self._store.delete_key(f"{sequence - 1}/{self.rank}")
-        return answers
+        with self._reaching_store(label):
+            self._store.set(keys[self.rank], text)
+            given_up = f"{sequence}/given up"
+            if not wait_for_keys(self._store, keys, deadline_s, unless=given_up):
+                raise self.absence(label, self._absent(sequence, keys), deadline_s)
+            texts = [self._store.get(key) for key in keys]
+            # All ranks have come to this exchange, so all of them have read the previous one, whose
+            # key can go.
+            if sequence > 0:
+                self._store.delete_key(f"{sequence - 1}/{self.rank}")
+        return [json.loads(answer) for answer in texts]
+
+    def _absent(self, sequence: int, keys: list[str]) -> int:
+        """Give up an exchange; return the rank that did not come, the same on all that wait.
+
+        Args:
+            sequence: Number of the exchange.
+            keys: Each rank's key in it.
+        """
+        given_up = f"{sequence}/given up"
+        if self._store.check([given_up]):
+            late = int(self._store.get(given_up))
+        else:
+            late = self._first_without(keys)
+            self._store.set(given_up, str(late))
+        heard = [f"{sequence}/heard/{rank}" for rank in range(self.world_size)]
+        self._store.set(heard[self.rank], "")
+        if self.rank == self._members.store_rank:
+            # This process may end by its error, and the store with it, before the others have read.
+            present = [heard[rank] for rank, key in enumerate(keys) if self._store.check([key])]
+            wait_for_keys(self._store, present, ANSWER_S)
+        return late

@@ -8,6 +8,7 @@ asked for by PyTorch's own environment variables: the recorder's size and the du
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import pickle
 from pathlib import Path
@@ -31,17 +32,18 @@ KEY = "interlace"
 def add(error: PeerTimeoutError) -> None:
     """Add a failed wait to this rank's dump; write one if there is none yet.
 
-    Nothing happens if no dump is asked for. A file that cannot be read or written is left as it is:
-    the error that is about to be raised matters more.
+    Nothing happens if no dump is asked for. A file that cannot be read or written is left as it is,
+    whatever the reason: the error that is about to be raised matters more.
     """
     size, prefix = _first_of(_SIZES), _first_of(_PREFIXES)
-    if not prefix or not size.isdigit() or not int(size):
+    if not prefix or not size.isdecimal() or not int(size):
         return
-    # PyTorch names the file by the rank in the default group.
-    in_group = dist.is_available() and dist.is_initialized()
-    file = Path(f"{prefix}{dist.get_rank() if in_group else 0}")
-    facts = {"error": type(error).__name__, "message": str(error), **vars(error)}
-    with contextlib.suppress(OSError, pickle.PickleError, EOFError, TypeError, AttributeError):
+    # A file that is no dump may raise anything when it is unpickled.
+    with contextlib.suppress(Exception):
+        # PyTorch names the file by the rank in the default group.
+        in_group = dist.is_available() and dist.is_initialized()
+        file = Path(f"{prefix}{dist.get_rank() if in_group else 0}")
+        facts = {"error": type(error).__name__, "message": str(error), **vars(error)}
         dump = _existing(file) or _recorded()
         failures = dump.setdefault(KEY, [])
         # The error is raised by every later call as well.
@@ -57,10 +59,20 @@ def _first_of(names: tuple[str, ...]) -> str:
 
 def _existing(file: Path) -> dict[str, Any] | None:
     """Return the dump that is in a file, or None if there is no file of this user."""
-    if not file.exists() or not is_own(file):
+    if not file.is_file() or not is_own(file):
         return None
-    dump: dict[str, Any] = pickle.loads(file.read_bytes())
+    dump: dict[str, Any] = _Unpickler(io.BytesIO(file.read_bytes())).load()
     return dump
+
+
+class _Unpickler(pickle.Unpickler):
+    """Read dictionaries, lists, texts and numbers only, so that no file is executed."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Refuse every class and function but torch's that make lists and dictionaries."""
+        if module != "torch.jit._pickle":
+            raise pickle.UnpicklingError(f"a dump must hold plain values; got {module}.{name}.")
+        return super().find_class(module, name)
 
 
 def _recorded() -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Group:
         self.channel = HostChannel(members, self.health, store)
         # The method, not the channel's: interlace.testing overrides it with its own exchange.
         self.agreement = Agreement(self.cache, self.health, self.exchange)
-        meet_members(members, self.exchange)
+        meet_members(members, self.exchange, store)
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
         self.agreement.compare("joining a group", settings())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import numbers
 import os
+import threading
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -34,6 +35,7 @@ from interlace.units import NS_PER_S
 _DEFAULT_DEADLINE_S = 30.0
 _STATE_LENGTH = 64
 _SCRATCH_OFFSET_BYTES = 128
+_EXPLANATION_S = 5.0  # in which it is known, or never, who was late
 
 
 def default_deadline(ranks_per_gpu: int = 1) -> float:
@@ -66,6 +68,9 @@ class Health:
 
     Contexts of operators are made once and live as long as the group, since captured graphs refer
     to them; neither ``Group.release`` nor ``Group.recover`` forgets them.
+
+    Attributes:
+        lost_store: Whether the process group's store was gone when the host used it.
     """
 
     def __init__(
@@ -89,7 +94,9 @@ class Health:
         # those are all ranks.
         self._operators: list[tuple[str, tuple[int, ...]]] = []
         self._contexts: dict[str, torch.Tensor] = {}
-        self._interruption = ""
+        self._interruption, self.lost_store = "", False
+        self._explained = threading.Event()
+        self._explained.set()
         on_gpu = members.backend == "cuda"
         self._record = torch.zeros(ctx.RECORD_LENGTH, dtype=torch.int32, pin_memory=on_gpu)
         self._record_view = self._record.numpy()
@@ -181,6 +188,8 @@ class Health:
         code = record[ctx.RECORD_CODE]
         if not code:
             return
+        if not self._explained.wait(_EXPLANATION_S):
+            self._explained.set()
         if code == ctx.INTERRUPTED:
             raise GroupError(
                 "a call must not be interrupted once its kernels may run, as ranks then no "
@@ -206,17 +215,27 @@ class Health:
             seen=seen & ctx.EPOCH_MASK,
             different_call=bool(record[ctx.RECORD_OTHER_CALL]),
             deadline_s=self._deadline_s,
+            # A kernel that has waited for the rank needs no store to name it.
+            lost_store=not expected and self.lost_store_of(peer),
         )
         flight_recorder.add(error)
         raise error
 
-    def declare_broken(self, operator: str, peer: int, slice: int = 0) -> None:
+    def lost_store_of(self, peer: int) -> bool:
+        """Return whether ``peer`` is named for no other reason than that the store is gone."""
+        return self.lost_store and peer == self._members.store_rank
+
+    def declare_broken(
+        self, operator: str, peer: int, slice: int = 0, *, is_explained: bool = True
+    ) -> None:
         """Record that a peer did not come to an exchange on the host, or did not send its slices.
 
         Args:
             operator: Name of the exchange or of the operator.
             peer: Rank that did not come; -1 if that is not known.
             slice: Number of the slice that did not come, from 1; 0 for an exchange on the host.
+            is_explained: Whether all is known. If not, :meth:`check` waits for :meth:`explain`, but
+                not for long.
         """
         entry = operator, ()
         if entry not in self._operators:
@@ -225,8 +244,21 @@ class Health:
         self._record_view[ctx.RECORD_PEER] = peer
         self._record_view[ctx.RECORD_SLICE] = slice
         self._record_view[ctx.RECORD_WANTED] = self._record_view[ctx.RECORD_SEEN] = 0
+        if not is_explained:
+            self._explained.clear()
         # The code comes last: a thread that sees it finds the rest of the record written.
         self._record_view[ctx.RECORD_CODE] = ctx.LATE
+        if is_explained:
+            self._explained.set()
+
+    def explain(self, peer: int) -> None:
+        """Say which rank did not come in a failure that was declared without that.
+
+        Nothing happens if that is known, or if the group was reset meanwhile.
+        """
+        if not self._explained.is_set():
+            self._record_view[ctx.RECORD_PEER] = peer
+            self._explained.set()
 
     def declare_interrupted(self, step: str, error: BaseException) -> None:
         """Record that ``error`` interrupted a step that other ranks may have completed."""
@@ -263,7 +295,8 @@ class Health:
         """Forget the first failure, while no kernel of any rank is running."""
         self._state.zero_()
         self._record.zero_()
-        self._interruption = ""
+        self._interruption, self.lost_store = "", False
+        self._explained.set()
 
     # Running calls
 

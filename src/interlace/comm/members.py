@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.nodes import numbered, own_node
+from interlace.comm.store_owner import expected_owner, is_served_here
 from interlace.errors import BackendError, GroupError
 
 
@@ -38,6 +39,8 @@ class Members:
         device: Device that runs this rank's kernels; a GPU has an index.
         ranks_per_gpu: Largest number of ranks that share one GPU; 1 on the CPU backend.
         node_of_rank: Number of each rank's node, from 0; empty if all ranks are on one node.
+        store_rank: Rank whose process has the process group's store, which is gone when it ends; -1
+            if no rank's process has it.
         backend: ``"cuda"`` or ``"cpu"``.
     """
 
@@ -47,6 +50,7 @@ class Members:
     device: torch.device
     ranks_per_gpu: int = 1
     node_of_rank: tuple[int, ...] = ()
+    store_rank: int = -1
     backend: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,13 +93,19 @@ def members_of(process_group: dist.ProcessGroup | None, device: torch.device) ->
     if process_group is None:
         return Members("", 0, 1, device)
     rank, world_size = dist.get_rank(process_group), dist.get_world_size(process_group)
-    return Members(process_group.group_name, rank, world_size, device)
+    store_rank = expected_owner(process_group)
+    return Members(process_group.group_name, rank, world_size, device, store_rank=store_rank)
 
 
-def meet_members(members: Members, exchange: Exchange) -> None:
+def meet_members(members: Members, exchange: Exchange, store: dist.Store | None) -> None:
     """Learn the nodes and the GPUs of all ranks, and check that a node's GPUs reach each other.
 
-    Collective. It sets ``node_of_rank`` and ``ranks_per_gpu`` of ``members``.
+    Collective. It sets ``node_of_rank``, ``ranks_per_gpu`` and ``store_rank`` of ``members``.
+
+    Args:
+        members: The group.
+        exchange: The group's exchange.
+        store: The process group's store; None for a process on its own.
 
     Raises:
         GroupError: This rank's GPU cannot reach the memory of a peer of its node.
@@ -103,10 +113,14 @@ def meet_members(members: Members, exchange: Exchange) -> None:
     """
     gpu = gpu_id(members.device) if members.backend == "cuda" else ""
     node = own_node() if members.name else []
-    answers = exchange("joining a group", [node, gpu])
-    members.node_of_rank = numbered([node for node, _ in answers])
+    answers = exchange("joining a group", [node, gpu, store is not None and is_served_here(store)])
+    members.node_of_rank = numbered([node for node, _, _ in answers])
+    owners = [rank for rank, (_, _, serves) in enumerate(answers) if serves]
+    # Ranks of two machines may listen on a port of one number.
+    if len(owners) <= 1:
+        members.store_rank = owners[0] if owners else -1
     if members.backend == "cuda":
-        members.ranks_per_gpu = check_gpus(members, [gpu for _, gpu in answers])
+        members.ranks_per_gpu = check_gpus(members, [gpu for _, gpu, _ in answers])
 
 
 def check_gpus(members: Members, gpus: list[str]) -> int:

@@ -7,7 +7,7 @@ import functools
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -19,7 +19,7 @@ from interlace.comm.members import Members
 from interlace.comm.memory import call_when_gone
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.replays import Replays
-from interlace.comm.unblocked import writer
+from interlace.comm.unblocked import Write, writer
 from interlace.units import next_power_of_2
 
 _LOOKS_PER_DEADLINE = 20
@@ -162,25 +162,74 @@ class Watch:
         return min(_LONGEST_PAUSE_S, deadline_s / _LOOKS_PER_DEADLINE)
 
     def _give_up(self) -> None:
-        """Break the group and release every stream that waits."""
-        if not self._health.broken:
-            # Every rank that waits comes here by its own deadline; the one that is late does not.
+        """Break the group, release every stream that waits, and find out meanwhile who is late.
+
+        What explains the failure may fail itself, or never end, as it asks the store, which may be
+        gone with the rank that is late. So it neither delays nor stops what releases.
+        """
+        try:
+            if not self._health.broken:
+                # Which slice did not come is not known here: the streams have not got that far.
+                self._health.declare_broken(self.operator, -1, 1, is_explained=False)
+                explaining = threading.Thread(
+                    target=self._explain, name="interlace explaining", daemon=True
+                )
+                explaining.start()
+        finally:
+            self._release()
+
+    def _explain(self) -> None:
+        """Say which rank is late: all others have given up as well, and say so."""
+        late = -1
+        try:
             late = self._channel.first_not_waiting(self.operator, _ANSWER_S)
-            # Which slice did not come is not known here: the streams have not got that far.
-            self._health.declare_broken(self.operator, late, 1)
-        # The streams that wait, and those that wait for them, may block all queues to the device.
-        with contextlib.suppress(ReferenceError), writer(self._members.device) as write:
-            # The flag comes first: kernels that run once the streams go on must find the group
-            # broken, and make their results NaN.
-            write(self._health.broken_address, _RELEASED)
+        finally:
+            self._health.explain(late)
+
+    def _release(self) -> None:
+        """Release every stream that waits; a step that fails stops none of the others.
+
+        Raises:
+            Exception: The first error, once all has been tried.
+        """
+        failures: list[Exception] = []
+
+        @contextlib.contextmanager
+        def trying() -> Iterator[None]:
+            try:
+                yield
+            except ReferenceError:  # the network is gone, and so is what waits for it
+                pass
+            except Exception as error:
+                failures.append(error)
+
+        with contextlib.ExitStack() as resources:
+            write: Write | None = None
+            # The streams that wait, and those that wait for them, may block all queues to the
+            # device.
+            with trying():
+                write = resources.enter_context(writer(self._members.device))
+                # The flag comes first: kernels that run once the streams go on must find the group
+                # broken, and make their results NaN.
+                write(self._health.broken_address, _RELEASED)
+            aborting: threading.Thread | None = None
             # The carrier is aborted before the streams that wait for counters go on, so that no
             # slice leaves that is not complete. Its abort may wait for these streams in turn.
-            aborting = threading.Thread(target=self._network.carrier.abort, daemon=True)
-            aborting.start()
-            time.sleep(_ABORT_S)
-            for address in self._network.counter_addresses():
-                write(address, _RELEASED)
-            aborting.join()
+            with trying():
+                aborting = threading.Thread(target=self._network.carrier.abort, daemon=True)
+                aborting.start()
+                time.sleep(_ABORT_S)
+            addresses: list[int] = []
+            with trying():
+                addresses = self._network.counter_addresses()
+            for address in addresses if write is not None else ():
+                with trying():
+                    write(address, _RELEASED)
+            with trying():
+                if aborting is not None:
+                    aborting.join()
+        if failures:
+            raise failures[0]
 
 
 def _watch(look: weakref.WeakMethod[Callable[[], float]], stopped: threading.Event) -> None:

@@ -15,6 +15,9 @@ from interlace.errors import PeerTimeoutError
 _MARGIN_S = 5.0  # extra time for rank 0 to name the absent rank, on a busy machine
 _PATIENCE_S = 0.5  # how long Ctrl-C may have to wait for the store
 
+ANSWER_S = 1.0
+"""Seconds in which a rank that waits for another one answers a question in the store."""
+
 
 def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -> str:
     """Wait for all ranks, and return a name that was never used before. Collective.
@@ -28,6 +31,7 @@ def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -
         welcome/a71...    rank 0: the name
         joined/<name>/1   rank 1
         verdict/<name>    rank 0: -1, or the first rank that is absent
+        heard/<name>/1    rank 1, which knows who is absent
 
     Args:
         store: Store of the process group.
@@ -42,6 +46,7 @@ def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -
 
     Raises:
         PeerTimeoutError: A rank did not come; raised on every rank that did, with its number.
+        Exception: Any error of the store, which may be gone.
     """
     # Rank 0 decides alone, so all ranks get the same verdict.
     if rank == 0:
@@ -81,6 +86,10 @@ def _receive_peers(store: Any, world_size: int, timeout_s: float) -> tuple[str, 
     # Step 4: tell all ranks at once whether the meeting took place.
     absent = min(waiting, default=-1)
     store.set(f"verdict/{name}", str(absent))
+    if absent >= 0:
+        # The process may end by its error, and the store with it, before the others have read.
+        present = set(range(1, world_size)) - waiting
+        wait_for_keys(store, [f"heard/{name}/{peer}" for peer in present], ANSWER_S)
     return name, absent
 
 
@@ -96,25 +105,37 @@ def _report(store: Any, rank: int, timeout_s: float) -> tuple[str, int]:
     store.set(f"joined/{name}/{rank}", "")
     if not wait_for_keys(store, [f"verdict/{name}"], timeout_s + _MARGIN_S):
         return name, 0
-    return name, int(store.get(f"verdict/{name}"))
+    absent = int(store.get(f"verdict/{name}"))
+    if absent >= 0:
+        store.set(f"heard/{name}/{rank}", "")
+    return name, absent
 
 
-def wait_for_keys(store: Any, keys: Sequence[str], timeout_s: float) -> bool:
+def wait_for_keys(
+    store: Any, keys: Sequence[str], timeout_s: float, unless: str | None = None
+) -> bool:
     """Return whether all ``keys`` appear in the store within ``timeout_s`` seconds.
 
     Python handles no signal during the store's own wait, which therefore lasts for a moment only.
     After it, Ctrl-C ends the wait at once.
+
+    Args:
+        store: The store.
+        keys: Keys; none are there at once.
+        timeout_s: Seconds to wait.
+        unless: Key that ends the wait when it appears before them.
+
+    Raises:
+        Exception: Any error of the store, which may be gone.
     """
     end = time.monotonic() + timeout_s
-    with contextlib.suppress(RuntimeError, TimeoutError):  # torch's DistStoreError is the former
+    # A store that is gone fails in the look below as well.
+    with contextlib.suppress(RuntimeError, OSError):  # torch's DistStoreError is the former
         store.wait(keys, datetime.timedelta(seconds=min(timeout_s, _PATIENCE_S)))
         return True
     pauses = pauses_of_a_wait()
-    try:
-        while not store.check(keys):
-            if time.monotonic() >= end:
-                return False
-            time.sleep(next(pauses))
-    except RuntimeError:  # the store is gone
-        return False
+    while not store.check(keys):
+        if time.monotonic() >= end or (unless is not None and store.check([unless])):
+            return False
+        time.sleep(next(pauses))
     return True

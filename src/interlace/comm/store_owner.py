@@ -1,0 +1,53 @@
+"""Find the rank whose process has a process group's store: with that process, the store goes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+import torch.distributed as dist
+
+
+def expected_owner(process_group: dist.ProcessGroup) -> int:
+    """Return the rank that has the store by the rule of torch's rendezvous; -1 if none has.
+
+    Rank 0 of the default group has the TCP store of ``tcp://`` and ``env://``, unless an agent of
+    torchrun says that it has. A store in a file belongs to no process.
+    """
+    if _tcp_store(process_group.get_group_store()) is None:
+        return -1
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return -1
+    ranks = dist.get_process_group_ranks(process_group)
+    return ranks.index(0) if 0 in ranks else -1
+
+
+def is_served_here(store: dist.Store) -> bool:
+    """Return whether this process listens on the port of a TCP store."""
+    tcp_store = _tcp_store(store)
+    if tcp_store is None:
+        return False
+    return any(_listens(int(name), tcp_store.port) for name in os.listdir("/proc/self/fd"))
+
+
+def _tcp_store(store: dist.Store) -> dist.TCPStore | None:
+    """Return the TCP store below all prefixes, or None if the store is of another kind."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store if isinstance(store, dist.TCPStore) else None
+
+
+def _listens(descriptor: int, port: int) -> bool:
+    """Return whether a descriptor of this process is a socket that listens on ``port``."""
+    try:
+        if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+            return False
+        with socket.socket(fileno=os.dup(descriptor)) as copy:
+            return (
+                copy.family in (socket.AF_INET, socket.AF_INET6)
+                and bool(copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+                and copy.getsockname()[1] == port
+            )
+    except OSError:  # closed meanwhile, by another thread
+        return False

@@ -18,8 +18,8 @@ def switch(variable: str) -> bool | None:
     Raises:
         ArgumentError: The variable holds something else.
     """
-    text = os.environ.get(variable, "")
-    if not text:
+    text = os.environ.get(variable)
+    if not text:  # most often: calls ask, so this is quick
         return None
     if text.lower() not in _ON + _OFF:
         raise ArgumentError(f"{variable} must be 1 or 0; got {text!r}. Change it, or unset it.")

@@ -12,10 +12,9 @@ import contextlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from interlace.comm import context as ctx
 from interlace.comm.cache import Answers, CallCache
+from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.comm.health import Health
 from interlace.comm.members import Exchange, by_rank
 from interlace.errors import (
@@ -223,7 +222,7 @@ class Agreement:
         except InterlaceError as error:
             failure = error
         except Exception as error:
-            kind = WorkspaceError if isinstance(error, torch.OutOfMemoryError) else BackendError
+            kind = WorkspaceError if is_out_of_memory(error) else BackendError
             failure = kind(f"{step} must succeed; got {type(error).__name__}: {error}")
             failure.__cause__ = error
         except BaseException as error:

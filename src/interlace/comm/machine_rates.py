@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from interlace import environment
 from interlace.comm import copies
+from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.comm.members import Exchange, Members
 from interlace.costs.known_profiles import (
     adopt,
@@ -46,7 +47,6 @@ _SAMPLES, _GRAPH_US = 5, 1000.0
 _SLEEP_CYCLES = 500_000  # a quarter of a millisecond
 _LINK_BYTES, _LINK_COPIES = 256 << 20, 4
 _MOST_SETS = 16
-_NETWORK_BYTES = 1 << 30  # for the messages and products of a measured network, with some room
 
 
 def is_asked_for() -> bool:
@@ -80,7 +80,7 @@ def measure_unknown(group: Group) -> None:
     measure, all ranks go on with the guess, with a warning.
 
     Raises:
-        BackendError: The driver of this rank refuses a copy; its peers get a PeerTimeoutError.
+        BackendError: The driver of a rank refuses a copy; raised on every rank.
     """
     if not _may_measure(group.members):
         return
@@ -137,20 +137,21 @@ def measure_unknown_network(group: Group) -> None:
     profile = profile_of(gpu, processors)
     if profile.network is not None:
         return
-    if not all(group.exchange("memory to measure a network", _has_memory(group.device))):
-        warnings.warn(
-            "interlace: the network between the nodes was not measured, and operators do not go by "
-            f"it: every GPU must have {_NETWORK_BYTES >> 20} MiB of free memory.",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
     # Imported here, since that module's own imports lead back to this one.
     from interlace.comm.network_rates import measure_network
 
     date = datetime.date.today()
     source = f"measured {date} on {group.world_size} ranks of {group.nodes} nodes"
-    _, network = measure_network(group, source)
+    try:
+        _, network = measure_network(group, source)
+    except WorkspaceError as error:
+        warnings.warn(
+            "interlace: the network between the nodes was not measured, and operators do not go by "
+            f"it: {error}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
     named = dataclasses.replace(network, network=f"the network between {group.nodes} nodes")
     _go_by(dataclasses.replace(profile, network=named), group)
 
@@ -162,15 +163,6 @@ def _go_by(profile: MachineProfile, group: Group) -> None:
         _keep(profile)
     # Another program of this node may begin when this rank has left.
     group.exchange("a measured profile is kept", None)
-
-
-def _has_memory(device: torch.device) -> bool:
-    """Return whether a rank can allocate what the measurement of a network takes."""
-    try:
-        torch.empty(_NETWORK_BYTES, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def _may_measure(members: Members) -> bool:
@@ -209,11 +201,12 @@ def measure_rates(group: Group) -> MeasuredRates:
     Raises:
         WorkspaceError: A rank has no memory for most of the products, or for the copies; raised on
             every rank.
-        BackendError: The driver refuses a copy.
+        BackendError: The driver of a rank refuses a copy; raised on every rank.
     """
     group.require_own_gpus("a measurement")
     sizes = _sizes()
-    own_us = [_product_us(group, *size) for size in sizes]
+    with group.agreement.together("measuring products"):
+        own_us = [_product_us(group, *size) for size in sizes]
     by_rank: list[list[float | None]] = group.exchange("times of products", own_us)
     # A GPU whose memory the program has filled leaves large products out.
     products = [
@@ -274,8 +267,10 @@ def _product_us(group: Group, rows: int, columns: int, inner: int) -> float | No
             count = max(2, sets_past_cache(nbytes, device))
             sets = [(operand(rows), operand(columns)) for _ in range(count)]
             return _graph_us(group, lambda i: torch.mm(sets[i % count][0], sets[i % count][1].T))
-    except torch.OutOfMemoryError:
-        return None
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return None
+        raise
 
 
 def _graph_us(group: Group, call: Callable[[int], object]) -> float:
@@ -321,9 +316,9 @@ def _link_bytes_per_s(group: Group) -> float | None:
 
     times_us = []
     for _ in range(_SAMPLES + 1):
-        group.exchange("fetching at once", None)
-        if len(local) > 1:
-            with group.on_device():
+        # Ranks begin a sample when all have ended the previous one, or none does if one fails.
+        with group.agreement.together("measuring links"), group.on_device():
+            if len(local) > 1:
                 times_us.append(_elapsed_us(fetch))
     if not times_us:
         return None

@@ -20,12 +20,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from interlace.comm.gpu_memory import has_memory
 from interlace.comm.group import Group
 from interlace.comm.process_groups import process_group_named
 from interlace.comm.slices import Message, SliceQueue, Step
 from interlace.comm.torch_collectives import gather, scatter
 from interlace.costs.network import NetworkRates, parse_network
-from interlace.errors import GroupError
+from interlace.errors import GroupError, WorkspaceError
 
 SIZES = tuple(1 << power for power in range(16, 27, 2))
 """Bytes of a message: 64 KiB to 64 MiB."""
@@ -38,6 +39,7 @@ _SAMPLES = 5
 _MOST_STEPS = 32
 _SAMPLE_BYTES = {"cpu": 4 << 20, "cuda": 64 << 20}
 _GREETING_BYTES = 16
+_MEMORY_BYTES = 1 << 30  # for all messages, with some room
 _SUMMED = torch.bfloat16
 
 
@@ -92,7 +94,16 @@ def measure_network(
 
     Returns:
         The times of exchanges, and the rates, without the network's name, the same on every rank.
+
+    Raises:
+        WorkspaceError: A rank has no memory for the messages; raised on every rank.
     """
+    with group.agreement.together(_NAME):
+        # Peers would wait for messages of a rank that has no memory for them.
+        if not has_memory(_MEMORY_BYTES, group.device):
+            raise WorkspaceError(
+                f"{_NAME}: a GPU must have {_MEMORY_BYTES >> 20} MiB of free memory; it has less."
+            )
     compared = compare_with_all_to_all(group, sizes, advance)
     several = measure_exchanges(group, sizes, advance, (TOGETHER,))
     network = NetworkRates(

@@ -35,6 +35,7 @@ import torch
 from interlace import environment
 from interlace.comm import inductor_graphs
 from interlace.comm import recording as recordings
+from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.comm.launches import launches
 from interlace.comm.releases import releases
 from interlace.errors import BackendError
@@ -118,13 +119,16 @@ class Replays:
 
         The second call with ``key`` makes a graph, which later calls replay. No graph is made
         within a CUDA graph of the program, nor in a run of which Inductor makes one, nor while as
-        many as are kept are all in use, nor where the driver does not tell allocations apart.
+        many as are kept are all in use, nor where the driver does not tell allocations apart, nor
+        where there is no memory for it: this rank alone may lack it, and its peers wait for the
+        call.
 
         Args:
             key: Everything that the work depends on: the :func:`places` of the call's tensors, and
                 its numbers.
             enqueue: Enqueues kernels and copies that begin and end on the current stream. What it
-                allocates means nothing when it ends: that memory is every graph's.
+                allocates means nothing when it ends: that memory is every graph's. Where a graph
+                of it cannot be made it is called again, and enqueues the same.
             with_libraries: The work may contain products by cuBLAS, so it depends on
                 :func:`library_settings` as well.
             copied: The tensors of torch's memory that copy engines or NCCL read or write.
@@ -160,7 +164,14 @@ class Replays:
             if not self._has_room():
                 enqueue()
                 return True
-            replayable = self._graphs[key] = _Replayable(self._capture(enqueue), 0, tables)
+            try:
+                graph = self._capture(enqueue)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                enqueue()
+                return True
+            replayable = self._graphs[key] = _Replayable(graph, 0, tables)
         replayable.last_run = self._runs
         self._graphs.move_to_end(key)
         # Counted before the launch: if that is interrupted, the graph may be running.
@@ -271,8 +282,12 @@ class _Recorder:
             graph.capture_begin(pool=pool, capture_error_mode="thread_local")
             try:
                 enqueue()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                # What has failed says why; the end of the capture may fail as well.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
         return graph
 
 

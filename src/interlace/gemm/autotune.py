@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +16,8 @@ import torch.distributed as dist
 
 from interlace import environment
 from interlace.cache_folder import cache_folder
-from interlace.comm import inductor_graphs
+from interlace.comm import Group, inductor_graphs
+from interlace.comm.gpu_memory import has_memory
 from interlace.comm.identity import identity
 from interlace.comm.machine_rates import sets_past_cache
 from interlace.costs.time import in_order
@@ -22,8 +25,11 @@ from interlace.errors import PeerTimeoutError, RankMismatchError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.operands import Operands
 from interlace.gemm.splits import balanced
+from interlace.mapped import Fused
 from interlace.registry import Implementation, Operator
 from interlace.tuning.measured import MeasuredTimes
+
+log = logging.getLogger("interlace.gemm")
 
 _BUDGET_US = 100e3
 """What the calls of one measurement may take together, by their predicted times."""
@@ -89,18 +95,17 @@ def is_enabled(impl: str = "auto") -> bool:
     """
     if _asked is not None:
         return _asked
-    by_environment = _by_environment()
+    by_environment = environment.switch("INTERLACE_AUTOTUNE")
     return impl == "measured" if by_environment is None else by_environment
 
 
-@functools.cache
-def _by_environment() -> bool | None:
-    return environment.switch("INTERLACE_AUTOTUNE")
-
-
-@functools.cache
 def _memory() -> MeasuredTimes:
-    return MeasuredTimes(cache_folder("measured"))
+    return _times_in(cache_folder("measured"))
+
+
+@functools.cache
+def _times_in(folder: Path) -> MeasuredTimes:
+    return MeasuredTimes(folder)
 
 
 def kind_of(
@@ -188,18 +193,23 @@ def measured(
         by_rank=call.rows.by_rank,
         gather=call.gather,
     )
+    names = {candidate.name for candidate in near}
+    own = remembered(kind)
+    # Times of some of them do not say which one is the fastest.
+    own = own if own is not None and names <= own.keys() else None
     # Ranks may remember different times, so one rank's memory counts for all.
-    times_us = call.group.exchange("measured times", remembered(kind))[0]
+    times_us = call.group.exchange("measured times", own)[0]
     if times_us is None:
         if inductor_graphs.is_running():
             # Copies of weights and graphs must not come from the pool of Inductor's graph.
             times_us = inductor_graphs.call_apart(measure, call, near, predicted_us)
         else:
             times_us = measure(call, near, predicted_us)
-        if call.group.rank == 0:
+        # What has failed, as for lack of memory, may work in the next program.
+        if call.group.rank == 0 and names <= times_us.keys():
             _memory().write(kind, times_us)
-    names = in_measured_order(call.operator, times_us)
-    places = {name: place for place, name in enumerate(names)}
+    in_order = in_measured_order(call.operator, times_us)
+    places = {name: place for place, name in enumerate(in_order)}
     order = sorted(candidates, key=lambda candidate: places.get(candidate.name, len(places)))
     return Measured(tuple(order), times_us)
 
@@ -231,11 +241,16 @@ def measure(
     call: GemmCall, candidates: list[Implementation], predicted_us: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the time in microseconds of each candidate that runs on every rank, the slowest
-    rank's. Collective.
+    rank's; of none if a rank has no memory for calls beside the program's. Collective.
     """
     left_us = _BUDGET_US / len(candidates)
     layers = _layers(call)
     times: dict[str, float] = {}
+    # A peer's kernels wait for this rank's, so none may turn out to have no memory once the first
+    # one is enqueued.
+    is_enough = has_memory(_most_bytes(call), call.group.device)
+    if not all(call.group.exchange("memory for measurements", is_enough)):
+        return times
 
     def measure_one(candidate: Implementation) -> None:
         affordable = max(1, round(left_us / max(predicted_us[candidate.name], 1.0)) - _WARM_UPS)
@@ -286,6 +301,19 @@ def _layers(call: GemmCall) -> list[GemmCall]:
     ]
 
 
+def _most_bytes(call: GemmCall) -> int:
+    """Return the bytes that a call of any implementation takes at most, and a CUDA graph of calls.
+
+    That is all ranks' rows and the weight, padded; the product in float32, in parts and as the
+    result; and symmetric memory for them. The graph has memory of its own.
+    """
+    operands, ranks = call.operands, call.group.world_size
+    rows = max(operands.rows, sum(call.rows.by_rank))
+    copies = (rows * operands.inner + operands.w.numel()) * operands.x.itemsize
+    product = (rows + ranks) * operands.columns * torch.float32.itemsize
+    return 2 * (2 * copies + 2 * product)
+
+
 def _record(
     implementation: Implementation, layers: Sequence[GemmCall], calls: int
 ) -> torch.cuda.CUDAGraph | None:
@@ -297,15 +325,32 @@ def _record(
         for i in range(calls):
             implementation.run(layers[i % len(layers)])
 
+    group = layers[0].group
     try:
         for _ in range(_WARM_UPS):
             if implementation.run(layers[0]) is None:
                 return None
-        return layers[0].group.replays.record(enqueue)
+        with _places_kept(group):
+            return group.replays.record(enqueue)
     except (PeerTimeoutError, RankMismatchError):
         raise  # on every rank
-    except Exception:
+    except Exception as error:
+        log.info("%s is not measured: %r", implementation.name, error)
         return None
+
+
+@contextlib.contextmanager
+def _places_kept(group: Group) -> Iterator[None]:
+    """Count no epochs of mapped outputs within the context: a rank that fails to capture some would
+    be in another one than its peers.
+    """
+    outputs = [made.output for made in group.kept.values() if isinstance(made, Fused)]
+    places = [output.place for output in outputs]
+    try:
+        yield
+    finally:
+        for output, place in zip(outputs, places, strict=True):
+            output.go_back(place)
 
 
 def _median_us(graph: torch.cuda.CUDAGraph, call: GemmCall, samples: int) -> float:

@@ -11,7 +11,6 @@ rows; on others there is one implementation, with tiles chosen by everything els
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -81,12 +80,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
 
 def is_enabled() -> bool:
     """Return whether calls must be batch-invariant: the context decides, else the environment."""
-    return _by_environment() if _asked is None else _asked
-
-
-@functools.cache
-def _by_environment() -> bool:
-    return bool(environment.switch("INTERLACE_BATCH_INVARIANT"))
+    return bool(environment.switch("INTERLACE_BATCH_INVARIANT")) if _asked is None else _asked
 
 
 def effective_impl(operator: Operator, impl: str) -> str:

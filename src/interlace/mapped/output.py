@@ -174,6 +174,18 @@ class MappedOutput:
         """
         return self._turn
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """The buffer of the current epoch and the memory for its results: both indices."""
+        return self._half, self._turn
+
+    def go_back(self, place: tuple[int, int]) -> None:
+        """Return to an earlier ``place``, as epochs since then were captured and did not run.
+
+        Ranks must be at one place, and a rank may fail where its peers have captured more.
+        """
+        self._half, self._turn = place
+
     def begin(self) -> torch.Tensor:
         """Return the tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class.
 

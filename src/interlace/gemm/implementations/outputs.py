@@ -44,7 +44,7 @@ class Output:
 
     @property
     def key(self) -> tuple[Hashable, ...]:
-        """Return what tells outputs apart; the same on every rank."""
+        """Return what tells outputs apart, as does its text; both are the same on every rank."""
         tiles = self.settings.get("tiles")
         return self.implementation, self.collective, self.shape, self.dtype, tiles
 
@@ -109,16 +109,19 @@ def _make_output(output: Output, group: Group, group_name: str, *, replace: bool
             "a mapped output must be made before a CUDA graph is captured. Call the operator once "
             "with these shapes first."
         )
-    made = [(key, value) for key, value in group.kept.items() if isinstance(value, Fused)]
+    made = {str(key): key for key, value in group.kept.items() if isinstance(value, Fused)}
     # A CUDA graph refers to its output's memory, so an output that any rank has captured must stay
-    # on all ranks. Which graphs a rank has captured, only that rank knows.
-    captured_by_rank = group.exchange(
-        "mapped outputs in CUDA graphs", [value.output.captured for _, value in made]
+    # on all ranks. Which graphs a rank has captured, only that rank knows; and each rank has used
+    # its outputs in an order of its own, as a graph of the program uses one without the host. So
+    # outputs are exchanged by name, and rank 0's order counts for all.
+    captured_by_rank: list[dict[str, bool]] = group.exchange(
+        "mapped outputs in CUDA graphs",
+        {name: group.kept[key].output.captured for name, key in made.items()},
     )
     free = [
-        key
-        for (key, _), *captured in zip(made, *captured_by_rank, strict=True)
-        if not any(captured)
+        made[name]
+        for name in captured_by_rank[0]
+        if not any(captured[name] for captured in captured_by_rank)
     ]
     if len(free) >= _MOST_OUTPUTS and not replace:
         return None
@@ -160,8 +163,14 @@ def run_product(
     output = product.output
     # A graph contains the addresses of the buffers of its epoch, so it can only be replayed in an
     # epoch with the same buffers.
-    key = (*key, output.half, output.turn, output.captured, places(y))
+    place = output.place
+    key = (*key, *place, output.captured, places(y))
+
+    def enqueue() -> None:
+        output.go_back(place)  # where an epoch was captured and there is no graph
+        product.run_into(y, *arguments)
+
     with group.running():
         # A replay does not run the host code that counts epochs, so the epoch is counted here.
-        if not group.replays.run(key, lambda: product.run_into(y, *arguments)):
+        if not group.replays.run(key, enqueue):
             output.advance()

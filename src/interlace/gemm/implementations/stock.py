@@ -117,8 +117,10 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
             )
         memory = None
         try:
+            # Two steps, as PyTorch's rendezvous waits for ranks that have no memory to bring.
             with group.agreement.together("allocating memory of a stock pair"):
                 memory = symmetric_memory.empty(numel, dtype=dtype, device=group.device)
+            with group.agreement.together("sharing memory of a stock pair"):
                 symmetric_memory.rendezvous(memory, name)
         except (WorkspaceError, BackendError):  # on every rank alike
             if call.is_explicit:

@@ -1,0 +1,41 @@
+"""Ask how much memory of a GPU is left, before ranks begin what a peer waits for."""
+
+from __future__ import annotations
+
+import torch
+
+_MIB = 1 << 20
+_FOR_LIBRARIES = 256 * _MIB
+"""What the driver and libraries take beside torch: code of kernels, NCCL's buffers, graphs."""
+
+
+def has_memory(nbytes: int, device: torch.device) -> bool:
+    """Return whether tensors, symmetric memory and CUDA graphs of so many bytes in all can be had,
+    whoever takes them first. It is True on the CPU backend.
+
+    Memory that torch keeps for later tensors goes back to the driver if the driver has too little.
+    """
+    if device.type == "cpu":
+        return True
+    nbytes += _FOR_LIBRARIES
+    try:
+        # Torch gives up what it keeps, before it says that there is not enough.
+        torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            return False
+        raise
+    if torch.cuda.mem_get_info(device)[0] < nbytes:
+        torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0] >= nbytes
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a GPU's memory is full.
+
+    Torch has a class for it where its allocator fails, and only a text where the driver does, as
+    when a CUDA graph is made.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)

@@ -31,7 +31,9 @@ from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.process_groups import (
     default_group,
     device_of_group,
+    note_default_group,
     process_group_named,
+    require_alone,
     require_member,
 )
 from interlace.comm.releases import releases
@@ -334,12 +336,13 @@ def group_of(
 
     Args:
         process_group: A group that this rank belongs to. Default: the default process group; this
-            process on its own if there is none.
+            process on its own if there is none, and it is not one of several.
         device: Device of the group's kernels. Default: the current CUDA device, or the CPU if there
             is none.
 
     Raises:
-        GroupError: This rank is not a member, or the group cannot be used.
+        GroupError: This rank is not a member, the group cannot be used, or none was given and there
+            is no default one, though ``WORLD_SIZE`` is above 1 or there was one.
     """
     substitute: Group | None = default_group.get()
     if process_group is None and substitute is not None:
@@ -349,10 +352,12 @@ def group_of(
         process_group = dist.group.WORLD
     require_member(process_group)
     if process_group is None:
+        require_alone()
         return solo_group(device)
     with _lock:
         groups = _groups.setdefault(process_group, {})
         if device not in groups:
+            note_default_group()
             groups[device] = Group(process_group, device)
         return groups[device]
 

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.environment import whole_number
 from interlace.errors import ArgumentError, BackendError, GroupError
+
+_ranks_before: int | None = None
+"""Number of ranks of the default process group that was used last, which may be destroyed now."""
 
 default_group: contextvars.ContextVar[Any] = contextvars.ContextVar("default_group", default=None)
 """The :class:`Group` that is the default group of this thread, for ranks that are threads; None in
@@ -98,20 +102,61 @@ def require_member(group: object) -> None:
     )
 
 
+def note_default_group() -> None:
+    """Remember the size of the default process group, which exists, for :func:`require_alone`."""
+    global _ranks_before
+    _ranks_before = dist.get_world_size()
+
+
+def require_alone() -> None:
+    """Refuse a call without a process group in a process that has peers, or had some.
+
+    There is no default process group. A process that has no peers is a group of its own; one of
+    several ranks would take its part of the result for the whole.
+
+    Raises:
+        GroupError: ``WORLD_SIZE`` is above 1, or a default process group of several ranks was
+            destroyed.
+        ArgumentError: ``WORLD_SIZE`` is no number.
+    """
+    ranks = whole_number("WORLD_SIZE", 0)
+    if ranks > 1:
+        raise GroupError(
+            "a process group must exist in each of several processes; got none, and WORLD_SIZE is "
+            f"{ranks}. Call torch.distributed.init_process_group() before the first call, and "
+            "destroy_process_group() after the last one. A program without peers unsets WORLD_SIZE."
+        )
+    # Torch keeps the method by which a group was made after the group, but not the number of ranks.
+    is_unknown = _ranks_before is None and not ranks
+    had_group = getattr(dist.distributed_c10d, "_default_pg_init_method", None) is not None
+    if (_ranks_before or 1) > 1 or (is_unknown and had_group):
+        raise GroupError(
+            "a process group must exist while it is used; got none, as the default one was "
+            "destroyed. Call torch.distributed.destroy_process_group() after the last call, or "
+            "init_process_group() again. A program without peers sets WORLD_SIZE=1."
+        )
+
+
 def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
     """Return this process's rank in a group and the group's size; 0 and 1 without a group.
 
     Raises:
-        GroupError: This rank is not a member, or the group was destroyed.
+        GroupError: This rank is not a member, the group was destroyed, or there is none in a
+            process of several.
     """
     require_member(process_group)
-    # torch.compile cannot look into a context variable.
-    if not torch.compiler.is_compiling():
+    # torch.compile cannot look into a context variable, and calls come here again when they run.
+    is_running = not torch.compiler.is_compiling()
+    if is_running:
         substitute = default_group.get()
         if process_group is None and substitute is not None:
             return substitute.rank, substitute.world_size
-    if not (dist.is_available() and dist.is_initialized()):
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        if is_running:
+            require_alone()
         return 0, 1
+    if is_running and process_group is None:
+        note_default_group()
     try:
         return dist.get_rank(process_group), dist.get_world_size(process_group)
     except ValueError as error:

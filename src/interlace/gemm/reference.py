@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.comm.process_groups import require_alone
+
 
 class Factors(NamedTuple):
     """The operands of a product: ``x [M, K]``, ``w [N, K]``, ``bias [N]``, the scales of float8
@@ -81,8 +83,15 @@ def _scaled_product(factors: Factors) -> torch.Tensor:
 
 
 def is_alone(group: dist.ProcessGroup | None) -> bool:
-    """Return whether there is no other rank to communicate with."""
-    return not dist.is_initialized() or dist.get_world_size(group) == 1
+    """Return whether there is no other rank to communicate with.
+
+    Raises:
+        GroupError: There is no process group, in one of several processes.
+    """
+    if dist.is_initialized():
+        return dist.get_world_size(group) == 1
+    require_alone()
+    return True
 
 
 def exchange_rows(

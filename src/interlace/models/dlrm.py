@@ -52,7 +52,8 @@ class DLRM(GroupMember, nn.Module):
         dense_features: F.
         bottom: widths of the bottom MLP's hidden layers; its output has width D.
         top: widths of the top MLP's hidden layers; its output has width 1.
-        group: process group; default: the default process group, or this process alone.
+        group: process group; default: the default process group, or this process alone if it is
+            not one of several.
         device: device; default: the current CUDA device, or the CPU if there is none.
         seed: seed of all first weights.
         options: further arguments of :class:`ShardedEmbeddingBags`: ``gradient``,

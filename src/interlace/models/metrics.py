@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.comm import rank_and_size
 from interlace.errors import ArgumentError
 
 
@@ -67,9 +68,9 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
     Returns:
         ``[sum of n_r, ...]``.
     """
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    _, ranks = rank_and_size(group)
+    if ranks == 1:
         return values
-    ranks = dist.get_world_size(group)
     counts = [torch.zeros(1, dtype=torch.int64, device=values.device) for _ in range(ranks)]
     dist.all_gather(counts, torch.tensor([len(values)], device=values.device), group=group)
     sizes = [int(count) for count in counts]

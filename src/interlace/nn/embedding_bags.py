@@ -62,7 +62,8 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
 
     Args:
         tables: the model's tables, the same on every rank.
-        group: process group; default: the default process group, or this process alone.
+        group: process group; default: the default process group, or this process alone if it is
+            not one of several.
         device: default: the current CUDA device, or the CPU if there is none; ``"meta"`` allocates
             no memory.
         gradient: ``"dense"``, ``"sparse"``, ``"sgd"`` or ``"rowwise_adagrad"``.

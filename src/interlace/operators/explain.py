@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.group import known_nodes
+from interlace.comm.process_groups import rank_and_size
 from interlace.errors import ArgumentError
 from interlace.registry import operators
 
@@ -38,7 +39,7 @@ def explain(
             them, if it does. This rank's ``input_splits`` and ``output_splits`` stand for all
             ranks'.
         group: The process group, as the operator takes it; default: the default process group, or
-            this process on its own.
+            this process on its own if it is not one of several.
 
     Returns:
         One sentence: the implementation, the fused kernel's configuration, sizes, ranks, and the
@@ -47,6 +48,7 @@ def explain(
 
     Raises:
         ArgumentError: No such operator, or arguments that it does not have or would refuse.
+        GroupError: There is no process group, in one of several processes.
 
     Example:
         >>> print(interlace.explain("gemv_all_reduce", x_shard_k, w_shard_k))
@@ -83,8 +85,7 @@ def explain(
                 f"explain: arguments of {operator} must be {', '.join((*names, *optional))}; got "
                 f"{name}."
             )
-    is_distributed = dist.is_available() and dist.is_initialized()
-    world_size = dist.get_world_size(group) if is_distributed else 1
+    _, world_size = rank_and_size(group)
     nodes = (known_nodes(group) if world_size > 1 else None) or 1
     call, chosen, reason = known[operator].explain(
         *arguments, world_size=world_size, nodes=nodes, **call_options

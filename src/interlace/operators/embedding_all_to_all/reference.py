@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.gemm.reference import is_alone
+
 
 def pool(
     weights: Sequence[torch.Tensor],
@@ -108,7 +110,7 @@ def _all_to_all(
     are_equal: bool,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
-    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+    if is_alone(group):
         return packed
     received = packed.new_empty(sum(from_each))
     if are_equal:

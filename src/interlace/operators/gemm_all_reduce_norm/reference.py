@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.gemm.epilogue import Epilogue
+from interlace.gemm.reference import is_alone
 
 _LARGEST_FLOAT8 = 448.0
 
@@ -20,7 +21,7 @@ def gemm_all_reduce_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute y, the new residual and y's scales; the sum over ranks is rounded to x's dtype."""
     total = F.linear(x, w)
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
+    if not is_alone(group):
         dist.all_reduce(total, group=group)
     # Added in float32 and rounded once, as the kernels do.
     added = [term.float() for term in (bias, epilogue.residual) if term is not None]

@@ -6,12 +6,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.gemm.reference import is_alone
+
 
 def gemv_all_reduce(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     """Compute ``all_reduce(x @ w.T) + bias``, every intermediate in the tensors' dtype."""
     y = F.linear(x, w)
-    if dist.is_initialized() and dist.get_world_size(group) > 1:
+    if not is_alone(group):
         dist.all_reduce(y, group=group)
     return y if bias is None else y + bias

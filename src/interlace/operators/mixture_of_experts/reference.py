@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from interlace.gemm.reference import is_alone
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.layout import Parameters
 
@@ -39,8 +40,7 @@ def mixture_of_experts(
     It is differentiable, and the host waits for the device.
     """
     local = parameters.w_in.shape[0]
-    ranks = dist.get_world_size(group) if dist.is_initialized() else 1
-    rank = dist.get_rank(group) if ranks > 1 else 0
+    rank, ranks = (0, 1) if is_alone(group) else (dist.get_rank(group), dist.get_world_size(group))
     chosen = experts.reshape(-1)
     # Slots beyond the capacity are dropped by token and then by j, as the kernels drop them.
     slots = [(chosen == number).nonzero()[:capacity, 0] for number in range(ranks * local)]

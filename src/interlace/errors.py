@@ -21,14 +21,30 @@ A message reads: *subject* must *rule*; got *value*. *What to do.*
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class InterlaceError(Exception):
-    """Base of every error that Interlace raises on purpose."""
+    """Base of every error that Interlace raises on purpose.
+
+    Errors can be pickled with their attributes, as processes that raise them for others do.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # An exception's own way calls the constructor with the message alone.
+        return _remade, (type(self), self.args), self.__dict__
 
     @property
     def line(self) -> str:
         """The message in one line."""
         return " ".join(str(self).split())
+
+
+def _remade(kind: type[InterlaceError], args: tuple[Any, ...]) -> InterlaceError:
+    """Return an unpickled error, to which its attributes are added."""
+    error = kind.__new__(kind)
+    error.args = args
+    return error
 
 
 class ArgumentError(InterlaceError, ValueError):
@@ -79,7 +95,7 @@ class WorkspaceError(InterlaceError):
 
 
 class LaunchError(InterlaceError):
-    """A rank started by :func:`interlace.launch` failed.
+    """A rank started by :func:`interlace.launch` failed; ``__cause__`` is its error, if known.
 
     Attributes:
         rank: number of the first rank that failed.

@@ -2,15 +2,20 @@
 behind.
 """
 
+import datetime
 import multiprocessing
 import os
+import pickle
+import signal
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import interlace
 from interlace import ArgumentError, BackendError, LaunchError
@@ -86,7 +91,50 @@ def test_the_failing_ranks_traceback_arrives_and_the_others_end(temporary, tmp_p
         interlace.launch(_fail_on_rank_1, 2, str(folder), backend="cpu", timeout_s=100)
     assert caught.value.rank == 1
     assert caught.value.line == "launch: rank 1 failed: ValueError: a very particular failure"
+    assert isinstance(caught.value.__cause__, ValueError)
+    assert str(caught.value.__cause__).startswith("a very particular failure\n\nfrom user code")
     assert not any(_alive(file.read_text()) for file in folder.iterdir())
+
+
+_NESTED = 'Caught KeyError in a process.\nTraceback:\n  File "x.py", line 1, in f\nKeyError: 1'
+
+
+class _Unpicklable(Exception):
+    def __reduce__(self):
+        raise TypeError
+
+
+def _raise_unpicklable():
+    raise _Unpicklable(_NESTED)
+
+
+def _raise_group():
+    raise ExceptionGroup("two", [KeyError(1), ValueError("b")])
+
+
+@pytest.mark.usefixtures("quick_launches")
+@pytest.mark.parametrize(
+    ("worker", "line", "cause"),
+    [
+        (_raise_unpicklable, "Unpicklable: Caught KeyError in a process.", None),
+        (_raise_group, "ExceptionGroup: two (2 sub-exceptions)", ExceptionGroup),
+    ],
+)
+def test_the_first_line_names_the_class_of_a_ranks_error(temporary, worker, line, cause):
+    with pytest.raises(LaunchError) as caught:
+        interlace.launch(worker, 1, backend="cpu")
+    assert caught.value.line.endswith(line)
+    assert type(caught.value.__cause__) is (cause or type(None))
+
+
+def test_errors_can_be_pickled():
+    """As from rank to launcher, and in pools of processes; some have several required arguments."""
+    timeout = interlace.PeerTimeoutError(operator="mm", rank=1, peer=2, wanted=3, deadline_s=4.0)
+    miscount = interlace.MiscountError(rank=1, piece=2, wanted=3, seen=4)
+    refusal = ArgumentError("x must be a tensor; got 1.")
+    for error in (LaunchError("text", 3), timeout, miscount, refusal):
+        copied = pickle.loads(pickle.dumps(error))
+        assert (type(copied), str(copied), vars(copied)) == (type(error), str(error), vars(error))
 
 
 def _leave_on(leaving, end):
@@ -120,16 +168,85 @@ def test_a_result_that_cannot_be_unpickled(temporary):
         interlace.launch(_Unreadable, 2, backend="cpu")
 
 
-def _multiply_and_destroy():
+def _multiply_and_destroy(destroying):
     result = _multiply(3)
-    dist.destroy_process_group()
+    if dist.get_rank() in destroying:
+        dist.destroy_process_group()
     return result
 
 
 @pytest.mark.usefixtures("quick_launches")
-def test_a_worker_may_destroy_its_process_group(temporary):
+@pytest.mark.parametrize("destroying", [(0, 1), (0,)])
+def test_a_worker_may_destroy_its_process_group(temporary, destroying):
     """As programs of torchrun do at their end."""
-    assert interlace.launch(_multiply_and_destroy, 2, backend="cpu") == [[32.0] * 3] * 2
+    results = interlace.launch(_multiply_and_destroy, 2, destroying, backend="cpu")
+    assert results == [[32.0] * 3] * 2
+
+
+_LIMIT = datetime.timedelta(seconds=1)
+
+
+def _last_long_on_rank_0():
+    distributed_c10d._set_pg_timeout(_LIMIT, dist.group.WORLD)
+    if dist.get_rank() == 0:
+        time.sleep(2.5)
+    return dist.get_rank()
+
+
+@pytest.mark.usefixtures("quick_launches")
+def test_workers_that_end_at_other_times(temporary):
+    """Later than torch waits: as when one rank alone evaluates the model, for an hour."""
+    assert interlace.launch(_last_long_on_rank_0, 2, backend="cpu") == [0, 1]
+
+
+def _last_long_within():
+    results = interlace.launch(_last_long_on_rank_0, 2)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    limit = backend.options._timeout
+    backend._set_default_timeout(datetime.timedelta(minutes=30))
+    return results, limit
+
+
+def test_workers_that_end_at_other_times_under_a_process_group(ranks):
+    assert ranks(2).run(_last_long_within) == [([0, 1], _LIMIT)] * 2
+
+
+def _start_late(rank, folder, fn, args):
+    """Call what a rank calls first, but only when a file says so, as if its imports took long."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torch's, of a rank that has imported torch
+    (folder / "pid").write_text(str(os.getpid()))
+    while not (folder / "go").exists():
+        time.sleep(0.01)
+    fn(rank, *args)
+
+
+def _touch(folder):
+    (folder / "ran").touch()
+
+
+def _launch_slowly(folder, temporary):
+    start, tempfile.tempdir = torch.multiprocessing.start_processes, str(temporary)
+    torch.multiprocessing.start_processes = lambda fn, args, **options: start(
+        _start_late, (folder, fn, args), **options | {"start_method": "fork"}
+    )
+    interlace.launch(_touch, 1, folder, backend="cpu")
+
+
+def test_a_rank_whose_launcher_is_killed_while_it_starts(tmp_path, tmp_path_factory):
+    """It would run the whole worker, and nobody would end it."""
+    launcher = fork_server().Process(
+        target=_launch_slowly, args=(tmp_path, tmp_path_factory.mktemp("temporary"))
+    )
+    launcher.start()
+    pid = tmp_path / "pid"
+    while not (pid.exists() and pid.read_text()):
+        time.sleep(0.01)
+    launcher.kill()
+    launcher.join()
+    (tmp_path / "go").touch()
+    while _alive(pid.read_text()):
+        time.sleep(0.01)
+    assert not (tmp_path / "ran").exists()
 
 
 def _never():

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import process_groups
 from interlace.gemm.reference import exchange_rows
 from interlace.models.metrics import gather_rows
 from interlace.nn import (
@@ -113,26 +112,27 @@ def test_calls_without_the_default_group(quick_launches: None) -> None:
         assert outcome["single"] is None
         for name, error in outcome["launched"].items():
             assert error[0] == "GroupError", (name, error)
-            assert "must exist in each of several processes; got none, and WORLD_SIZE is 2. Call" in (
-                error[1]
+            assert (
+                "must exist in each of several processes; got none, and WORLD_SIZE is 2. Call"
+                in (error[1])
             )
         assert len(outcome["destroyed"]) == 16
         for name, error in outcome["destroyed"].items():
             assert error[0] == "GroupError", (name, error)
-            assert "must exist while it is used; got none, as the default one was destroyed" in (
-                error[1]
+            assert (
+                "must exist while it is used; got none, as the default one was destroyed"
+                in (error[1])
             )
         for name, error in outcome["replaced"].items():
             assert error[0] == "GroupError", (name, error)
             expected = f"this one being rank {outcome['rank']} of 2; got rank 0 of 1"
             assert expected in error[1]
         for when in ("alone", "launched alone"):
-            assert {name: None for name in _alone()} == outcome[when]
+            assert dict.fromkeys(_alone()) == outcome[when]
 
 
 def _destroy_before_the_first_call() -> Any:
-    """In a process whose program, not launch, has made the group: its size is not known."""
-    process_groups._ranks_before = None
+    dist.barrier()
     dist.destroy_process_group()
     return error_of(lambda: interlace.gemm_all_reduce(torch.ones(2, 8), torch.ones(4, 8)))
 

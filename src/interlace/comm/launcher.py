@@ -10,9 +10,11 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from interlace.comm.nodes import NODES_VARIABLE
 from interlace.environment import whole_number
@@ -31,6 +34,8 @@ _UNGUARDED = (
 )
 # Numbers the process groups that `launch` makes in ranks which another launcher has started.
 _launches = itertools.count()
+_NEVER = datetime.timedelta(days=365)
+_LONGEST_PAUSE_S = 0.05
 
 
 def launch(
@@ -64,13 +69,17 @@ def launch(
         nodes: Number of nodes that the ranks count as, in equal and consecutive parts, to try on
             one machine what runs on several: ranks of different nodes share no memory, and NCCL
             sends through sockets between them. Default: what the ranks are on.
-        timeout_s: Seconds after which all processes are ended. Default: no limit.
+        timeout_s: Seconds after which all processes are ended. Default: no limit. A rank whose
+            worker has ended waits for the others as long as they take, whatever time-outs torch's
+            process groups have.
         join_timeout_s: Seconds in which ranks of an existing launcher must join the default process
-            group, and that torch's collectives of it may last. Default: torch's.
+            group, and that torch's collectives of it may last, the exchange of results among them.
+            Default: torch's, and no limit for the results.
 
     Raises:
-        LaunchError: A rank failed (the message begins with the rank's error, its traceback
-            follows, and the other ranks are ended), or no process can be started for the worker.
+        LaunchError: A rank failed (the message begins with the class and the text of the rank's
+            error, its traceback follows, the error itself is ``__cause__`` if it can be pickled,
+            and the other ranks are ended), or no process can be started for the worker.
         BackendError: The backend is cuda and there is no GPU.
         ArgumentError: The world size, the backend or the number of nodes is invalid.
     """
@@ -182,9 +191,8 @@ def _wait(processes: mp.ProcessContext, end: float | None, folder: Path) -> None
         # Peers of a rank that has gone fail as well: that rank is the reason.
         _require_results(processes, folder)
         rank, trace = error.error_index, str(error).strip()
-        raise LaunchError(
-            f"launch: rank {rank} failed: {_last_error(trace)}\n\n{trace}", rank
-        ) from None
+        line, cause = _error_of(rank, folder)
+        raise LaunchError(f"launch: rank {rank} failed: {line}\n\n{trace}", rank) from cause
     except mp.ProcessExitedException as error:
         rank = error.error_index
         imported = error.exit_code != 1 or (folder / f"started-{rank}").exists()
@@ -217,13 +225,29 @@ def _require_results(processes: mp.ProcessContext, folder: Path) -> None:
             ) from None
 
 
-def _last_error(trace: str) -> str:
-    """Return the first line of the exception that ends a traceback."""
-    lines = [line for line in trace.splitlines() if line.strip()]
-    # The exception comes after the last frame of the traceback, and may have many lines.
-    frames = [i for i, line in enumerate(lines) if line.startswith('  File "')]
-    after = lines[frames[-1] + 1 :] if frames else []
-    return next((line for line in after if not line.startswith(" ")), lines[-1].strip())
+def _leave_error(error: Exception, file: Path) -> None:
+    """Leave the error of a rank for :func:`_error_of`."""
+    lines = "".join(traceback.format_exception_only(error)).splitlines()
+    line = next(line for line in lines if not line.startswith(" "))  # others quote code
+    try:
+        pickled = pickle.dumps(error)
+    except Exception:  # errors may hold anything
+        pickled = b""
+    file.write_bytes(pickle.dumps((line, pickled)))
+
+
+def _error_of(rank: int, folder: Path) -> tuple[str, BaseException | None]:
+    """Return the class and the first line of a rank's error, and the error.
+
+    Only a rank of this launch writes to the folder, which it does with its result as well. The
+    error is None if it cannot be pickled, or not be unpickled.
+    """
+    line, pickled = pickle.loads((folder / f"error-{rank}").read_bytes())
+    try:
+        error = pickle.loads(pickled)
+    except Exception:
+        return line, None
+    return line, error if isinstance(error, BaseException) else None
 
 
 def _child_environment(backend: str) -> dict[str, str]:
@@ -262,26 +286,36 @@ def _child(
     folder: str,
 ) -> None:
     """Run the worker as one rank in a new process, and leave the result in ``folder``."""
+    _end_without_launcher()
     # The worker was unpickled before this call, so it could be imported, which the file tells the
     # parent.
     (Path(folder) / f"started-{rank}").touch()
-    init_process_group(
-        backend,
-        rank=rank,
-        world_size=world_size,
-        init_method=f"file://{folder}/store",
-        local_rank=rank,
-    )
-    result = worker(*args)
-    (Path(folder) / f"result-{rank}").write_bytes(pickle.dumps(result))
-    if backend == "cuda":
-        torch.cuda.synchronize()
-    # Peers may still be reading this rank's memory. The barrier uses Gloo, which every backend has.
-    # A worker that has destroyed the process group says that it has no peers any more. Nothing else
-    # destroys it: NCCL would wait for the CUDA graphs that the worker has left, and the process
-    # ends anyway.
-    if dist.is_initialized():
-        dist.all_reduce(torch.zeros(1))
+    try:
+        init_process_group(
+            backend,
+            rank=rank,
+            world_size=world_size,
+            init_method=f"file://{folder}/store",
+            local_rank=rank,
+        )
+        # From here on the end of the launcher interrupts the rank, which may clean up.
+        _prctl_pr_set_pdeathsig(signal.SIGINT)
+        result = pickle.dumps(worker(*args))
+        if backend == "cuda":
+            torch.cuda.synchronize()
+    except Exception as error:
+        _leave_error(error, Path(folder) / f"error-{rank}")
+        raise
+    whole = Path(folder) / f"whole-{rank}"
+    whole.write_bytes(result)
+    whole.rename(Path(folder) / f"result-{rank}")
+    # Peers may still be reading this rank's memory. They are awaited by their files: the process
+    # group may be destroyed or broken, and has a time-out of its own. It is not destroyed here:
+    # NCCL would wait for the CUDA graphs that the worker has left, and the process ends anyway.
+    pause_s = 0.001
+    while not all((Path(folder) / f"result-{peer}").exists() for peer in range(world_size)):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     # The result is stored, so the process may end without the interpreter's shutdown, during which
     # threads of libraries may use objects that are freed already: one rank in some thousands ended
     # with SIGABRT ("terminate called without an active exception").
@@ -289,6 +323,18 @@ def _child(
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _end_without_launcher() -> None:
+    """End this process if its launcher has ended, now or while the ranks meet.
+
+    A signal that Python handles would wait until torch has met the other ranks, which may have
+    ended.
+    """
+    _prctl_pr_set_pdeathsig(signal.SIGKILL)
+    launcher = multiprocessing.parent_process()
+    if launcher is not None and not launcher.is_alive():
+        os._exit(1)
 
 
 def init_process_group(
@@ -407,11 +453,28 @@ def _run_as_rank(
             )
         result = worker(*args)
         results: list[Any] = [None] * world_size
-        dist.all_gather_object(results, result)
+        with contextlib.nullcontext() if join_timeout_s else _patience():
+            dist.all_gather_object(results, result)
         return results
     finally:
         if started:
             _destroy_process_group()
+
+
+@contextlib.contextmanager
+def _patience() -> Iterator[None]:
+    """Let collectives of the default process group wait as long as their peers live."""
+    group = dist.group.WORLD
+    assert group is not None
+    backends = [group._get_backend(device) for device in group._device_types]
+    limits = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
+    try:
+        for backend, _ in limits:
+            backend._set_default_timeout(_NEVER)
+        yield
+    finally:
+        for backend, limit in limits:
+            backend._set_default_timeout(limit)
 
 
 def _destroy_process_group() -> None:

@@ -15,6 +15,7 @@ import abc
 import dataclasses
 import importlib
 import importlib.metadata
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal, TypeVar
@@ -316,6 +317,24 @@ def operator_matching(*pattern: str) -> Operator:
 
 
 def load_entry_points() -> None:
-    """Import the modules by which installed packages declare operators of their own."""
+    """Import the modules by which installed packages declare operators of their own.
+
+    What cannot be loaded is passed over, with a warning that names the package and the reason.
+    """
     for entry_point in importlib.metadata.entry_points(group=ENTRY_POINTS):
-        entry_point.load()
+        before = dict(_operators)
+        try:
+            entry_point.load()
+        except Exception as error:  # a module of another package raises anything
+            # Some of its operators may be declared, without what follows them in its modules.
+            _operators.clear()
+            _operators.update(before)
+            package = entry_point.dist
+            name = "a package" if package is None else f"the package {package.name}"
+            warnings.warn(
+                f"interlace: {name} must be whole, to add operators; its entry point "
+                f"{entry_point.name!r} ({entry_point.value}) raised {type(error).__name__}: "
+                f"{error}. Interlace goes on without it. Reinstall or uninstall that package.",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -457,16 +457,21 @@ def test_batches_have_four_sizes(command: str) -> None:
 
 def test_an_operator_of_another_package_has_commands(tmp_path: Path) -> None:
     """Its declaration and its entry point are enough: nothing here names it, and nobody imports
-    it.
+    it. Packages that are broken are named, and nothing else is missing.
     """
     root = Path(__file__).resolve().parents[2]
-    metadata = tmp_path / "gemm_broadcast-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: gemm-broadcast\nVersion: 0.1.0\n"
-    )
-    (metadata / "entry_points.txt").write_text(
-        "[interlace.operators]\ngemm_broadcast = gemm_broadcast\n"
+    for package, lines in {
+        "gemm_broadcast": "gemm_broadcast = gemm_broadcast\n",
+        "removed": "gone = no_such_module\nhalf = half_of_one\n",
+    }.items():
+        metadata = tmp_path / f"{package}-0.1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(
+            f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1.0\n"
+        )
+        (metadata / "entry_points.txt").write_text(f"[interlace.operators]\n{lines}")
+    (tmp_path / "half_of_one.py").write_text(
+        "from interlace import registry\nregistry._operators['half'] = None\nraise ValueError(1)\n"
     )
     path = f"{tmp_path}:{root / 'examples' / 'your_own_operator'}:{root / 'src'}"
     code = """
@@ -474,6 +479,7 @@ import sys
 import interlace.registry
 from interlace.cli import main
 assert "gemm_broadcast" in interlace.registry.operators()
+assert "half" not in interlace.registry.operators()
 for command in ("bench", "tune"):
     sys.argv = ["interlace", command, "gemm_broadcast", "--help"]
     try:
@@ -493,6 +499,14 @@ main()
     )
     benching, tuning, explained = done.stdout.split("Usage: ")[1:]
     assert "No time of gemm_broadcast is predicted" in explained
+    warned = [line for line in done.stderr.splitlines() if "RuntimeWarning: interlace: " in line]
+    for reason in (
+        "the package removed must be whole, to add operators; its entry point 'gone' "
+        "(no_such_module) raised ModuleNotFoundError: No module named 'no_such_module'. ",
+        "(half_of_one) raised ValueError: 1. ",
+    ):
+        assert sum(reason in line for line in warned) == 1, done.stderr
+    assert len(warned) == 2
     assert "impl='auto' takes fused: nothing was measured" in explained
     for shown, option in ((benching, "--transports"), (tuning, "--table")):
         assert "GEMM + Broadcast: f" in shown
@@ -523,12 +537,17 @@ def test_an_operator_names_the_module_of_its_commands(
     monkeypatch.syspath_prepend(tmp_path)
     declared = {
         name: SimpleNamespace(name=name, command_module=module)
-        for name, module in {"mine": "commands_of_mine", "without": ""}.items()
+        for name, module in {
+            "broken": "no_such_module",
+            "mine": "commands_of_mine",
+            "without": "",
+        }.items()
     }
     monkeypatch.setattr("interlace.registry.operators", lambda: declared)
     operator_commands._all_commands.cache_clear()
     try:
-        commands = operator_commands.operator_commands("bench")
+        with pytest.warns(RuntimeWarning, match="no_such_module must add the commands of broken"):
+            commands = operator_commands.operator_commands("bench")
         assert sorted(commands) == ["mine", "other"]
         assert operator_commands.operator_commands("tune") == {}
         result = click.testing.CliRunner().invoke(commands["mine"], ["8x8"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from typing import Any
 
 import typer
@@ -60,9 +61,19 @@ def _all_commands() -> dict[str, dict[str, Any]]:
     # Typer reads options from functions when they are added to an application.
     apps = {verb: typer.Typer(rich_markup_mode="rich") for verb in ("bench", "tune")}
     for operator in operators().values():
-        if operator.command_module:
+        if not operator.command_module:
+            continue
+        try:
             module = importlib.import_module(operator.command_module)
             module.add_commands(operator, apps["bench"], apps["tune"])
+        except Exception as error:  # a module of another package raises anything
+            warnings.warn(
+                f"interlace: the module {operator.command_module} must add the commands of "
+                f"{operator.name}; it raised {type(error).__name__}: {error}. The other commands "
+                "are there.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return {verb: dict(typer.main.get_group(app).commands) for verb, app in apps.items()}
 
 

@@ -16,7 +16,10 @@ from interlace.cli.app import app
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
-_TABLE = re.compile(r"(<!-- interlace (bench\s+table\s[^>]*?) -->\n\n)((?:\|.*\n)+)")
+# The table of a sweep is followed by how many calls it has.
+_TABLE = re.compile(
+    r"(<!-- interlace (bench\s+table\s[^>]*?) -->\n\n)(?:\|.*\n)+(?:\n\d+ calls drawn.*\n)?"
+)
 
 
 def with_tables(text: str) -> str:
@@ -28,8 +31,8 @@ def with_tables(text: str) -> str:
         result = CliRunner().invoke(app, [*words[:2], *files], catch_exceptions=False)
         if result.exit_code:
             raise ValueError(f"{match[2]}: {result.output}")
-        table, _, _ = result.output.partition("\n\n")
-        return f"{match[1]}{table}\n"
+        *kept, _machines = result.output.strip().split("\n\n")
+        return match[1] + "\n\n".join(kept) + "\n"
 
     return _TABLE.sub(rendered, text)
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import json
+import math
 import re
 import runpy
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,6 +20,7 @@ from interlace import errors
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "benchmarks" / "results"
 LANGUAGE = ROOT / "src" / "interlace" / "language"
 
 
@@ -115,3 +120,140 @@ def test_setup_takes_the_index_of_cpu_builds() -> None:
     assert makefile.count("$(TORCH_INDEX:%=--index-url %) torch==") == 1
     assert re.search(r"^TORCH_INDEX =$", makefile, flags=re.MULTILINE)
     assert "http" not in makefile
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """Yield every number of a JSON value."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from _numbers(each)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield float(value)
+
+
+def _is_rounded(figure: str, value: float) -> bool:
+    """Return whether a figure is a value, of the same unit or of a thousandth of it, rounded."""
+    half = 0.5001 * 10.0 ** -len(figure.partition(".")[2])
+    return any(abs(value * unit - float(figure)) <= half for unit in (1.0, 1e-3))
+
+
+_PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BY_HAND = re.compile(r"<!-- figures of ([^>]*?) -->\n\n(\|.*)\n\|-.*\n((?:\|.*\n)+)")
+
+
+def _cells(row: str) -> list[str]:
+    return [cell.strip(" *") for cell in row[1:-1].split("|")]
+
+
+def _figures(cell: str) -> list[str]:
+    return [figure.replace(",", "") for figure in re.findall(r"\d[\d,]*(?:\.\d+)?", cell)]
+
+
+def test_figures_of_tables_kept_by_hand_are_in_the_files_that_they_name() -> None:
+    """Of every cell that begins with a number and has no percentage, but for the first column."""
+    tables = checked = 0
+    for page in _PAGES:
+        for names, heading, rows in _BY_HAND.findall(page.read_text(encoding="utf-8")):
+            tables += 1
+            measured = {
+                value
+                for name in names.split()
+                for value in _numbers(json.loads((RESULTS / name).read_text(encoding="utf-8")))
+            }
+            for row in rows.splitlines():
+                cells = _cells(row)
+                if cells[0] == "ratio":
+                    continue
+                for i, (name, cell) in enumerate(zip(_cells(heading), cells, strict=True)):
+                    if i == 0 or "%" in cell or not cell[:1].isdigit():
+                        continue
+                    if name == "ratio":
+                        (pair,), (auto,) = map(_figures, cells[i - 2 : i])
+                        assert _is_rounded(_figures(cell)[0], float(auto) / float(pair)), row
+                        continue
+                    for figure in _figures(cell):
+                        checked += 1
+                        assert any(_is_rounded(figure, value) for value in measured), (
+                            f"{page.name}: {figure} of {row} is not in {names}"
+                        )
+    assert tables == 14
+    assert checked > 400
+
+
+def _times(file: str, ours: str, pair: str, **sizes: Any) -> tuple[float, float]:
+    """Return two times of the one result of a file that has these sizes."""
+    results = json.loads((RESULTS / file).read_text(encoding="utf-8"))["results"]
+    (result,) = (each for each in results if sizes.items() <= each.items())
+    return tuple(result["times"][name]["median_us"] for name in (ours, pair))  # type: ignore[return-value]
+
+
+def _ways(file: str, ours: str, pair: str, *keys: str, index: int | None = None) -> Any:
+    """Return two numbers of the entries of these ways in a file's results, or in one of them."""
+    entries = json.loads((RESULTS / file).read_text(encoding="utf-8"))["results"]
+    ways = {each["way"]: each for each in (entries if index is None else entries[index]["ways"])}
+    found = []
+    for way in (ours, pair):
+        value = ways[way]
+        for key in keys:
+            value = value[key]
+        found.append(value)
+    return found
+
+
+def _mean(*seeds: str) -> tuple[int, float]:
+    """Return how many calls of sweeps were measured, and the geometric mean of auto / pair."""
+    results = [
+        result
+        for seed in seeds
+        for result in json.loads((RESULTS / f"{seed}.json").read_text(encoding="utf-8"))["results"]
+    ]
+    ratios = []
+    for result in results:
+        times = result["times"]
+        pairs = [time["median_us"] for time in times.values() if time["role"] == "pair"]
+        ratios.append(times[result["auto"]]["median_us"] / min(pairs))
+    return len(results), math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def test_the_table_of_the_readme() -> None:
+    """Times, their changes and numbers of calls, in the order of its rows."""
+    products = {"shape": "8192 x 8192 x 2048"}
+    decoding = "exploration/2026-11-25-huggingface-decode-2xh200.json"
+    step = json.loads((RESULTS / decoding).read_text(encoding="utf-8"))["results"][0]
+    expected = [
+        _times("2026-11-20-gemv_all_reduce-4xh200-one-token.json", "fused",
+               "cuBLAS + torch two-shot", rows=8192, columns=2048),
+        _times("2026-11-21-gemm_reduce_scatter-4xh200.json", "chunked",
+               "torch async-TP (cuBLAS + copies)", **products),
+        _times("2026-11-21-gemm_all_to_all-4xh200.json", "fused", "cuBLAS + NCCL", **products),
+        _times("2026-11-21-embedding_all_to_all-4xh200-forward.json", "fused", "our bags + NCCL",
+               shape="64 x 200000 x 256, B = 4096, L = 8"),
+        _times("2026-11-21-mixture_of_experts-4xh200.json", "fused",
+               "torch._grouped_mm + NCCL + permutes + sum",
+               shape="4096 tokens, 64 x 2048 x 1408, top 6, balanced, forward"),
+        _ways("2026-11-21-compile-4xh200.json", "interlace", "Inductor, async-TP",
+              "step_ms", "median", index=0),
+        (step["interlace_us"], step["inductor_us"]),
+        _times("2026-11-23-decoding-2xh200-seed-12.json", "fused",
+               "cuBLAS + FlashInfer one-shot", shape="1 x 8192 x 3584", dtype="bfloat16"),
+        _ways("2026-11-25-transformers-experts-2xh200.json", "interlace", "all_reduce", "block",
+              "median_us"),
+    ]  # fmt: skip
+    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## What it gains\n")[1]
+    lines = re.findall(r"^\|.*", table.split("\n## ")[0], flags=re.MULTILINE)
+    rows = [_cells(line) for line in lines[2:]]
+    assert len(rows) == len(expected) + 2
+    for cells, (ours, pair) in zip(rows, expected, strict=False):
+        for cell, value in ((cells[2], ours), (cells[3], pair)):
+            figure = cell.split()[0]
+            assert _is_rounded(figure, value), (cells, value)
+        assert cells[4] == f"{100 * (ours / pair - 1):+.0f} %", cells
+    for cells, seeds in (
+        (rows[-2], [f"2026-11-26-sweep-2xh200-seed-{seed}" for seed in (214, 215, 216)]),
+        (rows[-1], [f"2026-11-25-sweep-2xh100-seed-{seed}" for seed in (305, 306, 307, 308)]),
+    ):
+        calls, mean = _mean(*seeds)
+        assert f" {calls} " in cells[0], cells
+        assert cells[4] == f"{100 * (mean - 1):+.0f} %", cells

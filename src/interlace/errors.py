@@ -21,8 +21,6 @@ A message reads: *subject* must *rule*; got *value*. *What to do.*
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class InterlaceError(Exception):
     """Base of every error that Interlace raises on purpose.
@@ -30,7 +28,7 @@ class InterlaceError(Exception):
     Errors can be pickled with their attributes, as processes that raise them for others do.
     """
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # An exception's own way calls the constructor with the message alone.
         return _remade, (type(self), self.args), self.__dict__
 
@@ -40,7 +38,7 @@ class InterlaceError(Exception):
         return " ".join(str(self).split())
 
 
-def _remade(kind: type[InterlaceError], args: tuple[Any, ...]) -> InterlaceError:
+def _remade(kind: type[InterlaceError], args: tuple[object, ...]) -> InterlaceError:
     """Return an unpickled error, to which its attributes are added."""
     error = kind.__new__(kind)
     error.args = args

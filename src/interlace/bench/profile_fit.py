@@ -62,12 +62,18 @@ class Point:
         )
 
 
-def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
+def points_of(
+    documents: Iterable[Mapping[str, Any]], *, with_disturbed: bool = False
+) -> list[Point]:
     """Return the measured points of results that ``interlace bench`` wrote.
 
     A GEMV's are points of the operator around a GEMM that has the same collective: its fused kernel
     is that one's ``impl="gemv"``. Results of other operators are passed over, and so are times of
     implementations that have changed since they were measured; results without a date are new.
+
+    Args:
+        with_disturbed: Whether times that other work on the machine has lengthened are points, too,
+            to which nothing should be fitted.
     """
     points = []
     for document in documents:
@@ -96,7 +102,7 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
                 if is_gemv:
                     # The GEMV's result has its own kernel as "fused", and the stock pairs.
                     name = {"gemv": "fused", "fused": ""}.get(name, name)
-                us = _time_of(name, implementation, result.get("times", {}))
+                us = _time_of(name, implementation, result.get("times", {}), with_disturbed)
                 if us is not None:
                     kind = target.name, implementation.name, call, implementation.schedule
                     own_tile = tile or target.timed_tile(implementation.name, call)
@@ -105,20 +111,25 @@ def points_of(documents: Iterable[Mapping[str, Any]]) -> list[Point]:
 
 
 def _time_of(
-    impl: str, implementation: Implementation, times: Mapping[str, Mapping[str, Any]]
+    impl: str,
+    implementation: Implementation,
+    times: Mapping[str, Mapping[str, Any]],
+    with_disturbed: bool,
 ) -> float | None:
     """Return the shortest median by which an implementation was measured, in microseconds; None if
     it was not, or only while the machine had other work.
 
     Args:
         impl: Its name in the result.
+        with_disturbed: Whether times count that were measured while the machine had other work.
     """
     names = {impl, *implementation.former_names} - {""}
     displayed = {*implementation.former_names, *_PAIR_NAMES.get(impl, ())}
     times_us = [
         float(time["median_us"])
         for name, time in times.items()
-        if (role_of(name, time)[1] in names or name in displayed) and not is_disturbed(time)
+        if (role_of(name, time)[1] in names or name in displayed)
+        and (with_disturbed or not is_disturbed(time))
     ]
     return min(times_us, default=None)
 
@@ -311,24 +322,31 @@ def least_squares(
 
 
 def unseen_choices(
-    profile: MachineProfile, points: Sequence[Point], folds: int = 5
+    profile: MachineProfile,
+    points: Sequence[Point],
+    disturbed: Sequence[Point] = (),
+    folds: int = 5,
 ) -> dict[str, list[tuple[float, float]]]:
     """Return how good choices are at calls that the fit has not seen, by operator.
 
     The calls are dealt into ``folds`` parts. For each part, the profile is fitted to the others.
+
+    Args:
+        disturbed: Points of the same calls that other work has lengthened. They count, but nothing
+            is fitted to them.
 
     Returns:
         For each call the time of the implementation with the shortest predicted time, as a multiple
         of the fastest stock pair's and of the fastest implementation's.
     """
     calls: dict[tuple[str, TimedCall], list[Point]] = defaultdict(list)
-    for point in points:
+    for point in (*points, *disturbed):
         calls[point.operator, point.call].append(point)
-    groups = list(calls.values())
+    groups, untrusted = list(calls.values()), {*disturbed}
     ratios: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for fold in range(folds):
         seen = [point for i, group in enumerate(groups) if i % folds != fold for point in group]
-        refitted = fitted(profile, seen)
+        refitted = fitted(profile, [point for point in seen if point not in untrusted])
         for group in groups[fold::folds]:
             declaration = operators()[group[0].operator]
             pairs = [point.us for point in group if declaration.is_pair(point.implementation)]

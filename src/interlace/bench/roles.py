@@ -42,6 +42,9 @@ other work on the machine. On machines without any, fewer than one time of a tho
 def is_disturbed(time: Mapping[str, Any]) -> bool:
     """Return whether other work on the machine has lengthened a time in a result.
 
+    Such a time is measured again, and no prediction is fitted to it; where it stays so, it counts
+    like any other: what made it so may be the implementation itself.
+
     Args:
         time: its entry in the result.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from typing import Any
 
 import torch
@@ -19,8 +20,9 @@ _SAMPLES, _GRAPH_US = 5, 600.0
 """Less than other benchmarks take: many shapes say more than the last percent of one."""
 
 
-_ATTEMPTS = 3
-"""Measurements of one implementation, of which one that other work has not disturbed is the last.
+_PAUSES_S = (0.0, 0.0, 0.0, 0.1, 0.3, 1.0, 3.0)
+"""Seconds before each measurement of one implementation: it is measured again as long as other work
+on the machine has disturbed it, which may last. The last measurement counts, disturbed or not.
 """
 
 _HOPELESS = 12
@@ -54,10 +56,13 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         except (InterlaceError, RuntimeError) as error:  # on every rank alike
             left_out[name] = str(error).splitlines()[0][:200]
             continue
-        for _ in range(_ATTEMPTS):
-            times[name] = way.entry(
-                measure(way.call, period=case.operand_sets, samples=_SAMPLES, graph_us=_GRAPH_US)
+        # Every rank has the same times, so all of them measure equally often.
+        for attempt, pause_s in enumerate(_PAUSES_S, 1):
+            time.sleep(pause_s)
+            timing = measure(
+                way.call, period=case.operand_sets, samples=_SAMPLES, graph_us=_GRAPH_US
             )
+            times[name] = {**way.entry(timing), "attempts": attempt}
             if not is_disturbed(times[name]):
                 break
     measured = _measure_at_first_call(case)

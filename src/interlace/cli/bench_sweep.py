@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,11 +55,13 @@ def run_sweep(
                 outputs,
                 budget_s,
             )
-    console, ratios = make_console(), ratios_of(document["results"])
-    console.print(summary_table(ratios, "Predicted"))
-    results = document["results"]
-    if all("measured" in result for result in results):
-        console.print(summary_table(ratios_of(results, "measured"), "Measured at the first call"))
+    console, results = make_console(), document["results"]
+    ratios = ratios_of(results)
+    titles = dict(
+        zip(choices_of(results), ("Predicted", "Measured at the first call"), strict=False)
+    )
+    for choice, title in titles.items():
+        console.print(summary_table(ratios_of(results, choice), title, counts(results, [choice])))
     console.print(report.machine_line(document["machine"], document["date"]))
     outputs.write_plot(lambda file: draw_curves(ratios, file))
     outputs.say_written(console, "All numbers")
@@ -70,7 +73,7 @@ def today(result: dict[str, Any], gpu: str) -> dict[str, Any]:
     Args:
         gpu: The name of the GPU on which the result was measured.
     """
-    points = profile_fit.points_of([{"results": [result]}])
+    points = profile_fit.points_of([{"results": [result]}], with_disturbed=True)
     fastest = profile_fit.predicted_fastest(profile_of(gpu), points)
     return result if fastest is None else {**result, "auto": fastest.implementation}
 
@@ -84,23 +87,50 @@ the fastest implementation's.
 def ratios_of(results: Iterable[Mapping[str, Any]], choice: str = "auto") -> Ratios:
     """Return how a choice compares in a sweep's results.
 
-    Times that other work on the machine has lengthened count for nothing, nor do calls of which the
-    choice, or every pair, has such a time.
+    Times count whether or not other work on the machine has lengthened them. Calls are left out
+    only for what :func:`why_left_out` says.
 
     Args:
         choice: ``"auto"``, by predictions; or ``"measured"``, by the first call's measurement.
     """
     ratios: dict[str, list[tuple[float, float]]] = {}
     for result in results:
-        entries = {name: time for name, time in result["times"].items() if not is_disturbed(time)}
-        times = {name: time["median_us"] for name, time in entries.items()}
-        pairs = [times[name] for name, time in entries.items() if time["role"] == "pair"]
-        if not pairs or result[choice] not in times:
+        if why_left_out(result, choice):
             continue
+        times = {name: time["median_us"] for name, time in result["times"].items()}
+        pairs = [times[name] for name in times if result["times"][name]["role"] == "pair"]
         auto = times[result[choice]]
         row = auto / min(pairs), auto / min(times.values())
         ratios.setdefault(result["operator"], []).append(row)
     return ratios
+
+
+def why_left_out(result: Mapping[str, Any], choice: str = "auto") -> str:
+    """Return why a call's choice cannot be compared; empty if it can."""
+    if all(time["role"] != "pair" for time in result["times"].values()):
+        return "no stock pair could run"
+    return "" if result[choice] in result["times"] else "what it chooses was not timed"
+
+
+def choices_of(results: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Return the choices that all results have: ``"auto"``, and ``"measured"`` in newer ones."""
+    return ["auto", "measured"] if all("measured" in result for result in results) else ["auto"]
+
+
+def counts(results: Sequence[Mapping[str, Any]], choices: Iterable[str]) -> str:
+    """Return a sentence on how many calls a table has, and on those that it has not."""
+    reasons = Counter(
+        next(filter(None, (why_left_out(result, choice) for choice in choices)), "")
+        for result in results
+    )
+    counted = reasons.pop("", 0)
+    why = ", ".join(f"{count} since {reason}" for reason, count in reasons.items())
+    times = [time for result in results for time in result["times"].values()]
+    lengthened = sum(map(is_disturbed, times))
+    return (
+        f"{len(results)} calls drawn, {counted} measured and counted, {why or 'none'} left out. "
+        f"Other work lengthened {lengthened or 'none'} of the {len(times)} times, and all count."
+    )
 
 
 def geometric_mean(values: Sequence[float]) -> float:
@@ -108,7 +138,7 @@ def geometric_mean(values: Sequence[float]) -> float:
     return math.exp(math.fsum(map(math.log, values)) / len(values))
 
 
-def summary_table(ratios: Ratios, title: str = "") -> Table:
+def summary_table(ratios: Ratios, title: str = "", caption: str = "") -> Table:
     """Return geometric means and the worst calls as a table for the terminal."""
     table = make_table(
         "operator",
@@ -126,29 +156,32 @@ def summary_table(ratios: Ratios, title: str = "") -> Table:
             for figure in (geometric_mean, max)
         ]
         table.add_row(operator, str(len(rows)), *cells)
+    table.caption, table.caption_justify = caption or None, "left"
     return table
 
 
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
-    """Return all calls of several sweeps as one Markdown table, with a line on each machine.
+    """Return all calls of several sweeps as one Markdown table, with a line on their number and on
+    each machine.
 
     The choices are those that ``impl="auto"`` made when the calls were measured.
     """
     documents = list(documents)
     results = [result for document in documents for result in document["results"]]
-    choices = {"predicted": "auto"}
-    if all("measured" in result for result in results):
-        choices["measured"] = "measured"
+    choices = choices_of(results)
     columns = [
         f"{name} / {baseline} | worst"
-        for name in choices
+        for name in ("predicted", "measured")[: len(choices)]
         for baseline in ("best stock pair", "best of all")
     ]
     lines = [
         f"| operator | calls | {' | '.join(columns)} |",
         "|---|---:|" + "---:|" * 2 * len(columns),
     ]
-    ratios = [ratios_of(results, choice) for choice in choices.values()]
+    comparable = [
+        result for result in results if not any(why_left_out(result, choice) for choice in choices)
+    ]
+    ratios = [ratios_of(comparable, choice) for choice in choices]
     for operator, rows in ratios[0].items():
         cells = [
             f"{figure(values):.{digits}f}"
@@ -160,7 +193,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
     machines = [
         report.machine_line(document["machine"], document["date"]) for document in documents
     ]
-    return "\n".join([*lines, "", *dict.fromkeys(machines)]) + "\n"
+    return "\n".join([*lines, "", counts(results, choices), "", *dict.fromkeys(machines)]) + "\n"
 
 
 def draw_curves(ratios: Ratios, file: Path) -> None:

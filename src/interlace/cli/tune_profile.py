@@ -57,8 +57,20 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
             )
     console = make_console()
     console.print(table)
-    console.print(
-        summary_table(profile_fit.unseen_choices(start, points), "Calls that the fit has not seen")
+    trusted = {*points}
+    disturbed = [
+        point
+        for point in profile_fit.points_of(documents, with_disturbed=True)
+        if point not in trusted
+    ]
+    unseen = profile_fit.unseen_choices(start, points, disturbed)
+    compared = sum(map(len, unseen.values()))
+    measured = len({(point.operator, point.call) for point in (*points, *disturbed)})
+    caption = (
+        f"{measured} calls measured, {compared} compared, {measured - compared} left out, which no "
+        f"prediction or no stock pair has. {len(disturbed)} times that other work has lengthened "
+        "count here, and nothing is fitted to them."
     )
+    console.print(summary_table(unseen, "Calls that the fit has not seen", caption))
     outputs.write_json(lambda: dataclasses.asdict(profile))
     outputs.say_written(console, "Profile")

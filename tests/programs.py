@@ -54,13 +54,18 @@ class Ended:
     stderr: str
 
 
-def run_program(path: Path, *arguments: object, folder: Path) -> Ended:
+def run_program(path: Path, *arguments: object, folder: Path, forked: bool = True) -> Ended:
     """Run a Python program on the CPU backend, in a process of its own; ``folder`` is where its
     output is kept.
+
+    Args:
+        forked: Whether its ranks are forks of it, and not new processes that import it again.
     """
     outputs = [folder / "stdout", folder / "stderr"]
     argv = [str(path), *map(str, arguments)]
-    process = fork_server().Process(target=_run, args=(argv, [str(output) for output in outputs]))
+    process = fork_server().Process(
+        target=_run, args=(argv, [str(output) for output in outputs], forked)
+    )
     process.start()
     process.join(500)
     if process.is_alive():
@@ -69,13 +74,14 @@ def run_program(path: Path, *arguments: object, folder: Path) -> Ended:
     return Ended(process.exitcode, *(output.read_text() for output in outputs))
 
 
-def _run(argv: list[str], outputs: list[str]) -> None:
+def _run(argv: list[str], outputs: list[str], forked: bool) -> None:
     for descriptor, output in zip((1, 2), outputs, strict=True):
         os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
     sys.argv = argv
     # As Python does for a program: it may import what lies beside it.
     sys.path.insert(0, str(Path(argv[0]).parent))
-    torch.multiprocessing.start_processes = _forked
+    if forked:
+        torch.multiprocessing.start_processes = _forked
     runpy.run_path(argv[0], run_name="__main__")
 
 

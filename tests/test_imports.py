@@ -8,23 +8,42 @@ from pathlib import Path
 
 import pytest
 
+_EACH = """
+import os, sys
+{first}
+names = sys.argv[1].split()
+for code in sys.argv[2:]:
+    if os.fork() == 0:
+        exec(code)
+        print(*[name for name in names if name in sys.modules], flush=True)
+        os._exit(0)
+    if os.wait()[1]:
+        print("failed", flush=True)
+"""
 
-def _modules_after(code):
-    """Of torch, triton and numpy, those that are loaded after ``code`` in a new interpreter."""
-    report = "\nimport sys; print(*[m for m in ('torch', 'triton', 'numpy') if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code + report],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=300,
+
+def _modules_after(codes, names, first=""):
+    """Of the modules of these names, those that are loaded after each code, in a process of its
+    own: a fork of a new interpreter that has run ``first``.
+    """
+    command = [sys.executable, "-c", _EACH.format(first=first), " ".join(names), *codes]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    assert done.stderr == ""
+    return dict(zip(codes, map(str.split, done.stdout.splitlines()), strict=True))
+
+
+def test_these_need_neither_torch_nor_triton():
+    """The models and the command line's help must come up where there is no torch, and at once; so
+    must the simulator: all its modules, and a run.
+    """
+    simulator = (
+        "import importlib, pkgutil, interlace.sim as sim; "
+        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(sim.__path__, "
+        "'interlace.sim.')]; "
+        "from interlace.sim.scenario import Scenario; assert Scenario('dlrm', "
+        "nodes=4).simulate().total_ns"
     )
-    return set(done.stdout.split())
-
-
-@pytest.mark.parametrize(
-    "code",
-    [
+    codes = [
         "import interlace",
         "import interlace; interlace.PeerTimeoutError; dir(interlace)",
         (
@@ -33,23 +52,9 @@ def _modules_after(code):
         ),
         "import interlace.units, interlace.errors",
         "import interlace.integrations",
-    ],
-)
-def test_these_need_neither_torch_nor_triton(code):
-    """The models and the command line's help must come up where there is no torch, and at once."""
-    assert _modules_after(code) == set()
-
-
-def test_the_simulator_needs_neither_torch_nor_triton():
-    """It must run where there is no torch: all its modules, and a run."""
-    code = (
-        "import importlib, pkgutil, interlace.sim as sim; "
-        "[importlib.import_module(m.name) for m in pkgutil.walk_packages(sim.__path__, "
-        "'interlace.sim.')]; "
-        "from interlace.sim.scenario import Scenario; assert Scenario('dlrm', "
-        "nodes=4).simulate().total_ns"
-    )
-    assert _modules_after(code) == {"numpy"}
+    ]
+    expected = {code: [] for code in codes} | {simulator: ["numpy"]}
+    assert _modules_after([*codes, simulator], ["torch", "triton", "numpy"]) == expected
 
 
 WITHOUT_TRITON = [
@@ -72,38 +77,32 @@ WITHOUT_TRITON = [
     ),
 ]
 
-_EACH_WITHOUT_TRITON = """
-import os, sys, torch
-for code in sys.argv[1:]:
-    if os.fork() == 0:
-        exec(code)
-        os._exit("triton" in sys.modules)
-    if os.wait()[1]:
-        print(code)
-"""
+PUBLIC_NAMES = (
+    "from interlace.integrations import sglang, symm_mem, torchrec, transformers, vllm; "
+    "import interlace; [getattr(interlace, name) for name in interlace.__all__]"
+)
+RANKS_OF_COMMANDS = "import " + ", ".join(
+    f"interlace.cli.{name}" for name in ("demo_ranks", "demo_dlrm_ranks", "bench_ranks")
+)
 
 
-def test_operators_are_registered_without_triton():
-    """Triton reads TRITON_INTERPRET when it is imported: before the first call nobody knows what it
-    must be.
+def test_what_is_not_imported_before_it_is_needed():
+    """Each in a process of its own, forked from one that has imported torch.
 
-    Each in a process of its own, forked from one that has imported torch.
+    Triton reads TRITON_INTERPRET when it is imported: before the first call of an operator nobody
+    knows what it must be. Integrations import a program in what is called, so that Interlace can be
+    without it. Ranks show nothing on a terminal.
     """
-    command = [sys.executable, "-c", _EACH_WITHOUT_TRITON, *WITHOUT_TRITON]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    assert (done.stdout, done.stderr) == ("", "")
-
-
-def test_every_public_name_can_be_had_without_other_programs():
-    """Integrations import a program in what is called, so that Interlace can be without it."""
-    code = (
-        "from interlace.integrations import sglang, symm_mem, torchrec, transformers, vllm; "
-        "import interlace; [getattr(interlace, name) for name in interlace.__all__]; "
-        "import sys; print(*{'sglang', 'torchrec', 'transformers', 'vllm'} & set(sys.modules))"
+    programs, terminal = ["sglang", "torchrec", "transformers", "vllm"], ["rich", "typer"]
+    loaded = _modules_after(
+        [*WITHOUT_TRITON, PUBLIC_NAMES, RANKS_OF_COMMANDS],
+        ["triton", *programs, *terminal],
+        first="import torch",
     )
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-    assert done.stdout.strip() == ""
+    for code in WITHOUT_TRITON:
+        assert "triton" not in loaded[code], code
+    assert not {*programs} & {*loaded[PUBLIC_NAMES]}
+    assert not {*terminal} & {*loaded[RANKS_OF_COMMANDS]}
 
 
 def test_what_gpu_tests_import_is_there():

@@ -138,14 +138,6 @@ def test_module_runs() -> None:
     assert done.stdout == f"interlace {interlace.__version__}\n"
 
 
-def test_ranks_do_not_import_the_terminal() -> None:
-    modules = ", ".join(
-        f"interlace.cli.{name}" for name in ("demo_ranks", "demo_dlrm_ranks", "bench_ranks")
-    )
-    code = f"import sys, {modules}; assert not {{'rich', 'typer'}} & sys.modules.keys()"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_doctor(tmp_path: Path) -> None:
     file = tmp_path / "doctor.json"
     done = run("doctor", "--json", file)

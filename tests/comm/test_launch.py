@@ -7,10 +7,10 @@ import multiprocessing
 import os
 import pickle
 import signal
-import subprocess
 import sys
 import tempfile
 import time
+import types
 
 import pytest
 import torch
@@ -353,7 +353,7 @@ def test_a_program_whose_start_is_not_guarded(tmp_path):
         "import interlace\ndef worker():\n    return 1\n"
         "interlace.launch(worker, 1, backend='cpu')\n"
     )
-    ended = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=300)
+    ended = run_program(path, folder=tmp_path, forked=False)
     message = (
         "LaunchError: launch: rank 0 ended without a result: it could not import the worker. "
         "The start of a program must be"
@@ -367,20 +367,17 @@ def _check_failed(ended, message):
     assert ended.stderr.count("Traceback") == 1, "only the process that called launch has frames"
 
 
-def test_a_worker_of_standard_input():
+def test_a_worker_of_standard_input(monkeypatch):
     """As of a notebook: there is no file that a new process could import."""
-    source = (
-        "import interlace\ndef worker():\n    return 1\n"
-        "interlace.launch(worker, 1, backend='cpu')\n"
-    )
-    ended = subprocess.run(
-        [sys.executable], input=source, capture_output=True, text=True, timeout=300
-    )
-    assert ended.returncode == 1
+    program = types.ModuleType("__main__")
+    program.__spec__ = None
+    exec("def worker():\n    return 1\n", vars(program))
+    monkeypatch.setitem(sys.modules, "__main__", program)
     expected = (
         "got worker of a notebook, an interactive session or standard input. Put it into a file"
     )
-    assert expected in ended.stderr.splitlines()[-1]
+    with pytest.raises(LaunchError, match=expected):
+        interlace.launch(program.worker, 1, backend="cpu")
 
 
 @pytest.mark.parametrize(

@@ -1,15 +1,14 @@
 """What we tell NCCL has the layout of its headers, and what is missing is said."""
 
 import ctypes
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from interlace.comm import nccl
 from interlace.errors import BackendError
+from tests.programs import run_program
 from tests.wheels import nccl_folder
 
 # All that NCCL's headers for the host want of CUDA's.
@@ -169,13 +168,11 @@ def test_a_version_that_torch_has_loaded_is_left_alone(tmp_path: Path) -> None:
     """Names that both libraries have lead each into itself; in a process that loads both."""
     others = _library(tmp_path / "torch", 22809)
     _library(tmp_path / "ours", 23007)
-    program = (
+    program = tmp_path / "program.py"
+    program.write_text(
         "import ctypes, os; from interlace.comm import nccl\n"
+        f"os.environ[nccl.FOLDER_VARIABLE] = {str(tmp_path / 'ours')!r}\n"
         f"ctypes.CDLL({str(others)!r}, mode=os.RTLD_NOW | os.RTLD_GLOBAL)\n"
         "print(nccl.nccl().version)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], check=True, capture_output=True, text=True,
-        env={**os.environ, nccl.FOLDER_VARIABLE: str(tmp_path / "ours")},
-    )  # fmt: skip
-    assert done.stdout == "23007\n"
+    assert run_program(program, folder=tmp_path).stdout == "23007\n"

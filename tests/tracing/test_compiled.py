@@ -97,13 +97,17 @@ print(json.dumps(report))
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
-    """What a process says that compiles kernels, instead of interpreting them."""
+def report(
+    tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config
+) -> dict[str, object]:
+    """What a process says that compiles kernels, instead of interpreting them; Triton's cache has
+    those that have not changed since the last tests.
+    """
     folder = tmp_path_factory.mktemp("compiled")
     (folder / "kernels_of_a_trace.py").write_text(PROGRAM)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "src")])
-    environment["TRITON_CACHE_DIR"] = str(folder / "cache")
+    environment["TRITON_CACHE_DIR"] = str(pytestconfig.cache.mkdir("triton"))
     done = subprocess.run(
         [sys.executable, str(folder / "kernels_of_a_trace.py")],
         env=environment,

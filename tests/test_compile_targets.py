@@ -23,15 +23,16 @@ _TYPES = {"epochs": "*i32", "ctx": "*i64", "words": "i64", **dict.fromkeys(_INTE
 
 def cases_of(kernel):
     """``(types, constexprs)`` to compile ``kernel`` with: each flag, dtype and kind of tile at
-    least once; the first as a trace needs it, too, and the last as only a trace needs it, which
-    adds to a kernel and leaves out nothing.
+    least once; the first and the last as only a trace needs them, which adds to a kernel and leaves
+    out nothing. What ptxas says of matrix units counts without a trace, so the first case of a
+    product is compiled without one, too.
     """
     first, *others = _cases_of(kernel)
     if "ctx" not in first[0]:
         return [first, *others]
-    if not others:
-        return [first, _traced(first)]
-    return [first, *others[:-1], _traced(first), _traced(others[-1])]
+    is_product = any("tensordesc" in kind for kind in first[0].values())
+    ends = [first, _traced(first)] if is_product else [_traced(first)]
+    return [*ends, *others[:-1], *map(_traced, others[-1:])]
 
 
 def _traced(case):

@@ -10,8 +10,8 @@ TORCH_INDEX =
 # Ranks that wait for one another, and processes that start, leave time: four processes that run tests keep two cores
 # busy, and are a fifth quicker than two.
 # Bytecode is kept, even where the environment says otherwise: each of them imports the same tests, and dozens of
-# programs the package.
-PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist worksteal
+# programs the package. The processor time of all of them is printed at the end.
+PYTEST = PYTHONDONTWRITEBYTECODE= $(BIN)/python -m tests.processor_time $(BIN)/python -m pytest -n 4 --dist worksteal
 
 setup: $(STAMP)
 

@@ -1,8 +1,12 @@
 """The tests' own ranks: a failure on one of them must be seen, and must not spoil the next test."""
 
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -50,3 +54,18 @@ def test_a_failure_names_its_rank_and_the_pool_recovers(ranks, function, message
     with pytest.raises(RankFailure, match=message):
         ranks(2).run(function, timeout_s=3)
     assert ranks(2).run(_rank_and_double, 1) == [(0, 2), (1, 2)]
+
+
+def test_processor_time_of_all_that_a_command_starts(tmp_path):
+    """Of processes that it leaves behind, too."""
+    (tmp_path / "burn.py").write_text("import time\nwhile time.process_time() < 0.6:\n    pass\n")
+    burn = [sys.executable, str(tmp_path / "burn.py")]
+    program = f"import subprocess; subprocess.Popen({burn!r})"
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.processor_time", sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0
+    assert int(re.fullmatch(r"Processor time: 0 min (\d+) s\.\n", done.stdout)[1]) >= 1

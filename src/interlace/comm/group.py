@@ -357,7 +357,7 @@ def group_of(
     with _lock:
         groups = _groups.setdefault(process_group, {})
         if device not in groups:
-            note_default_group()
+            note_default_group(dist.get_world_size())
             groups[device] = Group(process_group, device)
         return groups[device]
 

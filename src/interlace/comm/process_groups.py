@@ -102,10 +102,10 @@ def require_member(group: object) -> None:
     )
 
 
-def note_default_group() -> None:
+def note_default_group(ranks: int) -> None:
     """Remember the size of the default process group, which exists, for :func:`require_alone`."""
     global _ranks_before
-    _ranks_before = dist.get_world_size()
+    _ranks_before = ranks
 
 
 def require_alone() -> None:
@@ -155,15 +155,16 @@ def rank_and_size(process_group: dist.ProcessGroup | None) -> tuple[int, int]:
         if is_running:
             require_alone()
         return 0, 1
-    if is_running and process_group is None:
-        note_default_group()
     try:
-        return dist.get_rank(process_group), dist.get_world_size(process_group)
+        rank, ranks = dist.get_rank(process_group), dist.get_world_size(process_group)
     except ValueError as error:
         raise GroupError(
             "a process group must exist while it is used; got one that was destroyed. Make "
             "another group, and what uses it, and load the state dict."
         ) from error
+    if is_running and process_group is None:
+        note_default_group(ranks)
+    return rank, ranks
 
 
 def require_same_ranks(

@@ -3,28 +3,74 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import reprlib
+from collections.abc import Hashable, Iterable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, PositiveFloat, ValidationError
 
 from interlace.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
 
+_MOST_BYTES = {".json": 2**28, "YAML": 2**20}
+"""Bytes of the largest file that is read. PyYAML takes ten seconds for its mebibyte."""
+
 
 class Strict(BaseModel):
-    """Base of every configuration: unknown keys are errors, values do not change."""
+    """Base of every configuration: unknown keys are errors, values do not change and are finite."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, populate_by_name=True, allow_inf_nan=False
+    )
+
+
+def _in_reach(value: float) -> float:
+    if not 1e-24 <= value <= 1e24:
+        raise ValueError("it must be between 1e-24 and 1e24")
+    return value
+
+
+Rate = Annotated[PositiveFloat, AfterValidator(_in_reach)]
+"""Units per unit of time. Products and quotients of several such numbers are finite."""
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, which also takes 2.25e15 for a number."""
+    """PyYAML's safe loader, which also takes 2.25e15 for a number, and refuses what hides values:
+    aliases, which make an endless document of a short one, and a key that is given twice.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            event = self.peek_event()
+            raise yaml.composer.ComposerError(
+                None, None, f"*{event.anchor} is an alias; write its value out", event.start_mark
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Hashable, Any]:
+        mapping = super().construct_mapping(node, deep)
+        if len(mapping) < len(node.value):
+            twice = _repeated(self.construct_object(key) for key, _ in node.value)
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{_show(twice)} is given twice; remove one", node.start_mark
+            )
+        return mapping
+
+    def construct_yaml_float(self, node: Any) -> float:
+        value = super().construct_yaml_float(node)
+        if not math.isfinite(value):
+            raise yaml.constructor.ConstructorError(
+                None, None, f"{_show(node.value)} is not a finite number", node.start_mark
+            )
+        return value
 
 
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 # As YAML 1.2 has it; PyYAML follows 1.1, in which an exponent has a sign and follows a point.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
@@ -37,15 +83,22 @@ def read(file: Path) -> Any:
     """Read a YAML or JSON file. Nothing in it is executed.
 
     Raises:
-        ConfigError: the file cannot be read or parsed; with line and column if they are known.
+        ConfigError: the file cannot be read or parsed, gives a key twice, or is larger than any
+            such file; with line and column if they are known.
     """
+    kind = "JSON" if file.suffix == ".json" else "YAML"
+    most = _MOST_BYTES.get(file.suffix, _MOST_BYTES["YAML"])
     try:
-        text = file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        with file.open("rb") as stream:
+            content = stream.read(most + 1)
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
         raise ConfigError(f"{file} must be a file that can be read; {reason}.") from error
+    if len(content) > most:
+        raise ConfigError(f"{file} must have at most {most} bytes of {kind}; it has more.")
     try:
-        return json.loads(text) if file.suffix == ".json" else yaml.load(text, _Loader)
+        return parse_json(text) if kind == "JSON" else yaml.load(text, _Loader)
     except json.JSONDecodeError as error:
         raise ConfigError(
             f"{file}, line {error.lineno}, column {error.colno} must be JSON; {error.msg}."
@@ -54,8 +107,54 @@ def read(file: Path) -> Any:
         mark = error.problem_mark
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise ConfigError(f"{file}{position} must be YAML; {error.problem}.") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{file} must be YAML; {error}.") from error
+    except RecursionError as error:
+        raise ConfigError(
+            f"{file} must be {kind} that is not nested thousands deep; it is."
+        ) from error
+    # The constructors of PyYAML's own types (dates, tagged scalars) raise errors of many kinds.
+    except Exception as error:
+        raise ConfigError(f"{file} must be {kind}; {_first_line(error)}.") from error
+
+
+def parse_json(text: str) -> Any:
+    """Parse JSON by its standard: no NaN, no infinity, no key twice.
+
+    Raises:
+        ValueError: the text is no such JSON; a :class:`json.JSONDecodeError` where a place is
+            known.
+        RecursionError: it is nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_once, parse_constant=_no_number, parse_float=_finite)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping = dict(pairs)
+    if len(mapping) < len(pairs):
+        twice = _repeated(name for name, _ in pairs)
+        raise ValueError(f"{_show(twice)} is given twice; remove one")
+    return mapping
+
+
+def _repeated(names: Iterable[Hashable]) -> Hashable:
+    """Return the first of some names that an earlier one equals; there is one."""
+    seen: set[Hashable] = set()
+    # set.add returns None, so the second test is false for every name that is new.
+    return next(name for name in names if name in seen or seen.add(name))
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{_show(text)} is too large for a number")
+    return value
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0].removesuffix(".") or type(error).__name__
 
 
 def parse(model: type[Model], data: Any, source: str) -> Model:
@@ -104,8 +203,17 @@ def load(model: type[Model], file: Path) -> Model:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+    """Return the value's text of at most 60 characters; no value takes long."""
+    try:
+        shown = _SHORT.repr(value)
+    except ValueError:
+        # Python writes no integer of more than some thousand digits.
+        shown = "a number of thousands of digits"
+    return shown if len(shown) <= 60 else shown[:57] + "..."
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = _SHORT.maxlong = 60
 
 
 def _missing(error: ValidationError) -> str:

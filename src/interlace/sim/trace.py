@@ -11,7 +11,8 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.sim.astra.workload import Node, Report
+from interlace.sim.astra.graph import Node
+from interlace.sim.astra.workload import Report
 from interlace.sim.collectives import TITLES
 from interlace.sim.results import LinkUse, Result
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from interlace.errors import ConfigError
 from interlace.sim.astra.config import Network, System
-from interlace.sim.astra.workload import Node, Report, run
+from interlace.sim.astra.graph import Node
+from interlace.sim.astra.workload import Report, run
 from interlace.sim.configfile import parse, read
 from interlace.sim.machine import load_machine
 from interlace.sim.results import csv_text

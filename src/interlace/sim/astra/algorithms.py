@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from interlace.sim.astra.system import Npu, Stream
 
 LOCAL_DELAY_NS = 10
-"""Nanoseconds of the endpoint inside a communicator group, which ASTRA-sim fixes."""
+"""Nanoseconds of the endpoint inside a group of some NPUs, which ASTRA-sim fixes."""
 
 
 class Part(NamedTuple):
@@ -30,6 +30,8 @@ class Part(NamedTuple):
         size: bytes of the chunk; of the shard for an all-gather.
         endpoint_ns: nanoseconds of a packet in the endpoint.
         step: direction of a ring, 1 or -1.
+        local: whether the members are a communicator group of some NPUs, which ASTRA-sim takes for
+            a local ring.
     """
 
     npu: Npu
@@ -39,6 +41,7 @@ class Part(NamedTuple):
     size: int
     endpoint_ns: int
     step: int = 1
+    local: bool = False
 
 
 class _Packets(abc.ABC):
@@ -151,12 +154,14 @@ class Direct(Ring):
         super().__init__(part)
         peers = len(part.members) - 1
         self.peers, self._offset, self._received_count = peers, 0, 0
+        self._local = part.local
         self.window = peers if window == -1 else min(window, peers)
         if part.collective == "all_to_all":
             self.messages = peers
 
     def _later_packets(self) -> int:
-        return self.window
+        # In a local ring ASTRA-sim lets a round be as long as the ring algorithm's.
+        return super()._later_packets() if self._local else self.window
 
     def _next(self) -> tuple[int, int, int]:
         self._offset = self._offset % self.peers + 1

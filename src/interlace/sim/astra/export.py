@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from interlace.errors import ConfigError
-from interlace.sim.astra.workload import Node
+from interlace.sim.astra.graph import Node
 from interlace.sim.kernel_time import kernel_ns
 from interlace.sim.machine import Machine
 from interlace.sim.work import Collective, HostCopy, Kernel, Task

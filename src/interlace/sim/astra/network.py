@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -35,6 +36,7 @@ class Network:
 
     Attributes:
         sent_bytes: bytes that all NPUs sent.
+        messages: number of messages that each NPU sent.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Network:
         self.blocks, self.shape, self.latency = blocks, shape, latency
         self.bytes_per_ns = [value * GIB / 1e9 for value in bandwidth]
         self.sent_bytes = 0
+        self.messages = [0] * math.prod(shape)
 
 
 class UnawareNetwork(Network):
@@ -61,6 +64,7 @@ class UnawareNetwork(Network):
     def send(self, source: int, destination: int, size: int, arrived: Callable[[], None]) -> None:
         """Call ``arrived()`` when ``size`` bytes are there."""
         self.sent_bytes += size
+        self.messages[source] += 1
         at, target = coordinates(source, self.shape), coordinates(destination, self.shape)
         # Coordinates differ in at least one dimension, since a message to oneself is refused.
         dim = next(i for i in range(len(at)) if at[i] != target[i])
@@ -132,6 +136,7 @@ class AwareNetwork(Network):
     def send(self, source: int, destination: int, size: int, arrived: Callable[[], None]) -> None:
         """Call ``arrived()`` when the last byte of ``size`` is there."""
         self.sent_bytes += size
+        self.messages[source] += 1
         route = self._routes.get((source, destination))
         if route is None:
             route = self._routes[source, destination] = self._find(source, destination)

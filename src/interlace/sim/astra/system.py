@@ -29,6 +29,39 @@ Tag = tuple[int, int]
 Algorithm = Ring | Direct | HalvingDoubling | Tree
 
 
+def split(kind: str, size: int, splits: int, npus: int) -> tuple[int, int]:
+    """Return the bytes of a collective's chunks, and their number; 0 bytes if there are too few.
+
+    Args:
+        kind: kind of the collective.
+        size: bytes of an NPU's buffer; of its shard for an all-gather.
+        splits: ``preferred-dataset-splits``.
+        npus: number of the network's NPUs.
+    """
+    chunk = size // splits
+    # ASTRA-sim's smallest chunk has a byte for every NPU.
+    if kind != "all_gather" and npus > chunk:
+        chunk, size = npus, splits * npus
+    # A remainder is one chunk more, of full size.
+    return chunk, -(-size // chunk) if chunk else 0
+
+
+def logical_axes(algorithms: Sequence[str], shape: Sequence[int]) -> list[tuple[int, int]]:
+    """List members and stride of every logical dimension.
+
+    An algorithm named ``one...`` takes all NPUs as one dimension. Dimensions for which no
+    algorithm is named take no part.
+    """
+    axes: list[tuple[int, int]] = []
+    stride = 1
+    for name, count in zip(algorithms, shape, strict=False):
+        if name.startswith("one"):
+            return [*axes, (math.prod(shape), 1)]
+        axes.append((count, stride))
+        stride *= count
+    return axes
+
+
 class Mailbox:
     """A matcher of sends and receives by tag, sender, receiver and size, in order."""
 
@@ -47,12 +80,7 @@ class Mailbox:
     ) -> None:
         """Start a message, and call ``sent()`` when it has arrived."""
         key = (tag, source, destination, size)
-        if size == 0 or source == destination:
-            raise ConfigError(
-                f"a message must have bytes and two ends; got {size} bytes from NPU {source} to "
-                f"{destination}. "
-                f"Make the collective larger than the number of NPUs, or use fewer splits."
-            )
+        assert size > 0 and source != destination, "an algorithm makes no such message"
         self.network.send(source, destination, size, lambda: self._arrive(key, sent))
 
     def receive(
@@ -181,19 +209,14 @@ class Npu:
             priority: priority for the ``EXPLICIT`` policy; the largest goes first.
             done: function without arguments.
         """
-        splits = self.system.preferred_dataset_splits
-        everyone = math.prod(self.shape)
-        chunk = size // splits
-        # ASTRA-sim's smallest chunk has a byte for every NPU.
-        if kind != "all_gather" and everyone > chunk:
-            chunk, size = everyone, splits * everyone
+        chunk, chunks = split(
+            kind, size, self.system.preferred_dataset_splits, math.prod(self.shape)
+        )
         if chunk == 0:
             raise ConfigError(
                 f"a collective's bytes must be at least preferred-dataset-splits; got {size} bytes "
-                f"and {splits} splits. Change one of them."
+                f"and {self.system.preferred_dataset_splits} splits. Change one of them."
             )
-        # A remainder is one chunk more, of full size.
-        chunks = -(-size // chunk)
         if self.system.scheduling_policy == "LIFO":
             priority, self._priority = self._priority, self._priority + 1
         # FIFO lets earlier collectives go first: their priority is larger. LIFO is the reverse.
@@ -224,22 +247,13 @@ class Npu:
     def _plan(
         self, kind: str, size: int, dims: Sequence[bool] | None, members: list[int] | None
     ) -> list[Phase]:
-        # A communicator group is one ring of its own, whatever the system file says.
-        if members is not None:
-            if len(members) == 1:
-                return []
-
-            def ring(stream: Stream) -> Ring:
-                return Ring(Part(self, stream, kind, members, size, LOCAL_DELAY_NS))
-
-            return [Phase(0, ring)]
         algorithms = self.system.algorithms(kind, len(self.shape))
-        axes = self._axes(algorithms)
-        if dims is not None and len(dims) < len(axes):
-            raise ConfigError(
-                f"a collective's involved dimensions must be said for all {len(axes)}; got "
-                f"{list(dims)}. Add the others."
-            )
+        if members is not None and len(members) < math.prod(self.shape):
+            return self._plan_group(algorithms, kind, size, members)
+        # A group of all NPUs is the network, whose dimensions it uses all.
+        if members is not None:
+            dims = None
+        axes = logical_axes(algorithms, self.shape)
         used = [i for i, (count, _) in enumerate(axes) if count > 1 and (dims is None or dims[i])]
         # An all-gather takes the dimensions in reverse, as the way back of an all-reduce does.
         if kind == "all_gather":
@@ -279,33 +293,44 @@ class Npu:
             )
         return phases
 
-    def _axes(self, algorithms: list[str]) -> list[tuple[int, int]]:
-        """List members and stride of every logical dimension.
+    def _plan_group(
+        self, algorithms: Sequence[str], kind: str, size: int, members: list[int]
+    ) -> list[Phase]:
+        """Plan a collective of some NPUs, which is one dimension of their own.
 
-        An algorithm named ``one...`` takes all NPUs as one dimension. Dimensions for which no
-        algorithm is named take no part.
+        It goes by the system file's algorithm if that is one for all dimensions, and is a ring
+        otherwise; that is so since ASTRA-sim's pull request 351.
         """
-        axes: list[tuple[int, int]] = []
-        stride = 1
-        for name, count in zip(algorithms, self.shape, strict=False):
-            if name.startswith("one"):
-                return [*axes, (math.prod(self.shape), 1)]
-            axes.append((count, stride))
-            stride *= count
-        return axes
+        if len(members) == 1:
+            return []
+        name = algorithms[0] if len(algorithms) == 1 else "ring"
+        if name == "doubleBinaryTree":
+            raise ConfigError(
+                "doubleBinaryTree must be of a collective of all NPUs; got a communicator group of "
+                f"{len(members)}. Use ring, direct or halvingDoubling."
+            )
+        return [Phase(0, self._builder(name, kind, 0, members, size, 1, local=True))]
 
     def _members(self, count: int, stride: int) -> list[int]:
         first = self.id - (self.id // stride % count) * stride
         return [first + i * stride for i in range(count)]
 
     def _builder(
-        self, name: str, kind: str, dim: int, members: list[int], size: int, direction: int
+        self,
+        name: str,
+        kind: str,
+        dim: int,
+        members: list[int],
+        size: int,
+        direction: int,
+        *,
+        local: bool = False,
     ) -> Callable[[Stream], Algorithm]:
-        delay = self.system.endpoint_delay
+        delay = LOCAL_DELAY_NS if local else self.system.endpoint_delay
         plain = name.removeprefix("one").lower()
 
         def part(stream: Stream) -> Part:
-            return Part(self, stream, kind, members, size, delay, direction)
+            return Part(self, stream, kind, members, size, delay, direction, local)
 
         if plain == "ring":
             return lambda stream: Ring(part(stream))

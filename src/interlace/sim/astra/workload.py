@@ -1,61 +1,25 @@
-"""ASTRA-sim's workload layer: a graph of operators per NPU, and its run."""
+"""ASTRA-sim's workload layer: the run of a graph of operators per NPU."""
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Literal
+import math
+from collections.abc import Sequence
 
 from interlace.errors import ConfigError
-from interlace.sim.astra.bound import graph_bound
+from interlace.sim.astra.bound import run_bound
 from interlace.sim.astra.config import COLLECTIVES, Network, System
+from interlace.sim.astra.graph import Groups, Node, all_groups, check_graph, duration_ns
 from interlace.sim.astra.network import AwareNetwork, UnawareNetwork
-from interlace.sim.astra.system import Mailbox, Npu
+from interlace.sim.astra.system import Mailbox, Npu, logical_axes, split
 from interlace.sim.engine import Engine
-
-Kind = Literal["compute", "collective", "send", "receive", "none"]
 
 # Group of single sends and receives, whose tags must not match those of collectives.
 _P2P_GROUP = -1
 
-
-@dataclasses.dataclass(frozen=True)
-class Node:
-    """An operator of one NPU.
-
-    Attributes:
-        id: unique in the graph; ready nodes start in this order.
-        deps: ids of the nodes that must end before.
-        kind: ``"compute"``, ``"collective"``, ``"send"``, ``"receive"`` or ``"none"`` (takes no
-            time).
-        duration_us: microseconds of a compute node; 0 takes one nanosecond, as in ASTRA-sim.
-        collective: kind of a collective node: ``all_reduce``, ``all_gather``,
-            ``reduce_scatter`` or ``all_to_all``.
-        size: bytes of a collective's buffer (of the shard for an all-gather), of a message, or of
-            the tensors of a compute node.
-        flops: FLOPs of a compute node, for the roofline.
-        dims: for each dimension, whether a collective uses it; None is all.
-        group: id of a communicator group; 0 is all NPUs.
-        priority: priority of a collective under the ``EXPLICIT`` policy.
-        peer, tag: peer and tag of a send or receive.
-        cpu: whether the node runs on the host: one at a time, in parallel with the device.
-    """
-
-    id: int
-    name: str
-    deps: tuple[int, ...] = ()
-    kind: Kind = "compute"
-    duration_us: int = 0
-    collective: str = ""
-    size: int = 0
-    flops: int = 0
-    dims: tuple[bool, ...] | None = None
-    group: int = 0
-    priority: int = 0
-    peer: int = -1
-    tag: int = 0
-    cpu: bool = False
+_MOST_MESSAGES = 2 * 10**7
+"""Messages of a run; a million of them takes some 20 s, and they fit into memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +32,11 @@ class Report:
         events: number of events that the engine called.
         sent_bytes: bytes that all NPUs sent.
         spans: per NPU, (node id, start, end) in order of ending.
-        bound_ns: the largest physical bound of any NPU.
+        bound_ns: the physical bound, see :mod:`interlace.sim.astra.bound`.
+        bound_reason: what needs that time.
+        rounding_ns: nanoseconds by which ASTRA-sim's rounding may undercut the bound: less than one
+            for each message of an NPU.
+        warnings: sentences about inputs that ASTRA-sim takes in another way than one may expect.
     """
 
     end_ns: list[int]
@@ -77,6 +45,9 @@ class Report:
     sent_bytes: int
     spans: list[list[tuple[int, int, int]]]
     bound_ns: float
+    bound_reason: str
+    rounding_ns: int
+    warnings: tuple[str, ...]
 
     @property
     def total_ns(self) -> int:
@@ -88,7 +59,7 @@ class Report:
 
         The congestion-unaware network lets messages share links for nothing.
         """
-        return self.total_ns < self.bound_ns
+        return self.total_ns + self.rounding_ns < self.bound_ns
 
 
 class _Runner:
@@ -97,7 +68,7 @@ class _Runner:
     At a time there is one device computation, one collective or send, and one host operator.
     """
 
-    def __init__(self, npu: Npu, graph: Sequence[Node], groups: Mapping[int, list[int]]) -> None:
+    def __init__(self, npu: Npu, graph: Sequence[Node], groups: Groups) -> None:
         self.npu, self.groups = npu, groups
         self.nodes = {node.id: node for node in graph}
         self.waits = {node.id: len(set(node.deps)) for node in graph}
@@ -126,9 +97,9 @@ class _Runner:
         if not self.ready and not self.busy and len(self.spans) == len(self.nodes):
             self.end_ns = self.npu.engine.now
 
-    @staticmethod
-    def _unit(node: Node) -> str | None:
-        if node.kind in ("receive", "none"):
+    def _unit(self, node: Node) -> str | None:
+        # Nodes of no time occupy a unit only where they are replayed, and do take time.
+        if node.kind == "receive" or (node.kind == "none" and not self.npu.system.replay_only):
             return None
         if node.cpu:
             return "cpu"
@@ -140,31 +111,25 @@ class _Runner:
         def done() -> None:
             self._finish(node, start)
 
-        if node.kind == "compute":
-            duration = self._duration(node)
-            if not node.cpu:
+        duration = duration_ns(node, npu.system)
+        if duration is not None:
+            if node.kind == "compute" and not node.cpu:
                 self.compute_ns += duration
             npu.after(duration, done)
         elif node.kind == "collective":
-            group = (node.group, self.groups[node.group]) if node.group else None
-            npu.collective(node.collective, node.size, node.dims, group, node.priority, done)
+            group = (node.group, list(self.groups[node.group])) if node.group else None
+            try:
+                npu.collective(node.collective, node.size, node.dims, group, node.priority, done)
+            except ConfigError as error:
+                raise ConfigError(
+                    f"the graph of NPU {npu.id}: node {node.id} ({node.name}): {error}"
+                ) from error
         elif node.kind == "send":
             npu.mailbox.send((_P2P_GROUP, node.tag), npu.id, node.peer, node.size, done)
         elif node.kind == "receive":
             npu.mailbox.receive((_P2P_GROUP, node.tag), node.peer, npu.id, node.size, done)
         else:
             npu.after(0, done)
-
-    def _duration(self, node: Node) -> int:
-        system = self.npu.system
-        if system.roofline_enabled and not node.cpu:
-            if node.size == 0:
-                return 0
-            # The roofline: FLOPs per byte times bytes per second, at most the peak.
-            intensity = node.flops / node.size
-            perf = min(system.local_mem_bw * 1e9 * intensity, system.peak_perf * 1e12)
-            return int(node.flops / perf * 1e9) if node.flops else 0
-        return node.duration_us * 1000 or 1
 
     def _finish(self, node: Node, start: int) -> None:
         unit = self._unit(node)
@@ -185,7 +150,7 @@ def run(
     graphs: Sequence[Sequence[Node]],
     *,
     congestion_aware: bool = True,
-    groups: Mapping[int, list[int]] | None = None,
+    groups: Groups | None = None,
 ) -> Report:
     """Run one graph per NPU with ASTRA-sim's semantics.
 
@@ -195,48 +160,41 @@ def run(
         graphs: one per NPU.
         congestion_aware: whether links are FIFOs; otherwise every message has the network to
             itself, which can undercut physics.
-        groups: communicator groups, id -> members.
+        groups: communicator groups, id -> members, beside those that the graphs define.
 
     Raises:
         ConfigError: the graphs or groups do not fit the network, or graphs have cycles, or wait for
-            messages that are never sent.
+            messages that are never sent; or the run has more messages than fit into memory.
     """
     if len(graphs) != network.npus:
         raise ConfigError(
             f"there must be one graph per NPU; got {len(graphs)} for {network.npus} NPUs. Change "
             "npus_count, or the graphs."
         )
-    _check_groups(groups or {}, network.npus)
+    members = all_groups(graphs, groups or {}, network.npus)
+    orders = []
     for rank, graph in enumerate(graphs):
         location = f"the graph of NPU {rank}"
-        check_graph(graph, location, network.npus, groups or {})
-        for node in graph:
-            if node.group and rank not in (groups or {})[node.group]:
-                raise ConfigError(
-                    f"{location}: node {node.id}'s communicator group must have NPU {rank} in it; "
-                    f"group {node.group} has not. Add it, or remove the node."
-                )
-    for kind in sorted(
-        {
-            node.collective
-            for graph in graphs
-            for node in graph
-            if node.kind == "collective" and not node.group
-        }
-    ):
-        names = system.algorithms(kind, len(network.shape))
-        if len(names) > len(network.shape):
-            raise ConfigError(
-                f"{kind.replace('_', '-')}-implementation must name at most one algorithm per "
-                f"dimension; got {names} for {len(network.shape)} dimensions. Remove some."
+        orders.append(
+            check_graph(
+                graph,
+                location,
+                network.npus,
+                members,
+                rank=rank,
+                replay_only=system.replay_only,
             )
+        )
+        _check_dimensions(graph, location, network, system)
+    warnings = _check_algorithms(network, system, graphs)
+    _check_messages(network, system, graphs, members)
     engine = Engine()
     # The two networks differ in physics only; the layers above them are alike.
     make = AwareNetwork if congestion_aware else UnawareNetwork
     fabric = make(engine, list(network.topology), network.shape, network.bandwidth, network.latency)
     mailbox = Mailbox(engine, fabric)
     runners = [
-        _Runner(Npu(rank, engine, mailbox, system, network.shape), graph, groups or {})
+        _Runner(Npu(rank, engine, mailbox, system, network.shape), graph, members)
         for rank, graph in enumerate(graphs)
     ]
     for runner in runners:
@@ -255,83 +213,100 @@ def run(
         )
     ends = [runner.end_ns or 0 for runner in runners]
     exposed = [end - runner.compute_ns for end, runner in zip(ends, runners, strict=True)]
-    # NPUs often share one graph, whose bound is computed once.
-    bounds = {id(graph): graph for graph in graphs}
-    bound = (
-        0.0
-        if system.roofline_enabled
-        else max(graph_bound(network, graph) for graph in bounds.values())
-    )
+    bound = run_bound(network, system, graphs, orders, members)
     return Report(
-        ends, exposed, engine.events, fabric.sent_bytes, [runner.spans for runner in runners], bound
+        ends,
+        exposed,
+        engine.events,
+        fabric.sent_bytes,
+        [runner.spans for runner in runners],
+        bound.time_ns,
+        bound.reason,
+        max(fabric.messages),
+        warnings,
     )
 
 
-def _check_groups(groups: Mapping[int, list[int]], npus: int) -> None:
-    """Refuse groups whose members are no NPUs of the network, or not all different."""
-    for number, members in groups.items():
-        if len(set(members)) != len(members) or not all(0 <= npu < npus for npu in members):
-            raise ConfigError(
-                f"communicator group {number} must have different NPUs below {npus}; got "
-                f"{members[:8]}."
-            )
+def _collectives(graph: Sequence[Node]) -> list[Node]:
+    """List the collectives of a graph that move bytes."""
+    return [n for n in graph if n.kind == "collective" and n.collective in COLLECTIVES]
 
 
-def check_graph(
-    graph: Sequence[Node], location: str, npus: int, groups: Mapping[int, list[int]]
+def _check_dimensions(
+    graph: Sequence[Node], location: str, network: Network, system: System
 ) -> None:
-    """Refuse duplicate ids, missing or cyclic dependencies, and collectives, groups and peers that
-    do not exist.
+    """Refuse collectives that do not say for every dimension whether they use it."""
+    for node in [] if system.replay_only else _collectives(graph):
+        names = system.algorithms(node.collective, len(network.shape))
+        axes = logical_axes(names, network.shape)
+        if node.dims is not None and len(node.dims) < len(axes):
+            raise ConfigError(
+                f"{location}: node {node.id} ({node.name})'s involved_dim must be said for all "
+                f"{len(axes)} dimensions; got {list(node.dims)}. Add the others."
+            )
 
-    Raises:
-        ConfigError: the graph cannot be run; the message names the node and the fix.
-    """
-    nodes: dict[int, Node] = {}
-    for node in graph:
-        if node.id in nodes:
+
+def _check_algorithms(
+    network: Network, system: System, graphs: Sequence[Sequence[Node]]
+) -> tuple[str, ...]:
+    """Refuse more algorithms than dimensions; return a warning for fewer."""
+    kinds = {
+        node.collective
+        for graph in {id(graph): graph for graph in graphs}.values()
+        for node in _collectives(graph)
+    }
+    dimensions = len(network.shape)
+    warnings = []
+    for kind in sorted(kinds) if not system.replay_only else ():
+        names = system.algorithms(kind, dimensions)
+        key = f"{kind.replace('_', '-')}-implementation"
+        if len(names) > dimensions:
             raise ConfigError(
-                f"{location}: node ids must differ; got {node.id} twice. Renumber one."
+                f"{key} must name at most one algorithm per "
+                f"dimension; got {names} for {dimensions} dimensions. Remove some."
             )
-        nodes[node.id] = node
-        if node.kind == "collective" and node.collective not in COLLECTIVES:
-            raise ConfigError(
-                f"{location}: node {node.id}'s collective must be one of {', '.join(COLLECTIVES)}; "
-                f"got {node.collective!r}."
+        idle = math.prod(network.shape[len(names) :])
+        if not names[0].startswith("one") and idle > 1:
+            warnings.append(
+                f"{key} names {len(names)} of {dimensions} dimensions. As in ASTRA-sim the others "
+                f"take no part: the NPUs of all collectives without a group are in {idle} parts "
+                "that never meet."
             )
-        if node.kind in ("collective", "send", "receive") and node.size <= 0:
-            raise ConfigError(
-                f"{location}: node {node.id} must move bytes; got {node.size}. Set its comm_size."
-            )
-        if node.kind in ("send", "receive") and not 0 <= node.peer < npus:
-            raise ConfigError(
-                f"{location}: node {node.id}'s peer must be an NPU below {npus}; got {node.peer}."
-            )
-        if node.group and node.group not in groups:
-            raise ConfigError(
-                f"{location}: node {node.id}'s communicator group must be defined; got "
-                f"{node.group}. Define it."
-            )
-    left = {}
-    children: dict[int, list[int]] = {}
-    for node in graph:
-        for dep in node.deps:
-            if dep not in nodes:
-                raise ConfigError(
-                    f"{location}: node {node.id} must depend on nodes of the graph; got {dep}. The "
-                    "graph is cut short, or the id is wrong."
-                )
-            children.setdefault(dep, []).append(node.id)
-        left[node.id] = len(node.deps)
-    # Kahn's algorithm: nodes that never become free are on a cycle, or after one.
-    free = [ident for ident, count in left.items() if count == 0]
-    while free:
-        for child in children.get(free.pop(), ()):
-            left[child] -= 1
-            if left[child] == 0:
-                free.append(child)
-    cycle = sorted(ident for ident, count in left.items() if count > 0)
-    if cycle:
+    return tuple(warnings)
+
+
+def _check_messages(
+    network: Network, system: System, graphs: Sequence[Sequence[Node]], groups: Groups
+) -> None:
+    """Refuse a run that would not end in any reasonable time."""
+    counts: dict[int, int] = {}
+    total = 0
+    for graph in graphs:
+        # NPUs often share one graph, which is counted once.
+        if id(graph) not in counts:
+            counts[id(graph)] = sum(_messages(node, network, system, groups) for node in graph)
+        total += counts[id(graph)]
+    if total > _MOST_MESSAGES and not system.replay_only:
         raise ConfigError(
-            f"{location}: dependencies must not form a cycle; nodes "
-            f"{', '.join(map(str, cycle[:6]))} do. Remove one of their dependencies."
+            f"a run must have at most {_MOST_MESSAGES:,} messages; it would have some {total:.2g}. "
+            "Take fewer NPUs, fewer preferred-dataset-splits or fewer collectives."
         )
+
+
+def _messages(node: Node, network: Network, system: System, groups: Groups) -> int:
+    """Return about how many messages an NPU sends in a node."""
+    if node.kind != "collective" or node.collective not in COLLECTIVES:
+        return int(node.kind == "send")
+    kind = node.collective
+    chunks = split(kind, node.size, system.preferred_dataset_splits, network.npus)[1]
+    names = system.algorithms(kind, len(network.shape))
+    counts = [count for count, _ in logical_axes(names, network.shape)]
+    if node.group and len(groups[node.group]) < network.npus:
+        names, counts = names[:1], [len(groups[node.group])]
+    # A relayed all-to-all sends every block on hop by hop.
+    return chunks * sum(
+        count * (count - 1) // 2
+        if kind == "all_to_all" and name.lower().endswith("ring")
+        else 2 * (count - 1)
+        for name, count in zip(names, counts, strict=False)
+    )

@@ -6,13 +6,14 @@ import dataclasses
 from pathlib import Path
 
 from interlace.cli.console import make_console
-from interlace.cli.outputs import Outputs, read_json
+from interlace.cli.outputs import Outputs
 from interlace.cli.sim_run import Changes, parse_changes
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import shipped_profile
 from interlace.costs.network import guessed_network, read_network
 from interlace.errors import ConfigError
 from interlace.sim.between_nodes import compare, measured_network, with_network
+from interlace.sim.configfile import read
 from interlace.sim.machine import load_machine
 
 _CHANGE = "network.latency_ns=500"
@@ -39,12 +40,12 @@ def run_nodes(
     profile = None if hosts.gpu.profile is None else shipped_profile(hosts.gpu.profile)
     if profile is None:
         raise ConfigError("the machine's gpu.profile must be a GPU's; it has none.")
-    measured = read_json(document, "what benchmarks/between_nodes.py wrote")
+    measured = read(document)
     if network is not None:
         rates = read_network(network)
     else:
         rates = measured_network(measured) or guessed_network()
-    rows = compare(measured, with_network(hosts, rates), profile, rates)
+    rows = compare(measured, with_network(hosts, rates), profile, rates, str(document))
     table = make_table(
         "rows per bag", "", "slices", "measured, us", "simulated", "error", "predicted", "error"
     )

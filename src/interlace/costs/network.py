@@ -12,6 +12,7 @@ import functools
 import importlib.resources
 import itertools
 import json
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,12 @@ class NetworkRates:
         for name in ("slice_us", "collective_us"):
             times = [(int(nbytes), float(us)) for nbytes, us in getattr(self, name)]
             sizes = [nbytes for nbytes, _ in times]
-            if not times or sizes != sorted(set(sizes)) or min(us for _, us in times) <= 0:
+            if (
+                not times
+                or sizes != sorted(set(sizes))
+                or sizes[0] < 0
+                or not all(0 < us < math.inf for _, us in times)
+            ):
                 raise ConfigError(
                     f"a network's {name} must be pairs of bytes, ascending, and microseconds above "
                     f"0; got {getattr(self, name)!r}."
@@ -88,12 +94,12 @@ class NetworkRates:
             # JSON has lists, which are neither hashable nor equal to tuples.
             object.__setattr__(self, name, tuple(times))
         for name in ("further_message_us", "spread"):
-            if getattr(self, name) < 0:
+            if not 0 <= getattr(self, name) < math.inf:
                 raise ConfigError(
                     f"a network's {name} must be at least 0; got {getattr(self, name)!r}."
                 )
         factors = tuple((str(name), float(factor)) for name, factor in self.collective_factors)
-        if min((factor for _, factor in factors), default=1.0) <= 0:
+        if not all(0 < factor < math.inf for _, factor in factors):
             raise ConfigError(
                 "a network's collective_factors must be names and factors above 0; got "
                 f"{self.collective_factors!r}."
@@ -388,10 +394,14 @@ def parse_network(values: dict[str, Any]) -> NetworkRates:
     Raises:
         ConfigError: they are not those of a network.
     """
+    if not isinstance(values, dict):
+        raise ConfigError(f"a network must be a mapping; got {str(values)[:60]}.")
     try:
         known = {name: values[name] for name in values if name not in _NO_LONGER_READ}
         return NetworkRates(**known)
-    except (TypeError, ValueError) as error:
+    except ConfigError:
+        raise
+    except (TypeError, ValueError, OverflowError) as error:
         raise ConfigError(f"a network must have the fields of NetworkRates; {error}.") from error
 
 
@@ -403,7 +413,7 @@ def read_network(file: Path) -> NetworkRates:
     """
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{file} must be a JSON file with a network; {error}.") from error
     if isinstance(values, dict) and "compositions" in values:
         values = values.get("network")

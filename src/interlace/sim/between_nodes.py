@@ -30,6 +30,7 @@ from interlace.costs.network import (
 )
 from interlace.costs.time import MachineProfile
 from interlace.errors import ConfigError
+from interlace.sim.configfile import integer, mapped, number
 from interlace.sim.machine import Machine, Sourced
 from interlace.sim.operators import Operator, embedding_all_to_all
 from interlace.sim.step import run
@@ -37,6 +38,7 @@ from interlace.sim.work import Fused, Kernel
 
 _RANKS = 2
 _ITEMSIZE, _INDEX_ITEMSIZE = 2, 4
+_MOST_SLICES = 9999
 _DEFAULT_SLICES = 8
 """Slices of calls without a configuration in documents that do not say: 2 MiB of 16 MiB."""
 
@@ -142,7 +144,11 @@ def _rate_and_fixed_us(
 
 
 def compare(
-    document: Mapping[str, Any], machine: Machine, profile: MachineProfile, network: NetworkRates
+    document: Any,
+    machine: Machine,
+    profile: MachineProfile,
+    network: NetworkRates,
+    source: str = "a document of benchmarks/between_nodes.py",
 ) -> list[Comparison]:
     """Return every measured pair and every measured call in slices, beside what we expect.
 
@@ -151,37 +157,59 @@ def compare(
         machine: two GPUs in a network.
         profile: the GPU's profile.
         network: the network between the nodes.
+        source: the document's name, for errors.
 
     Raises:
         ConfigError: the document is of something else.
     """
-    try:
-        sizes = {name: int(document["sizes"][name]) for name in ("tables", "width", "batch")}
-        results = document["results"]["lookups"]
-        return [
-            _compared(int(lookups), name, us, shares, sizes, machine, profile, network)
-            for lookups in sorted(results, key=int)
-            for name, us in results[lookups]["us"].items()
-            for shares in _shares_of(name, results[lookups].get("slices", _DEFAULT_SLICES))
-        ]
-    except (KeyError, TypeError, ValueError) as error:
+    keys = mapped(document, source)
+    if "sizes" not in keys or "lookups" not in mapped(keys.get("results"), f"{source}: results"):
         raise ConfigError(
-            f"a document of benchmarks/between_nodes.py must have sizes and lookups; got {error!r}."
-        ) from error
+            f"{source} must have sizes and results.lookups, as benchmarks/between_nodes.py writes "
+            f"them; it has {', '.join(map(str, list(keys)[:8])) or 'no keys'}. Name a document "
+            "that it wrote."
+        )
+    given = mapped(keys["sizes"], f"{source}: sizes")
+    sizes = {
+        name: integer(given.get(name), f"{source}: sizes.{name}", least=1, most=most)
+        for name, most in (("tables", 2**16), ("width", 2**20), ("batch", 2**30))
+    }
+    comparisons = []
+    results = mapped(keys["results"]["lookups"], f"{source}: results.lookups")
+    for text, entry in results.items():
+        location = f"{source}: results.lookups.{str(text)[:20]}"
+        if not re.fullmatch(r"[0-9]{1,9}", str(text)) or not int(text):
+            raise ConfigError(f"{location} must be a number of rows per bag above 0; it is not.")
+        measured = mapped(mapped(entry, location).get("us"), f"{location}.us")
+        slices = _slices(entry.get("slices", _DEFAULT_SLICES), f"{location}.slices")
+        for name, value in measured.items():
+            us = number(value, f"{location}.us.{str(name)[:40]}", least=1e-3, most=1e15)
+            comparisons += [
+                _compared(int(text), name, us, shares, sizes, machine, profile, network)
+                for shares in _shares_of(name, slices)
+            ]
+    return sorted(comparisons, key=lambda row: row.lookups)
 
 
-def _shares_of(name: str, default: int | Sequence[int]) -> list[tuple[int, ...]]:
+def _slices(value: Any, location: str) -> tuple[int, ...]:
+    """Return the relative sizes of slices, of which a document may have the number only."""
+    if isinstance(value, list) and value:
+        return tuple(integer(share, location, least=1) for share in value)
+    return (1,) * integer(value, location, least=1, most=_MOST_SLICES)
+
+
+def _shares_of(name: str, default: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the relative sizes of a measurement's slices; none if it is neither pair nor fused.
 
     Args:
         name: the measurement's name.
-        default: the sizes, or the number of equal ones, of calls without a configuration.
+        default: the sizes of calls without a configuration.
     """
     if name in ("pair", "pair, graph"):
         return [_PAIR]
     if name in ("fused", "fused, graph"):
-        return [(1,) * default if isinstance(default, int) else tuple(map(int, default))]
-    found = re.fullmatch(r"fused, (\d+) slices", name)
+        return [default]
+    found = re.fullmatch(r"fused, ([1-9][0-9]{0,3}) slices", name)
     return [(1,) * int(found[1])] if found else []
 
 

@@ -24,7 +24,7 @@ import yaml
 
 from interlace.errors import ConfigError
 from interlace.sim.collectives import least_sent_bytes
-from interlace.sim.configfile import read
+from interlace.sim.configfile import integer, mapped, number, read
 from interlace.sim.machine import Machine
 
 HOLD_OUT = 4
@@ -86,7 +86,7 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
     """Read all products and collectives of some files.
 
     Raises:
-        ConfigError: a file has neither.
+        ConfigError: a file has neither, or a value that no measurement has.
     """
     products: list[Product] = []
     timings: list[Timing] = []
@@ -94,19 +94,15 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
         document = read(file)
         before = len(products) + len(timings)
         if isinstance(document, dict) and isinstance(document.get("results"), list):
-            products += _bench(document["results"])
+            products += _bench(document["results"], f"{file}, results")
         # Keys are free, so that users may add notes and name their measurements.
         for key, items in document.items() if isinstance(document, dict) else ():
             if isinstance(items, list) and items and isinstance(items[0], dict):
+                locations = [f"{file}, {str(key)[:60]}[{place}]" for place in range(len(items))]
                 if {"m", "n", "k", "us"} <= items[0].keys():
-                    products += [Product(p["m"], p["n"], p["k"], 1e3 * p["us"]) for p in items]
+                    products += map(_product, items, locations)
                 elif {"op", "gpus", "bytes", "us"} <= items[0].keys():
-                    timings += [
-                        Timing(
-                            _kind(t["op"], f"{file}, {key}"), t["gpus"], t["bytes"], 1e3 * t["us"]
-                        )
-                        for t in items
-                    ]
+                    timings += map(_timing, items, locations)
         if len(products) + len(timings) == before:
             raise ConfigError(
                 f"{file} must have lists of m, n, k, us or of op, gpus, bytes, us, or be a bench "
@@ -115,8 +111,28 @@ def read_measurements(files: Sequence[Path]) -> tuple[list[Product], list[Timing
     return products, timings
 
 
-def _kind(name: str, source: str) -> str:
-    plain = name.replace("alltoall", "all_to_all")
+def _product(item: Any, location: str) -> Product:
+    values = mapped(item, location)
+    m, n, k = (integer(values.get(name), f"{location}.{name}", least=1) for name in "mnk")
+    return Product(m, n, k, _ns(values.get("us"), location))
+
+
+def _timing(item: Any, location: str) -> Timing:
+    values = mapped(item, location)
+    return Timing(
+        _kind(values.get("op"), location),
+        integer(values.get("gpus"), f"{location}.gpus", least=2, most=2**20),
+        integer(values.get("bytes"), f"{location}.bytes", least=1),
+        _ns(values.get("us"), location),
+    )
+
+
+def _ns(us: Any, location: str) -> float:
+    return 1e3 * number(us, f"{location}: microseconds", least=1e-3, most=1e15)
+
+
+def _kind(name: Any, source: str) -> str:
+    plain = str(name).replace("alltoall", "all_to_all")
     if plain not in ("all_to_all", "all_reduce", "reduce_scatter", "all_gather"):
         raise ConfigError(
             f"{source}: op must be all_to_all, all_reduce, reduce_scatter or all_gather; got "
@@ -125,23 +141,27 @@ def _kind(name: str, source: str) -> str:
     return plain
 
 
-def _bench(results: list[dict[str, Any]]) -> list[Product]:
+def _bench(results: list[Any], source: str) -> list[Product]:
     products = []
-    for result in results:
-        times = result.get("times", {})
+    for place, item in enumerate(results):
+        location = f"{source}[{place}]"
+        result = mapped(item, location)
+        times = mapped(result.get("times", {}), f"{location}.times")
         # The library's time is the better of its two routines for few rows.
         alone = min(
             (
-                times[name]["median_us"]
+                _ns(mapped(times[name], f"{location}.times").get("median_us"), location)
                 for name in ("cuBLAS mm alone", "cuBLAS mv alone")
                 if name in times
             ),
             default=None,
         )
         if alone is not None and {"tokens", "rows", "columns"} <= result.keys():
-            products.append(
-                Product(result["tokens"], result["rows"], result["columns"], 1e3 * alone)
+            m, n, k = (
+                integer(result[name], f"{location}.{name}", least=1)
+                for name in ("tokens", "rows", "columns")
             )
+            products.append(Product(m, n, k, alone))
     return products
 
 

@@ -46,7 +46,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event: Any = self.get_event()
             raise yaml.composer.ComposerError(
                 None, None, f"*{event.anchor} is an alias; write its value out", event.start_mark
             )
@@ -138,8 +138,11 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 def _repeated(names: Iterable[Hashable]) -> Hashable:
     """Return the first of some names that an earlier one equals; there is one."""
     seen: set[Hashable] = set()
-    # set.add returns None, so the second test is false for every name that is new.
-    return next(name for name in names if name in seen or seen.add(name))
+    for name in names:
+        if name in seen:
+            break
+        seen.add(name)
+    return name
 
 
 def _no_number(name: str) -> NoReturn:
@@ -200,6 +203,43 @@ def parse(model: type[Model], data: Any, source: str) -> Model:
 def load(model: type[Model], file: Path) -> Model:
     """Read and validate a file as a ``model``; see :func:`read` and :func:`parse`."""
     return parse(model, read(file), str(file))
+
+
+def number(value: Any, location: str, *, least: float = 0.0, most: float = 2.0**60) -> float:
+    """Return a value of a file that must be a number between two others.
+
+    Raises:
+        ConfigError: it is not; the message begins with ``location``.
+    """
+    # True and false are ints in Python. A NaN is not between any numbers.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise ConfigError(
+            f"{location} must be a number from {least:g} to {most:g}; got {_show(value)}."
+        )
+    return value
+
+
+def integer(value: Any, location: str, *, least: int = 0, most: int = 2**60) -> int:
+    """Return a value of a file that must be a whole number between two others; as :func:`number`
+    does.
+    """
+    if number(value, location, least=least, most=most) != int(value):
+        raise ConfigError(f"{location} must be a whole number; got {_show(value)}.")
+    return int(value)
+
+
+def listed(value: Any, location: str) -> list[Any]:
+    """Return a value of a file that must be a list; errors are those of :func:`number`."""
+    if not isinstance(value, list):
+        raise ConfigError(f"{location} must be a list; got {_show(value)}.")
+    return value
+
+
+def mapped(value: Any, location: str) -> dict[str, Any]:
+    """Return a value of a file that must be a mapping; errors are those of :func:`number`."""
+    if not isinstance(value, dict):
+        raise ConfigError(f"{location} must be a mapping; got {_show(value)}.")
+    return value
 
 
 def _show(value: Any) -> str:

@@ -27,11 +27,12 @@ def open_figure(file: Path, width: float, height: float) -> Iterator[Any]:
     figure = pyplot.figure(figsize=(width, height), layout="constrained")
     try:
         yield figure
-        figure.savefig(file, dpi=150)
-    except (OSError, ValueError) as error:
-        raise ArgumentError(
-            f"{file} must be a PNG, SVG or PDF file that can be written; {error}."
-        ) from error
+        try:
+            figure.savefig(file, dpi=150)
+        except (OSError, ValueError) as error:
+            raise ArgumentError(
+                f"{file} must be a PNG, SVG or PDF file that can be written; {error}."
+            ) from error
     finally:
         pyplot.close(figure)
 

@@ -6,6 +6,7 @@ one from measurements.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
@@ -30,7 +31,7 @@ class Source(BaseModel):
     Confidences are: measured by us, published by others, derived from such figures, assumed.
     """
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     source: Annotated[str, Field(min_length=3)]
     confidence: Confidence
@@ -231,8 +232,8 @@ class Net(Strict):
 class NodeNet(Net):
     """The network inside a node."""
 
-    gpus: Annotated[int, Field(ge=1)]
-    cards: Annotated[int, Field(ge=1)]
+    gpus: Annotated[int, Field(ge=1, le=_MAX_RANKS)]
+    cards: Annotated[int, Field(ge=1, le=_MAX_RANKS)]
     """Network cards of a node; its GPUs share them evenly."""
 
 
@@ -351,7 +352,6 @@ def load_changed(
     model: type[Model],
     file: Path,
     changes: Mapping[str, Any] | None,
-    suffix: str = " with changes",
 ) -> Model:
     """Load a configuration with values replaced by dotted key.
 
@@ -359,15 +359,22 @@ def load_changed(
         model: class of the configuration.
         file: YAML or JSON file.
         changes: dotted key -> value.
-        suffix: text that errors add to the file's name if there are changes.
 
     Raises:
         ConfigError: the file, a key or a value is wrong.
     """
     data = read(file)
-    for key, value in (changes or {}).items():
-        replace(data, key, value, str(file))
-    return parse(model, data, f"{file}{suffix if changes else ''}")
+    if not changes:
+        return parse(model, data, str(file))
+    changed = copy.deepcopy(data)
+    for key, value in changes.items():
+        replace(changed, key, value, f"--set {key} of {file}")
+    try:
+        return parse(model, changed, f"{file} with {', '.join(f'--set {key}' for key in changes)}")
+    except ConfigError:
+        # An error that the file has by itself is not one of the changes.
+        parse(model, data, str(file))
+        raise
 
 
 def replace(data: Any, key: str, value: Any, source: str) -> None:
@@ -388,7 +395,7 @@ def replace(data: Any, key: str, value: Any, source: str) -> None:
         if not isinstance(at, dict) or part not in at:
             raise ConfigError(
                 f"{source}: {key} must be a known key; {part} is not. Keys: "
-                f"{', '.join(at) if isinstance(at, dict) else 'none'}."
+                f"{', '.join(map(str, at)) if isinstance(at, dict) else 'none'}."
             )
         at = at[part]
     if not isinstance(at, dict):

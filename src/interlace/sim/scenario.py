@@ -32,6 +32,7 @@ FUSING: tuple[Fusing, ...] = ("none", "forward", "both")
 _DECIMAL = {"B": 1, "kB": KB, "KB": KB, "MB": MB, "GB": GB, "TB": TB}
 _BYTES_OF = {**_DECIMAL, "KiB": KIB, "MiB": MIB, "GiB": GIB, "TiB": TIB}
 _MAX_BYTES = 2**60
+_MAX_SLICES = 2**12
 _KINDS_OF_VALUES: dict[str, tuple[type, str]] = {
     "int": (int, "a whole number"),
     "bool": (bool, "true or false"),
@@ -80,11 +81,12 @@ class Scenario(Choices):
                     f"{name} must be one of {', '.join(ALGORITHMS[name])}; got "
                     f"{getattr(self, name)!r}."
                 )
-        if self.nodes < 0 or self.slices < 0 or self.size < 0:
-            raise ConfigError(
-                f"nodes, slices and bytes must not be negative; got {self.nodes}, {self.slices}, "
-                f"{self.size}."
-            )
+        if self.nodes < 0:
+            raise ConfigError(f"nodes must not be negative; got {self.nodes}.")
+        if not 0 <= self.slices <= _MAX_SLICES:
+            raise ConfigError(f"slices must be from 0 to {_MAX_SLICES}; got {self.slices}.")
+        if self.size < 1:
+            raise ConfigError(f"a collective's bytes must be at least 1; got {self.size}.")
         # Larger ones are mistakes, and times of them are no longer exact.
         if self.size > _MAX_BYTES:
             raise ConfigError(
@@ -186,7 +188,10 @@ def parse_size(text: str) -> int:
             "units are B, kB, MB, GB, TB, KiB, MiB, GiB and TiB."
         )
     # Decimal, since a float has fewer digits than a large number of bytes.
-    return int(Decimal(match[1]) * _BYTES_OF[match[2] or "B"])
+    size = Decimal(match[1]) * _BYTES_OF[match[2] or "B"]
+    if size != int(size):
+        raise ConfigError(f"size must be whole bytes; got {text!r}, which is {size:f} of them.")
+    return int(size)
 
 
 def _parameter(field: dataclasses.Field[Any], value: Any) -> Any:

@@ -8,6 +8,7 @@ kernels: ``compute``, a row for each of the library's streams, ``copy engine``, 
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Sequence
 from typing import Any
 
@@ -57,19 +58,31 @@ def report_to_perfetto(
 ) -> dict[str, Any]:
     """Return a trace of a run of ASTRA-sim's graphs; each of the first ``npus`` NPUs is a process.
 
-    An NPU has one row per unit that works at a time: computation, communication, receives, host.
+    An NPU has one row per unit that works at a time: computation, communication, host. Receives may
+    wait at the same time, so there are as many rows of them as wait at most.
     """
-    # A host node has a row of its own, 4, whatever its kind.
-    rows = {"compute": 0, "collective": 1, "send": 1, "receive": 2, "none": 3}
+    # A host node has a row of its own, 3, whatever its kind; further receives follow.
+    rows = {"compute": 0, "collective": 1, "send": 1, "none": 2}
+    names = ("compute", "communication", "other", "host")
     events: list[dict[str, Any]] = []
     for pid, (spans, graph) in enumerate(zip(report.spans[:npus], graphs, strict=False)):
         events.append(named("process", pid, f"NPU {pid}"))
         nodes = {node.id: node for node in graph}
         used: dict[int, str] = {}
-        for ident, start, end in spans:
+        # End of the last receive of each row of them, and the row; the earliest end first.
+        receives: list[tuple[int, int]] = []
+        # By their starts, so that a receive takes a row that is free until it ends.
+        for ident, start, end in sorted(spans, key=lambda span: span[1:]):
             node = nodes[ident]
-            tid = 4 if node.cpu else rows[node.kind]
-            used[tid] = ("compute", "communication", "receives", "other", "host")[tid]
+            if node.kind == "receive" and not node.cpu:
+                free = receives and receives[0][0] <= start
+                lane = heapq.heappop(receives)[1] if free else len(receives)
+                heapq.heappush(receives, (end, lane))
+                tid = len(names) + lane
+                used[tid] = f"receives {lane + 1}" if lane else "receives"
+            else:
+                tid = 3 if node.cpu else rows[node.kind]
+                used[tid] = names[tid]
             events.append(
                 slice_event(pid, tid, node.name, start, end, {"node": ident, "bytes": node.size})
             )

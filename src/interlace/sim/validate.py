@@ -13,7 +13,7 @@ import dataclasses
 import math
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from interlace.errors import ConfigError
 from interlace.sim.astra.config import Network, System
 from interlace.sim.astra.graph import Node
 from interlace.sim.astra.workload import Report, run
-from interlace.sim.configfile import parse, read
+from interlace.sim.configfile import integer, listed, mapped, number, parse, read
 from interlace.sim.machine import load_machine
 from interlace.sim.results import csv_text
 from interlace.sim.step import run as run_step
@@ -33,6 +33,8 @@ TOLERANCE = 0.001
 """Relative tolerance of ASTRA-sim's figures."""
 MEASURED_TOLERANCE = 0.05
 """Relative tolerance of measured figures."""
+_MOST_CHIPS = 4096
+"""Chips of the largest TPU v4."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Case:
         bound_ns: the network's physical bound.
         unphysical: whether ours lies under that bound, as the recorded figure does, because
             ASTRA-sim's congestion-unaware network lets messages share links for nothing.
-        problem: reason for which the case could not be run; it has not passed then.
+        problem: reason for which the case could not be run; it has no figures then, and has not
+            passed.
     """
 
     name: str
@@ -60,20 +63,19 @@ class Case:
     problem: str = ""
 
     @property
-    def error(self) -> float:
-        """Relative difference of ours from the recorded figure, with its sign."""
-        return (
-            (self.ours - self.theirs) / self.theirs
-            if self.theirs
-            else float(self.ours != self.theirs)
-        )
+    def error(self) -> float | None:
+        """Relative difference of ours from the recorded figure, with its sign; None if not run."""
+        if self.problem:
+            return None
+        if not self.theirs:
+            return float(self.ours != self.theirs)
+        return (self.ours - self.theirs) / self.theirs
 
     @property
     def passed(self) -> bool:
         """True if ours is within the tolerance of the figure's source."""
-        return not self.problem and abs(self.error) <= (
-            TOLERANCE if self.source == "astra-sim" else MEASURED_TOLERANCE
-        )
+        tolerance = TOLERANCE if self.source == "astra-sim" else MEASURED_TOLERANCE
+        return self.error is not None and abs(self.error) <= tolerance
 
 
 def packaged_cases() -> Path:
@@ -100,21 +102,52 @@ def validate(file: Path | None = None) -> list[Case]:
             "docs/simulator.md for the format."
         )
     cases: list[Case] = []
-    for section, runs in (("collectives", _collective), ("overlap", _overlap)):
-        for number, case in enumerate(document.get(section, [])):
-            name = str(case.get("id", number))
+    for section, source, recorded, runs in _sections(document, str(file)):
+        for number, case in enumerate(listed(recorded, f"{file}, {section}")):
+            identity = case.get("id") if isinstance(case, dict) else None
+            name = str(identity)[:80] if isinstance(identity, str | int) else f"{section}[{number}]"
+            location = f"{file}, {section}[{number}] ({name})"
             try:
-                cases += runs(case, name, f"{file}, {section}[{number}] ({name})")
+                cases += runs(mapped(case, location), name, location)
             # A file of many cases may have one that is not modelled; the others are still worth
             # running.
             except ConfigError as error:
-                theirs = float(case.get("time_ns_max", 0))
-                cases.append(
-                    Case(name, "astra-sim", "not run", theirs, 0.0, 0.0, False, 0, 0.0, str(error))
-                )
-    cases += _graph(document.get("dlrm_graph"), file)
-    cases += _measured(document.get("measured_torus_all_to_all"), file)
+                cases.append(Case(name, source, "not run", 0, 0, 0, False, 0, 0, str(error)))
     return cases
+
+
+_Runs = Callable[[dict[str, Any], str, str], Iterable[Case]]
+
+
+def _sections(document: dict[str, Any], source: str) -> Iterator[tuple[str, str, Any, _Runs]]:
+    """List the parts of a file: name, source of the figures, cases, and the function that runs
+    one.
+    """
+    yield "collectives", "astra-sim", document.get("collectives", []), _collective
+    yield "overlap", "astra-sim", document.get("overlap", []), _overlap
+    for key, items, origin, runs in (
+        ("dlrm_graph", "runs", "astra-sim", _graph),
+        ("measured_torus_all_to_all", "rows", "measured", _measured),
+    ):
+        part = document.get(key) or {}
+        mapped(part, f"{source}, {key}")
+        shared = {"graph": part.get("graph", [])} if key == "dlrm_graph" else {}
+        cases = listed(part.get(items, []), f"{source}, {key}.{items}")
+        yield (
+            f"{key}.{items}",
+            origin,
+            [{**case, **shared} if isinstance(case, dict) else case for case in cases],
+            runs,
+        )
+
+
+def _figure(case: dict[str, Any], key: str, location: str) -> float:
+    """Return a number of a case, which must not be negative."""
+    if key not in case:
+        raise ConfigError(
+            f"{location}: {key} must be given; it is missing. Add it, or remove the case."
+        )
+    return number(case[key], f"{location}: {key}")
 
 
 def to_csv(cases: list[Case]) -> str:
@@ -141,7 +174,7 @@ def to_csv(cases: list[Case]) -> str:
                 case.quantity,
                 case.theirs,
                 case.ours,
-                f"{case.error:.6g}",
+                "" if case.error is None else f"{case.error:.6g}",
                 int(case.passed),
                 int(case.unphysical),
                 round(case.bound_ns),
@@ -161,47 +194,70 @@ def _run(case: dict[str, Any], graph: list[Node], location: str) -> tuple[Report
             f"{location}: npus must be the product of npus_count; got {case['npus']} and "
             f"{network.npus}. Correct one."
         )
+    backend = case.get("backend", "congestion_aware")
+    if not str(backend).startswith(("congestion_aware", "congestion_unaware")):
+        raise ConfigError(
+            f"{location}: backend must begin with congestion_aware or congestion_unaware; got "
+            f"{str(backend)[:60]}. Other networks are not modelled."
+        )
     start = time.perf_counter()
     report = run(
         network,
         system,
         [graph] * network.npus,
-        congestion_aware="unaware" not in case.get("backend", "congestion_aware"),
+        congestion_aware="unaware" not in backend,
     )
     return report, time.perf_counter() - start
 
 
 def _collective(case: dict[str, Any], name: str, location: str) -> Iterator[Case]:
-    for key in ("collective", "comm_size_bytes_per_npu", "time_ns_max"):
-        if key not in case:
-            raise ConfigError(
-                f"{location}: {key} must be given; it is missing. Add it, or remove the case."
-            )
+    if "collective" not in case:
+        raise ConfigError(
+            f"{location}: collective must be given; it is missing. Add it, or remove the case."
+        )
+    size = _figure(case, "comm_size_bytes_per_npu", location)
     node = Node(
         0,
-        case["collective"],
+        str(case["collective"]),
         (),
         "collective",
-        collective=case["collective"],
-        size=case["comm_size_bytes_per_npu"],
+        collective=str(case["collective"]),
+        size=integer(size, f"{location}: comm_size_bytes_per_npu"),
     )
+    _figure(case, "time_ns_max", location)
     report, seconds = _run(case, [node], location)
-    yield from _ends(name, case, report, seconds)
+    yield from _ends(name, case, report, seconds, location)
 
 
-def _ends(name: str, case: dict[str, Any], report: Report, seconds: float) -> Iterator[Case]:
-    figures = [("last NPU, ns", "time_ns_max", report.total_ns)]
+def _ends(
+    name: str, case: dict[str, Any], report: Report, seconds: float, location: str
+) -> Iterator[Case]:
+    figures = [("last NPU, ns", _figure(case, "time_ns_max", location), report.total_ns)]
     if "time_ns_min" in case:
-        figures.append(("first NPU, ns", "time_ns_min", min(report.end_ns)))
-    for quantity, key, ours in figures:
+        first = _figure(case, "time_ns_min", location)
+        figures.append(("first NPU, ns", first, min(report.end_ns)))
+    # Recorded per NPU; the most exposed one is compared.
+    if "exposed_comm_ns" in case:
+        key = f"{location}: exposed_comm_ns"
+        exposed = [number(value, key) for value in listed(case["exposed_comm_ns"], key)]
+        figures.append(("exposed, ns", max(exposed, default=0), max(report.exposed_ns)))
+    yield from _compared(name, figures, report, seconds)
+
+
+def _compared(
+    name: str, figures: list[tuple[str, float, float]], report: Report, seconds: float
+) -> Iterator[Case]:
+    for quantity, theirs, ours in figures:
+        # The bound is one of the whole run's time.
+        bounded = not quantity.startswith("exposed")
         yield Case(
             name,
             "astra-sim",
             quantity,
-            case[key],
+            theirs,
             ours,
-            report.bound_ns,
-            report.unphysical,
+            report.bound_ns if bounded else 0.0,
+            report.unphysical and bounded,
             report.events,
             seconds,
         )
@@ -209,7 +265,7 @@ def _ends(name: str, case: dict[str, Any], report: Report, seconds: float) -> It
 
 _SIZES = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 _KINDS = {"A2A": "all_to_all", "AR": "all_reduce", "AG": "all_gather", "RS": "reduce_scatter"}
-_SIZE = r"(\d+)\s*(B|KiB|MiB|GiB)"
+_SIZE = r"(\d{1,18})\s*(B|KiB|MiB|GiB)"
 _COLLECTIVE = r"(ALL_TO_ALL|ALL_REDUCE|ALL_GATHER|REDUCE_SCATTER|A2A|AR|AG|RS)"
 
 
@@ -229,7 +285,8 @@ def describe(text: str, location: str) -> list[Node]:
         return [Node(0, single[1], (), "collective", collective=kind, size=size)]
     # The one graph of several nodes that the recorded runs describe in words.
     chain = re.match(
-        rf"emb (\d+)us -> {_COLLECTIVE}\({_SIZE}\); bottom (\d+)us .*top (\d+)us after both", text
+        rf"emb (\d{{1,15}})us -> {_COLLECTIVE}\({_SIZE}\); bottom (\d{{1,15}})us .*top (\d{{1,15}})us after both",
+        text,
     )
     if chain:
         kind = _KINDS.get(chain[2], chain[2].lower())
@@ -258,22 +315,9 @@ def _overlap(case: dict[str, Any], name: str, location: str) -> Iterator[Case]:
         if "graph" in case
         else describe(str(case.get("workload")), location)
     )
+    _figure(case, "time_ns_max", location)
     report, seconds = _run(case, graph, location)
-    yield from _ends(name, case, report, seconds)
-    # Recorded per NPU; the most exposed one is compared.
-    exposed = case.get("exposed_comm_ns")
-    if exposed:
-        yield Case(
-            name,
-            "astra-sim",
-            "exposed, ns",
-            max(exposed),
-            max(report.exposed_ns),
-            0.0,
-            False,
-            report.events,
-            seconds,
-        )
+    yield from _ends(name, case, report, seconds, location)
 
 
 def read_graph(items: list[dict[str, Any]], location: str) -> list[Node]:
@@ -282,21 +326,27 @@ def read_graph(items: list[dict[str, Any]], location: str) -> list[Node]:
     A node has id, name, deps, kind (COMP or a collective), and duration_us or bytes.
 
     Raises:
-        ConfigError: a key is missing.
+        ConfigError: a key is missing, or has a value of another kind.
     """
     nodes = []
-    for item in items:
+    for item in listed(items, f"{location}: graph"):
+        mapped(item, f"{location}: a node")
         try:
             compute = item["kind"] == "COMP"
             nodes.append(
                 Node(
-                    item["id"],
-                    item["name"],
-                    tuple(item["deps"]),
+                    integer(item["id"], f"{location}: a node's id"),
+                    str(item["name"]),
+                    tuple(
+                        integer(dep, f"{location}: a node's deps")
+                        for dep in listed(item["deps"], f"{location}: a node's deps")
+                    ),
                     "compute" if compute else "collective",
-                    duration_us=item["duration_us"] if compute else 0,
-                    collective="" if compute else item["kind"].lower(),
-                    size=0 if compute else item["bytes"],
+                    duration_us=(
+                        integer(item["duration_us"], f"{location}: duration_us") if compute else 0
+                    ),
+                    collective="" if compute else str(item["kind"]).lower(),
+                    size=0 if compute else integer(item["bytes"], f"{location}: bytes"),
                 )
             )
         except KeyError as error:
@@ -307,54 +357,50 @@ def read_graph(items: list[dict[str, Any]], location: str) -> list[Node]:
     return nodes
 
 
-def _graph(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
-    if not part:
-        return
-    graph = read_graph(part.get("graph", []), f"{file}, dlrm_graph")
-    for number, case in enumerate(part.get("runs", [])):
-        report, seconds = _run(case, graph, f"{file}, dlrm_graph.runs[{number}]")
-        name = f"DLRM graph, {len(report.end_ns)} NPUs"
-        for number, (quantity, ours) in enumerate(
-            (("total, ns", report.end_ns), ("exposed, ns", report.exposed_ns))
-        ):
-            # ASTRA-sim prints every NPU, and the slowest one is compared.
-            theirs = max(pair[number] for pair in case["times_ns_and_exposed_comm_ns"])
-            yield Case(
-                name,
-                "astra-sim",
-                quantity,
-                theirs,
-                max(ours),
-                report.bound_ns,
-                report.unphysical,
-                report.events,
-                seconds,
-            )
+def _graph(case: dict[str, Any], name: str, location: str) -> Iterator[Case]:
+    """Run the file's graph on a case's network."""
+    graph = read_graph(case["graph"], location)
+    key = f"{location}: times_ns_and_exposed_comm_ns"
+    pairs = [
+        [number(value, key) for value in listed(pair, key)]
+        for pair in listed(case.get("times_ns_and_exposed_comm_ns"), key)
+    ]
+    if not pairs or any(len(pair) != 2 for pair in pairs):
+        raise ConfigError(f"{key} must have pairs; got {str(pairs)[:60]}.")
+    report, seconds = _run(case, graph, location)
+    # ASTRA-sim prints every NPU, and the slowest one is compared.
+    total, exposed = (max(values) for values in zip(*pairs, strict=True))
+    figures: list[tuple[str, float, float]] = [
+        ("total, ns", total, report.total_ns),
+        ("exposed, ns", exposed, max(report.exposed_ns)),
+    ]
+    yield from _compared(f"DLRM graph, {len(report.end_ns)} NPUs", figures, report, seconds)
 
 
-def _measured(part: dict[str, Any] | None, file: Path) -> Iterator[Case]:
-    """Compare measured rates, bytes per node over all-to-all time, with the TPU v4 preset."""
-    for row in (part or {}).get("rows", []):
-        match = re.match(r"(\d+(?:x\d+)+) torus", row.get("topology", ""))
-        if not match:
-            raise ConfigError(
-                f"{file}, measured_torus_all_to_all: topology must begin with sizes and torus, "
-                f"such as 4x4x4 torus; got {row.get('topology')!r}."
-            )
-        machine = load_machine("tpuv4-torus")
-        ranks = math.prod(map(int, match[1].split("x")))
-        size = 256 * MIB
-        start = time.perf_counter()
-        work = Task("all_to_all", "all_to_all", Collective("all_to_all", "one_shot", size))
-        result = run_step(machine, machine.build_topology(ranks, f"torus:{match[1]}"), [work])
-        yield Case(
-            f"TPU v4 {match[1]} torus",
-            "measured",
-            "all-to-all, GB/s",
-            row["measured_GBps"],
-            size / result.total_ns,
-            result.bound.time_ns,
-            False,
-            result.events,
-            time.perf_counter() - start,
+def _measured(row: dict[str, Any], name: str, location: str) -> Iterator[Case]:
+    """Compare a measured rate, bytes per node over all-to-all time, with the TPU v4 preset."""
+    topology = str(row.get("topology", ""))
+    match = re.match(r"(\d{1,4}(?:x\d{1,4})+) torus", topology)
+    ranks = math.prod(map(int, match[1].split("x"))) if match else 0
+    if not match or not 1 < ranks <= _MOST_CHIPS:
+        raise ConfigError(
+            f"{location}: topology must begin with the sizes of at most {_MOST_CHIPS} chips and "
+            f"torus, such as 4x4x4 torus; got {topology[:60]!r}."
         )
+    measured = _figure(row, "measured_GBps", location)
+    machine = load_machine("tpuv4-torus")
+    size = 256 * MIB
+    start = time.perf_counter()
+    work = Task("all_to_all", "all_to_all", Collective("all_to_all", "one_shot", size))
+    result = run_step(machine, machine.build_topology(ranks, f"torus:{match[1]}"), [work])
+    yield Case(
+        f"TPU v4 {match[1]} torus",
+        "measured",
+        "all-to-all, GB/s",
+        measured,
+        size / result.total_ns,
+        result.bound.time_ns,
+        False,
+        result.events,
+        time.perf_counter() - start,
+    )

@@ -114,7 +114,9 @@ class _Bounds:
             who = f"group {number}" if number else "all NPUs"
             yield Bound(sent / count / self._ports, f"bytes that {who} must send")
         if self._crossing:
-            yield Bound(self._crossing / self._bisection(), "bytes of all-to-alls across the middle")
+            yield Bound(
+                self._crossing / self._bisection(), "bytes of all-to-alls across the middle"
+            )
 
     def _least_ns(self, node: Node, own_ns: int) -> float:
         """Return the nanoseconds that a node without communication needs.
@@ -140,7 +142,11 @@ class _Bounds:
         # Bytes that a member has of every member, as ASTRA-sim rounds them.
         part = chunks * (chunk if node.collective == "all_gather" else chunk // members)
         others = part * (members - 1)
-        if node.collective == "all_to_all" and members == npus and max(self._network.shape) % 2 == 0:
+        if (
+            node.collective == "all_to_all"
+            and members == npus
+            and max(self._network.shape) % 2 == 0
+        ):
             # Across the longest dimension a quarter of all blocks crosses the middle in each
             # direction.
             self._crossing += part * members / 4
@@ -170,7 +176,11 @@ class _Bounds:
         ):
             if at != to:
                 block = self._network.topology[dim]
-                hops = ring_steps(at, to, shape[dim])[1] if block == "Ring" else 1 + (block == "Switch")
+                hops = (
+                    ring_steps(at, to, shape[dim])[1]
+                    if block == "Ring"
+                    else 1 + (block == "Switch")
+                )
                 latency += hops * int(self._network.latency[dim])
                 slowest = min(slowest, self._bytes_per_ns[dim])
         return latency + int(size / slowest)

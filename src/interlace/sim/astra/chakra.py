@@ -148,8 +148,12 @@ class _Reader:
                 f"type must be one of Chakra's; got {kind}. Is the trace newer than mlc-chakra?"
             )
         if replay_only:
-            # Loads, stores and nodes of no kind occupy the unit of communication, as in ASTRA-sim.
-            kinds: dict[int, Kind] = {_COMPUTE: "compute", _RECEIVE: "receive"}
+            kinds: dict[int, Kind] = {
+                _COMPUTE: "compute",
+                _SEND: "send",
+                _RECEIVE: "receive",
+                _COLLECTIVE: "collective",
+            }
             return dataclasses.replace(base, kind=kinds.get(kind, "none"))
         if kind in (_LOAD, _STORE):
             raise self._error(
@@ -231,10 +235,10 @@ class _Reader:
         if '"pg_name"' not in values.replace("\\", ""):
             return ()
         try:
-            groups = [
-                (str(group["pg_name"]), group["ranks"]) for group in parse_json(values[2:-2])
-            ]
-            if not all(isinstance(ranks, list) and all(map(_is_number, ranks)) for _, ranks in groups):
+            groups = [(str(group["pg_name"]), group["ranks"]) for group in parse_json(values[2:-2])]
+            if not all(
+                isinstance(ranks, list) and all(map(_is_number, ranks)) for _, ranks in groups
+            ):
                 raise ValueError("ranks are no list of numbers")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._error(
@@ -242,9 +246,7 @@ class _Reader:
                 f"ranks; {type(error).__name__}: {str(error)[:60]}. Write the trace again, or clear "
                 "the node's inputs and give the groups in --groups"
             ) from error
-        return tuple(
-            (int(name), tuple(ranks)) for name, ranks in groups if _NUMBER.fullmatch(name)
-        )
+        return tuple((int(name), tuple(ranks)) for name, ranks in groups if _NUMBER.fullmatch(name))
 
     def _kind(self, name: str) -> str | None:
         return self._values[name].WhichOneof("value") if name in self._values else None

@@ -181,14 +181,10 @@ def _check_communication(
                 f"with a duration, which is replayed; got {node.collective!r}."
             )
     if moves and node.size <= 0:
-        raise ConfigError(
-            f"{location} must move bytes; got {node.size}. Set its comm_size."
-        )
+        raise ConfigError(f"{location} must move bytes; got {node.size}. Set its comm_size.")
     if node.kind in ("send", "receive"):
         if not 0 <= node.peer < npus:
-            raise ConfigError(
-                f"{location}'s peer must be an NPU below {npus}; got {node.peer}."
-            )
+            raise ConfigError(f"{location}'s peer must be an NPU below {npus}; got {node.peer}.")
         if node.kind == "send" and node.peer == rank:
             raise ConfigError(
                 f"{location}'s peer must be another NPU; got its own, {rank}. Correct its "
@@ -197,8 +193,7 @@ def _check_communication(
     if node.group:
         if node.group not in groups:
             raise ConfigError(
-                f"{location}'s communicator group must be defined; got "
-                f"{node.group}. Define it."
+                f"{location}'s communicator group must be defined; got {node.group}. Define it."
             )
         if rank is not None and rank not in groups[node.group]:
             raise ConfigError(

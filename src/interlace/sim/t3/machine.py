@@ -40,6 +40,26 @@ _MAY_BE_ZERO = {
 }
 
 
+_COUNTS = {
+    "compute_units",
+    "tile_rows",
+    "tile_columns",
+    "k_step",
+    "group_rows",
+    "channels",
+    "queue_entries",
+    "column_bytes",
+    "row_bytes",
+    "banks",
+    "bank_groups",
+    "sets",
+    "ways",
+    "engines",
+}
+_MOST = 2**16
+"""The largest count; every unit, bank and engine is simulated."""
+
+
 class ComputeUnits(Strict):
     """Compute units, and the layout of a matrix product on them."""
 
@@ -178,6 +198,8 @@ class T3Machine(Strict):
                     raise ValueError(f"{name} must be above 0")
                 if name in ("efficiency", "library_efficiency") and value > 1:
                     raise ValueError(f"{name} must not be above 1")
+                if name in _COUNTS and (value != int(value) or value > _MOST):
+                    raise ValueError(f"{name} must be a whole number of at most {_MOST}")
         # An update reads and writes a column, so it cannot be faster than a read.
         if self.memory.update_column_ns.value < self.memory.group_column_ns.value:
             raise ValueError("update_column_ns must be at least group_column_ns")

@@ -5,13 +5,13 @@ shape.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from interlace.costs import OPERATOR_COSTS
 from interlace.errors import ConfigError
+from interlace.sim.configfile import integer, mapped, number, read
 from interlace.sim.sweeps import Progress
 from interlace.sim.t3.collectives import Collective
 from interlace.sim.t3.machine import T3Machine
@@ -132,7 +132,7 @@ def compare(
 
 def _rows(file: Path) -> Sequence[dict[str, Any]]:
     try:
-        rows = json.loads(file.read_text())["results"]
+        rows = read(file)["results"]
         # Documents of other operators may be in one file, and are ignored.
         known = [
             row
@@ -141,10 +141,21 @@ def _rows(file: Path) -> Sequence[dict[str, Any]]:
             and {_BASELINES["unfused"], _BASELINES["product"]} <= row["times"].keys()
             and not row["times"].keys().isdisjoint(IMPLEMENTATIONS)
         ]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except ConfigError:
+        raise
+    except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} must be a document of interlace bench; {type(error).__name__}: {error}."
         ) from error
+    for place, row in enumerate(known):
+        for name in ("rows", "columns", "inner", "world_size"):
+            integer(row.get(name), f"{file}, results[{place}].{name}", least=1)
+        number(row.get("floor_us"), f"{file}, results[{place}].floor_us", most=1e15)
+        for key in (*_BASELINES.values(), *IMPLEMENTATIONS):
+            if key in row["times"]:
+                location = f"{file}, results[{place}].times.{key}"
+                times = mapped(row["times"][key], location)
+                number(times.get("median_us"), f"{location}.median_us", least=1e-3, most=1e15)
     if not known:
         raise ConfigError(
             f"{file} must have times of {' or '.join(OPERATORS)}, unfused and not; it has none."

@@ -84,6 +84,12 @@ class Plan:
             int(gpu.tile_columns.value),
             int(gpu.k_step.value),
         )
+        tiles = -(-product.rows // tile_rows) * -(-product.columns // tile_columns)
+        if tiles > _MOST_TILES or product.depth // k_step > _MOST_TILES:
+            raise ConfigError(
+                f"a product must have at most {_MOST_TILES} tiles, and steps of a tile; "
+                f"{product.rows} x {product.columns} x {product.depth} has more. Take a part of it."
+            )
         self.product = product
         # The last tile of a part may be lower, as the rows need not divide.
         self.heights = _parts(product.rows // row_parts, tile_rows) * row_parts
@@ -104,6 +110,9 @@ class Plan:
         """Return the bytes of a tile's output."""
         row, column = self.tiles[tile]
         return ELEMENT_BYTES * self.heights[row] * self.widths[column]
+
+
+_MOST_TILES = 2**18
 
 
 def _order(rows: int, columns: int, group: int) -> list[tuple[int, int]]:

@@ -36,6 +36,9 @@ COLLECTIVES: tuple[Collective, ...] = ("reduce_scatter", "all_to_all", "all_gath
 """Collectives in order: after the product, and then an all-gather; after the product; before it."""
 
 
+_MOST_RANKS = 2**10
+
+
 def simulate(
     machine: T3Machine,
     product: Product,
@@ -77,6 +80,8 @@ def simulate(
     ):
         if value not in known:
             raise ConfigError(f"{role} must be one of {', '.join(known)}; got {value!r}.")
+    if ranks > _MOST_RANKS:
+        raise ConfigError(f"a group must have at most {_MOST_RANKS} GPUs; got {ranks}.")
     chunks = _address_map(collective, product, ranks, network, address_map)
     if slowness is not None and (len(slowness) != ranks or min(slowness) < 1):
         raise ConfigError(

@@ -15,6 +15,9 @@ from interlace.sim.step import Watch, run
 from interlace.sim.topology import Topology
 from interlace.sim.work import COMPUTE, Kernel, Task, Work, matrix_product
 
+_MOST_LAYERS = 2**12
+"""Layers of a model, each of which is simulated."""
+
 Fusing = Literal["none", "forward", "both"]
 """Which passes use the fused operators."""
 
@@ -42,7 +45,7 @@ class Choices:
 class Layers(Source):
     """Sizes of a chain of layers, with their source."""
 
-    value: Annotated[list[PositiveInt], Field(min_length=2)]
+    value: Annotated[list[PositiveInt], Field(min_length=2, max_length=_MOST_LAYERS)]
 
 
 GivenLayers = Annotated[Layers, BeforeValidator(with_source)]
@@ -65,6 +68,8 @@ class Workload(Strict):
                 and (value != int(value) or value < 1)
             ):
                 raise ValueError(f"{key} must be a whole number of at least 1; got {value:g}")
+            if key == "layers" and value is not None and value > _MOST_LAYERS:
+                raise ValueError(f"layers must be at most {_MOST_LAYERS}; got {value:g}")
         return self
 
     def step(self, topology: Topology, choices: Choices) -> Step:
@@ -92,7 +97,7 @@ def load_workload(
     Raises:
         ConfigError: the file, a key or a value is wrong; the message names it and the fix.
     """
-    return load_changed(model, find(folder, name), changes, suffix="")
+    return load_changed(model, find(folder, name), changes)
 
 
 class Tasks:

@@ -46,9 +46,8 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            event: Any = self.get_event()
             raise yaml.composer.ComposerError(
-                None, None, f"*{event.anchor} is an alias; write its value out", event.start_mark
+                None, None, "an alias stands for a value; write the value out", self.get_mark()
             )
         return super().compose_node(parent, index)
 

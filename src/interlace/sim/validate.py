@@ -103,10 +103,10 @@ def validate(file: Path | None = None) -> list[Case]:
         )
     cases: list[Case] = []
     for section, source, recorded, runs in _sections(document, str(file)):
-        for number, case in enumerate(listed(recorded, f"{file}, {section}")):
+        for place, case in enumerate(listed(recorded, f"{file}, {section}")):
             identity = case.get("id") if isinstance(case, dict) else None
-            name = str(identity)[:80] if isinstance(identity, str | int) else f"{section}[{number}]"
-            location = f"{file}, {section}[{number}] ({name})"
+            name = str(identity)[:80] if isinstance(identity, str | int) else f"{section}[{place}]"
+            location = f"{file}, {section}[{place}] ({name})"
             try:
                 cases += runs(mapped(case, location), name, location)
             # A file of many cases may have one that is not modelled; the others are still worth
@@ -232,7 +232,8 @@ def _collective(case: dict[str, Any], name: str, location: str) -> Iterator[Case
 def _ends(
     name: str, case: dict[str, Any], report: Report, seconds: float, location: str
 ) -> Iterator[Case]:
-    figures = [("last NPU, ns", _figure(case, "time_ns_max", location), report.total_ns)]
+    last = _figure(case, "time_ns_max", location)
+    figures: list[tuple[str, float, float]] = [("last NPU, ns", last, report.total_ns)]
     if "time_ns_min" in case:
         first = _figure(case, "time_ns_min", location)
         figures.append(("first NPU, ns", first, min(report.end_ns)))
@@ -266,6 +267,7 @@ def _compared(
 _SIZES = {"B": 1, "KiB": KIB, "MiB": MIB, "GiB": GIB}
 _KINDS = {"A2A": "all_to_all", "AR": "all_reduce", "AG": "all_gather", "RS": "reduce_scatter"}
 _SIZE = r"(\d{1,18})\s*(B|KiB|MiB|GiB)"
+_US = r"(\d{1,15})us"
 _COLLECTIVE = r"(ALL_TO_ALL|ALL_REDUCE|ALL_GATHER|REDUCE_SCATTER|A2A|AR|AG|RS)"
 
 
@@ -285,8 +287,7 @@ def describe(text: str, location: str) -> list[Node]:
         return [Node(0, single[1], (), "collective", collective=kind, size=size)]
     # The one graph of several nodes that the recorded runs describe in words.
     chain = re.match(
-        rf"emb (\d{{1,15}})us -> {_COLLECTIVE}\({_SIZE}\); bottom (\d{{1,15}})us .*top (\d{{1,15}})us after both",
-        text,
+        rf"emb {_US} -> {_COLLECTIVE}\({_SIZE}\); bottom {_US} .*top {_US} after both", text
     )
     if chain:
         kind = _KINDS.get(chain[2], chain[2].lower())

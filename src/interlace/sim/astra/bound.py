@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from interlace.sim.astra.config import Network, System
 from interlace.sim.astra.graph import Groups, Node, duration_ns
@@ -64,7 +64,7 @@ class _Bounds:
         )
         # Bounds of single NPUs, and loads that NPUs share.
         self._own: list[Bound] = []
-        self._sent: Mapping[int, float] = collections.defaultdict(float)
+        self._sent: dict[int, float] = collections.defaultdict(float)
         self._crossing = 0.0
 
     def add(self, rank: int, graph: Sequence[Node], order: Sequence[int]) -> None:
@@ -75,8 +75,9 @@ class _Bounds:
         for node in graph:
             own_ns = duration_ns(node, self._system)
             if own_ns is not None:
-                times[node.id] = own_ns = self._least_ns(node, own_ns)
-                units["the host" if node.cpu else node.kind] += own_ns
+                least_ns = self._least_ns(node, own_ns)
+                times[node.id] = least_ns
+                units["the host" if node.cpu else node.kind] += least_ns
             elif node.kind == "collective":
                 least, average, least_received = self._collective(node)
                 times[node.id] = least / self._ports if least else 0.0

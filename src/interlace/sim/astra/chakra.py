@@ -236,15 +236,13 @@ class _Reader:
             return ()
         try:
             groups = [(str(group["pg_name"]), group["ranks"]) for group in parse_json(values[2:-2])]
-            if not all(
-                isinstance(ranks, list) and all(map(_is_number, ranks)) for _, ranks in groups
-            ):
+            if not all(isinstance(r, list) and all(map(_is_number, r)) for _, r in groups):
                 raise ValueError("ranks are no list of numbers")
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise self._error(
                 "inputs must define process groups as PyTorch does, by a list of pg_name and "
-                f"ranks; {type(error).__name__}: {str(error)[:60]}. Write the trace again, or clear "
-                "the node's inputs and give the groups in --groups"
+                f"ranks; {type(error).__name__}: {str(error)[:60]}. Write the trace again, or "
+                "clear the node's inputs and give the groups in --groups"
             ) from error
         return tuple((int(name), tuple(ranks)) for name, ranks in groups if _NUMBER.fullmatch(name))
 
@@ -283,11 +281,17 @@ class _Reader:
         return ConfigError(f"{self._location}: {text}{'' if text[-1] in '.?' else '.'}")
 
 
-_INTEGERS = tuple(
-    f"{kind}_val"
-    for kind in (
-        "int32 int64 uint32 uint64 sint32 sint64 fixed32 fixed64 sfixed32 sfixed64".split()
-    )
+_INTEGERS = (
+    "int32_val",
+    "int64_val",
+    "uint32_val",
+    "uint64_val",
+    "sint32_val",
+    "sint64_val",
+    "fixed32_val",
+    "fixed64_val",
+    "sfixed32_val",
+    "sfixed64_val",
 )
 
 

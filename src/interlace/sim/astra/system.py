@@ -80,7 +80,8 @@ class Mailbox:
     ) -> None:
         """Start a message, and call ``sent()`` when it has arrived."""
         key = (tag, source, destination, size)
-        assert size > 0 and source != destination, "an algorithm makes no such message"
+        assert size > 0, "an algorithm makes no empty message"
+        assert source != destination, "nor one to its sender"
         self.network.send(source, destination, size, lambda: self._arrive(key, sent))
 
     def receive(

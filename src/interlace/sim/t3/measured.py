@@ -113,8 +113,8 @@ def compare(
     left_out: list[str] = []
     rows = [row for file in files for row in _rows(file)]
     report = progress or (lambda done, total: None)
-    for number, row in enumerate(rows):
-        report(number, len(rows))
+    for done, row in enumerate(rows):
+        report(done, len(rows))
         product = Product(
             str(row["shape"]), int(row["rows"]), int(row["columns"]), int(row["inner"])
         )

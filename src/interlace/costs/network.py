@@ -422,4 +422,7 @@ def read_network(file: Path) -> NetworkRates:
             f"{file} must hold a network; it has none. `interlace tune machine` on several nodes "
             "measures one."
         )
-    return parse_network(values)
+    try:
+        return parse_network(values)
+    except ConfigError as error:
+        raise ConfigError(f"{file}: {error}") from error

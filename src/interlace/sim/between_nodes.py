@@ -183,11 +183,11 @@ def compare(
         measured = mapped(mapped(entry, location).get("us"), f"{location}.us")
         slices = _slices(entry.get("slices", _DEFAULT_SLICES), f"{location}.slices")
         for name, value in measured.items():
-            us = number(value, f"{location}.us.{str(name)[:40]}", least=1e-3, most=1e15)
-            comparisons += [
-                _compared(int(text), name, us, shares, sizes, machine, profile, network)
-                for shares in _shares_of(name, slices)
-            ]
+            for shares in _shares_of(name, slices):
+                us = number(value, f"{location}.us.{str(name)[:40]}", least=1e-3, most=1e15)
+                comparisons.append(
+                    _compared(int(text), name, us, shares, sizes, machine, profile, network)
+                )
     return sorted(comparisons, key=lambda row: row.lookups)
 
 

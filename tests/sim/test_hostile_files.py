@@ -66,9 +66,7 @@ _BENCH_ROW: dict[str, Any] = {
     "inner": 64,
     "world_size": 2,
     "floor_us": 1.5,
-    "times": {
-        name: {"median_us": 20.5} for name in ("cuBLAS + NCCL", "cuBLAS alone", "fused")
-    },
+    "times": {name: {"median_us": 20.5} for name in ("cuBLAS + NCCL", "cuBLAS alone", "fused")},
 }
 _MEASUREMENTS = {
     "products": [{"m": 128 * i, "n": 64, "k": 64, "us": 4.5 + i} for i in range(1, 9)],
@@ -242,12 +240,14 @@ def test_damaged_documents(reader: str, tmp_path: Path) -> None:
         # JSON is YAML, but for what the two call a number, so half are read as that.
         file = tmp_path / f"{number}.{draw.choice(('json', 'yaml'))}"
         file.write_bytes(_damaged(document, draw))
+        message = ""
         try:
             use(file)
         except ConfigError as error:
+            message = str(error)
             refused += 1
-            # Whether graphs fit a network is said of an NPU and a node, which have no file here.
-            assert file.name in str(error) or re.search("NPU|group", str(error)), error
+        # Whether graphs fit a network is said of an NPU and a node, which have no file here.
+        assert not message or file.name in message or re.search("NPU|group", message)
     assert refused > DRAWS / 5
 
 
@@ -285,7 +285,7 @@ def test_damaged_traces(tmp_path: Path) -> None:
         '[\'[{"pg_name": "1", "ranks": [0, 5]}]\']',
         '[\'[{"pg_name": "1"}]\']',
         '[\'{"pg_name": "1", "ranks": 3}\']',
-        '[\'"pg_name"' + "[" * 50_000 + "\']",
+        '[\'"pg_name"' + "[" * 50_000 + "']",
     )
     network = Network(topology=["Ring"], npus_count=[2], bandwidth=[1], latency=[1])
     outcomes = []
@@ -313,11 +313,13 @@ def test_damaged_traces(tmp_path: Path) -> None:
             at = draw.randrange(len(content))
             file.write_bytes(content[:at] + draw.choice((b"", b"\xff" + content[at + 1 :])))
         system = System(replay_only=draw.random() < 0.3)
+        message = ""
         try:
             graph = chakra.read_trace(file, replay_only=system.replay_only)
             outcomes.append(run(network, system, [graph, graph]).total_ns)
         except ConfigError as error:
-            assert re.search("trace.0.et|NPU|group", str(error)), error
+            message = str(error)
+        assert not message or re.search("trace.0.et|NPU|group", message)
     assert 0 < len(outcomes) < 10 * DRAWS
 
 
@@ -326,7 +328,11 @@ def test_damaged_traces(tmp_path: Path) -> None:
     [
         ('{"a": 1, "a": 2}', ".json", "'a' is given twice; remove one"),
         ("a: 1\nb: 2\na: 3\n", ".yml", "line 1, column 1 must be YAML; 'a' is given twice"),
-        ("a: &x [1]\nb: [*x, *x]\n", ".yml", "line 2, .* must be YAML; an alias stands for a value"),
+        (
+            "a: &x [1]\nb: [*x, *x]\n",
+            ".yml",
+            "line 2, .* must be YAML; an alias stands for a value",
+        ),
         ("a: .inf\n", ".yml", "line 1, column 4 must be YAML; '.inf' is not a finite number"),
         ('{"a": NaN}', ".json", "must be JSON; NaN is not a number of JSON"),
         ('{"a": 1e999}', ".json", "must be JSON; '1e999' is too large for a number"),

@@ -40,6 +40,7 @@ from interlace.sim.step import run
 from interlace.sim.sweeps import parse_parameter, sweep, to_csv
 from interlace.sim.timeline import busy_until
 from interlace.sim.trace import to_perfetto
+from interlace.sim.validate import packaged_cases
 from interlace.sim.work import Collective, Task
 from interlace.units import format_bytes, format_ns, format_number
 
@@ -346,6 +347,9 @@ def test_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     document = json.loads((tmp_path / "sc24.json").read_text())
     low, high = document["range"]["forward"]
     assert low < 21 < high
+    for row in document["networks"]:
+        cells = f"{row['unfused_ms']:.1f} ms", f"{row['forward']:.1f} %", f"{row['both']:.1f} %"
+        assert _has_row(done, *cells)
     assert ["2-D torus 8x16", "per_dimension", "forward"] in [
         match[:3] for match in document["matches"]
     ]
@@ -447,6 +451,11 @@ def test_collective_command_shows_every_algorithm(tmp_path: Path) -> None:
     assert "halving_doubling was not run" in " ".join(done.output.split())
 
 
+def _has_row(done: CliResult, *cells: str) -> bool:
+    """Return whether a table has these cells, regular expressions, next to each other."""
+    return re.search(r" +".join(cells), done.output) is not None
+
+
 def test_sweep_command(tmp_path: Path) -> None:
     done = command(
         "sweep",
@@ -468,12 +477,15 @@ def test_sweep_command(tmp_path: Path) -> None:
     )
     assert "4 points, 0 of them remembered" in done.output
     assert (tmp_path / "s.png").read_bytes().startswith(PNG)
-    assert len(json.loads((tmp_path / "s.json").read_text())["points"]) == 4
+    points = json.loads((tmp_path / "s.json").read_text())["points"]
+    assert len(points) == 4
+    for point in points:
+        times = [format_ns(point[name]) for name in ("total_ns", "exposed_ns", "bound_ns")]
+        saved = f"{point['saved_percent']:.1f} %"
+        assert _has_row(done, str(point["parameters"]["nodes"]), r"\w+", *times, saved)
 
 
 def test_validate_command(tmp_path: Path) -> None:
-    from interlace.sim.validate import packaged_cases
-
     document = json.loads(packaged_cases().read_text())
     file = tmp_path / "cases.json"
     file.write_text(
@@ -487,6 +499,17 @@ def test_validate_command(tmp_path: Path) -> None:
     assert len((tmp_path / "validate.csv").read_text().splitlines()) == 1 + 3 * 2 + 2 * 3
     file.write_text(json.dumps({"collectives": [{**document["collectives"][0], "time_ns_max": 5}]}))
     assert "FAILED" in command("validate", "--cases", file, "--out", tmp_path, code=1).output
+    # A case that cannot run has no figures, none is exact, and there is nothing to draw.
+    file.write_text(json.dumps({"collectives": [{**document["collectives"][0], "npus": 3}]}))
+    done = command("validate", "--cases", file, "--out", tmp_path / "none", code=1)
+    text = " ".join(done.output.split())
+    assert "was not run:" in text
+    assert "0 of 1 figures within tolerance" in text
+    assert "exact" not in text
+    names = sorted(path.name for path in (tmp_path / "none").iterdir())
+    assert names == ["validate.csv", "validate.json"]
+    (case,) = json.loads((tmp_path / "none" / "validate.json").read_text())
+    assert (case["error"], case["passed"]) == (None, False)
 
 
 def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
@@ -509,6 +532,10 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
     aware = json.loads(outcome.read_text())
     assert 0 < aware["bound_ns"] <= aware["end_ns"][0]
     assert not aware["unphysical"]
+    assert f"Physical bound: {aware['bound_ns']} ns, by {aware['bound_reason']}. Not in it: " in (
+        " ".join(done.output.split())
+    )
+    assert len(aware["not_in_bound"]) == 3
     assert len(set(aware["end_ns"])) == 1
     command(*step, "--congestion-unaware", "--json", outcome)
     assert json.loads(outcome.read_text())["end_ns"][0] < aware["end_ns"][0]
@@ -531,6 +558,17 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
         (("sweep", "dlrm", "--param", "nodes=2,few"), "nodes must be a whole number; got 'few'"),
         (("sweep", "dlrm", "--param", "nodes=0"), "nodes must be at least 1; got 0"),
         (("sweep", "collective", "--param", "size=1MiB,few"), "size must be a number of bytes"),
+        (("collective", "all_reduce", "--size", "0"), "bytes must be at least 1; got 0"),
+        (("collective", "all_reduce", "--size", "1.5"), "size must be whole bytes; got '1.5'"),
+        (
+            ("dlrm", "--set", "model.tables=0"),
+            "with --set tables: tables must be a whole number of at least 1; got 0",
+        ),
+        (
+            ("dlrm", "--set", "machine.network.latency_ns=-1"),
+            "with --set network.latency_ns: network.latency_ns is wrong: value must not be negat",
+        ),
+        (("nodes", str(packaged_cases())), "must have sizes and results.lookups, as benchmarks"),
         (("presets", "nothing"), "a preset must be one of"),
         (
             ("astra", "--network", "none.yml", "--system", "none.json", "--workload", "x"),

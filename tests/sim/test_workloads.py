@@ -152,8 +152,10 @@ def test_sc24_reference_lies_on_both_sides_of_the_paper() -> None:
             1 - scenario.change({"fused": fused}).simulate().total_ns / scenario.simulate().total_ns
         )
 
-    assert saved("forward", "one_shot") < 21 < saved("both", "one_shot")
-    assert saved("forward", "per_dimension") == pytest.approx(21, abs=1)
+    # These are the figures that docs/simulator.md prints.
+    savings = [saved(*run) for run in (("forward", "one_shot"), ("both", "one_shot"))]
+    savings.append(saved("forward", "per_dimension"))
+    assert savings == pytest.approx([13.3, 27.3, 20.8], abs=0.05)
 
 
 # Transformer and mixture of experts.

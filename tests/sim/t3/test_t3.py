@@ -149,6 +149,10 @@ def test_traffic_of_the_ring(ranks: int) -> None:
     assert [_written(one) / chunk for one in (before, after)] == pytest.approx(
         [2 * ranks, 2 * ranks - 2]
     )
+    # Near-memory updates cost more than writes, so it matters which of both the traffic is.
+    for cause in ("product", "reduce_scatter"):
+        assert before.moved(cause, "update") == after.moved(cause, "write") == 0
+        assert after.moved(cause, "update") / chunk == pytest.approx(ranks - 1)
     for one in (before, after):
         assert (
             one.moved("all_gather", "read")

@@ -96,16 +96,17 @@ class _Bounds:
         for ident in order:
             before = max((ends[dep] for dep in nodes[ident].deps), default=0.0)
             ends[ident] = before + times.get(ident, 0.0)
-        self._own += [
-            Bound(units["compute"], f"computation of NPU {rank}"),
-            Bound(units["the host"], f"the host of NPU {rank}"),
-            Bound(max(ends.values(), default=0.0), f"a chain of nodes of NPU {rank}"),
-        ]
+        # The simplest reason comes first, which is named where several bind equally.
         if self._ports:
             self._own += [
                 Bound(sent / self._ports, f"bytes that leave NPU {rank}"),
                 Bound(received / self._ports, f"bytes that reach NPU {rank}"),
             ]
+        self._own += [
+            Bound(units["compute"], f"computation of NPU {rank}"),
+            Bound(units["the host"], f"the host of NPU {rank}"),
+            Bound(max(ends.values(), default=0.0), f"a chain of nodes of NPU {rank}"),
+        ]
 
     def every(self) -> Iterator[Bound]:
         """List all bounds."""

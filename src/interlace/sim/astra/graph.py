@@ -97,7 +97,8 @@ def all_groups(graphs: Sequence[Sequence[Node]], groups: Groups, npus: int) -> d
                 "Number it anew."
             )
     # NPUs often share one graph, which is read once.
-    for rank, graph in {id(graph): (rank, graph) for rank, graph in enumerate(graphs)}.values():
+    different = {id(graph): (rank, graph) for rank, graph in reversed([*enumerate(graphs)])}
+    for rank, graph in different.values():
         for node in graph:
             for number, given in node.defines:
                 members = list(given or range(npus))

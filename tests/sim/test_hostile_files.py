@@ -246,8 +246,8 @@ def test_damaged_documents(reader: str, tmp_path: Path) -> None:
         except ConfigError as error:
             message = str(error)
             refused += 1
-        # Whether graphs fit a network is said of an NPU and a node, which have no file here.
-        assert not message or file.name in message or re.search("NPU|group", message)
+        # What does not fit together is said of an NPU and its node, or of ranks.
+        assert not message or file.name in message or re.search("NPU|group|ranks|GPUs", message)
     assert refused > DRAWS / 5
 
 

@@ -111,7 +111,7 @@ class Gpu(Strict):
         # ``none`` is what a command can set, which has no other word for nothing.
         if name is None or name == "none":
             return None
-        if shipped_profile(name) is None:
+        if len(name) > 100 or shipped_profile(name) is None:
             raise ValueError(f"it must be none or one of {', '.join(profiled_gpus())}")
         return name
 
@@ -221,6 +221,16 @@ class Net(Strict):
     latency_ns: Given
     """Nanoseconds per hop, from the first byte in to the first byte out."""
     ties: Literal["clockwise", "split"] = "clockwise"
+
+    @field_validator("topology")
+    @classmethod
+    def _known(cls, text: str) -> str:
+        if not topology.NAME.fullmatch(text):
+            raise ValueError(
+                "it must be ring, torus2d, torus3d, torus:AxB, switch, full or "
+                "fattree[:LEAVESxDOWN/UP]"
+            )
+        return text
 
     @model_validator(mode="after")
     def _possible(self) -> Net:

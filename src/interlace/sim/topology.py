@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Sequence
 from typing import Literal
 
@@ -278,6 +279,13 @@ class Hierarchical(Topology):
 
     def diameter_ns(self) -> int:
         return self.outer.diameter_ns() if self.nodes > 1 else self.inner.diameter_ns()
+
+
+NAME = re.compile(
+    r"(ring|torus|torus2d|torus3d)(:\d{1,7}(x\d{1,7}){0,9})?"
+    r"|(switch|full)(:\d{1,7})?|fattree(:\d{1,7}x\d{1,7}(/\d{1,7})?)?"
+)
+"""Short names of topologies, with sizes or without."""
 
 
 def build(

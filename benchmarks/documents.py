@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 import sys
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from interlace.cli.console import now
 from interlace.cli.machine import describe
+from interlace.documents import to_json
 
 
 def write(file: Path, results: Any, **more: Any) -> None:
@@ -30,4 +30,4 @@ def write(file: Path, results: Any, **more: Any) -> None:
         **more,
         "results": results,
     }
-    file.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    file.write_text(to_json(document), encoding="utf-8")

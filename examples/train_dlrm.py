@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,10 +21,11 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from shared.commands import is_first_rank, run_with_options
+from shared.commands import is_first_rank, make_console, run_with_options
 
 import interlace
 from interlace.data import BatchStream, CriteoFiles, SyntheticClicks
+from interlace.documents import to_json
 from interlace.models import DLRM, Trainer, latest_checkpoint, measure_step
 from interlace.nn import EmbeddingTable
 
@@ -47,21 +47,25 @@ class Settings:
     ] = None
     samples: Annotated[
         int | None,
-        typer.Option("--synthetic", help="Train on this number of made-up samples, not on --data."),
+        typer.Option(
+            "--synthetic", min=1, help="Train on this number of made-up samples, not on --data."
+        ),
     ] = None
     strict: Annotated[
         bool, typer.Option("--strict", help="Stop at a corrupt line instead of skipping it.")
     ] = False
     impl: Annotated[str, typer.Option(help="auto, fused or unfused.")] = "auto"
-    batch: Annotated[int, typer.Option(help="Samples per global batch.")] = 64
-    steps: Annotated[int | None, typer.Option(help="Stop after this number of steps.")] = None
-    epochs: Annotated[int, typer.Option(help="Times to go through the data.")] = 1
-    tables: Annotated[int, typer.Option(help="Categorical features to use, 1 to 26.")] = 26
+    batch: Annotated[int, typer.Option(min=1, help="Samples per global batch.")] = 64
+    steps: Annotated[int | None, typer.Option(min=1, help="Stop after this number of steps.")] = (
+        None
+    )
+    epochs: Annotated[int, typer.Option(min=1, help="Times to go through the data.")] = 1
+    tables: Annotated[int, typer.Option(min=1, max=26, help="Categorical features to use.")] = 26
     rows: Annotated[
-        int, typer.Option(help="Rows of each table, to which categories are hashed.")
+        int, typer.Option(min=2, help="Rows of each table, to which categories are hashed.")
     ] = 1000
-    width: Annotated[int, typer.Option(help="Width of an embedding.")] = 16
-    lookups: Annotated[int, typer.Option(help="Lookups per bag; Criteo has 1.")] = 1
+    width: Annotated[int, typer.Option(min=1, help="Width of an embedding.")] = 16
+    lookups: Annotated[int, typer.Option(min=1, help="Lookups per bag; Criteo has 1.")] = 1
     jagged: Annotated[
         bool, typer.Option("--jagged", help="Bags of 0 to 2 * lookups - 1 lookups.")
     ] = False
@@ -73,12 +77,14 @@ class Settings:
     )
     learning_rate: Annotated[float, typer.Option(help="Learning rate of the tables.")] = 0.05
     dense_learning_rate: Annotated[float, typer.Option(help="Learning rate of the MLPs.")] = 0.05
-    cardinality: Annotated[int, typer.Option(help="Categories of a made-up feature.")] = 200
-    seed: Annotated[int, typer.Option(help="Seed of weights and made-up samples.")] = 0
+    cardinality: Annotated[int, typer.Option(min=1, help="Categories of a made-up feature.")] = 200
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights and made-up samples.")] = 0
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints; one is written at the end.")
     ] = None
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between two checkpoints.")] = 0
+    checkpoint_every: Annotated[
+        int, typer.Option(min=0, help="Steps between two checkpoints.")
+    ] = 0
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint.")
     ] = False
@@ -141,8 +147,8 @@ def build(settings: Settings) -> Trainer:
     ]
     model = DLRM(
         tables,
-        bottom=numbers(settings.bottom),
-        top=numbers(settings.top),
+        bottom=numbers("bottom", settings.bottom),
+        top=numbers("top", settings.top),
         gradient=settings.update,
         learning_rate=settings.learning_rate,
         batch=settings.batch,
@@ -156,17 +162,19 @@ def build(settings: Settings) -> Trainer:
 
 def train(settings: Settings) -> dict[str, Any]:
     """Train on this rank, and evaluate the model; the result is the same on every rank."""
-    console = Console(quiet=settings.quiet or dist.get_rank() != 0, highlight=False)
+    console = make_console(is_quiet=settings.quiet or dist.get_rank() != 0)
     trainer = build(settings)
-    if (
-        settings.resume
-        and settings.checkpoint
-        and (checkpoint := latest_checkpoint(settings.checkpoint))
-    ):
-        trainer.load(checkpoint)
-        console.print(f"Resumed after {trainer.steps} steps, from {checkpoint}")
+    if settings.resume and settings.checkpoint:
+        checkpoint = latest_checkpoint(settings.checkpoint)
+        if checkpoint is None:
+            console.print(f"No checkpoint in {settings.checkpoint} yet: from the beginning")
+        else:
+            trainer.load(checkpoint)
+            console.print(f"Resumed after {trainer.steps} steps, from {checkpoint}")
     console.print(trainer.model.embeddings.plan)
     training, evaluation = streams(settings)
+    # A file that is not clicks is refused now, not after hours of training.
+    next(iter(evaluation), None)
     batches = itertools.chain.from_iterable(itertools.repeat(training, settings.epochs))
     losses: list[torch.Tensor] = []
     with progress(console) as bar:
@@ -186,7 +194,9 @@ def train(settings: Settings) -> dict[str, Any]:
             ):
                 trainer.save(settings.checkpoint)
         bar.update(task, completed=trainer.steps)
-    if settings.checkpoint:
+    if not losses:
+        console.print(f"Nothing left to do: the model has been trained for {trainer.steps} steps.")
+    elif settings.checkpoint:
         console.print(f"Saved {trainer.save(settings.checkpoint)}")
     quality = trainer.evaluate(evaluation)
     result: dict[str, Any] = {
@@ -201,9 +211,11 @@ def train(settings: Settings) -> dict[str, Any]:
             f"{trainer.steps} steps, loss {first:.4f} -> {last:.4f} (means of the first and the "
             f"last {count})"
         )
-    console.print(
-        f"Held out: {quality.samples} samples, loss {quality.loss:.4f}, AUC {quality.auc:.4f}"
-    )
+    if quality.samples:
+        auc = "none for one class" if math.isnan(quality.auc) else f"{quality.auc:.4f}"
+        console.print(f"Held out: {quality.samples} samples, loss {quality.loss:.4f}, AUC {auc}")
+    else:
+        console.print(f"Held out: nothing, of fewer than {HELD_OUT_EVERY} batches")
     if settings.times:
         result["times"] = report_times(console, trainer, next(iter(training)))
     return result
@@ -294,9 +306,42 @@ def check_itself(world_size: int, backend: str) -> None:
     assert difference < 1e-5
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Read integers that are separated by commas."""
-    return tuple(int(part) for part in text.split(",") if part)
+def numbers(option: str, text: str) -> tuple[int, ...]:
+    """Read positive integers that are separated by commas.
+
+    Raises:
+        typer.BadParameter: they are something else.
+    """
+    parts = [part.strip() for part in text.split(",")] if text else []
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise typer.BadParameter(
+            f"--{option} must be positive numbers, separated by commas; got {text!r}. Say 64,32."
+        )
+    return tuple(map(int, parts))
+
+
+def require_used(settings: Settings) -> None:
+    """Refuse options that would be ignored beside, or without, others, or be of no use at the end.
+
+    Raises:
+        typer.BadParameter: one is given.
+    """
+    for option in ("bottom", "top"):
+        numbers(option, getattr(settings, option))
+    if settings.json_file and not settings.json_file.absolute().parent.is_dir():
+        raise typer.BadParameter(f"--json must be in a folder; got {settings.json_file}.")
+    if settings.data and settings.samples is not None:
+        raise typer.BadParameter("--data and --synthetic must not come together. Leave one out.")
+    for option, value, needed, has in (
+        ("--held-out", settings.held_out, "--data", settings.data),
+        ("--strict", settings.strict, "--data", settings.data),
+        ("--resume", settings.resume, "--checkpoint", settings.checkpoint),
+        ("--checkpoint-every", settings.checkpoint_every, "--checkpoint", settings.checkpoint),
+    ):
+        if value and not has:
+            raise typer.BadParameter(f"{option} must come with {needed}. Add it.")
+    if not settings.data and settings.samples is None and settings != Settings():
+        raise typer.BadParameter("options must come with --data or --synthetic. Add one of them.")
 
 
 def main(settings: Settings, ranks: int, backend: str) -> None:
@@ -304,13 +349,14 @@ def main(settings: Settings, ranks: int, backend: str) -> None:
 
     Without --data and --synthetic, train a small model and check it.
     """
+    require_used(settings)
     if not settings.data and settings.samples is None:
         check_itself(ranks, backend)
         return
     result = interlace.launch(train, ranks, settings, backend=backend)[0]
     if settings.json_file is not None and is_first_rank():
         described = {"settings": dataclasses.asdict(settings), **result}
-        settings.json_file.write_text(json.dumps(described, indent=1, default=str) + "\n")
+        settings.json_file.write_text(to_json(described, default=str))
 
 
 if __name__ == "__main__":

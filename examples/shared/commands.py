@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 
 import interlace
+from interlace.cli.console import is_first_rank, make_console
 from shared.errors import DTYPES
 
 WorldSize = Annotated[
@@ -25,16 +26,6 @@ Steps = Annotated[int, typer.Option(help="Steps to time.")]
 Times = Annotated[
     bool, typer.Option("--times", help="Compile with Inductor too and, on GPUs, time steps.")
 ]
-
-
-def is_first_rank() -> bool:
-    """Tell if this process is the first of those that torchrun has started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def make_console() -> Console:
-    """Return a console that prints on the first rank only: the others run the same program."""
-    return Console(highlight=False, soft_wrap=True, quiet=not is_first_rank())
 
 
 def ranks_of(world_size: int | None) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from interlace import ArgumentError
+from interlace import ArgumentError, DataError
 from interlace.data import Batch, BatchStream, Records, SyntheticClicks, collate
 from interlace.data.records import hash_to_rows, log_transform, mix
 
@@ -102,6 +102,23 @@ def test_held_out_batches() -> None:
     everything = labels()
     assert labels(held_out_every=5, held_out=True) == [everything[4], everything[9]]
     assert labels(held_out_every=5) == everything[:4] + everything[5:9]
+
+
+def test_a_stream_without_a_batch_is_an_error() -> None:
+    """Unless it is of the batches that are held out, of which few records have none."""
+
+    def count(samples: int, **options: Any) -> int:
+        return len(list(BatchStream(SyntheticClicks(samples), 8, rows=ROWS, **options)))
+
+    for samples, options, rule in [
+        (7, {}, "8 records or more, for one batch; got 7. Give more data, or take a smaller batch"),
+        (0, {"last": "pad"}, "1 records or more, for one batch; got 0. Give more data"),
+    ]:
+        with pytest.raises(DataError) as caught:
+            count(samples, **options)
+        assert str(caught.value) == f"BatchStream: the source must have {rule}."
+    assert count(7, last="pad") == 1
+    assert count(7, held_out_every=2, held_out=True, last="pad") == 0
 
 
 def test_synthetic_clicks_depend_on_the_seed_alone() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
+import re
 import warnings
 from pathlib import Path
 
@@ -60,59 +62,133 @@ def test_every_line_as_read_one_by_one(lines: list[list[str]], separator: str) -
     _check(records, lines)
 
 
+NAMES = ["label", *[f"I{i}" for i in range(1, 14)], *[f"C{i}" for i in range(1, 27)]]
+HEADERS = {
+    "no header": [],
+    "names": NAMES,
+    "a name of two words": ["is_click", *NAMES[1:]],
+    "names with digits": [f"col_{i}" for i in range(40)],
+    "Spark's names": [f"_c{i}" for i in range(40)],
+    "pandas' numbers": [str(i) for i in range(40)],
+    "quoted": [f'"{name}"' for name in NAMES],
+}
+
+
 @pytest.mark.parametrize("separator", ["\t", ","])
-@pytest.mark.parametrize("header", [False, True])
-@pytest.mark.parametrize("end", ["\n", "\r\n"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_dialects(tmp_path: Path, separator: str, header: bool, end: str, packed: bool) -> None:
-    names = (
-        [["label", *[f"I{i}" for i in range(1, 14)], *[f"C{i}" for i in range(1, 27)]]]
-        if header
-        else []
-    )
-    # No newline at the end of the file
-    text = end.join(separator.join(line) for line in [*names, GOOD, GOOD]).encode()
-    path = tmp_path / ("day_0.gz" if packed else "train.txt")
-    path.write_bytes(gzip.compress(text) if packed else text)
-    _check(_all(path), [GOOD, GOOD])
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS)
+@pytest.mark.parametrize("mark", [b"", codecs.BOM_UTF8], ids=["plain", "marked"])
+def test_dialects(tmp_path: Path, separator: str, header: list[str], mark: bytes) -> None:
+    """Whatever the lines' ends, and packed or not, whatever the name says of it."""
+    for i, end in enumerate(["\n", "\r\n"]):
+        # No newline at the end of the file.
+        lines = [header, GOOD, GOOD] if header else [GOOD, GOOD]
+        text = mark + end.join(separator.join(line) for line in lines).encode()
+        for name, content in {
+            "train.txt": text,
+            "day_0.gz": gzip.compress(text),
+            "packed.txt": gzip.compress(text),
+            "plain.gz": text,
+        }.items():
+            path = tmp_path / f"{i}-{name}"
+            path.write_bytes(content)
+            _check(_all(path), [GOOD, GOOD])
 
 
+@pytest.mark.parametrize("header", [[], NAMES], ids=["no header", "header"])
 @pytest.mark.parametrize(
-    "change",
+    ("change", "got"),
     [
-        {0: "2"},
-        {0: ""},
-        {0: "x"},
-        {1: "1e3"},
-        {2: "--1"},
-        {3: "1.5"},
-        {4: "12345678901"},
-        {13: "-"},
-        {14: "05db91640"},
-        {39: "xyz"},
-        {39: "-1"},
-        {39: "ab\tcd"},
-        {38: '"ab"'},
+        ({0: "2"}, "'2' as label"),
+        ({0: ""}, "'' as label"),
+        ({0: "0x1"}, "'0x1' as label"),
+        ({1: "1e3"}, "'1e3' as I1"),
+        ({2: "--1"}, "'--1' as I2"),
+        ({3: "1.5"}, "'1.5' as I3"),
+        ({3: ".0"}, "'.0' as I3"),
+        ({4: "12345678901"}, "'12345678901' as I4"),
+        ({13: "-"}, "'-' as I13"),
+        ({14: "05db91640"}, "'05db91640' as C1"),
+        ({39: "xyz"}, "'xyz' as C26"),
+        ({39: "-1"}, "'-1' as C26"),
+        ({39: "ab\tcd"}, "41 fields"),
+        ({38: '"ab"'}, "quoted fields"),
     ],
     ids=str,
 )
 def test_a_corrupt_line_is_skipped_and_counted_or_refused(
-    tmp_path: Path, change: dict[int, str]
+    tmp_path: Path, change: dict[int, str], got: str, header: list[str]
 ) -> None:
     bad = [change.get(i, field) for i, field in enumerate(GOOD)]
     path = tmp_path / "train.txt"
-    path.write_text("".join("\t".join(line) + "\n" for line in [GOOD, bad, GOOD]))
+    lines = [*([header] if header else []), GOOD, bad, GOOD]
+    path.write_text("".join("\t".join(line) + "\n" for line in lines))
+    where, got = f"{path}, line {len(lines) - 1}", re.escape(got)
     files = CriteoFiles([path])
     with pytest.warns(
-        UserWarning, match=rf"^1 corrupt lines skipped, the first in {path}, line 2\.$"
+        UserWarning, match=rf"^1 corrupt lines skipped, the first in {where}: {got}\.$"
     ):
         _check(Records.join(files), [GOOD, GOOD])
     assert files.corrupt == {path: 1}
     with pytest.raises(
         DataError,
-        match=rf"^{path}, line 2 must have a label, 13 integers and 26 hexadecimal ids; it has not",
+        match=rf"^{where} must have a label, 13 integers and 26 hexadecimal ids; got {got}\.$",
     ):
         _all(path)
+
+
+LINES = "".join("\t".join(GOOD) + "\n" for _ in range(5)).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "got"),
+    [
+        (b"".join(line.partition(b"\t")[2] + b"\n" for line in LINES.splitlines()), "no label: 39"),
+        (b"".join(b"7\t" + line + b"\n" for line in LINES.splitlines()), "an index before the label"),
+        (LINES.replace(b"\t", b";"), "fields that are separated by ';'"),
+        (LINES.replace(b"\t", b'","'), "quoted fields"),
+        (LINES.replace(b"\n", b"\r"), "lines that end in carriage returns alone"),
+        (b"It is not clicks.\n" * 5, "1 field, and no record in 5 lines"),
+        (b"\x7fELF\0\0\1\n", "binary data"),
+    ],
+    ids=["labels", "index", "semicolons", "quotes", "returns", "prose", "binary"],
+)
+def test_a_file_without_a_record_is_refused_and_says_what_it_looks_like(
+    tmp_path: Path, content: bytes, got: str
+) -> None:
+    path = tmp_path / "train.txt"
+    path.write_bytes(content)
+    files = CriteoFiles([path])
+    with pytest.raises(DataError, match=rf"^{path}, line 1 must have a label.*; got {got}"):
+        list(files)
+    assert files.corrupt == {path: content.count(b"\n") or 1}
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        (gzip.compress(LINES), "gzip"),
+        (b"PK\x03\x04" + LINES, "a zip archive"),
+        (bytes(257) + b"ustar" + LINES, "a tar archive"),
+        (LINES.decode().encode("utf-16"), "UTF-16 text"),
+    ],
+    ids=str,
+)
+def test_other_kinds_of_files_are_refused(tmp_path: Path, content: bytes, kind: str) -> None:
+    """Those that are gzip have been packed twice."""
+    path = tmp_path / "train.txt"
+    path.write_bytes(gzip.compress(content))
+    with pytest.raises(DataError, match=rf"^{path}, line 1 must be plain text.*; this is {kind}\."):
+        list(CriteoFiles([path]))
+
+
+def test_a_file_without_records_is_read_for_a_while_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 1000)
+    path = tmp_path / "train.txt"
+    path.write_bytes(b"1,2,3\n" * 2000 + LINES)
+    with pytest.raises(DataError, match=r"line 1 must have .*; got 3 fields, and no record in 1\d+ "):
+        list(CriteoFiles([path]))
 
 
 def test_short_lines_empty_lines_and_blocks(
@@ -132,7 +208,7 @@ def test_short_lines_empty_lines_and_blocks(
         + ",".join(GOOD)
         + "\n"
     )
-    with pytest.warns(UserWarning, match="1 corrupt lines skipped, the first in .*, line 8"):
+    with pytest.warns(UserWarning, match="1 corrupt lines skipped, the first in .*, line 8: 3 fields"):
         _check(_all(path, strict=False), [GOOD] * 6)
 
 
@@ -143,7 +219,7 @@ def test_a_corrupt_line_does_not_decide_on_the_separator(
     monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 100)
     path = tmp_path / "train.txt"
     path.write_text("a, b, c\n" + ("\t".join(GOOD) + "\nx,y\n") * 7)
-    with pytest.warns(UserWarning, match=r"^8 corrupt lines skipped, the first in .*, line 1\.$"):
+    with pytest.warns(UserWarning, match=r"^8 corrupt lines skipped, the first in .*, line 1: 1 field\.$"):
         _check(_all(path, strict=False), [GOOD] * 7)
 
 
@@ -155,13 +231,23 @@ def test_files_that_are_none(tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(gzip.compress(b"x" * 1000)[:-9])
     with pytest.raises(DataError, match=r"cut\.gz must be readable"):
         _all(tmp_path / "cut.gz")
+    # Damage between header and checksum is not an OSError.
+    packed = bytearray(gzip.compress(LINES * 400, mtime=0))
+    for at in range(15, 120, 15):
+        packed[at] ^= 0x5A
+        (tmp_path / "damaged.gz").write_bytes(packed)
+        with pytest.raises(DataError, match=r"damaged\.gz must be readable"):
+            _all(tmp_path / "damaged.gz")
+        packed[at] ^= 0x5A
     (tmp_path / "zeros.txt").write_bytes(bytes(17 << 20))
     with pytest.raises(
         DataError, match=r"zeros\.txt must consist of lines; got \d+ bytes without an end of line"
     ):
         _all(tmp_path / "zeros.txt")
-    (tmp_path / "empty.txt").write_bytes(b"")
-    assert list(CriteoFiles([tmp_path / "empty.txt"])) == []
+    for name, content in {"empty.txt": b"", "names.csv": ",".join(NAMES).encode()}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.warns(UserWarning, match=rf"^{tmp_path / name} has no records\.$"):
+            assert not sum(map(len, CriteoFiles([tmp_path / name])))
 
 
 SAMPLE = Path(__file__).parents[3] / "shared" / "data" / "criteo_sample.csv"

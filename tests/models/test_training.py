@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -231,13 +232,54 @@ def test_a_checkpoint_that_fails_leaves_the_old_one_as_it_was(
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
 
 
+class _Killed(BaseException):
+    """Nothing catches it, as nothing catches a kill."""
+
+
+def _kill_between_renames(folder: str) -> list[Any]:
+    """Save a step again, and die when the old checkpoint has no name and the new one none yet."""
+    trainer, path = _trainer(), Path(folder) / "step-00000000"
+    trainer.save(Path(folder), note="first")
+    rename = Path.rename
+
+    def killed(source: Path, target: Path) -> Any:
+        if source.suffix == ".partial":
+            raise _Killed
+        return rename(source, target)
+
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(_Killed):
+        patch.setattr(Path, "rename", killed)
+        trainer.save(Path(folder), note="second")
+    latest = latest_checkpoint(Path(folder))
+    assert latest is not None
+    seen: list[Any] = [path.exists(), trainer.load(latest), trainer.load(path)]
+    trainer.save(Path(folder), note="third")
+    latest = latest_checkpoint(Path(folder))
+    assert latest is not None
+    return [*seen, latest.name, trainer.load(latest)]
+
+
+def test_a_kill_between_the_renames_leaves_the_old_checkpoint(ranks: Any, tmp_path: Path) -> None:
+    (seen,) = ranks(1).run(_kill_between_renames, str(tmp_path))
+    assert seen == [False, *[{"note": "first"}] * 2, "step-00000000", {"note": "third"}]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
 def test_only_complete_checkpoints_count(tmp_path: Path) -> None:
+    """The latest has the most steps, not the last name."""
     assert latest_checkpoint(tmp_path) is None
-    for name in ("step-00000009", "step-00000010", ".step-00000011.partial", "step-00000012"):
+    for name, is_complete in {
+        "step-00000009": True,
+        "step-99999999": True,
+        "step-100000000": True,
+        ".step-100000001.partial": True,
+        "step-100000002": False,
+        "step-last": True,
+    }.items():
         (tmp_path / name).mkdir()
-        if name != "step-00000012":
+        if is_complete:
             (tmp_path / name / "checkpoint.json").write_text(json.dumps({}))
-    assert latest_checkpoint(tmp_path) == tmp_path / "step-00000010"
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-100000000"
 
 
 def _measure() -> dict[str, Any]:

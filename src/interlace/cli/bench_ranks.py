@@ -7,7 +7,6 @@ file of ``--json``, so a long run that is cut off is not lost.
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ import torch.distributed as dist
 
 from interlace.bench.draws import Draw
 from interlace.cli.ranks import advance
+from interlace.documents import to_json
 
 Result = dict[str, Any]
 Measure = Callable[[Any], list[Result]]
@@ -50,7 +50,7 @@ def run_rank(
         torch.cuda.empty_cache()
         if file is not None and dist.get_rank() == 0:
             document = {**header, "results": results}
-            Path(file).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            Path(file).write_text(to_json(document), encoding="utf-8")
         advance(folder)
     return results
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import datetime
 import os
 import shlex
@@ -15,8 +16,12 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.protocol import rich_cast
+from rich.table import Table
 
 from interlace.errors import InterlaceError
+
+_UNBOUNDED_COLUMNS = 100_000
 
 
 def is_first_rank() -> bool:
@@ -27,9 +32,33 @@ def is_first_rank() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def make_console() -> Console:
-    """Return a console that prints on the first rank only."""
-    return Console(quiet=not is_first_rank(), highlight=False)
+class _Unbounded(Console):
+    """A console of a file or a pipe, which have no width: lines are as long as what they say."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        """Print the objects; a table's title and caption, which Rich folds at the table's width, in
+        lines of their own.
+        """
+        table = rich_cast(objects[0]) if len(objects) == 1 else None
+        if not isinstance(table, Table):
+            super().print(*objects, **options)
+            return
+        bare = copy.copy(table)
+        bare.title = bare.caption = None
+        for part in (table.title, bare, table.caption):
+            if part is not None:
+                super().print(part, **options)
+
+
+def make_console(*, is_quiet: bool = False) -> Console:
+    """Return a console that prints on the first rank only, or, if ``is_quiet``, nothing.
+
+    Nothing is folded in a file or a pipe, unless COLUMNS says how wide it is.
+    """
+    options: dict[str, Any] = {"quiet": is_quiet or not is_first_rank(), "highlight": False}
+    if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
+        return Console(**options)
+    return _Unbounded(width=_UNBOUNDED_COLUMNS, **options)
 
 
 def print_error(error: InterlaceError) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from interlace.cli.console import is_first_rank
+from interlace.documents import to_json
 from interlace.errors import ArgumentError
 
 _PICTURES = (".png", ".svg", ".pdf")
@@ -92,7 +93,7 @@ class Outputs:
 
     def write_trace(self, document: Callable[[], object]) -> None:
         """Write the trace to ``--trace``, on one line: it may have 100000 events."""
-        self._write(self.trace, lambda file: _write_text(file, json.dumps(document()) + "\n"))
+        self._write(self.trace, lambda file: _write_text(file, to_json(document(), indent=None)))
 
     def write_table(self, document: Callable[[], object]) -> None:
         """Write the tuned table to ``--table``."""
@@ -135,11 +136,6 @@ class Outputs:
         # A command that writes its document twice, at its start and its end, names it once.
         if file not in self.written:
             self.written.append(file)
-
-
-def to_json(document: object) -> str:
-    """Format a document as every command writes it: one space of indentation, a final newline."""
-    return json.dumps(document, indent=1) + "\n"
 
 
 def read_json(file: Path, meaning: str) -> Any:

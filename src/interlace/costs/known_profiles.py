@@ -21,6 +21,7 @@ from interlace.costs.corrections import Corrections
 from interlace.costs.datasheets import DATASHEETS, Datasheet
 from interlace.costs.network import parse_network
 from interlace.costs.time import MachineProfile, ProductRates
+from interlace.documents import to_json
 from interlace.errors import ConfigError
 
 T = TypeVar("T")
@@ -148,7 +149,7 @@ def keep_profile(profile: MachineProfile) -> Path:
         OSError: It cannot be written.
     """
     file = own_file(profile.gpu)
-    write_whole(file, text_of(profile) + "\n")
+    write_whole(file, text_of(profile))
     return file
 
 
@@ -200,7 +201,7 @@ def own_gpus() -> list[str]:
 
 def text_of(profile: MachineProfile) -> str:
     """Return the JSON text from which :func:`parse_profile` makes an equal profile."""
-    return json.dumps(dataclasses.asdict(profile), indent=1)
+    return to_json(dataclasses.asdict(profile))
 
 
 def parse_profile(text: str) -> MachineProfile:

@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from interlace.data.records import CATEGORIES, MISSING, Records, hash_to_rows, log_transform, mix
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, DataError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +128,8 @@ class BatchStream:
     Global batch g holds records ``[g * batch, (g + 1) * batch)`` of the stream, and rank r's part
     is the r-th of R equal chunks of it, so the contents of a global batch do not depend on the
     number of ranks. The last, incomplete batch is dropped (``last="drop"``) or filled up with
-    copies of its last record that are marked as not valid (``last="pad"``).
+    copies of its last record that are marked as not valid (``last="pad"``). A stream without a
+    single batch is an error; only of those that are held out there may be none.
 
     Args:
         source: an iterable of :class:`Records` that repeats them each time it is iterated over.
@@ -142,6 +143,7 @@ class BatchStream:
 
     Raises:
         ArgumentError: R does not divide the batch, or an option has an unknown value.
+        DataError: during iteration: the source has ended without a batch.
 
     Example:
         >>> files = CriteoFiles(["train.txt"])
@@ -188,11 +190,20 @@ class BatchStream:
     def __iter__(self) -> Iterator[Batch]:
         # Every rank reads all records, so that no rank needs to know the position of another.
         part = self.batch // self.world_size
+        count, has_given = 0, False
         for number, records in enumerate(_global_batches(self.source, self.batch)):
+            count += len(records)
             is_held_out = bool(self.held_out_every) and (number + 1) % self.held_out_every == 0
             if is_held_out != self.held_out or (len(records) < self.batch and self.last == "drop"):
                 continue
+            has_given = True
             yield self._batch(records, self.rank * part, part)
+        if not has_given and not self.held_out:
+            need = self.batch if self.last == "drop" else 1
+            raise DataError(
+                f"BatchStream: the source must have {need} records or more, for one batch; got "
+                f"{count}. Give more data{', or take a smaller batch' if count else ''}."
+            )
 
     def _batch(self, records: Records, begin: int, count: int) -> Batch:
         padded = max(0, begin + count - len(records))

@@ -12,7 +12,9 @@ A checkpoint that exists under its name is complete. All ranks write into ``.ste
 and force their files to disk; rank 0 gives the folder its name when every rank has succeeded. If a
 rank fails, every rank raises an error that names it, the partial folder is removed, and a
 checkpoint that stood under the same name is still there. A process that is killed leaves the
-partial folder behind; the next save of that step replaces it.
+partial folder behind; the next save of that step replaces it. A checkpoint that is being replaced
+is ``.step-00000100.replaced`` until the new one has its name, and is found there if a kill came
+between the two renames.
 
 PyTorch's distributed checkpoint is not used, because its metadata is a pickle that is executed when
 it is read. These files are read with ``weights_only=True`` and ``json``.
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -62,7 +65,8 @@ def save_checkpoint(
         model: model to save, with its tables' optimizer states.
         optimizer: optimizer of ``model.dense``.
         step: number of steps that the model has been trained for.
-        extra: values for JSON; :func:`load_checkpoint` returns them.
+        extra: values for JSON, which has no NaN and no infinity; :func:`load_checkpoint` returns
+            them.
         deadline_s: time, in seconds, that a rank waits for the others once it has written its own
             files.
 
@@ -76,7 +80,7 @@ def save_checkpoint(
     """
     group = model.embeddings.group
     target = folder / f"step-{step:08d}"
-    partial, replaced = folder / f".{target.name}.partial", folder / f".{target.name}.replaced"
+    partial, replaced = folder / f".{target.name}.partial", _replaced(target)
 
     # Three phases, with an agreement of all ranks after each: rank 0 makes the folder before anyone
     # writes into it, and renames it after everyone has written.
@@ -94,19 +98,20 @@ def save_checkpoint(
                 {"model": model.dense.state_dict(), "optimizer": optimizer.state_dict()}, files[1]
             )
             index = {"step": step, "world_size": group.world_size, "extra": dict(extra or {})}
-            files[2].write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+            text = json.dumps(index, indent=1, allow_nan=False)
+            files[2].write_text(text + "\n", encoding="utf-8")
         for file in files:
             _flush(file)
 
     def finish() -> None:
         if group.rank == 0:
             _flush(partial)
-            shutil.rmtree(replaced, ignore_errors=True)
             exists = target.exists()
             if exists:
                 # A folder cannot be renamed onto one that has files in it, so the earlier
                 # checkpoint of this step steps aside, and comes back if the new one cannot take its
-                # name.
+                # name. Without a target, what stands aside may be all that a kill has left.
+                shutil.rmtree(replaced, ignore_errors=True)
                 target.rename(replaced)
             try:
                 partial.rename(target)
@@ -115,7 +120,10 @@ def save_checkpoint(
                     replaced.rename(target)
                 raise
             _flush(folder)
-            shutil.rmtree(replaced, ignore_errors=True)
+            if replaced.exists():
+                # Not removed under a name under which it may be read.
+                replaced.rename(partial)
+                shutil.rmtree(partial, ignore_errors=True)
 
     try:
         for action in (prepare, write, finish):
@@ -160,10 +168,12 @@ def load_checkpoint(
     dense: dict[str, Any] = {}
 
     def read() -> None:
-        index.update(json.loads((path / _INDEX).read_text(encoding="utf-8")))
+        stood_aside = _replaced(path)
+        source = stood_aside if stood_aside.exists() and not path.exists() else path
+        index.update(json.loads((source / _INDEX).read_text(encoding="utf-8")))
         for rank in range(int(index["world_size"])):
-            shards.update(_read(path / f"embeddings-{rank}.pt"))
-        dense.update(_read(path / "dense.pt"))
+            shards.update(_read(source / f"embeddings-{rank}.pt"))
+        dense.update(_read(source / "dense.pt"))
 
     def load() -> None:
         model.embeddings.load_state_dict(shards)
@@ -171,14 +181,32 @@ def load_checkpoint(
         if optimizer is not None:
             optimizer.load_state_dict(dense["optimizer"])
 
-    for action in (read, load):
-        _on_all_ranks(group, "load_checkpoint", action, deadline_s)
+    _on_all_ranks(group, "load_checkpoint", read, deadline_s)
+    # Nodes may see a shared folder at different times.
+    steps = group.exchange("load_checkpoint", index["step"], deadline_s=deadline_s)
+    if len(set(steps)) > 1:
+        raise DataError(f"{path} must be one checkpoint on all ranks; got steps {steps}.")
+    _on_all_ranks(group, "load_checkpoint", load, deadline_s)
     return index
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the complete checkpoint with the most steps in ``folder``; None if there is none."""
-    return max((file.parent for file in folder.glob(f"step-*/{_INDEX}")), default=None)
+    """Return the folder of the complete checkpoint with the most steps in ``folder``; None if there is none.
+
+    One that a kill has left without its name counts; see the module.
+    """
+    found = {
+        int(name[1]): file.parent
+        for pattern in (".step-*.replaced", "step-*")  # The second goes before the first.
+        for file in folder.glob(f"{pattern}/{_INDEX}")
+        if (name := re.fullmatch(r"\.?step-(\d+)(\.replaced)?", file.parent.name))
+    }
+    return found[max(found)] if found else None
+
+
+def _replaced(path: Path) -> Path:
+    """Return where the checkpoint stands while another one takes its name."""
+    return path.with_name(f".{path.name}.replaced")
 
 
 def _read(file: Path) -> dict[str, Any]:

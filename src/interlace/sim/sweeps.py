@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from interlace.documents import to_json
 from interlace.errors import ConfigError
 from interlace.sim.machine import find
 from interlace.sim.results import csv_text
@@ -232,7 +233,7 @@ def _remember(folder: Path | None, scenario: Scenario, outcome: dict[str, Any]) 
         return
     file = folder / f"{_key(scenario)}.json"
     part = file.with_suffix(f".{os.getpid()}")
-    part.write_text(json.dumps(outcome), encoding="utf-8")
+    part.write_text(to_json(outcome), encoding="utf-8")
     # Renamed into its name, so that another process reads a complete file or none.
     part.replace(file)
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch.distributed as dist
 
 from interlace.comm import cpu_faults, group_of
 from interlace.comm import recording as recordings
+from interlace.documents import to_json
 from interlace.errors import ArgumentError
 from interlace.tracing import clocks, libraries
 from interlace.tracing.account import PHASES, Account, account
@@ -155,7 +155,7 @@ class Trace:
             path: The file.
             simulated: As :meth:`to_perfetto` takes it.
         """
-        text = json.dumps(self.to_perfetto(simulated))
+        text = to_json(self.to_perfetto(simulated), indent=None)
         Path(path).write_text(text, encoding="utf-8")
 
 

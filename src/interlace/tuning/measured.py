@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cache_folder import is_own, write_whole
+from interlace.documents import to_json
 
 MOST_FILES = 4096
 """Kinds of calls that are remembered; a file has some hundred bytes."""
@@ -60,8 +61,8 @@ class MeasuredTimes:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_own():
                 return
-            content = json.dumps({"kind": dict(kind), "times_us": dict(times_us)}, indent=1)
-            write_whole(self._file(kind), content + "\n")
+            content = to_json({"kind": dict(kind), "times_us": dict(times_us)})
+            write_whole(self._file(kind), content)
             self._forget_oldest()
         except OSError as error:
             self._warn(f"measured times are not kept in {self._folder}: {error!r}")

@@ -1,0 +1,33 @@
+"""JSON as every parser takes it: the standard has no NaN and no infinity."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+
+def to_json(
+    document: object, indent: int | None = 1, default: Callable[[Any], Any] | None = None
+) -> str:
+    """Format a document as JSON, with a final newline.
+
+    A number that is not finite becomes null, such as the AUC of samples of one class.
+
+    Args:
+        document: dicts, lists, tuples, text, numbers, booleans and None.
+        indent: spaces of indentation; None writes one line.
+        default: function that makes one of these of any other value.
+    """
+    return json.dumps(_finite(document), allow_nan=False, indent=indent, default=default) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(each) for each in value]
+    return value

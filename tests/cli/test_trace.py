@@ -49,8 +49,16 @@ def test_a_trace_of_two_ranks(tmp_path: Path, quick_launches: None) -> None:
         (["gemm"], "OPERATOR must be one of"),
         (["gemm_broadcast"], "of your own, put interlace.trace() around calls of it"),
         (["gemm_reduce_scatter", "--impl", "fast"], "--impl must be one of fused"),
-        (["gemm_reduce_scatter", "8x8x8x8"], "SHAPE must be whole numbers for rows x columns x"),
+        (["gemm_reduce_scatter", "8x8x8x8"], "SHAPE must be whole numbers above 0 for rows x columns"),
         (["gemm_reduce_scatter", "8xk"], "SHAPE must be whole numbers"),
+        (["gemm_reduce_scatter", "0x8192x2048", "--gpu", "h200"], "must be whole numbers above 0"),
+        (["gemv_all_reduce", "0x0x64"], "must be whole numbers above 0 for tokens x rows x"),
+        (["mixture_of_experts", "7x-2"], "must be whole numbers above 0"),
+        (["gemm_reduce_scatter", "²x8x8"], "must be whole numbers above 0"),
+        # The shape of the command's own help.
+        (["gemm_reduce_scatter", "8192x8192x2048"], "Make it smaller, or say --gpu h200"),
+        (["gemm_reduce_scatter", "--calls", 1000], "on the CPU backend, whose kernels run in an"),
+        (["embedding_all_to_all", 1 << 20], "at most 1.1e+09 multiplications on the CPU backend"),
         (["gemm_reduce_scatter", "--dtype", "int8"], "--dtype must be one of bfloat16, float16,"),
         (
             ["gemm_reduce_scatter", "--gpu", "z9"],
@@ -61,7 +69,7 @@ def test_a_trace_of_two_ranks(tmp_path: Path, quick_launches: None) -> None:
     ],
 )
 def test_what_it_refuses(
-    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch
+    arguments: list[object], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     done = run(*arguments)

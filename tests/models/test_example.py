@@ -5,9 +5,14 @@ An error is one line, and the exit code is not 0.
 
 from __future__ import annotations
 
+import gzip
 import json
+import runpy
 import shutil
 from pathlib import Path
+
+import click
+import pytest
 
 from tests.programs import Ended, run_program
 
@@ -78,7 +83,57 @@ def test_a_corrupt_line_under_strict(tmp_path: Path) -> None:
     done = _run("--data", data, "--strict", folder=tmp_path)
     assert done.returncode == 1
     assert (
-        f"DataError: {data}, line 2 must have a label, 13 integers and 26 hexadecimal ids; it has "
-        "not." in done.stderr
+        f"DataError: {data}, line 2 must have a label, 13 integers and 26 hexadecimal ids; got "
+        "2 fields." in done.stderr
     )
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("content", "error"),
+    [
+        ("".join(_line(i).partition("\t")[2] for i in range(20)), "got no label: 39 fields"),
+        ("", "must have 8 records or more, for one batch; got 0"),
+        ("".join(map(_line, range(7))), "must have 8 records or more, for one batch; got 7"),
+    ],
+    ids=["no labels", "empty", "short"],
+)
+def test_nothing_to_train_on_is_an_error(tmp_path: Path, content: str, error: str) -> None:
+    data = tmp_path / "train.txt"
+    data.write_text(content)
+    done = _run("--data", data, "--checkpoint", tmp_path / "runs", folder=tmp_path)
+    assert done.returncode == 1
+    assert error in done.stderr
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_evaluation_of_nothing_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN; the file is packed, whatever its name says."""
+    data, file = tmp_path / "train.txt", tmp_path / "result.json"
+    data.write_bytes(gzip.compress("".join(map(_line, range(9))).encode()))
+    done = _run("--data", data, "--impl", "unfused", "--json", file, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Held out: nothing" in done.stdout
+    result = json.loads(file.read_text(), parse_constant=pytest.fail)
+    assert (result["steps"], result["samples"], result["loss"], result["auc"]) == (1, 0, None, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data", "x", "--synthetic", 100], "--data and --synthetic must not come together"),
+        (["--synthetic", 100, "--bottom", "64,x"], "--bottom must be positive numbers"),
+        (["--synthetic", 100, "--resume"], "--resume must come with --checkpoint"),
+        (["--checkpoint-every", 5], "--checkpoint-every must come with --checkpoint"),
+        (["--impl", "fused"], "options must come with --data or --synthetic"),
+        (["--synthetic", 100, "--json", "nowhere/a.json"], "--json must be in a folder"),
+    ],
+    ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
+)
+def test_options_that_would_be_ignored_or_fail_are_refused(
+    monkeypatch: pytest.MonkeyPatch, options: list[object], message: str
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLE.parent)
+    monkeypatch.setattr("sys.argv", [str(EXAMPLE), *map(str, options)])
+    with pytest.raises(click.BadParameter, match=f"^{message}"):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")

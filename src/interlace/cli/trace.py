@@ -26,7 +26,11 @@ _MODEL = "h200"
 
 _SIMULATED_RANKS = 4
 
-_BASE_FIELDS = {field.name for field in dataclasses.fields(Case)}
+_MOST_WORK = 1 << 30
+"""Multiplications of all ranks' calls that the CPU backend, an interpreter, does in minutes."""
+
+_LEAST_WORK = 1 << 22
+"""What a call of the CPU backend takes at least, as multiplications."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +95,14 @@ def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     ranks = request.world_size or (min(gpus, 8) if backend == "cuda" else 2)
     case = case_of(request, ranks)
     # Refused before anything is measured.
+    work = max(case.work, _LEAST_WORK) * ranks * request.calls
+    if backend == "cpu" and work > _MOST_WORK:
+        raise ArgumentError(
+            f"{case.label}: SHAPE, ranks and calls must be at most {_MOST_WORK:.1e} "
+            "multiplications on the CPU backend, whose kernels run in an interpreter; got "
+            f"{work:.1e}. Make it smaller, or say --gpu {_MODEL}, which simulates a product "
+            "without a GPU."
+        )
     gpu = Gpu.of(torch.device("cuda", 0)) if backend == "cuda" else gpu_named(_MODEL)
     simulated = simulate(case, ranks, gpu) if request.is_simulated else None
     title = f"Trace of {case.label} on {ranks} ranks of the {backend} backend"
@@ -144,16 +156,14 @@ def case_of(request: Request, ranks: int) -> Case:
     case = dataclasses.replace(cases[0], backward=False, dtype=request.dtype or cases[0].dtype)
     if not shape:
         return case
-    names = [
-        field.name
-        for field in dataclasses.fields(case)
-        if field.name not in _BASE_FIELDS and type(getattr(case, field.name)) is int
-    ]
-    sizes = shape.lower().split("x")
-    if len(sizes) > len(names) or not all(size.isdigit() for size in sizes):
+    names, sizes = case.size_names, shape.lower().split("x")
+    if len(sizes) > len(names) or not all(
+        size.isdecimal() and (int(size) or name in case.may_be_zero)
+        for name, size in zip(names, sizes, strict=False)
+    ):
         raise ArgumentError(
-            f"SHAPE must be whole numbers for {' x '.join(names)}, or the first of them; got "
-            f"{shape!r}."
+            f"SHAPE must be whole numbers above 0 for {' x '.join(names)}, or the first of them; "
+            f"got {shape!r}."
         )
     fields: dict[str, Any] = dict(zip(names, map(int, sizes), strict=False))
     return dataclasses.replace(case, **fields)

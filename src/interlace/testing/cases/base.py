@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
@@ -48,9 +49,11 @@ class Case(abc.ABC):
             have all of them.
         is_replicated: True if every rank has a copy of one result, with one gradient.
         shares_bias: True if the ranks' biases are copies of one, which is added once.
+        may_be_zero: the sizes for which 0 has a meaning of its own.
     """
 
     leaf_names: ClassVar[tuple[str, ...]] = ("x", "w", "bias")
+    may_be_zero: ClassVar[tuple[str, ...]] = ()
 
     operator: str
     impl: str
@@ -61,6 +64,18 @@ class Case(abc.ABC):
     @abc.abstractmethod
     def sizes(self) -> str:
         """The shapes in words, for reports."""
+
+    @property
+    def size_names(self) -> list[str]:
+        """The names of the fields that are sizes, in order."""
+        common = {field.name for field in dataclasses.fields(Case)}
+        names = [field.name for field in dataclasses.fields(self) if field.name not in common]
+        return [name for name in names if type(getattr(self, name)) is int]
+
+    @property
+    def work(self) -> int:
+        """About how many multiplications a rank makes in one call without its backward pass."""
+        return math.prod(max(1, getattr(self, name)) for name in self.size_names)
 
     @property
     def impl_name(self) -> str:

@@ -76,6 +76,11 @@ class EmbeddingCase(Case):
         return [0.25 if self.mode == "mean" else 0.5] * results
 
     @property
+    def work(self) -> int:
+        # A few bags take as long as a tile of a product does.
+        return self.batch * max(map(len, self.widths)) << 14
+
+    @property
     def exact(self) -> bool:
         return not (self.backward and self.update == "adagrad")
 

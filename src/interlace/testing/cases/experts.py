@@ -65,6 +65,8 @@ class ExpertsCase(Case):
 
     leaf_names = ("x", "weights", "w_in", "w_out", "b_in", "b_out")
 
+    may_be_zero = ("capacity",)
+
     tokens: int = 7
     local: int = 2
     top_k: int = 2

@@ -33,6 +33,8 @@ _KINDS = (
 class GemvCase(Case):
     """``tokens`` rows of x, or a vector for 0; ``rows`` and ``columns`` of each rank's weight."""
 
+    may_be_zero = ("tokens",)
+
     tokens: int = 1
     rows: int = 64
     columns: int = 32

@@ -163,6 +163,8 @@ class KernelCase(Case):
         calls_before: how many calls are taken to have been made before the first.
     """
 
+    may_be_zero = ("calls_before",)
+
     calls_before: int = 0
 
     @property

@@ -52,6 +52,11 @@ def test_explain_needs_no_gpu() -> None:
     assert lines[0] == "gemm_reduce_scatter of 8192 x 8192 x 2048, bfloat16, 4 ranks, NVIDIA H200"
     assert lines[2].split()[0] == "chunked", "the fastest first"
     assert "unfused (PyTorch's)" in done.output
+    rows = re.findall(r"^(\S+).* (\d+) +(\d\.\d\d) *$", done.output.split("6001")[0], re.MULTILINE)
+    (best_us,) = (int(us) for _, us, ratio in rows if ratio == "1.00")
+    assert len({ratio for *_, ratio in rows}) > 2
+    for name, us, ratio in rows:
+        assert float(ratio) == pytest.approx(int(us) / best_us, abs=0.01), name
     assert "triggered" not in done.output.split("6001")[1], "which takes even rows only"
     assert "Predicted, not measured: " in done.output
 

@@ -98,6 +98,16 @@ def test_the_costliest_goes_first_and_to_the_emptiest() -> None:
     assert "sum of float32" in out.getvalue()
 
 
+def test_storage_counts_copies_and_states() -> None:
+    """A rank's memory holds two copies with dense gradients, and every row's state."""
+    tables = _tables((1000, 8))
+    one, two, state = (
+        make_plan(tables, 1, **more).cost(0).storage_bytes
+        for more in ({}, {"copies": 2}, {"state_bytes_per_row": 4})
+    )
+    assert (two, state) == (2 * one, one + 4 * 1000)
+
+
 def test_the_links_count_too() -> None:
     """Slow links make a wide table's pooled rows cost more than many lookups of a narrow one in
     memory.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from interlace.comm import context
+from interlace.comm.recording import RecordedLaunch
 from interlace.tracing import clocks
-from interlace.tracing.events import Event, Launch
+from interlace.tracing.events import Event, Launch, Packed, pack, unpack
 from interlace.tracing.libraries import Activity, beside
 from interlace.tracing.path import critical_path
 from interlace.tracing.perfetto import Timeline, to_perfetto
@@ -39,6 +42,21 @@ def _two_ranks() -> list[list[Launch]]:
         ]
         launches.append([Launch("kernel", {0: events}, lost=0)])
     return launches
+
+
+def test_times_of_ranks_are_those_of_the_first_clock() -> None:
+    """What two ranks do at once has one time, though the clock of rank 1 is 5000 ns ahead."""
+    at_ns, of_ranks = 1_700_000_000_000_000_000, []
+    for offset_ns in (0, 5000):
+        rings = torch.zeros(1, 1, 1 + context.RING_EVENTS, 2, dtype=torch.int64)
+        rings[0, 0, 0, 0] = 1
+        rings[0, 0, 1] = torch.tensor([at_ns + offset_ns, context.BEGIN])
+        packed = pack([RecordedLaunch("kernel", rings)])
+        copy = ["copy", 7, at_ns + 100 + offset_ns, 50.0]
+        of_ranks.append(Packed(packed, 0, float(offset_ns), [copy]))
+    launches, others = unpack(of_ranks)
+    assert [launch.programs[0][0].time_ns for (launch,) in launches] == [0, 0]
+    assert [activity.start_ns for (activity,) in others] == [100, 100]
 
 
 def test_a_wait_is_ended_by_the_last_signal_before() -> None:

@@ -1,5 +1,5 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples docs package test-gpu test-integrations test-gin test-oldest-triton smoke-gpu clean
+.PHONY: setup demo test quick check pytest examples docs package test-gpu test-integrations test-gin test-oldest-triton smoke-gpu mutants clean
 
 PYTHON = python3
 BIN = .venv/bin
@@ -119,6 +119,10 @@ test-oldest-triton: setup
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'
+
+# Some 70 mistakes, one after another, each in a copy of the tree: a test must notice each of them.
+mutants: setup
+	$(BIN)/python -m tests.mutation
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

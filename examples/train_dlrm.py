@@ -82,9 +82,7 @@ class Settings:
     checkpoint: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints; one is written at the end.")
     ] = None
-    checkpoint_every: Annotated[
-        int, typer.Option(min=0, help="Steps between two checkpoints.")
-    ] = 0
+    checkpoint_every: Annotated[int, typer.Option(min=0, help="Steps between two checkpoints.")] = 0
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint in --checkpoint.")
     ] = False

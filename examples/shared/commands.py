@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 
 import interlace
-from interlace.cli.console import is_first_rank, make_console
+from interlace.cli.console import is_first_rank, make_console  # noqa: F401  # for examples
 from shared.errors import DTYPES
 
 WorldSize = Annotated[

@@ -13,11 +13,13 @@ from typing import Any
 import click.testing
 import pytest
 import torch
+from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import interlace
 from interlace.cli import doctor, doctor_cuda, operator_commands, picture
 from interlace.cli.app import app
+from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 
@@ -59,6 +61,26 @@ def test_explain_needs_no_gpu() -> None:
         assert float(ratio) == pytest.approx(int(us) / best_us, abs=0.01), name
     assert "triggered" not in done.output.split("6001")[1], "which takes even rows only"
     assert "Predicted, not measured: " in done.output
+
+
+def test_what_is_piped_is_not_folded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file and a pipe have no width: names, headings, titles and captions stay in one piece."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+    file = tmp_path / f"{'a-long-name-' * 12}.json"
+    done = run("sim", "collective", "all_to_all", "--size", "1MiB", "--json", file)
+    lines = done.output.splitlines()
+    assert done.exit_code == 0
+    assert any(line.startswith("Written: ") and line.endswith(str(file)) for line in lines)
+    assert sum(line.startswith("per_dimension ") for line in lines) == 1
+    table = Table("one", title="a title " * 20, caption="a caption " * 20)
+    make_console().print(table)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].strip() == ("a title " * 20).strip()
+    assert printed[-1].strip() == ("a caption " * 20).strip()
+    monkeypatch.setenv("COLUMNS", "60")
+    assert make_console().width == 60
 
 
 def test_explain_takes_what_auto_takes() -> None:

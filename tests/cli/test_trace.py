@@ -49,7 +49,10 @@ def test_a_trace_of_two_ranks(tmp_path: Path, quick_launches: None) -> None:
         (["gemm"], "OPERATOR must be one of"),
         (["gemm_broadcast"], "of your own, put interlace.trace() around calls of it"),
         (["gemm_reduce_scatter", "--impl", "fast"], "--impl must be one of fused"),
-        (["gemm_reduce_scatter", "8x8x8x8"], "SHAPE must be whole numbers above 0 for rows x columns"),
+        (
+            ["gemm_reduce_scatter", "8x8x8x8"],
+            "SHAPE must be whole numbers above 0 for rows x columns",
+        ),
         (["gemm_reduce_scatter", "8xk"], "SHAPE must be whole numbers"),
         (["gemm_reduce_scatter", "0x8192x2048", "--gpu", "h200"], "must be whole numbers above 0"),
         (["gemv_all_reduce", "0x0x64"], "must be whole numbers above 0 for tokens x rows x"),

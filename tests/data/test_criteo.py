@@ -143,7 +143,10 @@ LINES = "".join("\t".join(GOOD) + "\n" for _ in range(5)).encode()
     ("content", "got"),
     [
         (b"".join(line.partition(b"\t")[2] + b"\n" for line in LINES.splitlines()), "no label: 39"),
-        (b"".join(b"7\t" + line + b"\n" for line in LINES.splitlines()), "an index before the label"),
+        (
+            b"".join(b"7\t" + line + b"\n" for line in LINES.splitlines()),
+            "an index before the label",
+        ),
         (LINES.replace(b"\t", b";"), "fields that are separated by ';'"),
         (LINES.replace(b"\t", b'","'), "quoted fields"),
         (LINES.replace(b"\n", b"\r"), "lines that end in carriage returns alone"),
@@ -187,7 +190,9 @@ def test_a_file_without_records_is_read_for_a_while_only(
     monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 1000)
     path = tmp_path / "train.txt"
     path.write_bytes(b"1,2,3\n" * 2000 + LINES)
-    with pytest.raises(DataError, match=r"line 1 must have .*; got 3 fields, and no record in 1\d+ "):
+    with pytest.raises(
+        DataError, match=r"line 1 must have .*; got 3 fields, and no record in 1\d+ "
+    ):
         list(CriteoFiles([path]))
 
 
@@ -208,7 +213,9 @@ def test_short_lines_empty_lines_and_blocks(
         + ",".join(GOOD)
         + "\n"
     )
-    with pytest.warns(UserWarning, match="1 corrupt lines skipped, the first in .*, line 8: 3 fields"):
+    with pytest.warns(
+        UserWarning, match="1 corrupt lines skipped, the first in .*, line 8: 3 fields"
+    ):
         _check(_all(path, strict=False), [GOOD] * 6)
 
 
@@ -219,7 +226,9 @@ def test_a_corrupt_line_does_not_decide_on_the_separator(
     monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 100)
     path = tmp_path / "train.txt"
     path.write_text("a, b, c\n" + ("\t".join(GOOD) + "\nx,y\n") * 7)
-    with pytest.warns(UserWarning, match=r"^8 corrupt lines skipped, the first in .*, line 1: 1 field\.$"):
+    with pytest.warns(
+        UserWarning, match=r"^8 corrupt lines skipped, the first in .*, line 1: 1 field\.$"
+    ):
         _check(_all(path, strict=False), [GOOD] * 7)
 
 

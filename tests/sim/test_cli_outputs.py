@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -27,6 +29,19 @@ def test_only_files_that_were_asked_for_are_made(tmp_path: Path) -> None:
     outputs.say_written(Console(file=text, width=1000))
     names = ("a.json", "a.png", "a-bars.png")
     assert text.getvalue() == f"Written: {', '.join(str(tmp_path / name) for name in names)}\n"
+
+
+def test_what_is_not_finite_is_null(tmp_path: Path) -> None:
+    """JSON has no NaN and no infinity, however deep they are."""
+    outputs = Outputs(json=tmp_path / "a.json", trace=tmp_path / "a.trace")
+    outputs.write_json(lambda: {"a": [1.5, (math.nan, {"b": -math.inf})], "c": np.float64("inf")})
+    outputs.write_trace(lambda: {"traceEvents": [{"ts": math.nan}]})
+    for name, document in {
+        "a.json": {"a": [1.5, [None, {"b": None}]], "c": None},
+        "a.trace": {"traceEvents": [{"ts": None}]},
+    }.items():
+        text = (tmp_path / name).read_text()
+        assert json.loads(text, parse_constant=pytest.fail) == document
 
 
 def test_nothing_written_says_nothing() -> None:

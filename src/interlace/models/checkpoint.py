@@ -191,7 +191,7 @@ def load_checkpoint(
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """Return the folder of the complete checkpoint with the most steps in ``folder``; None if there is none.
+    """Return the complete checkpoint with the most steps in ``folder``, or None.
 
     One that a kill has left without its name counts; see the module.
     """

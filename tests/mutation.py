@@ -1,0 +1,136 @@
+"""``make mutants``: every mistake of :mod:`tests.mutation_table`, each made in a copy of the tree.
+
+One line says of each whether a test has failed, which is as it must be. The working tree is never
+changed. ``python -m tests.mutation sim/ data/criteo.py`` tries those of some files only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutation_table import MUTANTS, Mutant
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_S = 600.0
+"""Seconds after which tests count as failed: a mistake may make them wait for ever."""
+
+_PROCESSES = max(1, (os.cpu_count() or 2) // 2)
+_LEFT_OUT = (".*", "build", "dist", "__pycache__", "*.egg-info")
+
+
+def main(files: list[str]) -> int:
+    """Try the mutants whose file begins as one of ``files``; return 1 if one is not as it must be.
+
+    The tests must all pass on an unchanged copy, or their failures would say nothing.
+    """
+    # What takes longest to import is imported once, before processes are forked.
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import torch  # noqa: F401
+
+    chosen = [each for each in MUTANTS if not files or each.file.startswith(tuple(files))]
+    unchanged = [Mutant("", "", "", tests) for tests in sorted({each.tests for each in chosen})]
+    with tempfile.TemporaryDirectory(prefix="interlace-mutants-") as folder:
+        failed = [each.tests for each, is_killed in _try_all(unchanged, Path(folder)) if is_killed]
+        if failed:
+            print("These tests fail without a mistake:", *failed, sep="\n  ")
+            return 1
+        wrong = killed = 0
+        for each, is_killed in _try_all(chosen, Path(folder)):
+            killed += is_killed
+            is_right = is_killed == (not each.survives)
+            wrong += not is_right
+            outcome = "killed" if is_killed else f"SURVIVED ({each.survives or 'unexplained'})"
+            print(f"{outcome}: {each.file}: {each.old!r} -> {each.new!r}", flush=True)
+    print(
+        f"{killed} of {len(chosen)} killed.", *([f"{wrong} not as the table says."] * bool(wrong))
+    )
+    return int(wrong > 0)
+
+
+def changed(text: str, mutant: Mutant) -> str:
+    """Return a file's text with the mistake in it.
+
+    Raises:
+        ValueError: The text that is to be replaced does not occur exactly once.
+    """
+    count = text.count(mutant.old)
+    if count != 1:
+        raise ValueError(f"{mutant.file} must have {mutant.old!r} once; it has it {count} times.")
+    return text.replace(mutant.old, mutant.new)
+
+
+def _try_all(mutants: list[Mutant], folder: Path) -> list[tuple[Mutant, bool]]:
+    """Return for each mutant whether a test has failed; several run at the same time."""
+    waiting, outcomes = list(enumerate(mutants))[::-1], dict[int, bool]()
+    running: dict[int, tuple[int, Path, float]] = {}
+    while waiting or running:
+        while waiting and len(running) < _PROCESSES:
+            number, mutant = waiting.pop()
+            tree = Path(tempfile.mkdtemp(dir=folder))
+            running[_start(mutant, tree)] = number, tree, time.monotonic() + TIMEOUT_S
+        time.sleep(0.1)
+        for process, (number, tree, until) in list(running.items()):
+            is_late = time.monotonic() > until
+            if is_late:
+                os.killpg(process, signal.SIGKILL)
+            ended, status = os.waitpid(process, 0 if is_late else os.WNOHANG)
+            if not ended:
+                continue
+            # Ranks and other processes of the tests.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process, signal.SIGKILL)
+            del running[process]
+            code = os.waitstatus_to_exitcode(status)
+            if not is_late and code not in (0, 1):
+                log = (tree / "log").read_text(errors="replace")
+                raise SystemExit(f"{mutants[number]} must run its tests; got {code}:\n{log}")
+            outcomes[number] = is_late or code == 1
+            shutil.rmtree(tree, ignore_errors=True)
+    return [(mutant, outcomes[number]) for number, mutant in enumerate(mutants)]
+
+
+def _start(mutant: Mutant, tree: Path) -> int:
+    """Make the mistake in a copy of the tree, and start its tests; return the process."""
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*_LEFT_OUT), dirs_exist_ok=True)
+    if mutant.file:
+        file = tree / "src" / "interlace" / mutant.file
+        file.write_text(changed(file.read_text(encoding="utf-8"), mutant), encoding="utf-8")
+    process = os.fork()
+    if process:
+        return process
+    os.setpgid(0, 0)
+    log = os.open(tree / "log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(tree)
+    # Processes that the tests start import the copy, too, and keep what they know to themselves.
+    os.environ.update(
+        PYTHONPATH=f"{tree / 'src'}{os.pathsep}{tree}",
+        PYTHONDONTWRITEBYTECODE="1",
+        INTERLACE_CACHE_DIR=str(tree / "cache"),
+    )
+    sys.dont_write_bytecode = True
+    sys.path[:0] = [str(tree / "src"), str(tree)]
+    # The modules of the table itself came from the working tree.
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("tests", "interlace")]:
+        del sys.modules[name]
+    import pytest
+
+    options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    words = [f"tests/{word}" if ".py" in word else word for word in shlex.split(mutant.tests)]
+    code = pytest.main([*options, *words])
+    sys.stdout.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,425 @@
+"""Mistakes that the tests must notice: one change of the code each, and the tests that find it.
+
+``make mutants`` makes each of them in a copy of the tree (:mod:`tests.mutation`). The explorer's
+broken protocols are others: ``tests/testing/mutants.py``.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One mistake.
+
+    Attributes:
+        file: the file, below ``src/interlace``.
+        old: text that occurs exactly once in it.
+        new: what stands there instead.
+        tests: what must fail, as pytest takes it, below ``tests``.
+        survives: why no test fails; empty where one does.
+    """
+
+    file: str
+    old: str
+    new: str
+    tests: str
+    survives: str = ""
+
+
+_CRITEO = "data/test_criteo.py"
+_EXPLAINED = "cli/test_commands.py::test_explain_needs_no_gpu"
+_PROFILES = "test_costs_time.py::test_shipped_profiles_are_what_the_results_say"
+
+MUTANTS = [
+    # bench
+    Mutant(
+        "bench/report.py",
+        "us, name = min(_require(chosen, description, result))",
+        "us, name = max(_require(chosen, description, result))",
+        "cli/test_report.py::test_summary_takes_the_fastest_of_each_kind",
+    ),
+    Mutant(
+        "bench/report.py",
+        "return 100 * (1 - (self.fused_us - self.compute[1]) / self.communication[1])",
+        "return 100 * (1 - (self.fused_us - self.compute[1]) / self.fused_us)",
+        "cli/test_report.py",
+    ),
+    Mutant(
+        "bench/roles.py",
+        "_DISTURBED = 1.15",
+        "_DISTURBED = 11.5",
+        "gemm/test_sweep.py::test_times_that_other_work_has_lengthened_do_not_count",
+    ),
+    Mutant(
+        "bench/draws.py",
+        "rows *= model.top_k",
+        "rows *= 1",
+        "gemm/test_sweep.py::test_draws_come_again_and_are_what_models_have",
+    ),
+    # cli
+    Mutant(
+        "cli/explain.py",
+        'f"{us:.0f}", f"{us / min(pairs):.2f}"',
+        'f"{us:.0f}", f"{min(pairs) / us:.2f}"',
+        _EXPLAINED,
+    ),
+    Mutant(
+        "cli/console.py",
+        "if sys.stdout.isatty() or",
+        "if not sys.stdout.isatty() or",
+        "cli/test_commands.py::test_what_is_piped_is_not_folded",
+    ),
+    Mutant(
+        "cli/trace.py",
+        "(int(size) or name in case.may_be_zero)",
+        "(int(size) or True)",
+        "cli/test_trace.py::test_what_it_refuses",
+    ),
+    Mutant(
+        "cli/outputs.py",
+        "if file not in self.written:",
+        "if True:",
+        "sim/test_cli_outputs.py::test_only_files_that_were_asked_for_are_made",
+    ),
+    # comm
+    Mutant(
+        "comm/memory.py",
+        "if merged and merged[-1][1] == span[0]:",
+        "if merged and merged[-1][1] == span[1]:",
+        "comm/test_memory.py",
+    ),
+    Mutant(
+        "comm/memory.py",
+        "first, last = start + self.gap, start + self.gap + nbytes",
+        "first, last = start, start + nbytes",
+        "comm/test_memory.py::test_free_list_with_gaps",
+    ),
+    Mutant(
+        "comm/descriptors.py",
+        "if not secrets.compare_digest(token,",
+        "if not secrets.compare_digest(token, token) and not secrets.compare_digest(token,",
+        "comm/test_descriptors.py::test_strangers_hold_up_nobody",
+    ),
+    Mutant(
+        "comm/descriptors.py",
+        "return int(rank) if rank in self._peers else None",
+        "return int(rank)",
+        "comm/test_descriptors.py",
+    ),
+    # compile
+    Mutant(
+        "compile/producers.py",
+        'node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1',
+        'node.kwargs.get("beta", 1) != 1',
+        "compile/test_patterns.py::test_others_are_left_alone_and_say_why",
+    ),
+    Mutant(
+        "compile/rewrite.py",
+        'require_no_other_use([first, *moves], collective, "the product")',
+        "...",
+        "compile/test_patterns.py::test_others_are_left_alone_and_say_why",
+    ),
+    Mutant(
+        "compile/sums.py",
+        'if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:',
+        "if len(set(waits)) < 2:",
+        "compile/test_patterns.py",
+    ),
+    # costs
+    Mutant(
+        "costs/gemm.py",
+        "return ceil_div(size, world_size) * (world_size - 1)",
+        "return ceil_div(size, world_size) * world_size",
+        "test_costs_gemm.py",
+    ),
+    Mutant("costs/time.py", "link *= call.world_size / 2", "link *= 1", _PROFILES),
+    Mutant(
+        "costs/time.py",
+        "return flops / flops_per_us + self.product.tile_us",
+        "return flops / flops_per_us",
+        _PROFILES,
+    ),
+    Mutant(
+        "costs/network.py",
+        "+ self.further_message_us * max(0, messages - 1)",
+        "+ 0 * max(0, messages - 1)",
+        "test_costs_network.py",
+    ),
+    Mutant("costs/network.py", "end += STEP_US", "end += 0.0", "test_costs_network.py"),
+    Mutant(
+        "costs/sharding.py",
+        "link = pooled * (world_size - 1) / world_size",
+        "link = pooled",
+        "nn/test_sharding.py",
+    ),
+    # data
+    Mutant("data/criteo.py", "(stop - start > 2) & ", "(stop - start > 1) & ", _CRITEO),
+    Mutant("data/criteo.py", 'f"{path}, line {line + number}"', 'f"{path}, line {line}"', _CRITEO),
+    Mutant("data/criteo.py", "piece.removeprefix(codecs.BOM_UTF8)", "piece", _CRITEO),
+    Mutant("data/criteo.py", "(OSError, EOFError, zlib.error)", "(OSError, EOFError)", _CRITEO),
+    Mutant(
+        "data/criteo.py", "values[start == stop] = MISSING", "values[start == stop] = 0", _CRITEO
+    ),
+    Mutant(
+        "data/batches.py",
+        "(number + 1) % self.held_out_every",
+        "number % self.held_out_every",
+        "data/test_batches.py",
+    ),
+    Mutant(
+        "data/records.py",
+        "np.log1p(np.maximum(integers, 0))",
+        "np.log1p(np.abs(integers))",
+        "data/test_batches.py",
+    ),
+    # gemm
+    Mutant(
+        "gemm/choice.py",
+        "default=math.inf) * (1 - profile.margin)",
+        "default=math.inf)",
+        "compile/test_choice.py",
+    ),
+    Mutant(
+        "gemm/choice.py",
+        "if time is not None and implementation.refusal(terms) is None:",
+        "if time is not None:",
+        "compile/test_choice.py",
+    ),
+    Mutant(
+        "gemm/splits.py",
+        "return (rows + world_size - 1 - rank) // world_size",
+        "return (rows + rank) // world_size",
+        "gemm/test_results.py",
+    ),
+    Mutant(
+        "gemm/kernels/tiles.py",
+        "inside_w = (inner < K)",
+        "inside_w = (inner <= K)",
+        "gemm/test_fused.py::test_costs_are_the_counted_traffic",
+    ),
+    Mutant(
+        "gemm/kernels/tiles.py",
+        "return cells, (m < rows)[:, None]",
+        "return cells, (m <= rows)[:, None]",
+        "gemm/test_fused.py::test_costs_are_the_counted_traffic",
+    ),
+    Mutant(
+        "gemm/kernels/counted.py",
+        "if (not OWN_BIAS) or (dest == me):",
+        "if (not OWN_BIAS) or (dest >= 0):",
+        "gemm/test_outputs.py::test_triggered_matches_float64",
+    ),
+    # integrations
+    Mutant(
+        "integrations/calls.py",
+        "self.left[operator, reason] += 1",
+        "self.left[operator, reason] += 0",
+        "integrations/test_symm_mem.py::test_other_calls_are_left_to_pytorch",
+    ),
+    Mutant(
+        "integrations/symm_mem.py",
+        "return x.movedim(dim, 0).flatten(0, -2)",
+        "return x.flatten(0, -2)",
+        "integrations/test_symm_mem.py::test_matmul_reduce_scatter",
+    ),
+    # language
+    Mutant(
+        "language/packed.py",
+        "(bits + 0x7FF + ((bits >> 12) & 1))",
+        "(bits + 0x7FF)",
+        "language/test_primitives.py::test_two_values_in_a_word_are_rounded_alike_on_every_rank",
+    ),
+    Mutant(
+        "language/packed.py",
+        "tl.where(value != value, 0x7FC00000, rounded)",
+        "rounded",
+        "language/test_primitives.py::test_what_half_precision_and_non_numbers_become_in_pairs",
+    ),
+    # mapped
+    Mutant(
+        "mapped/layout.py",
+        "max(granularity // itemsize, 2 * rows * columns)",
+        "max(granularity // itemsize, 200 * rows * columns)",
+        "mapped/test_mapped.py::test_padding_that_would_waste_memory",
+    ),
+    Mutant(
+        "mapped/layout.py",
+        "unit = granularity // math.gcd(granularity, max(rows, 1) * itemsize)",
+        "unit = 1",
+        "mapped/test_mapped.py::test_padding_between_ranks",
+    ),
+    # models
+    Mutant(
+        "models/metrics.py",
+        "(count.double() - 1) / 2",
+        "count.double() / 2",
+        "models/test_metrics.py::test_equal_to_counting_pairs",
+    ),
+    Mutant(
+        "models/checkpoint.py",
+        "return found[max(found)] if found else None",
+        "return max(found.values()) if found else None",
+        "models/test_training.py::test_only_complete_checkpoints_count",
+    ),
+    Mutant(
+        "models/checkpoint.py",
+        'for pattern in (".step-*.replaced", "step-*")',
+        'for pattern in ("step-*",)',
+        "models/test_training.py::test_a_kill_between_the_renames_leaves_the_old_checkpoint",
+    ),
+    # nn
+    Mutant("nn/planning.py", "copies=self.copies", "copies=1", "nn/test_sharding.py"),
+    Mutant(
+        "nn/planning.py",
+        "state_bytes_per_row=self.state_bytes_per_row",
+        "state_bytes_per_row=0",
+        "nn/test_sharding.py",
+    ),
+    Mutant(
+        "nn/planning.py",
+        "(-limit.time(costs[i]), -costs[i].storage_bytes, i)",
+        "(limit.time(costs[i]), -costs[i].storage_bytes, i)",
+        "nn/test_sharding.py",
+    ),
+    Mutant(
+        "nn/embedding_shards.py",
+        "squares * ((until - edge) / shard.width)",
+        "squares",
+        "nn/test_embedding_bags.py::test_state_dicts_fit_any_number_of_ranks",
+    ),
+    # operators
+    Mutant(
+        "operators/mixture_of_experts/activation.py",
+        "up = up.clamp(-self.limit, self.limit)",
+        "up = up.clamp(max=self.limit)",
+        "operators/mixture_of_experts/test_results.py::test_forms_match_float64",
+    ),
+    Mutant(
+        "operators/embedding_all_to_all/update.py",
+        "(positive and value == 0)",
+        "(positive and value < 0)",
+        "operators/embedding_all_to_all/test_rejections.py::test_bad_updates",
+    ),
+    Mutant(
+        "operators/embedding_all_to_all/kernels/forward.py",
+        '        il.fence(group)\n        il.signal(flag, stamp, dest, group, ORDER="relaxed")',
+        '        il.signal(flag, stamp, dest, group, ORDER="relaxed")',
+        "testing/test_protocols.py -k 'right and forward and sliced'",
+    ),
+    Mutant(
+        "operators/gemm_reduce_scatter/kernel.py",
+        "half = epoch & 1",
+        "half = epoch & 0",
+        "testing/test_protocols.py -k 'right and gemm_reduce_scatter'",
+        survives="whoever has waited until all senders are done may overwrite what they have read",
+    ),
+    # optim, registry, documents and units
+    Mutant(
+        "optim.py",
+        "import SGD, RowWiseAdagrad",
+        "import SGD as RowWiseAdagrad, RowWiseAdagrad as SGD",
+        "operators/embedding_all_to_all/test_rejections.py::test_bad_updates",
+    ),
+    Mutant(
+        "registry.py",
+        'return name == "unfused" or self.implementation(name).is_stock',
+        'return name == "unfused"',
+        "compile/test_choice.py",
+    ),
+    Mutant(
+        "registry.py",
+        "if nodes > 1 and name not in self.choosers",
+        "if nodes > 2 and name not in self.choosers",
+        "nodes/test_groups.py::test_an_implementation_that_needs_shared_memory_is_refused_on_all_ranks",
+    ),
+    Mutant(
+        "documents.py",
+        "value if math.isfinite(value) else None",
+        "value",
+        "sim/test_cli_outputs.py::test_what_is_not_finite_is_null",
+    ),
+    Mutant(
+        "environment.py",
+        "text.lower() in _ON\n",
+        "text in _ON\n",
+        "test_environment.py",
+    ),
+    # sim
+    Mutant("sim/engine.py", "self._sequence += 1", "self._sequence -= 1", "sim/test_engine.py"),
+    Mutant(
+        "sim/fabric.py",
+        "engine.at(end + latency, arrived)",
+        "engine.at(end, arrived)",
+        "sim/test_step.py::test_all_to_all_at_once_on_a_switch_takes_what_must_leave",
+    ),
+    Mutant(
+        "sim/topology.py",
+        "2 * self.ranks / max(even)",
+        "self.ranks / max(even)",
+        "sim/test_topology.py",
+    ),
+    Mutant(
+        "sim/t3/fused.py",
+        'self._kind, "read", size, sent',
+        'self._kind, "read", size // 2, sent',
+        "sim/t3/test_t3.py::test_traffic_of_the_ring",
+    ),
+    Mutant(
+        "sim/presets/t3_machines/t3-paper.yaml",
+        "bytes_per_s: {value: 150.0e9",
+        "bytes_per_s: {value: 160.0e9",
+        "sim/t3/test_t3.py::test_collectives_of_fast_memory",
+    ),
+    # testing
+    Mutant(
+        "testing/clocks.py",
+        "self._released[thread] = np.maximum(self._released[thread], released)",
+        "...",
+        "testing/test_explorer.py::test_right_kernels",
+    ),
+    Mutant(
+        "testing/cases/base.py",
+        "differs = result != expected if not allowed",
+        "differs = result != result if not allowed",
+        "testing/test_soak.py::test_one_wrong_element_is_found_and_its_call_named",
+    ),
+    # tracing
+    Mutant(
+        "tracing/clocks.py",
+        "(after + before - 2 * between) / 2",
+        "(2 * between - after - before) / 2",
+        "tracing/test_analysis.py",
+    ),
+    Mutant(
+        "tracing/events.py",
+        "table[:, 2] -= round(rank.offset_ns)",
+        "table[:, 2] -= 0",
+        "tracing/test_analysis.py",
+    ),
+    Mutant(
+        "tracing/events.py",
+        "start_ns=activity.start_ns - round(rank.offset_ns)",
+        "start_ns=activity.start_ns",
+        "tracing/test_analysis.py",
+    ),
+    Mutant(
+        "tracing/account.py",
+        "return self.unsent_ns + self.flight_ns",
+        "return self.unsent_ns",
+        "tracing/test_account.py",
+    ),
+    # tuning
+    Mutant(
+        "tuning/measured.py",
+        "files[: max(0, len(files) - MOST_FILES)]",
+        "files[:0]",
+        "gemm/test_autotune.py::test_the_oldest_are_forgotten",
+    ),
+    Mutant(
+        "tuning/__init__.py",
+        "is_exact=best[0] == 0",
+        "is_exact=True",
+        "compile/test_choice.py test_tuning.py",
+    ),
+]

@@ -1,0 +1,41 @@
+"""The table of ``make mutants`` does not rot: its texts and tests are there, for every folder."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from tests.mutation import ROOT, changed
+from tests.mutation_table import MUTANTS, Mutant
+
+PACKAGE = ROOT / "src" / "interlace"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda each: f"{each.file}: {each.old[:30]}")
+def test_every_text_is_there_once_and_its_tests_exist(mutant: Mutant) -> None:
+    text = (PACKAGE / mutant.file).read_text(encoding="utf-8")
+    mistaken = changed(text, mutant)
+    assert mistaken != text
+    if mutant.file.endswith(".py"):
+        compile(mistaken, mutant.file, "exec")
+    for word in shlex.split(mutant.tests):
+        file, _, name = word.partition("::")
+        if file.endswith(".py"):
+            tests = (ROOT / "tests" / file).read_text(encoding="utf-8")
+            assert not name or re.search(rf"^def {name}\(", tests, re.MULTILINE), word
+
+
+def test_every_folder_has_mutants_and_nearly_all_die() -> None:
+    names = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()}
+    assert names <= {Path(mutant.file).parts[0] for mutant in MUTANTS}
+    assert sum(1 for mutant in MUTANTS if mutant.survives) <= len(MUTANTS) / 20
+
+
+def test_a_text_that_is_not_there_once_is_refused() -> None:
+    mutant = Mutant("a.py", "x", "y", "")
+    for text in ("", "x x"):
+        with pytest.raises(ValueError, match=r"^a\.py must have 'x' once; it has it [02] times\.$"):
+            changed(text, mutant)

@@ -528,7 +528,9 @@ def test_sizes(text: str, size: int) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "MiB", "16mib", "1e400", "-1", "1 PiB", "nan"])
+@pytest.mark.parametrize(
+    "text", ["", "MiB", "16mib", "1e400", "-1", "1 PiB", "nan", "1.5", "0.3KiB"]
+)
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match=r"size must be a number of bytes; got .*TiB\.$"):
         parse_size(text)

@@ -26,10 +26,10 @@ _MODEL = "h200"
 
 _SIMULATED_RANKS = 4
 
-_MOST_WORK = 1 << 30
-"""Multiplications of all ranks' calls that the CPU backend, an interpreter, does in minutes."""
+_MOST_WORK = 1 << 27
+"""Multiplications of all ranks' calls for which the CPU backend, an interpreter, takes minutes."""
 
-_LEAST_WORK = 1 << 22
+_LEAST_WORK = 1 << 20
 """What a call of the CPU backend takes at least, as multiplications."""
 
 

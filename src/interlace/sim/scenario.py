@@ -182,15 +182,13 @@ def parse_size(text: str) -> int:
     # With two digits of an exponent no number takes long to be made.
     number = r"(\d+(?:\.\d+)?(?:[eE]\+?\d{1,2})?)"
     match = re.fullmatch(rf"{number}\s*([KMGT]i?B|kB|B)?", text.strip())
-    if not match:
+    # Decimal, since a float has fewer digits than a large number of bytes.
+    size = Decimal(match[1]) * _BYTES_OF[match[2] or "B"] if match else Decimal(-1)
+    if size < 0 or size != int(size):
         raise ConfigError(
             f"size must be a number of bytes; got {text!r}. Say 16MiB, or 16MB for powers of ten; "
             "units are B, kB, MB, GB, TB, KiB, MiB, GiB and TiB."
         )
-    # Decimal, since a float has fewer digits than a large number of bytes.
-    size = Decimal(match[1]) * _BYTES_OF[match[2] or "B"]
-    if size != int(size):
-        raise ConfigError(f"size must be whole bytes; got {text!r}, which is {size:f} of them.")
     return int(size)
 
 

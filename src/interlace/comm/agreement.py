@@ -16,7 +16,7 @@ from interlace.comm import context as ctx
 from interlace.comm.cache import Answers, CallCache
 from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.comm.health import Health
-from interlace.comm.members import Exchange, by_rank
+from interlace.comm.members import Exchange, Members, by_rank
 from interlace.errors import (
     ArgumentError,
     BackendError,
@@ -26,21 +26,27 @@ from interlace.errors import (
     WorkspaceError,
 )
 
+_CHOICE = "the choice of rank 0"
+
 _MARKS = 127  # distinct marks of calls; 0 is no mark, and an int32 has 7 bits above the epoch
 
 
 class Agreement:
     """Let the ranks of a group agree, and remember the outcome in the group's call cache."""
 
-    def __init__(self, cache: CallCache, health: Health, exchange: Exchange) -> None:
+    def __init__(
+        self, members: Members, cache: CallCache, health: Health, exchange: Exchange
+    ) -> None:
         """Agree by ``exchange``.
 
         Args:
+            members: The group.
             cache: Remembers answers.
             health: Is told when an agreement is interrupted on this rank.
             exchange: The collective exchange of one value per rank.
         """
-        self._cache, self._health, self._exchange = cache, health, exchange
+        self._members, self._cache = members, cache
+        self._health, self._exchange = health, exchange
 
     def _ask(self, label: str, value: object) -> list[Any]:
         """Exchange a value as a call's first step, which a broken group refuses.
@@ -51,31 +57,47 @@ class Agreement:
         self._health.check()
         return self._exchange(label, value)
 
-    def agree(self, operator: str, arguments: Mapping[str, Hashable]) -> int:
-        """Check once per distinct ``arguments`` that all ranks call ``operator`` with equal ones.
+    def agree(
+        self,
+        operator: str,
+        arguments: Mapping[str, Hashable],
+        choose: Callable[[], Any] = lambda: None,
+    ) -> tuple[int, Any]:
+        """Check once per distinct ``arguments`` that all ranks call ``operator`` with equal ones,
+        and make rank 0's choice every rank's.
 
         The first call with new arguments exchanges them on the host; later calls cost a dictionary
         look-up. Arguments are equal on all ranks by contract, so in a correct program every rank
         knows them or none does. Ranks that make different calls, all of them agreed on before, find
         out by the deadline: their epochs carry different marks.
 
+        Args:
+            operator: Name of the calling operator.
+            arguments: What must be equal on all ranks.
+            choose: Returns the choice as JSON can hold it, or None. It is called on rank 0, with
+                the first call, before ranks have compared anything; so it exchanges nothing, and
+                leaves it to the ranks together to refuse the arguments.
+
         Returns:
             The mark for ``interlace.language.mark``: equal on all ranks, and different from the
-            marks of the previous 126 calls that were agreed on.
+            marks of the previous 126 calls that were agreed on. And rank 0's choice at the first
+            call, whatever a rank would choose now.
 
         Raises:
             RankMismatchError: Arguments differ; raised on every rank, with their values.
         """
         key = (operator, *arguments.items())
-        agreed = self._cache.agreed
-        mark = agreed.get(key)
-        if mark is None:
+        agreed = self._cache.agreed.get(key)
+        if agreed is None:
             with self._health.indivisible(operator):
-                self.compare(operator, arguments)
-                # All ranks have agreed on the same calls in the same order, so they count alike.
-                mark = (1 + len(agreed) % _MARKS) << ctx.EPOCH_BITS
-                agreed[key] = mark
-        return mark
+                chosen = choose() if self._members.rank == 0 else None
+                answers = self._compare(operator, arguments, {_CHOICE: chosen})
+                # All ranks have agreed on the same calls in the same order, so they count alike,
+                # and forget them in the same call.
+                number = self._cache.count_agreement()
+                agreed = (1 + number % _MARKS) << ctx.EPOCH_BITS, answers[0][_CHOICE]
+                self._cache.agreed[key] = agreed
+        return agreed
 
     def gather(
         self,
@@ -174,14 +196,13 @@ class Agreement:
             key: Equal on all ranks by contract.
             values: This rank's values, equally many on every rank.
         """
-        known = self._cache.measured.get(key)
+        known = self._cache.largest.get(key)
         if known is None:
             with self._health.indivisible(operator):
                 answers = self._ask(f"{operator} (sizes)", list(values))
             known = tuple(map(max, zip(*answers, strict=True)))
-            self._cache.measured[key] = known
-        result: tuple[int, ...] = known
-        return result
+            self._cache.keep_largest(key, known)
+        return known
 
     def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
         """Exchange ``arguments`` on the host and check that they are equal on all ranks.
@@ -189,9 +210,16 @@ class Agreement:
         Raises:
             RankMismatchError: Arguments differ; raised on every rank, with their values.
         """
-        answers: Answers = self._ask(operator, dict(arguments))
+        self._compare(operator, arguments, {})
+
+    def _compare(
+        self, operator: str, arguments: Mapping[str, object], others: Mapping[str, object]
+    ) -> Answers:
+        """Exchange both, check that ``arguments`` are equal on all ranks, and return all."""
+        answers: Answers = self._ask(operator, {**arguments, **others})
         for name in arguments:
             _require_equal(operator, name, [answer.get(name) for answer in answers])
+        return answers
 
     @contextlib.contextmanager
     def together(self, step: str) -> Iterator[None]:

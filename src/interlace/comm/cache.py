@@ -12,6 +12,7 @@ from interlace.comm.streams import Streams
 from interlace.comm.tables import DeviceTables
 
 _MAX_COMPUTED = 4096
+_MAX_AGREED = 16384  # kinds of calls; each is some hundred bytes
 
 T = TypeVar("T")
 
@@ -34,11 +35,13 @@ class CallCache:
     miss on another do no harm. Lives of the entries::
 
         memory       key                               forgotten by
-        agreed       operator and arguments            clear
+        agreed       operator and arguments            clear; all entries when there are 16384
         gathered     operator, name, shared arguments  clear
         settled      question                          clear
-        measured     what ranks agreed on              clear
-        computed     arguments of a call               clear; all entries when there are 4096
+        measured     what ranks agreed on              clear; with agreed
+        largest      operator, what ranks agreed on    clear; all entries when there are 16384
+        computed     arguments of a call               clear; all entries when there are 4096;
+                                                       with agreed
         kept         chosen by the operator            clear; the operator, least recent first
         replays      addresses, numbers, settings      clear; growth of a workspace; 256 graphs
         tables       numbers                           least recent beyond 256; the group's end
@@ -48,10 +51,11 @@ class CallCache:
     Workspaces and outputs are memory, not knowledge; they belong to :class:`SymmetricMemory`.
 
     Attributes:
-        agreed: Marks of the calls that :meth:`Agreement.agree` has compared.
+        agreed: Marks of the calls that :meth:`Agreement.agree` has compared, and rank 0's choices.
         gathered: This rank's values and all answers of :meth:`Agreement.gather`.
         settled: Results of :meth:`Agreement.any_rank` that cannot change any more.
         measured: What ranks have measured together, by what they have agreed on.
+        largest: Results of :meth:`Agreement.largest`.
         kept: Objects that operators keep from call to call, such as mapped outputs.
         replays: CUDA graphs of calls that came twice with the same addresses.
         tables: Small tables of numbers on the device.
@@ -60,10 +64,12 @@ class CallCache:
 
     def __init__(self, streams: Streams) -> None:
         """Create an empty cache of calls that run on the device of ``streams``."""
-        self.agreed: dict[tuple[Hashable, ...], int] = {}
+        self.agreed: dict[tuple[Hashable, ...], tuple[int, Any]] = {}
+        self._agreements = 0
         self.gathered: dict[tuple[Hashable, ...], tuple[dict[str, Any], Answers]] = {}
         self.settled: dict[str, bool] = {}
         self.measured: dict[tuple[Hashable, ...], Any] = {}
+        self.largest: dict[tuple[Hashable, ...], tuple[int, ...]] = {}
         self._computed: dict[tuple[Hashable, ...], Any] = {}
         self.kept: OrderedDict[Hashable, Any] = OrderedDict()
         self.replays = Replays(streams.device)
@@ -84,13 +90,34 @@ class CallCache:
         result: T = self._computed[key]
         return result
 
+    def count_agreement(self) -> int:
+        """Return the number of agreements before this one, of which ranks have made as many.
+
+        Once there are too many, all are forgotten, on every rank in the same agreement; and so is
+        what a rank has made of them, as it would not agree again where its peers do.
+        """
+        if len(self.agreed) >= _MAX_AGREED:
+            self.agreed.clear()
+            self.measured.clear()
+            self._computed.clear()
+        number, self._agreements = self._agreements, self._agreements + 1
+        return number
+
+    def keep_largest(self, key: tuple[Hashable, ...], values: tuple[int, ...]) -> None:
+        """Remember a result of :meth:`Agreement.largest`, which all ranks get at once."""
+        if len(self.largest) >= _MAX_AGREED:
+            self.largest.clear()
+        self.largest[key] = values
+
     def clear(self) -> None:
         """Forget all entries whose life ends with ``clear``; on every rank at once."""
         # The graphs go first: they may be running, and refer to memory of other entries.
         self.replays.clear()
         self.agreed.clear()
+        self._agreements = 0
         self.gathered.clear()
         self.settled.clear()
         self.measured.clear()
+        self.largest.clear()
         self._computed.clear()
         self.kept.clear()

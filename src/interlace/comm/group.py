@@ -98,7 +98,7 @@ class Group:
         store = None if process_group is None else process_group.get_group_store()
         self.channel = HostChannel(members, self.health, store)
         # The method, not the channel's: interlace.testing overrides it with its own exchange.
-        self.agreement = Agreement(self.cache, self.health, self.exchange)
+        self.agreement = Agreement(members, self.cache, self.health, self.exchange)
         meet_members(members, self.exchange, store)
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
@@ -167,7 +167,7 @@ class Group:
 
     def agree(self, operator: str, **arguments: Hashable) -> int:
         """Check that all ranks make this call, and return its mark; see :meth:`Agreement.agree`."""
-        return self.agreement.agree(operator, arguments)
+        return self.agreement.agree(operator, arguments)[0]
 
     # Memory of earlier calls
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import torch
 
 from interlace import __version__, environment
+from interlace.comm.common_profile import known_profile
 from interlace.comm.machine_rates import is_asked_for
-from interlace.costs.known_profiles import cached_by_profiles, own_profile
+from interlace.costs.known_profiles import cached_by_profiles, text_of
 
 PACKAGE = Path(__file__).parents[1]
 TABLES = PACKAGE / "tuning" / "tables"
@@ -71,12 +72,11 @@ def settings() -> dict[str, str]:
 
 @cached_by_profiles
 def _own_profile(device: torch.device) -> str:
-    """Return a digest of the profile that this user has measured of a GPU; empty without one."""
+    """Return a digest of the profile by which this process chooses on a GPU; empty on the CPU."""
     if device.type != "cuda":
         return ""
-    profile = own_profile(torch.cuda.get_device_name(device))
-    # The text of a dataclass is its content.
-    return "" if profile is None else f" {hashlib.sha256(repr(profile).encode()).hexdigest()[:16]}"
+    text = text_of(known_profile(device))
+    return f" {hashlib.sha256(text.encode()).hexdigest()[:16]}"
 
 
 @functools.cache

@@ -10,17 +10,25 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import json
 import random
 import statistics
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from interlace import environment
 from interlace.comm import copies
+from interlace.comm.common_profile import (
+    known_profile,
+    publish,
+    published,
+    settle_network,
+    settle_profile,
+)
 from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.comm.members import Exchange, Members
 from interlace.costs.known_profiles import (
@@ -31,6 +39,7 @@ from interlace.costs.known_profiles import (
     profile_of,
     text_of,
 )
+from interlace.costs.network import parse_network
 from interlace.costs.product_fit import MeasuredRates, ProductTime, with_rates
 from interlace.costs.time import MachineProfile
 from interlace.errors import WorkspaceError
@@ -58,18 +67,23 @@ def is_asked_for() -> bool:
 
 
 def share_profile(members: Members, exchange: Exchange) -> None:
-    """Give ranks that know no profile of their GPU the one that another rank knows. Collective.
+    """Choose by one profile of this GPU with all ranks of the program. Collective.
 
-    Does nothing where measuring is not asked for, or ranks share a GPU.
+    Where measuring is asked for, the profile may stay open, if it is a guess and no rank of the
+    group knows more. Does nothing on the CPU backend, and without process groups.
     """
-    if not _may_measure(members):
-        return
-    gpu = torch.cuda.get_device_name(members.device)
-    own = own_profile(gpu)
-    answers = exchange("joining a group", [gpu, None if own is None else text_of(own)])
-    known = next((text for name, text in answers if name == gpu and text), None)
-    if own is None and known is not None:
-        adopt(parse_profile(known))
+    if _may_measure(members):
+        gpu = torch.cuda.get_device_name(members.device)
+        own = own_profile(gpu)
+        answers = exchange("joining a group", [gpu, None if own is None else text_of(own)])
+        known = next((text for name, text in answers if name == gpu and text), None)
+        if known is not None:
+            # Even if it is what this rank would guess: its peers measure nothing either.
+            adopt(settle_profile(members.device, parse_profile(known)))
+        elif not known_profile(members.device).is_guess:
+            settle_profile(members.device)
+    elif members.backend == "cuda" and members.name:
+        settle_profile(members.device)
 
 
 def measure_unknown(group: Group) -> None:
@@ -91,12 +105,9 @@ def measure_unknown(group: Group) -> None:
         return
     # Groups of other ranks of this program may measure at the same time; the first one to end
     # counts for all of them, as ranks of both may form a group later.
-    board, key = dist.PrefixStore("interlace/machines", _programs_store()), gpu
-    published = None
-    if group.rank == 0 and board.check([key]):
-        published = board.get(key).decode()
-    text = group.exchange("a measured machine", published)[0]
-    if text is None:
+    name = f"measured {gpu}"
+    measured = group.exchange("a measured machine", published(name) if group.rank == 0 else None)[0]
+    if measured is None:
         try:
             rates = measure_rates(group)
         except WorkspaceError as error:
@@ -105,14 +116,21 @@ def measure_unknown(group: Group) -> None:
                 RuntimeWarning,
                 stacklevel=2,
             )
+            settle_profile(group.device)
             return
         date = datetime.date.today()
         source = f"{guess.source}; products and links measured {date} by {rates.world_size} ranks"
         profile = with_rates(guess, gpu, processors, rates, source)
-        if group.rank == 0:
-            published = board.compare_set(key, "", text_of(profile)).decode()
-        text = group.exchange("a measured machine", published)[0]
-    _go_by(parse_profile(text), group)
+        own = json.dumps([text_of(profile), rates.is_complete])
+        measured = group.exchange(
+            "a measured machine", publish(name, own) if group.rank == 0 else None
+        )[0]
+    text, is_complete = json.loads(measured)
+    profile = parse_profile(text)
+    # What the program has compiled by the guess it must go on with.
+    adopt(settle_profile(group.device, profile))
+    # What is missing in it another program may have memory to measure.
+    _keep(profile if is_complete else None, group)
 
 
 def measure_unknown_network(group: Group) -> None:
@@ -131,38 +149,37 @@ def measure_unknown_network(group: Group) -> None:
         return
     if group.world_size != dist.get_world_size():
         return
-    gpu = torch.cuda.get_device_name(group.device)
-    processors = torch.cuda.get_device_properties(group.device).multi_processor_count
     # Equal on all ranks, as joining the group has compared.
-    profile = profile_of(gpu, processors)
+    profile = known_profile(group.device)
     if profile.network is not None:
         return
+    name = f"measured network of {torch.cuda.get_device_name(group.device)}"
+    measured = group.exchange("a measured network", published(name) if group.rank == 0 else None)[0]
     # Imported here, since that module's own imports lead back to this one.
     from interlace.comm.network_rates import measure_network
 
-    date = datetime.date.today()
-    source = f"measured {date} on {group.world_size} ranks of {group.nodes} nodes"
-    try:
-        _, network = measure_network(group, source)
-    except WorkspaceError as error:
-        warnings.warn(
-            "interlace: the network between the nodes was not measured, and operators do not go by "
-            f"it: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
-        return
-    named = dataclasses.replace(network, network=f"the network between {group.nodes} nodes")
-    _go_by(dataclasses.replace(profile, network=named), group)
-
-
-def _go_by(profile: MachineProfile, group: Group) -> None:
-    """Predict by a measured profile from here on, and keep it for the user. Collective."""
-    adopt(profile)
-    if group.rank == min(group.members.local_ranks):
-        _keep(profile)
-    # Another program of this node may begin when this rank has left.
-    group.exchange("a measured profile is kept", None)
+    if measured is None:
+        date = datetime.date.today()
+        source = f"measured {date} on {group.world_size} ranks of {group.nodes} nodes"
+        try:
+            _, network = measure_network(group, source)
+        except WorkspaceError as error:
+            warnings.warn(
+                "interlace: the network between the nodes was not measured, and operators do not "
+                f"go by it: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return
+        named = dataclasses.replace(network, network=f"the network between {group.nodes} nodes")
+        # Rank 0's text counts for all, so its loss of digits does, too.
+        own = json.dumps(dataclasses.asdict(named))
+        measured = group.exchange(
+            "a measured network", publish(name, own) if group.rank == 0 else None
+        )[0]
+    named = parse_network(json.loads(measured))
+    settle_network(group.device, named)
+    _keep(dataclasses.replace(profile, network=named), group)
 
 
 def _may_measure(members: Members) -> bool:
@@ -175,21 +192,24 @@ def _may_measure(members: Members) -> bool:
     )
 
 
-def _programs_store() -> Any:
-    """Return the store of all ranks of the program."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD.get_group_store()
+def _keep(profile: MachineProfile | None, group: Group) -> None:
+    """Keep a measured profile for the user's next programs, on every node. Collective.
 
-
-def _keep(profile: MachineProfile) -> None:
-    try:
-        keep_profile(profile)
-    except OSError as error:
-        warnings.warn(
-            f"interlace: the measured profile of {profile.gpu} is not kept: {error}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+    Args:
+        profile: The profile, the same on every rank; None: there is nothing to keep.
+        group: The group that has measured it, or taken it from another one.
+    """
+    if profile is not None and group.rank == min(group.members.local_ranks):
+        try:
+            keep_profile(profile)
+        except OSError as error:
+            warnings.warn(
+                f"interlace: the measured profile of {profile.gpu} is not kept: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+    # Another program of this node may begin when this rank has left.
+    group.exchange("a measured profile is kept", None)
 
 
 # Measuring
@@ -220,7 +240,8 @@ def measure_rates(group: Group) -> MeasuredRates:
         )
     rates = group.exchange("rates of links", _link_bytes_per_s(group))
     links = [rate for rate in rates if rate is not None]
-    return MeasuredRates(products, min(links, default=None), group.world_size)
+    slowest, is_complete = min(links, default=None), len(products) == len(sizes)
+    return MeasuredRates(products, slowest, group.world_size, is_complete)
 
 
 def sets_past_cache(nbytes: int, device: torch.device) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import process_group_named
+from interlace.comm.common_profile import settle_network, settle_profile
 from interlace.comm.group import known_nodes
 from interlace.comm.interpreter import interpreting
 from interlace.comm.nodes import NODES_VARIABLE
@@ -35,6 +36,28 @@ def require_runnable(device: torch.device) -> None:
         )
 
 
+def require_common_profile(device: torch.device, nodes: int = 1) -> None:
+    """Decide by the machine profile that all ranks of the program go by. Nobody waits.
+
+    Ranks compile at any time: one of them may do so again when its peers do not.
+
+    Args:
+        device: The device of a product.
+        nodes: Number of nodes between which the decision is.
+
+    Raises:
+        LeftAlone: Ranks cannot agree, as the program's store cannot be reached.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        settle_profile(device)
+        if nodes > 1:
+            settle_network(device)
+    except GroupError as error:
+        raise LeftAlone(str(error)) from error
+
+
 def usable_ranks(group_name: str, device: torch.device) -> int:
     """Return the number of ranks of a group on which operators can run. Nothing is sent.
 
@@ -42,6 +65,7 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
         LeftAlone: Operators cannot run on this group or on this device.
     """
     require_runnable(device)
+    require_common_profile(device)
     try:
         group = process_group_named(group_name)
         ranks = dist.get_process_group_ranks(group)
@@ -156,6 +180,7 @@ def _choose_between_nodes(
     """
     if invariance.is_enabled():
         raise LeftAlone(f"{operator.name} is not batch-invariant between {nodes} nodes")
+    require_common_profile(product.device, nodes)
     sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
     call = {"dtype": product.dtype, "world_size": ranks, "device": product.device}
     node_of_rank = tuple(rank * nodes // ranks for rank in range(ranks))

@@ -30,12 +30,14 @@ _by_profiles: list[functools._lru_cache_wrapper[Any]] = []
 """The caches of what follows from profiles."""
 
 _adopted: dict[str, MachineProfile] = {}
-"""The profiles that this program has measured, by GPU."""
+"""The profiles that all ranks of this program go by, where it is not this user's file, by GPU."""
+
+_MOST_CALLS = 4096
 
 
 def cached_by_profiles(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
-    """Decorate a function as ``functools.cache`` does, until :func:`adopt` changes a profile."""
-    cached = functools.cache(function)
+    """Decorate a function as ``functools.lru_cache``, until :func:`adopt` changes a profile."""
+    cached = functools.lru_cache(maxsize=_MOST_CALLS)(function)
     _by_profiles.append(cached)
     return cached
 
@@ -136,7 +138,10 @@ _MODEL = "NVIDIA H200"
 
 
 def adopt(profile: MachineProfile) -> None:
-    """Make a profile that this program has measured the user's own one, until the program ends."""
+    """Make a profile the user's own one, until the program ends.
+
+    All ranks of the program must do so (:mod:`interlace.comm.common_profile`).
+    """
     _adopted[profile.gpu] = profile
     for cached in _by_profiles:
         cached.cache_clear()

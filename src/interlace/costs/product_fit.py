@@ -31,11 +31,13 @@ class MeasuredRates:
         link_bytes_per_s: Bytes per second that a copy engine fetches from a peer of the same node
             while that one fetches as well, on the slowest rank; None if no node has two ranks.
         world_size: Number of ranks that measured at once.
+        is_complete: Whether there was memory for all products that are measured.
     """
 
     products: Sequence[ProductTime]
     link_bytes_per_s: float | None
     world_size: int
+    is_complete: bool = True
 
 
 def with_rates(

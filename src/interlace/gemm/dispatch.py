@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import Group, group_named, ranges
 from interlace.costs.registry import OPERATOR_COSTS
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, InterlaceError
 from interlace.gemm import autotune
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
@@ -200,23 +200,27 @@ def _decide(
         "impl": impl,
         "config": config,
     }
+
+    def choose() -> list[Any] | None:
+        # Lists that differ by rank are known once ranks have exchanged them; then each chooses.
+        if operator.exchanges(splits):
+            return None
+        try:
+            rows = operator.plan_rows(operands.rows, splits, group)
+        except InterlaceError:  # which ranks raise below, together
+            return None
+        return _choose(operator, operands, rows, group).packed()
+
     # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
-    mark = group.agree(operator.name, **agreed)
+    mark, chosen_by_rank_0 = group.agreement.agree(operator.name, agreed, choose)
     operands.require_supported(operator.name, operator.takes_float8)
     rows = operator.plan_rows(operands.rows, splits, group)
     named = name_in(impl)
     operator.require_nodes(named or operator.choosers[0], group.nodes)
-    choice = operator.choose(
-        **operands.sizes(rows.product),
-        out_dtype=operands.out_dtype,
-        world_size=group.world_size,
-    )
-    if group.spans_nodes:
-        sizes = operands.sizes(rows.product)
-        times = times_between_nodes(
-            operator.name, group.nodes, **sizes, world_size=group.world_size
-        )
-        choice = choice.between(operator, group.nodes, times)
+    if chosen_by_rank_0 is None:
+        choice = _choose(operator, operands, rows, group)
+    else:
+        choice = Choice.unpacked(operator.config_type, chosen_by_rank_0)
     terms = operands.terms(rows.is_even, group.members.node_of_rank)
     if is_invariant(impl):
         # A configuration is that of the operator's own kernel.
@@ -246,6 +250,16 @@ def _decide(
         choice.worst_error,
         (operator.name, *agreed.items()),
     )
+
+
+def _choose(operator: GemmOperator, operands: Operands, rows: RowPlan, group: Group) -> Choice[Any]:
+    """Return what a free call takes by what this rank knows, between nodes if there are several."""
+    sizes = operands.sizes(rows.product)
+    choice = operator.choose(**sizes, out_dtype=operands.out_dtype, world_size=group.world_size)
+    if not group.spans_nodes:
+        return choice
+    times = times_between_nodes(operator.name, group.nodes, **sizes, world_size=group.world_size)
+    return choice.between(operator, group.nodes, times)
 
 
 def resolve(

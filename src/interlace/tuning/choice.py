@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -134,6 +134,26 @@ class Choice(Generic[Config]):
             impl=order[0],
             reason=reason,
             times_us={name: times.predictions[name].us for name in order},
+        )
+
+    def packed(self) -> list[Any]:
+        """Return what ranks must have in common of it, as JSON can hold it."""
+        return [
+            self.impl, str(self.config), self.reason, dict(self.times_us), self.worst_error,
+            self.is_exact,
+        ]  # fmt: skip
+
+    @classmethod
+    def unpacked(cls, config_type: type[Config], packed: Sequence[Any]) -> Choice[Config]:
+        """Return the choice that another rank has packed."""
+        impl, config, reason, times_us, worst_error, is_exact = packed
+        return cls(
+            impl,
+            config_type.parse(config),
+            reason,
+            times_us,
+            worst_error,
+            is_exact=is_exact,
         )
 
     def accepted(self, operator: Operator, terms: Any) -> tuple[str, dict[str, str]]:

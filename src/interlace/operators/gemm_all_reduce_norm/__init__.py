@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.call import GemmCall, RowPlan
@@ -94,7 +94,7 @@ _MOST_TILES = MAX_PROGRAMS - 512
 _CPU_TILES = {"block_n": 16, "block_k": 64, "num_warps": 4, "max_programs": 8}
 
 
-@functools.cache
+@cached_by_profiles
 def _choose(**call: Any) -> Choice[Any]:
     gemv = operator_matching("gemv", "all_reduce")
     sizes = {"tokens": call["rows"], "rows": call["columns"], "columns": call["inner"]}

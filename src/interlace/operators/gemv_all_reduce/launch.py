@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ from interlace.comm.interpreter import require
 from interlace.comm.kernels import Launch
 from interlace.comm.replays import places
 from interlace.costs.gemv_all_reduce import floor_link_bytes
+from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import autotune, invariance
 from interlace.gemm.between_nodes import known_network
@@ -52,7 +52,7 @@ class Decision(NamedTuple):
     is_batch_invariant: bool = False
 
 
-@functools.cache
+@cached_by_profiles
 def choose(
     *,
     tokens: int,
@@ -200,15 +200,14 @@ def _decide(
             f"{OPERATOR}: x, w and bias must have the same dtype; got {dtypes}. Convert them."
         )
     group.require_size(OPERATOR, MAX_RANKS)
-    mark = group.agree(
-        OPERATOR,
-        the_shape_of_x=tuple(x.shape),
-        the_shape_of_w=tuple(w.shape),
-        dtype=str(x.dtype),
-        bias=bias is not None,
-        impl=impl,
-        config=config,
-    )
+    agreed = {
+        "the_shape_of_x": tuple(x.shape),
+        "the_shape_of_w": tuple(w.shape),
+        "dtype": str(x.dtype),
+        "bias": bias is not None,
+        "impl": impl,
+        "config": config,
+    }
     (rows, columns), tokens = w.shape, x.shape[0] if x.dim() == 2 else 1
     call: dict[str, Any] = {
         "tokens": tokens,
@@ -219,8 +218,16 @@ def _decide(
         "device": x.device,
     }
     declaration = operator_named(OPERATOR)
+
+    def choose_for_all() -> list[Any]:
+        choice = choose(**call).between(declaration, group.nodes, known_network(x.device))
+        # Times that a measurement may replace are those of the operator around a GEMM.
+        times_us = _choice_as_gemm(**call).times_us
+        return dataclasses.replace(choice, times_us=times_us).packed()
+
+    mark, chosen_by_rank_0 = group.agreement.agree(OPERATOR, agreed, choose_for_all)
     declaration.require_nodes(impl, group.nodes)
-    choice = choose(**call).between(declaration, group.nodes, known_network(x.device))
+    choice = Choice.unpacked(GemvAllReduceConfig, chosen_by_rank_0)
     if impl == BATCH_INVARIANT:
         declaration.require_nodes("fused", group.nodes)
         chosen = GemvAllReduceConfig.parse(config) if config else invariant_config(choice, call)
@@ -232,7 +239,7 @@ def _decide(
         choice.impl if chooses else impl,
         GemvAllReduceConfig.parse(config) if config else choice.config,
         mark,
-        is_open and bool(_choice_as_gemm(**call).times_us),
+        is_open and bool(choice.times_us),
     )
 
 

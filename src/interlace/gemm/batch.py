@@ -107,33 +107,39 @@ class BatchOperator(Operator):
         group = group_for(self.name, group_name, x.device)
 
         def decide() -> tuple[int, Implementation, GemmConfig]:
-            mark = group.agree(
-                self.name,
-                the_shape_of_x=tuple(x.shape),
-                the_shape_of_w=tuple(w.shape),
-                dtypes=(str(x.dtype), str(w.dtype)),
-                impl=impl,
-            )
+            # Tiles must not follow the number of rows where they may change bits.
+            is_invariant = impl == BATCH_INVARIANT
+            has_one_size = is_invariant and not invariance.has_one_arithmetic(x.device, x.dtype)
+
+            def choose() -> list[Any] | None:
+                if w.dim() != 3:  # which ranks refuse below, together
+                    return None
+                _, inner, columns = w.shape
+                sizes = {
+                    "rows": invariance.REFERENCE_ROWS * group.world_size if has_one_size else rows,
+                    "columns": columns,
+                    "inner": inner,
+                    "dtype": x.dtype,
+                    "world_size": group.world_size,
+                    "device": x.device,
+                }
+                times = times_between_nodes(self.name, group.nodes, **sizes)
+                return self.choose(**sizes).between(self, group.nodes, times).packed()
+
+            agreed = {
+                "the_shape_of_x": tuple(x.shape),
+                "the_shape_of_w": tuple(w.shape),
+                "dtypes": (str(x.dtype), str(w.dtype)),
+                "impl": impl,
+            }
+            mark, chosen_by_rank_0 = group.agreement.agree(self.name, agreed, choose)
             # Ranks have agreed by now, so all of them refuse or none does.
             self.validate_impl(impl)
             validate(group)
-            _, inner, columns = w.shape
-            is_invariant = impl == BATCH_INVARIANT
             if is_invariant:
                 invariance.require_invariant(self)
-            # Tiles must not follow the number of rows where they may change bits.
-            has_one_size = is_invariant and not invariance.has_one_arithmetic(x.device, x.dtype)
             self.require_nodes(impl, group.nodes)
-            sizes = {
-                "rows": invariance.REFERENCE_ROWS * group.world_size if has_one_size else rows,
-                "columns": columns,
-                "inner": inner,
-                "dtype": x.dtype,
-                "world_size": group.world_size,
-                "device": x.device,
-            }
-            times = times_between_nodes(self.name, group.nodes, **sizes)
-            choice = self.choose(**sizes).between(self, group.nodes, times)
+            choice: Choice[GemmConfig] = Choice.unpacked(self.config_type, chosen_by_rank_0)
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
                 name = invariance.invariant_implementations(self)[0].name

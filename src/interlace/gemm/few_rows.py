@@ -218,7 +218,7 @@ def default_config(
     return tiles_for(Gpu.of(x.device), rows, columns, inner, x.element_size(), along_k)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def tiles_for(
     gpu: Gpu, rows: int, columns: int, inner: int, itemsize: int, along_k: bool = True
 ) -> FewRowsConfig:

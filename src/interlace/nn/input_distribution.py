@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import itertools
+from collections import OrderedDict
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from interlace.nn.group_member import GroupMember
 from interlace.nn.sharding import ShardingPlan
 
 _NAME = "ShardedEmbeddingBags"
+
+_MOST_LAYOUTS = 16
+"""Numbers of samples whose layouts a module keeps: training has one or two of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +87,8 @@ class InputDistribution(GroupMember):
         self.fixed: list[int] | None = (
             None if None in lengths else [length or 0 for length in lengths]
         )
-        self._layouts: dict[tuple[int, torch.device], _Layout] = {}
+        self._layouts: OrderedDict[tuple[int, torch.device], _Layout] = OrderedDict()
+        self._captured: dict[tuple[int, torch.device], _Layout] = {}
         self._orders: dict[torch.device, torch.Tensor] = {}
 
     def __call__(
@@ -217,9 +222,14 @@ class InputDistribution(GroupMember):
         )
 
     def _layout(self, samples: int, lengths: list[int], device: torch.device) -> _Layout:
-        """Return the layout for a number of samples; it is computed once."""
+        """Return the layout for a number of samples; it is computed once while it is in use.
+
+        A CUDA graph of the program refers to its memory, and keeps it for good.
+        """
         key = samples, device
-        if key not in self._layouts:
+        if key in self._layouts:
+            self._layouts.move_to_end(key)
+        else:
             local = torch.tensor(
                 [lengths[table] for table in self._sent_tables[self.group.rank]], dtype=torch.int64
             )
@@ -232,7 +242,12 @@ class InputDistribution(GroupMember):
                 offsets=_offsets(bags).to(device),
                 sizes=sizes.sum(0).tolist(),
             )
-        return self._layouts[key]
+            if len(self._layouts) > _MOST_LAYOUTS:
+                self._layouts.popitem(last=False)
+        layout = self._layouts[key]
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured[key] = layout
+        return layout
 
     # Bags of any length
 

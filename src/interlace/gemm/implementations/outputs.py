@@ -22,6 +22,10 @@ _MOST_OUTPUTS = 8
 program whose sizes keep changing should not map one for each size."""
 
 
+_MOST_ABSENT = 1024
+"""The number of sizes of which a group remembers that it has no output."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Output:
     """The properties that identify an output within the group that keeps it.
@@ -96,6 +100,10 @@ def kept_output(output: Output, group: Group, group_name: str, *, replace: bool)
     """
     key = output.key
     if group.kept.get(key) is None and (replace or key not in group.kept):
+        absent = [other for other, value in group.kept.items() if value is None]
+        if len(absent) >= _MOST_ABSENT:  # on every rank at once
+            for other in absent:
+                del group.kept[other]
         with group.indivisible("making a mapped output"):
             group.kept[key] = _make_output(output, group, group_name, replace=replace)
     group.kept.move_to_end(key)

@@ -50,7 +50,7 @@ _ON_INTERPRETER = {
 }
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def choose(
     *,
     tables: int,

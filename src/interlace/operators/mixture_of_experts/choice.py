@@ -133,7 +133,7 @@ def configuration(impl: str, terms: Terms, device: torch.device) -> MixtureOfExp
     return _config_of(impl, terms, _tabulated(terms, device))
 
 
-@functools.cache
+@functools.lru_cache(maxsize=4096)
 def _tabulated(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
     """Return what the tuned table says of these sizes, whether the call may run it or not."""
     sizes = terms.sizes

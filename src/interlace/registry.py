@@ -197,8 +197,14 @@ class Operator(abc.ABC):
         return {name for name in names if self.is_pair(name)}
 
     def refusal(self, name: str, terms: Any) -> str | None:
-        """Return what a call must have for an implementation and has not, or None."""
-        return None if name == "unfused" else self.implementation(name).refusal(terms)
+        """Return what a call must have for an implementation and has not, or None.
+
+        Args:
+            name: The implementation.
+            terms: The properties of the call; None if no implementation refuses any.
+        """
+        is_taken = name == "unfused" or terms is None
+        return None if is_taken else self.implementation(name).refusal(terms)
 
     def spans_nodes(self, name: str) -> bool:
         """Return whether an implementation runs on groups of several nodes."""
@@ -219,30 +225,49 @@ class Operator(abc.ABC):
         )
         return next(able, "unfused")
 
-    def require_nodes(self, name: str, nodes: int) -> None:
+    def advice(self, terms: Any, nodes: int) -> str:
+        """Return what to take in the place of an implementation that refuses a call, as a sentence.
+
+        Args:
+            terms: The properties of the call, which nothing that is named refuses.
+            nodes: Number of nodes that the ranks are on.
+        """
+        able = [
+            each.name
+            for each in self.implementations
+            if (nodes == 1 or each.spans_nodes) and self.refusal(each.name, terms) is None
+        ]
+        named = [self.choosers[0], *able[:1], *(name for name in able[1:] if name == "unfused")]
+        return f"Take impl={_or([repr(name) for name in named])}."
+
+    def require_nodes(
+        self, name: str, nodes: int, terms: Any = None, *, is_invariant: bool = False
+    ) -> None:
         """Refuse an implementation that needs shared memory on a group of several nodes.
 
         Args:
             name: The implementation, or a value of ``impl`` that chooses one.
             nodes: Number of nodes that the ranks of the group are on.
+            terms: The properties of the call; None if no implementation refuses any.
+            is_invariant: Whether the call must be batch-invariant.
 
         Raises:
             ArgumentError: It cannot run there.
         """
-        if nodes > 1 and name not in self.choosers and not self.spans_nodes(name):
-            able = [word for word in self.words if self._may_span_nodes(word)]
-            raise ArgumentError(
-                f"{self.name}: impl={name!r} must have ranks that share memory; they are on "
-                f"{nodes} nodes. Take impl={' or '.join(map(repr, able))}."
-            )
-
-    def _may_span_nodes(self, word: str) -> bool:
-        """Return whether a value of ``impl`` may run on groups of several nodes."""
-        if word == BATCH_INVARIANT:
-            return any(
-                each.is_batch_invariant and each.spans_nodes for each in self.implementations
-            )
-        return word in self.choosers or self.spans_nodes(word)
+        if nodes == 1 or name in self.choosers or self.spans_nodes(name):
+            return
+        if is_invariant:
+            advice = "Call it outside of interlace.batch_invariant()."
+            others = [each for each in self.implementations if each.is_batch_invariant]
+            able = [each.name for each in others if each.spans_nodes]
+            if able:
+                advice = f"Take impl={_or([repr(each) for each in able])}."
+        else:
+            advice = self.advice(terms, nodes)
+        raise ArgumentError(
+            f"{self.name}: impl={name!r} must have ranks that share memory; they are on {nodes} "
+            f"nodes. {advice}"
+        )
 
     def validate_impl(self, name: str) -> None:
         """Refuse a value of ``impl`` that does not exist.
@@ -266,6 +291,10 @@ class Operator(abc.ABC):
             raise ArgumentError(
                 f"{self.name}: config must be of type {expected}; got {type(config).__name__}."
             )
+
+
+def _or(words: list[str]) -> str:
+    return " or ".join(filter(None, [", ".join(words[:-1]), words[-1]]))
 
 
 AnyOperator = TypeVar("AnyOperator", bound=type[Operator])

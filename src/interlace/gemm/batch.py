@@ -143,7 +143,7 @@ class BatchOperator(Operator):
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
                 name = invariance.invariant_implementations(self)[0].name
-                self.require_nodes(name, group.nodes)
+                self.require_nodes(name, group.nodes, is_invariant=True)
             # A stock pair that the tuned table prefers is no implementation here: the pass would
             # not have made the call then. The first implementation stands for it.
             if name not in self.words:

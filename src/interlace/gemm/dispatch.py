@@ -215,26 +215,28 @@ def _decide(
     mark, chosen_by_rank_0 = group.agreement.agree(operator.name, agreed, choose)
     operands.require_supported(operator.name, operator.takes_float8)
     rows = operator.plan_rows(operands.rows, splits, group)
-    named = name_in(impl)
-    operator.require_nodes(named or operator.choosers[0], group.nodes)
+    terms = operands.terms(rows.is_even, group.members.node_of_rank)
+    # A call within the mode says by its word what the caller has named.
+    named, is_free = name_in(impl), not is_invariant(impl)
+    asked_for = named or operator.choosers[0]
+    operator.require_nodes(asked_for, group.nodes, terms, is_invariant=not is_free)
     if chosen_by_rank_0 is None:
         choice = _choose(operator, operands, rows, group)
     else:
         choice = Choice.unpacked(operator.config_type, chosen_by_rank_0)
-    terms = operands.terms(rows.is_even, group.members.node_of_rank)
-    if is_invariant(impl):
+    if not is_free:
         # A configuration is that of the operator's own kernel.
         asked = named or (operator.implementations[0].name if config else "")
         x = operands.x
         invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
-        operator.require_nodes(invariant.name, group.nodes)
+        operator.require_nodes(invariant.name, group.nodes, terms, is_invariant=True)
         implementations = resolve(operator, invariant.name, choice, terms)
         chosen = operator.invariant_config(operands, choice, group.world_size)
     else:
         implementations = resolve(operator, impl, choice, terms)
         chosen = choice.config
     # Where the caller has decided there is nothing to measure.
-    is_open = impl in operator.choosers and not is_invariant(impl) and not config
+    is_open = impl in operator.choosers and is_free and not config
     log.debug(
         "%s of x %s and w %s with impl=%r: %s (%s)",
         operator.name, list(operands.x.shape), list(operands.w.shape), impl, choice.impl,
@@ -277,9 +279,7 @@ def resolve(
     refusal = implementation.refusal(terms)
     if refusal is None:
         return (implementation,)
-    # The first implementation takes any call, but not between nodes.
-    any_call = "" if terms.node_of_rank else f", {operator.implementations[0].name!r}"
+    nodes = 1 + max(terms.node_of_rank, default=0)
     raise ArgumentError(
-        f"{operator.name}: impl={impl!r} must have {refusal}. "
-        f"Take impl='auto'{any_call} or 'unfused'."
+        f"{operator.name}: impl={impl!r} must have {refusal}. {operator.advice(terms, nodes)}"
     )

@@ -229,7 +229,7 @@ def _decide(
     declaration.require_nodes(impl, group.nodes)
     choice = Choice.unpacked(GemvAllReduceConfig, chosen_by_rank_0)
     if impl == BATCH_INVARIANT:
-        declaration.require_nodes("fused", group.nodes)
+        declaration.require_nodes("fused", group.nodes, is_invariant=True)
         chosen = GemvAllReduceConfig.parse(config) if config else invariant_config(choice, call)
         return Decision("fused", chosen, mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.

@@ -130,20 +130,22 @@ class Call:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
         terms, declaration = self.terms, operator_named(OPERATOR)
-        declaration.require_nodes(name_in(self.impl) or declaration.choosers[0], self.group.nodes)
+        is_free, nodes = not is_invariant(self.impl), self.group.nodes
+        asked_for = name_in(self.impl) or declaration.choosers[0]
+        declaration.require_nodes(asked_for, nodes, terms, is_invariant=not is_free)
         times = times_between_nodes(terms, self.x.device)
-        choice = choose(terms, self.x.device).between(declaration, self.group.nodes, times, terms)
-        if is_invariant(self.impl):
+        choice = choose(terms, self.x.device).between(declaration, nodes, times, terms)
+        if not is_free:
             named = name_in(self.impl)
             impl, config = choose_invariant(terms, self.x.device, choice, named)
-            declaration.require_nodes(impl, self.group.nodes)
+            declaration.require_nodes(impl, nodes, terms, is_invariant=True)
         else:
             impl = choice.impl if self.impl == "auto" else self.impl
             config = configuration(impl, terms, self.x.device)
         unmet = declaration.refusal(impl, terms)
         if unmet is not None:
             raise ArgumentError(
-                f"{OPERATOR}: impl={impl!r} must have {unmet}. Take impl='auto' or 'fused'."
+                f"{OPERATOR}: impl={impl!r} must have {unmet}. {declaration.advice(terms, nodes)}"
             )
         if self.config:
             return impl, MixtureOfExpertsConfig.parse(self.config)

@@ -4,6 +4,7 @@ first group is made. The times are made up, since there is no GPU here.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from pathlib import Path
@@ -17,13 +18,14 @@ import torch.distributed as dist
 
 from interlace.comm import group_of, machine_rates
 from interlace.comm.group import Group
+from interlace.compile import choice
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime
 from interlace.costs.time import Call
 from interlace.errors import WorkspaceError
 from tests.errors import error_of
-from tests.profiles import forget_profiles
+from tests.profiles import forget_profiles, programs_store
 
 _GPU = "NVIDIA Unheard-of"
 
@@ -52,14 +54,19 @@ def _on_gpu(group: Group) -> Any:
     )
 
 
-def _join(group: Any, measure: mock.Mock) -> list[str]:
-    """Do what joining a group does; return the warnings."""
+def _join(group: Any, measure: mock.Mock, program: str) -> list[str]:
+    """Do what joining a group of a program does; return the warnings.
+
+    Args:
+        program: What ranks publish is kept under this name, as the ranks outlive a test.
+    """
     properties = SimpleNamespace(multi_processor_count=100)
     with (
         mock.patch.dict(os.environ, {machine_rates.VARIABLE: "1"}),
         mock.patch("torch.cuda.get_device_name", return_value=_GPU),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch.object(machine_rates, "measure_rates", measure),
+        programs_store(program),
         warnings.catch_warnings(record=True) as caught,
     ):
         warnings.simplefilter("always")
@@ -79,8 +86,8 @@ def _two_groups(folder: str) -> tuple[str, float, int, bool, float]:
     with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": folder}):
         try:
             guessed_us = profile_of(_GPU).library_product_us(product)
-            assert _join(_on_gpu(group_of(halves[rank // 2])), measure) == []
-            assert _join(_on_gpu(group_of()), measure) == []
+            assert _join(_on_gpu(group_of(halves[rank // 2])), measure, folder) == []
+            assert _join(_on_gpu(group_of()), measure, folder) == []
             profile = profile_of(_GPU, 100)
             kept = known_profiles.own_file(_GPU).is_file()
             slower = profile.library_product_us(product) / guessed_us
@@ -116,7 +123,7 @@ def _one_knows(folder: str) -> tuple[float, int]:
                 known = machine_rates.with_rates(profile_of(_GPU), _GPU, 100, _rates(3e11), "here")
                 known_profiles.keep_profile(known)
             known_profiles.profile_of.cache_clear()
-            _join(_on_gpu(group_of()), measure)
+            _join(_on_gpu(group_of()), measure, folder)
             return profile_of(_GPU, 100).link_bytes_per_s, measure.call_count
         finally:
             forget_profiles()
@@ -131,7 +138,7 @@ def _no_memory(folder: str) -> tuple[list[str], bool]:
     # A folder that is a file cannot be written to either.
     with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": folder}):
         try:
-            return _join(_on_gpu(group_of()), measure), profile_of(_GPU, 100).is_guess
+            return _join(_on_gpu(group_of()), measure, folder), profile_of(_GPU, 100).is_guess
         finally:
             forget_profiles()
 
@@ -146,7 +153,7 @@ def _not_kept(file: str) -> tuple[list[str], float]:
     measure = mock.Mock(return_value=_rates(1e11))
     with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": file}):
         try:
-            said = _join(_on_gpu(group_of()), measure)
+            said = _join(_on_gpu(group_of()), measure, file)
             return said, profile_of(_GPU, 100).link_bytes_per_s
         finally:
             forget_profiles()
@@ -160,6 +167,106 @@ def test_a_profile_that_cannot_be_kept(ranks: Any, tmp_path: Path) -> None:
     assert any(f"the measured profile of {_GPU} is not kept" in text for text in said)
     assert not any("is not kept" in text for text in other_said)
     assert link == other_link == 1e11
+
+
+def _settled(folder: str, first: str) -> list[tuple[float, bool, int]]:
+    """Two halves of a program of which the second alone has a profile on its disk, made in turn;
+    the ranks of one half compile a function before, if they are to be first.
+
+    Returns:
+        The rate of links by which this rank chooses after its half was made, and after a group of
+        ranks 0 and 2 was, and how often it has measured.
+    """
+    rank = dist.get_rank()
+    halves, across = [dist.new_group([0, 1]), dist.new_group([2, 3])], dist.new_group([0, 2])
+    measure = mock.Mock(return_value=_rates(1e11))
+    found: list[Any] = []
+    environment = {"INTERLACE_CACHE_DIR": f"{folder}/{rank // 2}"}
+    properties = SimpleNamespace(multi_processor_count=100)
+    with (
+        mock.patch.dict(os.environ, environment),
+        mock.patch("torch.cuda.get_device_name", return_value=_GPU),
+        mock.patch("torch.cuda.get_device_properties", return_value=properties),
+        programs_store(folder),
+    ):
+        try:
+            if rank == 2:
+                known = machine_rates.with_rates(profile_of(_GPU), _GPU, 100, _rates(3e11), "here")
+                known_profiles.keep_profile(known)
+            known_profiles.profile_of.cache_clear()
+            dist.barrier()
+            if first == "compiled" and rank == 1:
+                choice.require_common_profile(torch.device("cuda", 0))
+            dist.barrier()
+            for half in (0, 1) if first == "measured" else (1, 0):
+                if rank // 2 == half:
+                    assert _join(_on_gpu(group_of(halves[half])), measure, folder) == []
+                dist.barrier()
+            found.append(profile_of(_GPU, 100).link_bytes_per_s)
+            if rank % 2 == 0:
+                assert _join(_on_gpu(group_of(across)), measure, folder) == []
+            dist.barrier()
+            found.append(profile_of(_GPU, 100).link_bytes_per_s)
+        finally:
+            forget_profiles()
+            for group in (*halves, across):
+                if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    dist.destroy_process_group(group)
+    return [*found, measure.call_count]
+
+
+@pytest.mark.parametrize("first", ["measured", "on disk", "compiled"])
+def test_ranks_choose_by_one_profile_from_their_first_choice_on(
+    ranks: Any, tmp_path: Path, first: str
+) -> None:
+    """Whichever half settles it, and whoever joins another group later."""
+    link = {"measured": 1e11, "on disk": 3e11, "compiled": profile_of(_GPU, 100).link_bytes_per_s}
+    found = ranks(4).run(_settled, str(tmp_path), first)
+    assert [links for *links, _ in found] == [[link[first]] * 2] * 4
+    measured = [count for *_, count in found]
+    assert measured[2:] == [0, 0]
+    assert set(measured[:2]) == ({0} if first == "on disk" else {1})
+
+
+def _incomplete(folder: str) -> tuple[float, bool]:
+    """Join a group whose GPUs have had no memory for some of the products."""
+    rates = dataclasses.replace(_rates(1e11), is_complete=False)
+    with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": folder}):
+        try:
+            assert _join(_on_gpu(group_of()), mock.Mock(return_value=rates), folder) == []
+            kept = known_profiles.own_file(_GPU).is_file()
+            return profile_of(_GPU, 100).link_bytes_per_s, kept
+        finally:
+            forget_profiles()
+
+
+def test_an_incomplete_measurement_is_this_programs_alone(ranks: Any, tmp_path: Path) -> None:
+    assert ranks(2).run(_incomplete, str(tmp_path)) == [(1e11, False)] * 2
+
+
+def _fails_to_measure(step: str) -> list[str]:
+    """Measure where rank 1 alone cannot."""
+    group = group_of(dist.new_group())
+
+    def fail(*_: Any) -> None:
+        if dist.get_rank():
+            raise RuntimeError("the driver refuses")
+
+    fails = {name: mock.Mock(return_value=1.0) for name in ("_product_us", "_elapsed_us")}
+    fails[step].side_effect = fail if dist.get_rank() else None
+    with (
+        mock.patch.object(machine_rates, "_product_us", fails["_product_us"]),
+        mock.patch.object(machine_rates, "_elapsed_us", fails["_elapsed_us"]),
+        mock.patch.object(machine_rates, "_LINK_BYTES", 4096),
+    ):
+        return error_of(machine_rates.measure_rates, group)[:2]
+
+
+@pytest.mark.parametrize("step", ["_product_us", "_elapsed_us"])
+def test_a_measurement_fails_on_all_ranks(ranks: Any, step: str) -> None:
+    for kind, message in ranks(2).run(_fails_to_measure, step):
+        assert kind == "BackendError"
+        assert "the driver refuses" in message
 
 
 def _different_settings() -> BaseException | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -128,6 +129,25 @@ def test_calls_that_are_forgotten_count_as_new(
     for key in (1, 2, 3, 1, 1):
         _call(replays, key, done)
     assert done == ["enqueue 1", "enqueue 2", "enqueue 3", "enqueue 1", "replay 1"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [torch.OutOfMemoryError("no memory"), torch.AcceleratorError("CUDA error: out of memory")],
+)
+def test_a_call_runs_without_a_graph_where_there_is_no_memory_for_one(
+    replays: Replays, done: list[str], monkeypatch: pytest.MonkeyPatch, error: RuntimeError
+) -> None:
+    """The peers may have memory, and wait for the call."""
+    capture = mock.Mock(side_effect=error)
+    monkeypatch.setattr(replays, "_capture", capture)
+    for _ in range(3):
+        _call(replays, 1, done)
+    assert done == ["enqueue 1"] * 3
+    assert len(replays) == 0
+    capture.side_effect = ValueError("another error")
+    with pytest.raises(ValueError, match="another error"):
+        _call(replays, 1, done)
 
 
 def test_a_programs_own_graph_holds_the_call_itself(

@@ -13,6 +13,7 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from interlace.gemm import autotune
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.operands import Operands
+from interlace.mapped import Fused
 from interlace.operators.gemm_all_reduce import GemmAllReduce
 from interlace.registry import operator_named
 from interlace.tuning import measured
@@ -110,7 +112,8 @@ def _measured(folder: str, times: list[dict[str, float]], remembered: list[bool]
 
 def test_ranks_measure_together_what_is_near(ranks: Any, tmp_path: Path) -> None:
     """The slowest rank's time counts, and what fails on one rank is none's; triggered takes four
-    times the shortest and is not measured.
+    times the shortest and is not measured. What was not measured may be in the next program, so
+    nothing is kept.
     """
     times = [
         {"chunked": 11.0, "fused": 9.0, "unfused": 8.0},
@@ -121,7 +124,7 @@ def test_ranks_measure_together_what_is_near(ranks: Any, tmp_path: Path) -> None
         assert timed == ["chunked", "fused", "unfused"]
         assert order[:2] == ["chunked", "fused"]
         assert set(order[2:]) == {"triggered", "unfused"}, "in the order of the predictions"
-        assert kept == ({"chunked": 11.0, "fused": 12.0} if rank == 0 else None)
+        assert kept is None, rank
 
 
 def test_what_other_work_may_have_lengthened_is_measured_again(ranks: Any, tmp_path: Path) -> None:
@@ -165,6 +168,55 @@ def test_what_rank_0_remembers_counts(ranks: Any, tmp_path: Path) -> None:
         assert order[:3] == ["unfused", "fused", "chunked"]
 
 
+def _without_memory(folder: str) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotune, "has_memory", lambda *_: dist.get_rank() != 1)
+        return _measured(folder, [{}, {}], [False, False])
+
+
+def test_nothing_is_measured_where_one_rank_has_no_memory(ranks: Any, tmp_path: Path) -> None:
+    """Peers would wait for the calls of that rank."""
+    for timed, order, kept in ranks(2).run(_without_memory, str(tmp_path)):
+        assert timed == []
+        assert order[:3] == ["chunked", "fused", "unfused"], "as predicted"
+        assert kept is None
+
+
+@pytest.mark.parametrize("kept", [{}, {"chunked": 9.0, "unfused": 7.0}])
+def test_times_of_some_are_no_measurement(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: dict[str, float]
+) -> None:
+    """As an earlier program has left them, which lacked memory."""
+    memory, operator = MeasuredTimes(tmp_path), operator_named("gemm_all_reduce")
+    candidates = tuple(operator.implementation(name) for name in ("chunked", "fused", "unfused"))
+    measure = mock.Mock(return_value={"chunked": 3.0, "fused": 2.0, "unfused": 4.0})
+    monkeypatch.setattr(autotune, "_memory", lambda: memory)
+    monkeypatch.setattr(autotune, "kind_of", lambda *_, **__: KIND)
+    monkeypatch.setattr(autotune, "measure", measure)
+    memory.write(KIND, kept)
+    group = SimpleNamespace(rank=0, world_size=2, exchange=lambda _, value: [value] * 2)
+    rows = SimpleNamespace(by_rank=(4, 4))
+    call: Any = SimpleNamespace(
+        operator=operator, operands=None, group=group, rows=rows, gather=False
+    )
+    for _ in range(2):
+        found = autotune.measured(call, candidates, PREDICTED, 1.5)
+        assert [each.name for each in found.order] == ["fused", "chunked", "unfused"]
+    assert measure.call_count == 1
+
+
+def test_what_is_recorded_counts_no_epochs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that fails to record some calls would go on in another buffer than its peers."""
+    output = mock.Mock(place=(1, 0))
+    kept = {"output": mock.Mock(spec=Fused, output=output), "absent": None}
+    group = SimpleNamespace(kept=kept, replays=mock.Mock())
+    group.replays.record.side_effect = torch.OutOfMemoryError
+    implementation: Any = SimpleNamespace(name="chunked", run=lambda _: torch.ones(1))
+    layers: Any = [SimpleNamespace(group=group)]
+    assert autotune._record(implementation, layers, 3) is None
+    output.go_back.assert_called_once_with((1, 0))
+
+
 def test_what_rank_0_does_not_remember_is_measured(ranks: Any, tmp_path: Path) -> None:
     times = [{"chunked": 3.0, "fused": 2.0, "unfused": 4.0}] * 2
     for timed, order, _ in ranks(2).run(_measured, str(tmp_path), times, [False, True]):
@@ -194,14 +246,12 @@ def test_as_many_are_measured_as_fit_in_the_budget() -> None:
 def test_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for value, by_default, by_word in (("1", True, True), ("0", False, False), ("", False, True)):
         monkeypatch.setenv("INTERLACE_AUTOTUNE", value)
-        autotune._by_environment.cache_clear()
         assert autotune.is_enabled() is by_default
         assert autotune.is_enabled("measured") is by_word
         with interlace.autotune(False):
             assert not autotune.is_enabled("measured")
         with interlace.autotune():
             assert autotune.is_enabled()
-    autotune._by_environment.cache_clear()
 
 
 def test_copies_of_a_weight_as_far_as_there_is_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -198,17 +198,20 @@ def _run(operator, impl, operands, config, group, process_group, replace):
 
 
 def _captured_on_one_rank():
-    """Eight outputs, the oldest captured in a CUDA graph of rank 1 alone: which are kept when two
-    more sizes come.
+    """Eight outputs, the oldest captured in a CUDA graph of rank 1 alone, which replays it while
+    rank 0 makes the call: which are kept when two more sizes come.
     """
     process_group = dist.new_group()
     group = interlace.group_of(process_group)
     for size in range(1, 9):
         _sum_of(4, "remote_stores", process_group, True, 512 * size)
-    next(iter(group.kept.values())).output.captured = dist.get_rank() == 1
+    oldest = next(iter(group.kept))
+    group.kept[oldest].output.captured = dist.get_rank() == 1
+    if dist.get_rank() == 0:
+        group.kept.move_to_end(oldest)
     for size in (9, 10):
         y = _sum_of(4, "remote_stores", process_group, True, 512 * size)
-    return [key[2][-1] // 512 for key in group.kept], float(y.max())
+    return sorted(key[2][-1] // 512 for key in group.kept), float(y.max())
 
 
 def test_ranks_give_up_the_same_output(ranks):
@@ -306,11 +309,11 @@ def _refused(call):
 
 def _without_symmetric_memory():
     """Rank 1 gets none of PyTorch's: what comes of a stock pair that was, and was not, asked for,
-    and how often it was tried.
+    how often it was tried, and how often it came to PyTorch's rendezvous, which waits for all.
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    process_group, tries = dist.new_group(), []
+    process_group, tries, met = dist.new_group(), [], []
     group = interlace.group_of(process_group)
 
     def empty(*size, dtype, device):
@@ -321,17 +324,18 @@ def _without_symmetric_memory():
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_memory, "empty", empty)
-        patch.setattr(symmetric_memory, "rendezvous", lambda *_: None)
+        patch.setattr(symmetric_memory, "rendezvous", lambda *_: met.append(True))
         results = [_sum_of(8, "two_shot", process_group, False) for _ in range(2)]
         error = error_of(_sum_of, 8, "two_shot", process_group, True)
     group.release()
-    return results, len(tries), error
+    return results, len(tries), len(met), error
 
 
 def test_stock_pairs_without_their_memory_on_one_rank(ranks):
     """Every rank goes on with another implementation, and does not try again unless asked."""
-    for rank, (results, tries, error) in enumerate(ranks(2).run(_without_symmetric_memory)):
+    for rank, (results, tries, met, error) in enumerate(ranks(2).run(_without_symmetric_memory)):
         assert results == [None, None]
+        assert met == 0
         assert tries == 2
         assert error[0] == "BackendError"
         assert "no memory can be shared here" in error[1]

@@ -198,15 +198,16 @@ def _refused(operator, impl):
         (
             "gemm_reduce_scatter",
             "fused",
-            "'auto' or 'measured' or 'chunked' or 'unfused' or 'nccl'",
+            "'auto', 'chunked' or 'unfused'",
         ),
         (
             "gemv_all_reduce",
             "fused",
-            "'auto' or 'measured' or 'gemm' or 'unfused'",
+            "'auto', 'gemm' or 'unfused'",
         ),
-        ("mixture_of_experts", "fused", "'auto' or 'chunked' or 'nccl' or 'unfused'"),
-        ("all_to_all_bmm", "pushed", "'auto' or 'chunked' or 'unfused'"),
+        ("mixture_of_experts", "fused", "'auto' or 'unfused'"),
+        ("mixture_of_experts", "decode", "'auto' or 'unfused'"),
+        ("all_to_all_bmm", "pushed", "'auto', 'chunked' or 'unfused'"),
     ],
 )
 def test_an_implementation_that_needs_shared_memory_is_refused_on_all_ranks(

@@ -198,7 +198,8 @@ def test_calls_that_decoding_refuses(ranks, changes, rule):
     kind, message, _ = outcome
     assert (kind, message) == (
         "ArgumentError",
-        f"mixture_of_experts: impl='decode' must have {rule}. Take impl='auto' or 'fused'.",
+        f"mixture_of_experts: impl='decode' must have {rule}. Take impl='auto', 'fused' or "
+        "'unfused'.",
     )
 
 

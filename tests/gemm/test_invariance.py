@@ -236,6 +236,14 @@ def test_where_tiles_may_follow_the_rows(monkeypatch: pytest.MonkeyPatch) -> Non
     assert not invariance.has_one_arithmetic(gpu, torch.bfloat16)
 
 
+def test_every_call_reads_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, expected in (("", False), ("1", True), ("0", False)):
+        monkeypatch.setenv("INTERLACE_BATCH_INVARIANT", value)
+        assert invariance.is_enabled() is expected
+        with interlace.batch_invariant(not expected):
+            assert invariance.is_enabled() is not expected
+
+
 def test_the_word_counts_without_the_context() -> None:
     gemm = operators()["gemm_all_reduce"]
     assert effective_impl(gemm, "auto") == "auto"

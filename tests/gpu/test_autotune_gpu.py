@@ -63,6 +63,41 @@ def test_ranks_measure_and_remember(ranks: Any, own_gpus: None, tmp_path: Path) 
         assert files == 1
 
 
+def _with_little_memory(folder: str) -> tuple[float, dict[str, float], int, bool]:
+    """A call for which rank 1 has memory, but none for a measurement: the largest error, what was
+    measured, how many files were kept, and whether the group is broken.
+    """
+    group = interlace.group_of()
+    x, w = (torch.ones(length, INNER, device="cuda").bfloat16() for length in (ROWS, COLUMNS - 1))
+    interlace.all_gather_gemm(x, w, impl="unfused")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    held = []
+    if dist.get_rank() == 1:
+        needed = 2 * 2 * ROWS * dist.get_world_size() * (INNER + COLUMNS) + (128 << 20)
+        free, _ = torch.cuda.mem_get_info()
+        held.append(torch.empty(free - needed, dtype=torch.uint8, device="cuda"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(autotune, "_memory", lambda: MeasuredTimes(Path(folder)))
+        before = len(group.cache.measured)
+        with interlace.autotune():
+            y = interlace.all_gather_gemm(x, w)
+    interlace.synchronize()
+    times_us: dict[str, float] = {}
+    for kind in list(group.cache.measured.values())[before:]:
+        times_us |= kind.times_us
+    held.clear()
+    error = float((y - INNER).abs().max())
+    return error, times_us, len(list(Path(folder).glob("*.json"))), group.broken
+
+
+def test_nothing_is_measured_where_one_rank_has_no_memory(
+    ranks: Any, own_gpus: None, tmp_path: Path
+) -> None:
+    """Its peers' kernels, NCCL's among them, would wait for it."""
+    assert ranks(2).run(_with_little_memory, str(tmp_path)) == [(0.0, {}, 0, False)] * 2
+
+
 def _captured() -> int:
     x, w = (torch.ones(256, 512, device="cuda").bfloat16() for _ in range(2))
     interlace.gemm_all_reduce(x, w)

@@ -123,6 +123,19 @@ def test_forward(
         )
 
 
+def test_layouts_of_many_batches_are_not_kept() -> None:
+    """But for the last ones, and for those that a CUDA graph refers to."""
+    distribution = ShardedEmbeddingBags(FIXED).distribution
+    lengths = sum(table.bag_length or 0 for table in FIXED)
+    for samples in range(1, 40):
+        distribution(torch.zeros(samples * lengths, dtype=torch.int64), None)
+    kept = [samples for samples, _ in distribution._layouts]
+    assert kept == list(range(24, 40))
+    distribution(torch.zeros(24 * lengths, dtype=torch.int64), None)
+    distribution(torch.zeros(50 * lengths, dtype=torch.int64), None)
+    assert [samples for samples, _ in distribution._layouts] == [*range(26, 40), 24, 50]
+
+
 def _distribute(
     cases: list[tuple[list[tuple[int, str, int | None, int]], int, int]],
 ) -> list[float]:

@@ -2,7 +2,9 @@
 
 import ctypes
 import dataclasses
+import itertools
 import os
+import re
 import signal
 import threading
 import time
@@ -14,6 +16,9 @@ import torch.distributed as dist
 import interlace
 from interlace.comm.carrier import run_within
 from interlace.comm.nodes import numbered
+from interlace.gemm.dispatch import resolve
+from interlace.gemm.operator import GemmOperator
+from interlace.gemm.terms import Terms
 from interlace.registry import operators
 from interlace.testing.cases import IMPLEMENTATIONS, every_case
 from tests.errors import error_of
@@ -189,7 +194,10 @@ def test_every_operator_runs_between_nodes(ranks, operator, world_size, nodes):
 def _refused(operator, impl):
     with process_group_of(2) as process_group:
         case = next(case for case in every_case(2, [operator]) if case.impl.startswith(impl))
-        return error_of(case.prepare(process_group).run)[:2]
+        kind, message, _ = error_of(case.prepare(process_group).run)
+        advised = re.findall(r"'(\w+)'", message.partition("Take impl=")[2])
+        taken = [dataclasses.replace(case, impl=word) for word in advised]
+        return kind, message, [error_of(each.prepare(process_group).run) for each in taken]
 
 
 @pytest.mark.parametrize(
@@ -217,7 +225,58 @@ def test_an_implementation_that_needs_shared_memory_is_refused_on_all_ranks(
         f"{operator}: impl={impl!r} must have ranks that share memory; they are on 2 nodes. Take "
         f"impl={able}."
     )
-    assert ranks(2).run(_refused, operator, impl) == [("ArgumentError", message)] * 2
+    for kind, said, errors in ranks(2).run(_refused, operator, impl):
+        assert (kind, said) == ("ArgumentError", message)
+        assert errors
+        assert not any(errors), "what is advised takes the call"
+
+
+def _refused_in_the_mode(operator):
+    """A batch-invariant call, for which no word of ``impl`` would do."""
+    with process_group_of(2) as process_group, interlace.batch_invariant():
+        case = next(case for case in every_case(2, [operator]) if case.impl.startswith("fused"))
+        return error_of(dataclasses.replace(case, impl="auto").prepare(process_group).run)[:2]
+
+
+@pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "mixture_of_experts"])
+def test_batch_invariant_calls_are_refused_between_nodes(ranks, operator):
+    for kind, message in ranks(2).run(_refused_in_the_mode, operator):
+        assert kind == "ArgumentError"
+        assert "must have ranks that share memory; they are on 2 nodes." in message
+        assert message.endswith("Call it outside of interlace.batch_invariant().")
+
+
+def _calls():
+    """Properties of calls around a product, within a node and between two."""
+    for device, dtype, bias, converts, even, nodes in itertools.product(
+        ("cpu", "cuda"), (torch.bfloat16, torch.float8_e4m3fn), *[(False, True)] * 3,
+        ((), (0, 0, 1, 1), (0, 0, 0, 1)),
+    ):  # fmt: skip
+        terms = Terms.of_sizes(4096, 4096, dtype, device)
+        yield dataclasses.replace(
+            terms, has_bias=bias, converts=converts, is_even=even, node_of_rank=nodes
+        )
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, each in operators().items() if isinstance(each, GemmOperator)]
+)
+def test_every_refusal_advises_what_takes_the_call(name):
+    operator, advised = operators()[name], 0
+    for terms in _calls():
+        nodes = 1 + max(terms.node_of_rank, default=0)
+        for impl in (each.name for each in operator.implementations):
+            try:
+                operator.require_nodes(impl, nodes, terms)
+                resolve(operator, impl, None, terms)
+            except interlace.ArgumentError as error:
+                words = re.findall(r"'(\w+)'", str(error).partition("Take impl=")[2])
+                assert words[0] == "auto"
+                for word in words[1:]:
+                    assert operator.refusal(word, terms) is None, error
+                    assert nodes == 1 or operator.spans_nodes(word), error
+                    advised += 1
+    assert advised
 
 
 def _explained():

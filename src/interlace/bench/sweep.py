@@ -12,8 +12,9 @@ from interlace.bench import products
 from interlace.bench.draws import Draw
 from interlace.bench.roles import is_disturbed
 from interlace.bench.timing import measure
+from interlace.comm.gpu_memory import has_memory
 from interlace.errors import InterlaceError
-from interlace.gemm.autotune import autotune, in_measured_order
+from interlace.gemm.autotune import autotune, in_measured_order, most_bytes
 from interlace.registry import operator_matching
 
 _SAMPLES, _GRAPH_US = 5, 600.0
@@ -46,10 +47,16 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     left_out = {name: refusal for name, refusal in case.refusals().items() if refusal is not None}
     predicted_us = case.choice.times_us
     least_us = min(predicted_us.values(), default=0.0)
+    nbytes = most_bytes(draw.rows, draw.columns, draw.inner, dtype.itemsize)
     for way in case.implementations(case.choice.config):
         name = way.impl
         if predicted_us.get(name, 0.0) > _HOPELESS * least_us:
             left_out[name] = f"predicted to take {predicted_us[name] / least_us:.0f} times the best"
+            continue
+        # A rank that runs out of memory would leave its peers' kernels waiting.
+        is_enough = has_memory(nbytes, case.device)
+        if not all(case.owner.exchange("memory for a call", is_enough)):
+            left_out[name] = "a rank has no memory for it"
             continue
         try:
             worst = max(worst, products.check_way(case, way, expected))

@@ -17,7 +17,8 @@ from interlace.comm import default_device_type
 from interlace.comm.identity import PACKAGE, digest_of, identity
 from interlace.comm.interpreter import interpreting
 from interlace.compile import foreign
-from interlace.compile.choice import ranks_of_a_node
+from interlace.compile.choice import ranks_of_a_node, require_common_profile
+from interlace.compile.findings import LeftAlone
 from interlace.compile.rewrite import fuse
 from interlace.gemm import invariance
 
@@ -240,6 +241,10 @@ def _fingerprint() -> str:
         if device.type == "cuda"
         else [device]
     )
+    for each in devices:
+        # The profile that decides, which a graph that is found need not ask for.
+        with contextlib.suppress(LeftAlone):
+            require_common_profile(each)
     settings = {
         name: value for name, value in sorted(os.environ.items()) if name.startswith("INTERLACE_")
     }

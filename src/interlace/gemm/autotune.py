@@ -248,7 +248,9 @@ def measure(
     times: dict[str, float] = {}
     # A peer's kernels wait for this rank's, so none may turn out to have no memory once the first
     # one is enqueued.
-    is_enough = has_memory(_most_bytes(call), call.group.device)
+    x, w = call.operands.x, call.operands.w
+    rows = max(len(x), sum(call.rows.by_rank))
+    is_enough = has_memory(most_bytes(rows, *w.shape, x.itemsize), call.group.device)
     if not all(call.group.exchange("memory for measurements", is_enough)):
         return times
 
@@ -301,16 +303,19 @@ def _layers(call: GemmCall) -> list[GemmCall]:
     ]
 
 
-def _most_bytes(call: GemmCall) -> int:
+def most_bytes(rows: int, columns: int, inner: int, itemsize: int) -> int:
     """Return the bytes that a call of any implementation takes at most, and a CUDA graph of calls.
 
     That is all ranks' rows and the weight, padded; the product in float32, in parts and as the
     result; and symmetric memory for them. The graph has memory of its own.
+
+    Args:
+        rows: Rows of all ranks.
+        columns, inner: N and K.
+        itemsize: Bytes of an operand's element.
     """
-    operands, ranks = call.operands, call.group.world_size
-    rows = max(operands.rows, sum(call.rows.by_rank))
-    copies = (rows * operands.inner + operands.w.numel()) * operands.x.itemsize
-    product = (rows + ranks) * operands.columns * torch.float32.itemsize
+    copies = (rows + columns) * inner * itemsize
+    product = rows * columns * torch.float32.itemsize
     return 2 * (2 * copies + 2 * product)
 
 

@@ -213,8 +213,8 @@ def _refused(operator, impl):
             "fused",
             "'auto', 'gemm' or 'unfused'",
         ),
-        ("mixture_of_experts", "fused", "'auto' or 'unfused'"),
-        ("mixture_of_experts", "decode", "'auto' or 'unfused'"),
+        ("mixture_of_experts", "fused", "'auto', 'chunked' or 'unfused'"),
+        ("mixture_of_experts", "decode", "'auto', 'chunked' or 'unfused'"),
         ("all_to_all_bmm", "pushed", "'auto', 'chunked' or 'unfused'"),
     ],
 )
@@ -263,19 +263,19 @@ def _calls():
 )
 def test_every_refusal_advises_what_takes_the_call(name):
     operator, advised = operators()[name], 0
+
+    def take(impl, nodes, terms):
+        operator.require_nodes(impl, nodes, terms)
+        resolve(operator, impl, None, terms)
+
     for terms in _calls():
         nodes = 1 + max(terms.node_of_rank, default=0)
-        for impl in (each.name for each in operator.implementations):
-            try:
-                operator.require_nodes(impl, nodes, terms)
-                resolve(operator, impl, None, terms)
-            except interlace.ArgumentError as error:
-                words = re.findall(r"'(\w+)'", str(error).partition("Take impl=")[2])
-                assert words[0] == "auto"
-                for word in words[1:]:
-                    assert operator.refusal(word, terms) is None, error
-                    assert nodes == 1 or operator.spans_nodes(word), error
-                    advised += 1
+        for implementation in operator.implementations:
+            _, message, _ = error_of(take, implementation.name, nodes, terms) or ("", "", {})
+            for word in re.findall(r"'(\w+)'", message.partition("Take impl='auto'")[2]):
+                assert operator.refusal(word, terms) is None, message
+                assert nodes == 1 or operator.spans_nodes(word), message
+                advised += 1
     assert advised
 
 

@@ -8,9 +8,11 @@ ends. This is no exchange: a rank asks alone, whenever it wants, and nobody wait
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,6 +54,14 @@ def settle_profile(device: torch.device, profile: MachineProfile | None = None) 
     return known_profile(device)
 
 
+def settled_text(device: torch.device) -> str | None:
+    """Return the profile of a GPU that the program has settled on, if it is not what this process
+    knows already; else None.
+    """
+    text = published(f"profile of {torch.cuda.get_device_name(device)}")
+    return None if text == text_of(known_profile(device)) else text
+
+
 def settle_network(device: torch.device, network: NetworkRates | None = None) -> MachineProfile:
     """Choose by one network between nodes with all ranks of the program from here on; return the
     profile that has it.
@@ -77,9 +87,14 @@ def settle_network(device: torch.device, network: NetworkRates | None = None) ->
 
 
 def published(name: str) -> str | None:
-    """Return what a rank of this program has published under a name; None if none has."""
-    store = _programs_store()
-    return str(store.get(name).decode()) if store.check([name]) else None
+    """Return what a rank of this program has published under a name; None if none has.
+
+    Raises:
+        GroupError: The program's store cannot be reached.
+    """
+    with _reaching_the_store():
+        store = _programs_store()
+        return str(store.get(name).decode()) if store.check([name]) else None
 
 
 def publish(name: str, text: str) -> str:
@@ -88,9 +103,15 @@ def publish(name: str, text: str) -> str:
     Raises:
         GroupError: The program's store cannot be reached.
     """
-    try:
+    with _reaching_the_store():
         return str(_programs_store().compare_set(name, "", text).decode())
-    except RuntimeError as error:
+
+
+@contextlib.contextmanager
+def _reaching_the_store() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # whatever kind of store it is
         raise GroupError(
             f"the program's store must be reached to agree on a machine profile; got {error}. "
             "Look at the rank that has the store, the first one."

@@ -28,6 +28,7 @@ from interlace.comm.common_profile import (
     published,
     settle_network,
     settle_profile,
+    settled_text,
 )
 from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.comm.members import Exchange, Members
@@ -75,7 +76,8 @@ def share_profile(members: Members, exchange: Exchange) -> None:
     if _may_measure(members):
         gpu = torch.cuda.get_device_name(members.device)
         own = own_profile(gpu)
-        answers = exchange("joining a group", [gpu, None if own is None else text_of(own)])
+        own_text = settled_text(members.device) if own is None else text_of(own)
+        answers = exchange("joining a group", [gpu, own_text])
         known = next((text for name, text in answers if name == gpu and text), None)
         if known is not None:
             # Even if it is what this rank would guess: its peers measure nothing either.

@@ -248,9 +248,9 @@ def measure(
     times: dict[str, float] = {}
     # A peer's kernels wait for this rank's, so none may turn out to have no memory once the first
     # one is enqueued.
-    x, w = call.operands.x, call.operands.w
+    x, (columns, inner) = call.operands.x, call.operands.w.shape
     rows = max(len(x), sum(call.rows.by_rank))
-    is_enough = has_memory(most_bytes(rows, *w.shape, x.itemsize), call.group.device)
+    is_enough = has_memory(most_bytes(rows, columns, inner, x.itemsize), call.group.device)
     if not all(call.group.exchange("memory for measurements", is_enough)):
         return times
 

@@ -145,7 +145,7 @@ def serve(connection: Connection, job: Job, rank: int, place: str) -> None:
         )  # fmt: skip
         connection.send("ready")
         connection.recv()
-        outcome = _observe(job, rank)
+        outcome = _observe(connection, job, rank)
     except BaseException:
         outcome = {"kind": "in the soak", "message": traceback.format_exc()}
     connection.send({"rank": rank, "at_s": time.monotonic(), **outcome})
@@ -154,12 +154,12 @@ def serve(connection: Connection, job: Job, rank: int, place: str) -> None:
     os._exit(0)
 
 
-def _observe(job: Job, rank: int) -> dict[str, Any]:
+def _observe(connection: Connection, job: Job, rank: int) -> dict[str, Any]:
     """What ends this rank's calls, as a dictionary."""
     import interlace
 
     try:
-        _work(job, rank)
+        _work(connection, job, rank)
     except interlace.InterlaceError as error:
         return {
             "kind": type(error).__name__,
@@ -172,7 +172,7 @@ def _observe(job: Job, rank: int) -> dict[str, Any]:
     return {"kind": "", "message": "nothing failed"}
 
 
-def _work(job: Job, rank: int) -> None:
+def _work(connection: Connection, job: Job, rank: int) -> None:
     """Make calls until one fails; the victim does not return. Without a victim, make each once."""
     import torch
 
@@ -181,9 +181,9 @@ def _work(job: Job, rank: int) -> None:
     dies = rank == job.victim
     if job.moment == "start" and dies:
         time.sleep(job.delay_s)
-        _die()
+        _die(connection)
     if job.moment == "first call" and dies:
-        _die_later(job.delay_s)
+        _die_later(connection, job.delay_s)
     count = _NEW_CALLS[job.backend]
     device, dtype = torch.device("cpu"), torch.float32
     if job.backend == "cuda":
@@ -210,9 +210,9 @@ def _work(job: Job, rank: int) -> None:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             make(0)
     if dies and job.moment == "between calls":
-        _die()
+        _die(connection)
     if dies and job.moment != "first call":
-        _die_later(job.delay_s)
+        _die_later(connection, job.delay_s)
     end = time.monotonic() + job.delay_s + job.allowed_s
     for number in itertools.count():
         if time.monotonic() > end:
@@ -226,13 +226,15 @@ def _work(job: Job, rank: int) -> None:
         interlace.synchronize()
 
 
-def _die() -> None:
+def _die(connection: Connection) -> None:
+    """Tell the time of death, and die."""
+    connection.send(time.monotonic())
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _die_later(delay_s: float) -> None:
+def _die_later(connection: Connection, delay_s: float) -> None:
     """Let this rank die after a time, whatever it does then."""
-    threading.Timer(delay_s, _die).start()
+    threading.Timer(delay_s, _die, (connection,)).start()
 
 
 # On the machine
@@ -275,21 +277,21 @@ def _watch(job: Job, processes: list[Any], connections: list[Connection]) -> dic
             return {**dataclasses.asdict(job), "wrong": [f"rank {rank} did not start: {told}"]}
     for connection in connections:
         connection.send("go")
-    died_s, outcomes = None, {}
-    waiting: dict[Any, int] = {
-        connection: rank for rank, connection in enumerate(connections) if rank != job.victim
-    }
-    sentinels = {} if job.victim < 0 else {processes[job.victim].sentinel: job.victim}
+    died_s: float | None = None
+    outcomes: dict[int, Any] = {}
+    waiting: dict[Any, int] = dict(zip(connections, range(job.ranks), strict=True))
     end = time.monotonic() + _START_S
-    while waiting and (ready := wait([*waiting, *sentinels], max(0.0, end - time.monotonic()))):
-        for each in ready:
-            if each in sentinels:
-                died_s = time.monotonic()
+    while waiting and (ready := wait([*waiting], max(0.0, end - time.monotonic()))):
+        for connection in ready:
+            rank = waiting.pop(connection)
+            if rank == job.victim:
+                told = _received(connection)
+                if not isinstance(told, float):
+                    return {**dataclasses.asdict(job), "wrong": [f"the victim did not die: {told}"]}
+                died_s = told
                 end = died_s + job.allowed_s + _SLACK_S[job.backend]
-                del sentinels[each]
             else:
-                rank = waiting.pop(each)
-                outcomes[rank] = _received(each)
+                outcomes[rank] = _received(connection)
     wrong = [] if job.victim < 0 or died_s is not None else ["the victim did not die"]
     for rank in range(job.ranks):
         if rank != job.victim:

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
 import tempfile
 import time
@@ -54,11 +55,13 @@ class Pool:
         backend: ``"cpu"``: kernels run in Triton's interpreter, and the process group is Gloo.
             ``"cuda"``: the ranks are dealt to the machine's GPUs round robin, and the process group
             has NCCL for tensors on GPUs and Gloo for others.
+        store: where the process group's store is: ``"file"``, or ``"rank 0"``, with which it dies.
     """
 
-    def __init__(self, world_size: int, backend: str = "cpu") -> None:
+    def __init__(self, world_size: int, backend: str = "cpu", store: str = "file") -> None:
         self.world_size = world_size
         self.backend = backend
+        self._store = store
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._processes: list[Any] = []
         self._connections: list[Connection] = []
@@ -95,10 +98,16 @@ class Pool:
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="interlace-tests-")
         context = fork_server() if self.backend == "cpu" else multiprocessing.get_context("spawn")
+        place = f"file://{self._folder.name}/store"
+        if self._store == "rank 0":
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                place = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
         with _environment_of(self.backend):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
-                arguments = (there, self.backend, rank, self.world_size, self._folder.name)
+                folder = self._folder.name
+                arguments = (there, self.backend, rank, self.world_size, folder, place)
                 process = context.Process(target=_serve, args=arguments, daemon=True)
                 process.start()
                 there.close()
@@ -196,7 +205,9 @@ def _destroy_groups() -> int:
     return len(made)
 
 
-def _serve(connection: Connection, backend: str, rank: int, world_size: int, folder: str) -> None:
+def _serve(
+    connection: Connection, backend: str, rank: int, world_size: int, folder: str, place: str
+) -> None:
     with open(Path(folder) / f"stack-{rank}", "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         import torch
@@ -214,9 +225,8 @@ def _serve(connection: Connection, backend: str, rank: int, world_size: int, fol
         if backend == "cuda":
             # All ranks are on this machine, though some may share a GPU.
             os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
-        store = f"file://{folder}/store"
         init_process_group(
-            backend, rank=rank, world_size=world_size, init_method=store, local_rank=local_rank
+            backend, rank=rank, world_size=world_size, init_method=place, local_rank=local_rank
         )
         while True:
             try:

@@ -105,6 +105,22 @@ def test_a_failed_wait_is_in_the_flight_recorders_dump(
     assert dump["entries"] == ["a collective"]
     assert dump["interlace"][0]["wanted"] == 5
 
+    # What is no dump stays as it is, is not executed, and does not replace the error.
+    trap = tmp_path / "executed"
+    for content in (
+        b"Info: rank 0 has started\n",
+        b"cno_such_library\nDump\n.",
+        b"L5x\n.",
+        b"I7\n.",
+        b"",
+        f"cpathlib\nPath.touch\n(cpathlib\nPath\n(S'{trap}'\ntRtR.".encode(),
+        pickle.dumps(dump)[:-9],
+    ):
+        file.write_bytes(content)
+        flight_recorder.add(error)
+        assert file.read_bytes() == content
+    assert not trap.exists()
+
 
 def test_no_dump_where_none_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     error = interlace.PeerTimeoutError(operator="x", rank=0, peer=1, deadline_s=2.0)

@@ -100,6 +100,14 @@ class _Program:
                 self.x[:, :8], self.w[:, :8], group=self.process_group, impl="remote_stores"
             )
 
+    def alone(self) -> None:
+        """One rank ends an epoch whose sums take turns in the ranks' memory, and has captured an
+        output.
+        """
+        if self.rank == 0:
+            self.mapped.captured = True
+            self.fused(self.x, self.w.T)
+
     def halfway(self) -> None:
         """Epochs of outputs have begun everywhere, and end on one rank only."""
         for output in (self.mapped, self.counted):
@@ -132,7 +140,8 @@ def _break_and_recover(ways: list[str]) -> list[tuple[bool, bool, bool, list[int
 
 
 @pytest.mark.parametrize(
-    ("world_size", "ways"), [(2, ["late", "different", "halfway", "absent"]), (3, ["late"])]
+    ("world_size", "ways"),
+    [(2, ["late", "different", "halfway", "absent", "alone"]), (3, ["late"])],
 )
 def test_every_operator_is_right_afterwards(ranks, world_size, ways):
     """Whatever broke the group, also several times; results from before stay as they were."""

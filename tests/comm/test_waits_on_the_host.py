@@ -7,14 +7,22 @@ import signal
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import group_of
+from interlace.comm import group_of, rendezvous
+from interlace.comm.channel import HostChannel
+from interlace.comm.cpu_faults import Traffic
+from interlace.comm.health import Health
+from interlace.comm.members import Members
 from interlace.comm.rendezvous import wait_for_keys
+from interlace.comm.replays import Replays
+from interlace.comm.streams import Streams
 
 DEADLINE_S, INTERRUPT_S, SOON_S = 30.0, 1.0, 10.0
 
@@ -29,6 +37,37 @@ def test_keys_that_come_late_and_never(tmp_path: Path) -> None:
     begun = time.monotonic()
     assert not wait_for_keys(store, ["first", "third"], 0.8)
     assert time.monotonic() - begun >= 0.8
+
+
+@pytest.mark.parametrize(("comes_after", "is_late"), [(0.8, False), (1.2, True), (1.8, True)])
+def test_an_exchange_lasts_one_deadline(
+    monkeypatch: pytest.MonkeyPatch, comes_after: float, is_late: bool
+) -> None:
+    """By a clock that only sleeps let go on; the peer comes after a share of the deadline."""
+    deadline_s, now = 100.0, 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        if now >= comes_after * deadline_s:
+            store.set("0/1", '["label", 7]')
+
+    clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
+    monkeypatch.setattr(rendezvous, "time", clock)
+    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.001)
+    monkeypatch.setenv("INTERLACE_DEADLINE_S", str(deadline_s))
+    device = torch.device("cpu")
+    members, streams = Members("", 0, 2, device), Streams(device)
+    health = Health(members, streams, Replays(device), Traffic())
+    channel = HostChannel(members, health, None)
+    store = channel._store = dist.HashStore()
+    if is_late:
+        with pytest.raises(interlace.PeerTimeoutError, match="waited 100 s for rank 1"):
+            channel.exchange("label", 5)
+        assert deadline_s <= now < 1.01 * deadline_s
+    else:
+        assert channel.exchange("label", 5) == [5, 7]
+    assert health.broken == is_late
 
 
 def _interrupted() -> tuple[float, bool] | None:

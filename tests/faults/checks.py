@@ -22,13 +22,13 @@ def too_late(outcomes: list[Outcome]) -> None:
         _expired(outcome, [FAULTY] if rank != FAULTY else others)
 
 
-def died(outcomes: list[Outcome | None]) -> None:
+def died(outcomes: list[Outcome | None], faulty: int) -> None:
     for rank, outcome in enumerate(outcomes):
-        if rank == FAULTY:
+        if rank == faulty:
             assert outcome is None
         else:
             assert outcome is not None
-            _expired(outcome, [FAULTY])
+            _expired(outcome, [faulty])
 
 
 def other_operator(outcomes: list[Outcome]) -> None:

@@ -265,17 +265,17 @@ def _interrupted_in(work: Callable[[], object]) -> str:
 # The faulty rank dies
 
 
-def dies_before_a_call(name: str) -> Outcome:
-    """The faulty rank is killed between two calls."""
+def dies_before_a_call(name: str, faulty: int) -> Outcome:
+    """A rank is killed between two calls."""
     process_group, group, prepared = _own_group(CASES[name])
     interlace.set_deadline(DEADLINE_S, process_group)
-    if group.rank == FAULTY:
+    if group.rank == faulty:
         os.kill(os.getpid(), signal.SIGKILL)
     return observe(group, _check(prepared))
 
 
-def dies_in_a_kernel() -> Outcome:
-    """The faulty rank is killed while its kernel has sent a part of what it should, or waits for
+def dies_in_a_kernel(faulty: int) -> Outcome:
+    """A rank is killed while its kernel has sent a part of what it should, or waits for
     the others.
 
     On GPUs it enters its kernel alone, has sent what it can, and waits; the others come after its
@@ -283,7 +283,7 @@ def dies_in_a_kernel() -> Outcome:
     """
     process_group, group, prepared = _own_group(GEMV)
     interlace.set_deadline(DEADLINE_S, process_group)
-    if group.rank != FAULTY:
+    if group.rank != faulty:
         time.sleep(2.0 if group.backend == "cuda" else 0.0)
         return observe(group, _check(prepared), calls=2)
     interlace.set_deadline(LONG_S, process_group)

@@ -12,7 +12,8 @@ from tests.faults.scenarios import CASES, MortalPool
 
 @pytest.fixture
 def mortal() -> Iterator[MortalPool]:
-    pool = MortalPool(2)
+    """Two ranks of their own for a test that kills one; the store dies with rank 0."""
+    pool = MortalPool(2, store="rank 0")
     yield pool
     pool.close()
 
@@ -27,13 +28,13 @@ def test_a_rank_that_is_too_late(ranks, name):
     checks.too_late(ranks(3).run(scenarios.too_late, name))
 
 
-@pytest.mark.parametrize("name", ["gemv", "reduce_scatter"])
-def test_a_rank_that_dies_before_a_call(mortal, name):
-    checks.died(mortal.run(scenarios.dies_before_a_call, name))
+@pytest.mark.parametrize(("name", "faulty"), [("gemv", 1), ("reduce_scatter", 0)])
+def test_a_rank_that_dies_before_a_call(mortal, name, faulty):
+    checks.died(mortal.run(scenarios.dies_before_a_call, name, faulty), faulty)
 
 
 def test_a_rank_that_dies_in_a_kernel(mortal):
-    checks.died(mortal.run(scenarios.dies_in_a_kernel))
+    checks.died(mortal.run(scenarios.dies_in_a_kernel, 0), 0)
 
 
 def test_a_rank_that_calls_something_else(ranks):

@@ -23,8 +23,8 @@ Ranks = Callable[[int], Pool]
 
 @pytest.fixture
 def mortal() -> Iterator[MortalPool]:
-    """Two ranks of their own for a test that kills one."""
-    pool = MortalPool(2, "cuda")
+    """Two ranks of their own for a test that kills one; the store dies with rank 0."""
+    pool = MortalPool(2, "cuda", "rank 0")
     yield pool
     pool.close()
 
@@ -39,12 +39,14 @@ def test_a_rank_that_is_too_late(ranks: Ranks, world_size: int, name: str) -> No
     checks.too_late(ranks(world_size).run(scenarios.too_late, name))
 
 
-def test_a_rank_that_dies_before_a_call(mortal: MortalPool) -> None:
-    checks.died(mortal.run(scenarios.dies_before_a_call, "reduce_scatter"))
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_rank_that_dies_before_a_call(mortal: MortalPool, faulty: int) -> None:
+    checks.died(mortal.run(scenarios.dies_before_a_call, "reduce_scatter", faulty), faulty)
 
 
-def test_a_rank_that_dies_in_a_kernel(mortal: MortalPool) -> None:
-    checks.died(mortal.run(scenarios.dies_in_a_kernel))
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_rank_that_dies_in_a_kernel(mortal: MortalPool, faulty: int) -> None:
+    checks.died(mortal.run(scenarios.dies_in_a_kernel, faulty), faulty)
 
 
 def test_a_rank_that_calls_something_else(ranks: Ranks, world_size: int) -> None:

@@ -9,6 +9,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.language import primitives
 from interlace.language._instructions import load_whole
+from interlace.language.deadlines import has_expired
 
 
 @triton.jit
@@ -18,6 +19,13 @@ def look(data, out, ctx, COUNT: tl.constexpr):
     i = tl.arange(0, COUNT)
     number = il.peer_pointer(il.pointer(data, tl.int16), il.rank(group), group)
     tl.store(out + i, load_whole(number + i * 0, i >= 0))
+
+
+@triton.jit
+def expire(out, ctx, waited_ns):
+    """Tell if a wait must end that began so long ago."""
+    start = tl.max(il.clock_ns(tl.arange(0, 1)), 0) - waited_ns
+    tl.store(out, has_expired(start, il.join(ctx)))
 
 
 @triton.jit

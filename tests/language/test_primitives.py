@@ -458,6 +458,28 @@ def test_a_wait_ends_at_the_deadline_and_says_so(ranks):
     assert out == [-1.0] * BLOCK  # the kernel went on to its end, and was told
 
 
+def _expires(shares):
+    """Whether waits must end that have lasted for such shares of a deadline, which is far longer
+    than any test.
+    """
+    from tests.language import kernels
+
+    group = interlace.group_of()
+    before, group.deadline_s = group.deadline_s, 10_000.0
+    found = []
+    for share in shares:
+        out = torch.zeros(1, dtype=torch.int32)
+        waited_ns = int(share * group.deadline_s * 1e9)
+        _launch(group, kernels.expire, out, group.context("test"), waited_ns)
+        found.append(out.item())
+    group.deadline_s = before
+    return found
+
+
+def test_a_wait_lasts_one_deadline(ranks):
+    assert ranks(1).run(_expires, [0.0, 0.8, 1.2, 1.8, 2.5]) == [[0, 0, 1, 1, 1]]
+
+
 def _epochs(start):
     from interlace.comm.group import MAX_PROGRAMS
     from tests.language import kernels

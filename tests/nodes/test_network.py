@@ -83,6 +83,38 @@ def _without_one(step):
         return error, seconds
 
 
+def _connect_again():
+    """One rank fails in its first call before it connects to the other, which waits for it; then
+    both recover.
+    """
+    from interlace.gemm.implementations import two_levels
+
+    x, w = torch.ones(8, 16), torch.ones(4, 16)
+    with process_group_of(2) as process_group:
+        group = interlace.group_of(process_group)
+        call = functools.partial(
+            interlace.gemm_reduce_scatter, x, w, impl="chunked", group=process_group
+        )
+        group.deadline_s = 1.0
+        failure = None
+        if group.rank == 1:
+            with (
+                mock.patch.object(two_levels._Sums, "of", side_effect=MemoryError),
+                pytest.raises(MemoryError),
+            ):
+                call()
+        else:
+            failure = error_of(call)
+        group.deadline_s = 60.0
+        interlace.recover(process_group)
+        return failure and (failure[0], failure[2]["peer"]), call().tolist()
+
+
+def test_nodes_connect_after_an_attempt_that_failed_on_one_rank(ranks):
+    results = [[32.0] * 4] * 4
+    assert ranks(2).run(_connect_again) == [(("PeerTimeoutError", 1), results), (None, results)]
+
+
 @pytest.mark.parametrize("step", ["does not come", "dies"])
 def test_a_rank_that_does_not_measure_is_named_in_time(ranks, step):
     (error, seconds), _ = ranks(2).run(_without_one, step)

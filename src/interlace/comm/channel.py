@@ -149,7 +149,9 @@ class HostChannel:
         while peer >= 0 and peer not in chain:
             chain.append(peer)
             try:
-                if not wait_for_keys(self._store, [f"late/{peer}"], ANSWER_S):
+                # Its own wait may have begun later than this rank's.
+                answer_s = max(ANSWER_S, self.deadline_s / 4)
+                if not wait_for_keys(self._store, [f"late/{peer}"], answer_s):
                     return peer
                 accused = int(self._store.get(f"late/{peer}"))
             except Exception:  # it went now, with a rank that has given up as well

@@ -107,9 +107,11 @@ class EmulatedEngine:
 
     def window(self, nbytes: int) -> Window:
         """Return memory of the next handle; ranks create windows in the same order."""
-        data = torch.zeros(nbytes, dtype=torch.uint8)
+        # The handle is taken first: if the memory does not fit on one rank, no rank has the window,
+        # and later ones must have equal handles.
         handle = len(self._memory.windows) + 1
-        self._memory.windows[handle] = data
+        self._memory.windows[handle] = torch.empty(0, dtype=torch.uint8)
+        self._memory.windows[handle] = data = torch.zeros(nbytes, dtype=torch.uint8)
         return Window(handle, data)
 
     def put(self, peer: int, put: Put) -> None:

@@ -6,7 +6,6 @@ import atexit
 import contextlib
 import datetime
 import gc
-import itertools
 import multiprocessing
 import os
 import pickle
@@ -22,18 +21,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.constants import default_pg_timeout
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
 from interlace.comm.nodes import NODES_VARIABLE
+from interlace.comm.rendezvous import meet
 from interlace.environment import whole_number
-from interlace.errors import ArgumentError, BackendError, LaunchError
+from interlace.errors import ArgumentError, BackendError, LaunchError, PeerTimeoutError
 
 _UNGUARDED = (
     "The start of a program must be guarded, since every rank imports the program. Call launch "
     "below `if __name__ == '__main__':`."
 )
-# Numbers the process groups that `launch` makes in ranks which another launcher has started.
-_launches = itertools.count()
 _NEVER = datetime.timedelta(days=365)
 _LONGEST_PAUSE_S = 0.05
 
@@ -436,10 +435,11 @@ def _run_as_rank(
         os.environ.update(environment)
         try:
             init_process_group(
-                backend, rank=rank, world_size=ranks, store=_store_of_a_launch(join_timeout_s),
+                backend, rank=rank, world_size=ranks,
+                store=_store_of_a_launch(rank, ranks, join_timeout_s),
                 local_rank=local_rank, ranks_here=ranks_here, timeout_s=join_timeout_s,
             )  # fmt: skip
-        except dist.DistError as error:
+        except (dist.DistError, PeerTimeoutError) as error:
             raise LaunchError(
                 f"launch: all {ranks} ranks must join the process group in time; rank {rank} got: "
                 f"{error}",
@@ -489,21 +489,27 @@ def _destroy_process_group() -> None:
     dist.destroy_process_group()
 
 
-def _store_of_a_launch(timeout_s: float | None) -> dist.Store:
-    """Return the launcher's store under keys that no other process group uses.
+def _store_of_a_launch(rank: int, ranks: int, timeout_s: float | None) -> dist.Store:
+    """Return the launcher's store under keys that no other process group uses. Collective.
 
     Process groups leave the addresses of their ranks in the store. A later group under the same
     keys, of this function or of the program's own ``init_process_group``, would read the addresses
-    of a group that is gone, and wait for it for ever.
+    of a group that is gone, and wait for it for ever. The ranks meet for the keys, as an earlier
+    launch may have failed on some of them only, before it had got so far.
 
     Args:
-        timeout_s: Seconds in which the store must answer. Default: torch's.
+        rank: Rank of this process.
+        ranks: Number of ranks.
+        timeout_s: Seconds in which the store must answer, and all ranks come. Default: torch's.
 
     Raises:
         torch.distributed.DistError: The store does not answer.
+        PeerTimeoutError: A rank did not come.
     """
     timeout: dict[str, Any] = {}
     if timeout_s is not None:
         timeout["timeout"] = datetime.timedelta(seconds=timeout_s)
     store, _, _ = next(dist.rendezvous("env://", **timeout))
-    return dist.PrefixStore(f"interlace/launch/{next(_launches)}", store)
+    store = dist.PrefixStore("interlace/launch", store)
+    wait_s = default_pg_timeout.total_seconds() if timeout_s is None else timeout_s
+    return dist.PrefixStore(meet(store, "launch", rank, ranks, wait_s), store)

@@ -317,10 +317,12 @@ class MappedOutput:
     def reset(self) -> None:
         """Begin anew on every rank, as :meth:`Group.recover` does.
 
-        An epoch that has begun is given up and not counted.
+        An epoch that has begun is given up and not counted. CUDA graphs of the program that have
+        captured the output are lost; ranks need not have captured the same ones.
         """
         self.abandon()
-        self._half = 0
+        self._half = self._turn = 0
+        self.captured = False
         self._workspace.reset(self.group.rank)
 
     def advance(self) -> None:

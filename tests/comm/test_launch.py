@@ -11,6 +11,7 @@ import sys
 import tempfile
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed import distributed_c10d
 
 import interlace
 from interlace import ArgumentError, BackendError, LaunchError
+from interlace.comm import launcher
 from tests.pool import fork_server
 from tests.programs import run_program
 
@@ -307,6 +309,20 @@ def _own_pid():
 def test_under_a_process_group_nothing_is_started(ranks):
     pids = ranks(2).run(_own_pid)
     assert ranks(2).run(_launch_within, 2) == [pids] * 2
+
+
+def test_ranks_meet_though_an_earlier_launch_failed_on_one_of_them(monkeypatch):
+    """Under another launcher, whose store keeps what the attempt has left."""
+    shared = dist.HashStore()
+    monkeypatch.setattr(dist, "rendezvous", lambda *_, **__: iter([(shared, 0, 2)]))
+    with pytest.raises(interlace.PeerTimeoutError):
+        launcher._store_of_a_launch(0, 2, 0.2)
+    with ThreadPoolExecutor(2) as threads:
+        stores = list(
+            threads.map(lambda rank: launcher._store_of_a_launch(rank, 2, 20.0), range(2))
+        )
+    stores[0].set("address", "here")
+    assert stores[1].check(["address"])
 
 
 def test_a_world_size_that_is_not_the_groups(ranks):

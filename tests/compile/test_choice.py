@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -310,4 +311,38 @@ def test_a_group_that_has_been_used_knows_its_nodes(
     monkeypatch.setattr(choice, "process_group_named", lambda _: None)
     monkeypatch.setattr(choice.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
     monkeypatch.setattr(choice, "known_nodes", lambda _: known)
+    assert choice.nodes_of("", torch.device("cuda", 0)) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "variables", "expected"),
+    [
+        (4, {}, 1),
+        (2, {}, 2),
+        (0, {}, 4),
+        (4, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2"}, 2),
+        (4, {"SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_NUM_NODES": "1"}, 1),
+        (4, {"SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_NUM_NODES": "2", "INTERLACE_NODES": "4"}, 4),
+    ],
+)
+def test_nodes_of_ranks_that_see_one_gpu_each(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    gpus: int,
+    variables: dict[str, str],
+    expected: int,
+) -> None:
+    """Four ranks, of a group that is not known yet; the machine's GPUs count, not the visible."""
+    for gpu in range(gpus):
+        (tmp_path / str(gpu)).mkdir()
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(choice, "_GPUS", tmp_path)
+    monkeypatch.setattr(choice.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(choice, "process_group_named", lambda _: None)
+    monkeypatch.setattr(choice, "known_nodes", lambda _: None)
+    monkeypatch.setattr(choice.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(choice.dist, "get_world_size", lambda: 4)
+    monkeypatch.setattr(choice.dist, "get_process_group_ranks", lambda _: [0, 1, 2, 3])
     assert choice.nodes_of("", torch.device("cuda", 0)) == expected

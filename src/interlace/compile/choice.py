@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,9 @@ from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.terms import Terms
 from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 from interlace.registry import Operator, operator_matching
+
+_GPUS = Path("/proc/driver/nvidia/gpus")
+"""Folder with an entry for each GPU of the machine, or of its container."""
 
 
 def require_runnable(device: torch.device) -> None:
@@ -93,14 +97,21 @@ def nodes_of(group_name: str, device: torch.device) -> int:
 def ranks_of_a_node(device: torch.device) -> int | None:
     """Return the number of consecutive ranks on one node, or None if it is unknown.
 
-    ``INTERLACE_NODES`` decides, then ``LOCAL_WORLD_SIZE``, which torchrun sets; without them, the
-    number of visible GPUs.
+    ``INTERLACE_NODES`` decides, then ``LOCAL_WORLD_SIZE``, which torchrun sets, then the step of
+    Slurm whose tasks the ranks are; without them, the number of the machine's GPUs, of which a rank
+    may see one only.
     """
     if nodes := whole_number(NODES_VARIABLE, 0, least=1):
         return dist.get_world_size() // nodes
     if ranks := whole_number("LOCAL_WORLD_SIZE", 0, least=1):
         return ranks
-    return torch.cuda.device_count() if device.type == "cuda" else None
+    tasks, nodes = (whole_number(f"SLURM_STEP_NUM_{each}", 0) for each in ("TASKS", "NODES"))
+    if nodes and dist.is_initialized() and tasks == dist.get_world_size():
+        return max(1, tasks // nodes)
+    if device.type != "cuda":
+        return None
+    gpus = sum(1 for _ in _GPUS.iterdir()) if _GPUS.is_dir() else 0
+    return max(gpus, torch.cuda.device_count())
 
 
 def choose_in_group(

@@ -111,6 +111,23 @@ def is_collective(node: Node) -> bool:
     return str(node.target).split(".")[1] not in ("wait_tensor", "_wrap_tensor_autograd")
 
 
+def is_only_use(node: Node, wait: Node) -> bool:
+    """Return whether ``node`` alone uses what a collective has brought to memory of its own.
+
+    Args:
+        node: A user of ``wait``.
+        wait: A call that waits for a collective, or for something else.
+    """
+    start = wait.args[0]
+    return (
+        isinstance(start, Node)
+        # Others write to memory that the program has given them.
+        and start.target in _GROUP
+        and set(start.users) == {wait}
+        and set(wait.users) == {node}
+    )
+
+
 def read(node: Node) -> Collective:
     """Return the collective that a node starts.
 

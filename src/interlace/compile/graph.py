@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch._prims  # registers torch.ops.prims
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
@@ -97,6 +98,22 @@ def changes_memory(node: Node) -> bool:
     return bool(schema.is_mutable) if schema is not None else "mutation" in str(node.target)
 
 
+def is_movable(node: Node) -> bool:
+    """Return whether a call may change places with the calls around it that it does not depend on.
+
+    Not so calls that write to memory or draw random numbers. An operator of another library may
+    communicate, and ranks must do so in one order, while each rank decides for itself what moves.
+    """
+    if node.op == "get_attr" or node.target is torch.ops._c10d_functional.wait_tensor.default:
+        return True
+    schema = schema_of(node)
+    if schema is None:
+        # Functions of Python's: an item of several results, arithmetic with sizes.
+        return node.op == "call_function" and not isinstance(node.target, HigherOrderOperator)
+    is_pure = torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ())
+    return is_pure and not schema.is_mutable and schema.name.split("::")[0] in ("aten", "prims")
+
+
 def between(first: Node, last: Node) -> Iterable[Node]:
     """Yield the nodes after ``first`` and before ``last``, in the graph's order."""
     node = first.next
@@ -144,7 +161,8 @@ def move_before(anchor: Node, node: Node, barred: Collection[Node]) -> Callable[
         barred: Nodes from which it must not be computed.
 
     Raises:
-        LeftAlone: It is ``anchor`` or a barred node, or is computed from one.
+        LeftAlone: It is ``anchor`` or a barred node, or is computed from one or by a call that must
+            stay in its place.
     """
     moved: list[Node] = []
     pending = [node]
@@ -154,6 +172,8 @@ def move_before(anchor: Node, node: Node, barred: Collection[Node]) -> Callable[
             raise LeftAlone(f"{node.name} is computed from the collective's result")
         if candidate < anchor or candidate in moved:
             continue
+        if not is_movable(candidate):
+            raise LeftAlone(f"{node.name} is computed by {candidate.name}, which must not move")
         moved.append(candidate)
         pending += candidate.all_input_nodes
 

@@ -25,6 +25,7 @@ from interlace.compile.graph import (
     between,
     cast_source,
     erase_unused,
+    is_cast,
     is_static,
     move_before,
     value,
@@ -117,6 +118,8 @@ def _tail(
         residual = term if source is None or value(term).dtype == dtype else source
         if value(residual).dtype != dtype:
             raise LeftAlone(f"the residual {residual.name} is {value(residual).dtype}")
+        if residual is source:
+            require_unchanged(term, add)
         _require_no_other_use((*earlier, *sums, *wide), [add])
         return Tail(add, _rounded(add, norm, dtype), norm, bias, residual)
     return None
@@ -198,7 +201,7 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         if sum(not is_static(size) for size in value(node).shape) > 1:
             raise LeftAlone("several sizes change from call to call (dynamic shapes)")
     require_unchanged(product.node, norm.result)
-    vectors = [_narrow(vector, product.dtype) for vector in (norm.weight, norm.bias)]
+    vectors = [_narrow(vector, product.dtype, anchor) for vector in (norm.weight, norm.bias)]
     earlier = [operand for operand in (*vectors, norm.scale) if operand is not None]
     moves_before = [move_before(anchor, operand, collective.waits) for operand in earlier]
     if nodes_of(collective.group_name, product.device) > 1:
@@ -218,8 +221,12 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         *[norm.kind, norm.eps, *_scale(norm, writer), collective.group_name, "auto", ""],
     )
     y, total = (writer.call(operator.getitem, triple, index) for index in (0, 1))
-    for node, rows_of_node in [(norm.result, y), *((user, total) for user in tail.totals)]:
-        node.replace_all_uses_with(writer.shaped_as(rows_of_node, value(node)))
+    norm.result.replace_all_uses_with(writer.shaped_as(y, value(norm.result)))
+    shaped = writer.shaped_as(total, value(tail.totals[0])) if tail.totals else total
+    for number, node in enumerate(tail.totals):
+        # Waits return the same memory, but the results of several casts are different memory.
+        is_copy = number > 0 and is_cast(node)
+        node.replace_all_uses_with(writer.call(aten.clone.default, shaped) if is_copy else shaped)
     wide = [
         operand for operand in (norm.weight, norm.bias) if operand and operand.op == "call_function"
     ]
@@ -235,17 +242,24 @@ def _scale(norm: Norm, writer: Writer) -> tuple[Node | None, torch.dtype | None]
     return divisor, FLOAT8
 
 
-def _narrow(vector: Node | None, dtype: torch.dtype) -> Node | None:
+def _narrow(vector: Node | None, dtype: torch.dtype, anchor: Node) -> Node | None:
     """Return a norm's weight or bias as the program keeps it, before a cast to float32.
 
+    Args:
+        vector: The weight or bias.
+        dtype: The product's dtype.
+        anchor: The node before which it will be read.
+
     Raises:
-        LeftAlone: It has another dtype than ``dtype`` and float32.
+        LeftAlone: It has another dtype than ``dtype`` and float32, or has changed since the cast.
     """
     if vector is None:
         return None
-    source = cast_source(vector)
-    if source is not None and value(source).dtype == dtype:
-        return source
     if value(vector).dtype not in (dtype, torch.float32):
         raise LeftAlone(f"{vector.name} is {value(vector).dtype}")
-    return vector
+    source = cast_source(vector)
+    if source is None or value(source).dtype != dtype:
+        return vector
+    if vector < anchor:
+        require_unchanged(vector, anchor)
+    return source

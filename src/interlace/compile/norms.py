@@ -8,6 +8,7 @@ input, weight, cast.
 from __future__ import annotations
 
 import dataclasses
+import math
 import operator
 from collections.abc import Iterator
 
@@ -16,7 +17,15 @@ from torch.fx import Node
 
 from interlace.compile import rows
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import are_equal, argument, aten, cast_source, value
+from interlace.compile.graph import (
+    are_equal,
+    argument,
+    arguments_of,
+    aten,
+    cast_source,
+    schema_of,
+    value,
+)
 from interlace.gemm.operands import FLOAT8
 
 _LARGEST = torch.finfo(FLOAT8).max
@@ -115,7 +124,9 @@ def _rms(square: Node, wide: list[Node]) -> Iterator[Norm]:
     if not (is_square or is_product):
         return
     for mean in square.users:
-        if _is(mean, aten.mean.dim) and argument(mean, 2, "keepdim", False) and _is_last(mean):
+        if not _is(mean, aten.mean.dim) or value(mean).dtype != torch.float32:
+            continue
+        if argument(mean, 2, "keepdim", False) and _is_last(mean):
             for eps, nodes in _divided(mean, wide):
                 yield Norm("rms", eps, [square, mean, *nodes])
 
@@ -139,7 +150,10 @@ def _layer(moments: Node, wide: list[Node]) -> Iterator[Norm]:
 def _divided(square: Node, factors: list[Node]) -> Iterator[tuple[float, list[Node]]]:
     """Yield eps and the calls of ``factor * rsqrt(square + eps)``, for any of ``factors``."""
     for total in square.users:
-        if not _is(total, aten.add.Tensor, aten.add.Scalar) or total.kwargs:
+        if not _is(total, aten.add.Tensor, aten.add.Scalar):
+            continue
+        # Neither may scale what it adds.
+        if total.kwargs or len(total.args) != 2:
             continue
         eps = total.args[1]
         if total.args[0] is not square or not isinstance(eps, (int, float)):
@@ -164,6 +178,9 @@ def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
         nodes = [*norm.nodes, user]
         factor = _other(user, norm.result)
         if cast_source(user) is norm.result:
+            # A cast to anything else rounds to what the operator does not round to.
+            if value(user).dtype not in (dtype, torch.float32):
+                break
             norm = dataclasses.replace(norm, nodes=nodes)
         elif factor is None or not _is_vector(factor, value(user)) or norm.bias is not None:
             break
@@ -181,27 +198,50 @@ def _with_weight(norm: Norm, dtype: torch.dtype) -> Norm:
 
 def _quantised(norm: Norm) -> Norm:
     """Return the norm with the scale and the saturating cast to float8 that follow it, if any."""
-    quantised, bounds = norm, set[float]()
+    quantised, lowest, highest = norm, -math.inf, math.inf
+    dtypes = (value(norm.result).dtype, torch.float32)
     while len(quantised.result.users) == 1:
         node = quantised.result
         (user,) = node.users
         quantised = dataclasses.replace(quantised, nodes=[*quantised.nodes, user])
         operand = _other(user, node)
         if cast_source(user) is node and value(user).dtype == FLOAT8:
-            is_saturated = {-_LARGEST, _LARGEST} <= bounds
+            is_saturated = (lowest, highest) == (-_LARGEST, _LARGEST)
             return quantised if quantised.scale is not None and is_saturated else norm
         if cast_source(user) is node or rows.keeps_order(user):
+            if value(user).dtype not in dtypes:
+                break
             continue
         if quantised.scale is None and operand is not None and _is_scale(operand):
             is_quotient = _is(user, aten.div.Tensor) and user.args[0] is node
             if not (is_quotient or _is(user, aten.mul.Tensor)):
                 break
             quantised = dataclasses.replace(quantised, scale=operand, multiplies=not is_quotient)
-        elif quantised.scale is not None and _is(user, *_CLAMPS):
-            bounds |= {bound for bound in user.args[1:] if isinstance(bound, (int, float))}
-        else:
+            continue
+        bounds = _bounds(user) if quantised.scale is not None else None
+        if bounds is None:
             break
+        # Clamps in turn let through what the tightest of their bounds do.
+        lowest, highest = max(lowest, bounds[0]), min(highest, bounds[1])
     return norm
+
+
+def _bounds(node: Node) -> tuple[float, float] | None:
+    """Return the lowest and the highest number that a clamp lets through; None if the node is no
+    clamp between numbers.
+    """
+    if not _is(node, *_CLAMPS):
+        return None
+    given = {
+        parameter.name: argument
+        for parameter, argument in zip(schema_of(node).arguments, arguments_of(node), strict=True)
+    }
+    lowest, highest = (
+        absent if given.get(name) is None else given[name]
+        for name, absent in (("min", -math.inf), ("max", math.inf))
+    )
+    is_known = isinstance(lowest, (int, float)) and isinstance(highest, (int, float))
+    return (lowest, highest) if is_known else None
 
 
 def _is_scale(node: Node) -> bool:

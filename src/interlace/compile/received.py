@@ -73,7 +73,7 @@ def _put_gathered(
             writer, nodes, wait, writer.reshape(y, [*value(wait).shape[:-1], product.columns])
         )
     _put_product(product, writer, y)
-    _put_rows(kept, nodes, writer, gathered)
+    _put_rows(collective, kept, nodes, writer, gathered)
     # The writer inserts before one of the nodes that are erased next, so this comes first.
     collected = writer.reshape(gathered, value(wait).shape)
     erase_unused(nodes)
@@ -121,7 +121,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     )
     y, received = (writer.call(operator.getitem, pair, index) for index in (0, 1))
     _put_product(product, writer, y)
-    _put_rows(by_products, nodes, writer, received)
+    _put_rows(collective, by_products, nodes, writer, received)
     # The operator returns received rows sorted by product; other uses expect them by source.
     by_source = writer.reshape(received, [product.batch, ranks, -1, product.inner])
     by_product = writer.call(aten.permute.default, by_source, [1, 0, 2, 3])
@@ -215,16 +215,21 @@ def _put_product(product: Product, writer: Writer, y: Node) -> None:
     erase_unused([product.node])
 
 
-def _put_rows(kept: list[Node], nodes: list[Node], writer: Writer, brought: Node) -> None:
-    """Replace the node of ``kept`` that has outside users by ``brought``.
+def _put_rows(
+    collective: Collective, kept: list[Node], nodes: list[Node], writer: Writer, brought: Node
+) -> None:
+    """Replace the node of ``kept`` that has outside users by ``brought``, if no other node has any.
 
     Args:
+        collective: The collective that brings the rows.
         kept: Nodes that have all rows of ``brought`` in its order.
         nodes: The nodes between collective and product; users among them do not count.
         writer: Adds the view that gives ``brought`` the node's shape.
         brought: The rows that the operator returns, gathered or received.
     """
-    used = [node for node in kept if any(user not in nodes for user in node.users)]
-    # Several nodes in use may be copies of each other, and must not become views of one tensor.
-    if len(used) == 1:
+    nodes_of_rows = [collective.node, *collective.waits, *nodes]
+    used = [node for node in nodes_of_rows if any(user not in nodes_of_rows for user in node.users)]
+    # Some of several nodes in use may be views of each other, and some copies. The program may
+    # write to any, so they are left to be computed as they were.
+    if len(used) == 1 and used[0] in kept:
         used[0].replace_all_uses_with(writer.reshape(brought, value(used[0]).shape))

@@ -28,6 +28,7 @@ from interlace.compile.graph import (
     Writer,
     are_equal,
     argument,
+    aten,
     erase_unused,
     is_cast,
     value,
@@ -129,18 +130,28 @@ def replace_copies(graph: Graph) -> None:
     y. The copy takes of y only its shape, strides and dtype, which the result has as well; but it
     is another use of the product. So is a new tensor that a collective's result is copied to, such
     as ``product.new_empty(shape)``: it is erased together with the copy.
+
+    If the program goes on using the result beside the copy, the copy becomes a clone of the result:
+    the program may write to either, and the other must not change.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.copy.default):
+    for node in graph.find_nodes(op="call_function", target=aten.copy.default):
         target, source = (argument(node, 0, "self"), argument(node, 1, "src"))
         if not isinstance(source, Node) or source.target is not collectives.WAIT:
             continue
         with contextlib.suppress(LeftAlone):
-            y, waited = value(target), value(source)
-            if _has_layout_of(y, waited):
-                node.replace_all_uses_with(source)
-                graph.erase_node(node)
-                if not target.is_impure():
-                    erase_unused([target])
+            layout = value(target)
+            if not _has_layout_of(layout, value(source)):
+                continue
+            result = source
+            if not collectives.is_only_use(node, source):
+                result = Writer(node, node).call(aten.clone.default, source)
+            if not _has_layout_of(layout, value(result)):
+                graph.erase_node(result)
+                continue
+            node.replace_all_uses_with(result)
+            graph.erase_node(node)
+            if not target.is_impure():
+                erase_unused([target])
 
 
 def _has_layout_of(tensor: torch.Tensor, other: torch.Tensor) -> bool:

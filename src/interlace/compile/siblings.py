@@ -5,6 +5,7 @@ up.
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -39,19 +40,62 @@ def merge(graph: Graph, direction: str) -> list[Finding]:
     if is_invariant and direction == "backward":
         return []
     fewest = 1 if is_invariant else 2
-    groups: dict[Any, list[Product]] = {}
+    inputs: dict[Any, list[Node]] = {}
     for node in graph.nodes:
         product = product_of(node)
         if product is not None and _is_suitable(product):
             key = _source(product.x), product.bias is None, product.dtype
-            groups.setdefault(key, []).append(product)
-    findings = []
-    for products in groups.values():
-        for first in range(0, len(products), MOST_WEIGHTS):
-            group = products[first : first + MOST_WEIGHTS]
-            if len(group) >= fewest:
-                findings += _merge(group, direction)
-    return findings
+            inputs.setdefault(key, []).append(node)
+    return [
+        _merge(group, direction)
+        for nodes in inputs.values()
+        for group in _groups(nodes)
+        if len(group) >= fewest
+    ]
+
+
+def _groups(nodes: list[Node]) -> Iterator[list[Product]]:
+    """Yield products of one input that one operator can compute in the first one's place.
+
+    What the later ones multiply by is moved before the first one.
+
+    Args:
+        nodes: The products. Merging others, those of the last group among them, may move these and
+            change what they multiply, so each is read when its turn comes.
+    """
+    group: list[Product] = []
+    for node in sorted(nodes):
+        if group and not (len(group) < MOST_WEIGHTS and _joins(group, _read(node))):
+            yield group
+            group = []
+        group.append(_read(node))
+    yield group
+
+
+def _read(node: Node) -> Product:
+    product = product_of(node)
+    assert product is not None
+    return product
+
+
+def _joins(group: list[Product], product: Product) -> bool:
+    """Move what ``product`` multiplies by before a group of earlier products of its input.
+
+    Returns:
+        Whether it could be moved; if not, nothing was changed.
+    """
+    first, members = group[0].node, [each.node for each in group]
+    # A copy of the input holds what the input was when it was copied.
+    are_one = len({each.x for each in (*group, product)}) == 1
+    operands = [product.w] if product.bias is None else [product.w, product.bias]
+    try:
+        require_unchanged(first if are_one else min(first, _source(product.x)), product.node)
+        moves = [move_before(first, operand, members) for operand in operands]
+    except LeftAlone:
+        return False
+    for move in moves:
+        move()
+    return True
 
 
 def _is_suitable(product: Product) -> bool:
@@ -79,21 +123,9 @@ def _source(x: Node) -> Node:
     return x
 
 
-def _merge(products: list[Product], direction: str) -> list[Finding]:
-    """Replace two or three products by one operator, and return the finding, if it is possible."""
-    first, last = products[0].node, products[-1].node
-    x = products[0].x
-    try:
-        require_unchanged(first, last)
-        vectors = [product.bias for product in products if product.bias is not None]
-        moving = [
-            move_before(first, node, ())
-            for node in [*(product.w for product in products), *vectors]
-        ]
-    except LeftAlone:
-        return []
-    for move in moving:
-        move()
+def _merge(products: list[Product], direction: str) -> Finding:
+    """Replace up to three products by one operator, and return the finding."""
+    first, x = products[0].node, products[0].x
     names = [product.node.name for product in products]
     finding = Finding(
         graph=direction,
@@ -121,4 +153,4 @@ def _merge(products: list[Product], direction: str) -> list[Finding]:
     operands = [node for product in products for node in (product.x, product.w)]
     leftovers = [node for node in operands if node.op == "call_function"]
     erase_unused([*(product.node for product in products), *leftovers])
-    return [finding]
+    return finding

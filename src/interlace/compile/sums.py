@@ -186,10 +186,8 @@ def _merge(add: Node) -> tuple[Node, Node]:
     )
     products: list[Product] = []
     for collective in (first, second):
-        if (
-            collective.target is not collectives.ALL_REDUCE
-            or len(collective.waits) > 1
-            or set(collective.waits[0].users) != {add}
+        if collective.target is not collectives.ALL_REDUCE or not collectives.is_only_use(
+            add, collective.waits[0]
         ):
             raise LeftAlone("it adds something else than all-reduces, or they have other uses")
         collective.require_sum()

@@ -314,7 +314,7 @@ def _mixed() -> dict[str, Any]:
             several[0].flatten(0, 1), several[1], name, "auto"
         ),
         "mixture_of_experts": lambda: ops.mixture_of_experts(
-            x, experts, weights, w_in, w_out, no, no, 2, 4, name, "auto", "", "", False
+            x, experts, weights, w_in, w_out, no, no, 2, 4, name, "auto", "", "", False, False
         ),
     }
     for plain in (x, w):  # calls of one dtype, which must not be taken for these

@@ -198,6 +198,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             str(config or self.config),
             str(self.activation),
             keeps,
+            keeps,
         )
 
     def default_config(self, impl: str) -> MixtureOfExpertsConfig:
@@ -225,6 +226,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             "fused",
             str(self.config),
             str(self.activation),
+            False,
             False,
         )
 

@@ -58,6 +58,21 @@ def ranks_of_nodes(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
     ]
 
 
+def declared_ranks_per_node() -> int | None:
+    """Return the number of consecutive ranks on one node by what the environment says of it:
+    ``INTERLACE_NODES``, then ``LOCAL_WORLD_SIZE``, which torchrun sets, then the step of Slurm whose
+    tasks the ranks are. None if it says nothing.
+    """
+    if nodes := whole_number(NODES_VARIABLE, 0, least=1):
+        return dist.get_world_size() // nodes
+    if ranks := whole_number("LOCAL_WORLD_SIZE", 0, least=1):
+        return ranks
+    tasks, nodes = (whole_number(f"SLURM_STEP_NUM_{each}", 0) for each in ("TASKS", "NODES"))
+    if nodes and dist.is_initialized() and tasks == dist.get_world_size():
+        return max(1, tasks // nodes)
+    return None
+
+
 def _by_launcher(environment: Mapping[str, str]) -> str:
     """Return the launcher's number of this process's node, or ``""`` without a launcher."""
     for launched, number in _LAUNCHERS:

@@ -13,10 +13,9 @@ from interlace.comm import process_group_named
 from interlace.comm.common_profile import settle_network, settle_profile
 from interlace.comm.group import known_nodes
 from interlace.comm.interpreter import interpreting
-from interlace.comm.nodes import NODES_VARIABLE
+from interlace.comm.nodes import declared_ranks_per_node
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
-from interlace.environment import whole_number
 from interlace.errors import GroupError
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchOperator
@@ -101,15 +100,8 @@ def ranks_of_a_node(device: torch.device) -> int | None:
     Slurm whose tasks the ranks are; without them, the number of the machine's GPUs, of which a rank
     may see one only.
     """
-    if nodes := whole_number(NODES_VARIABLE, 0, least=1):
-        return dist.get_world_size() // nodes
-    if ranks := whole_number("LOCAL_WORLD_SIZE", 0, least=1):
+    if (ranks := declared_ranks_per_node()) is not None or device.type != "cuda":
         return ranks
-    tasks, nodes = (whole_number(f"SLURM_STEP_NUM_{each}", 0) for each in ("TASKS", "NODES"))
-    if nodes and dist.is_initialized() and tasks == dist.get_world_size():
-        return max(1, tasks // nodes)
-    if device.type != "cuda":
-        return None
     gpus = sum(1 for _ in _GPUS.iterdir()) if _GPUS.is_dir() else 0
     return max(gpus, torch.cuda.device_count())
 

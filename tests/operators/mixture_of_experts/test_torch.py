@@ -32,10 +32,10 @@ def _opcheck(form):
     absent = [] if call.biases else [None, None]
     x, *others = leaves
     outcomes = torch.library.opcheck(
-        ops.mixture_of_experts.default, (x, experts, *others, *absent, *how, True)
+        ops.mixture_of_experts.default, (x, experts, *others, *absent, *how, True, True)
     )
     x, *others = (leaf.detach() for leaf in leaves)
-    _, *saved = ops.mixture_of_experts(x, experts, *others, *absent, *how, True)
+    _, *saved = ops.mixture_of_experts(x, experts, *others, *absent, *how, True, True)
     needed = [True, False, True, call.biases]
     inputs = (grad, x, experts, *others, *absent, *saved, *how, needed)
     return outcomes, torch.library.opcheck(ops.mixture_of_experts_backward.default, inputs)

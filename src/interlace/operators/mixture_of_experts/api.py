@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from interlace.comm import default_name, rank_and_size
+from interlace.comm import default_name, process_group_named, rank_and_size
+from interlace.comm.group import known_nodes
+from interlace.comm.nodes import declared_ranks_per_node
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.operator import MixtureOfExperts
@@ -131,6 +133,23 @@ def mixture_of_experts(
         text,
         str(the_activation),
         keeps,
+        keeps and impl not in ("unfused", "chunked") and not _spans_nodes(default_name(group)),
     )
     result: torch.Tensor = y
     return result
+
+
+def _spans_nodes(group_name: str) -> bool:
+    """Return whether the ranks of a group are on several nodes, or are going to be by what the
+    environment says, where they have not met yet. Nothing is sent.
+    """
+    process_group = process_group_named(group_name)
+    nodes = known_nodes(process_group)
+    if nodes is None and dist.is_initialized() and (per_node := declared_ranks_per_node()):
+        nodes = len({rank // per_node for rank in dist.get_process_group_ranks(process_group)})
+    return nodes is not None and nodes > 1
+
+
+# A compiled graph holds the answer: it decides about shapes. This does the same as
+# torch.compiler.assume_constant_result.
+_spans_nodes._dynamo_marked_constant = True  # type: ignore[attr-defined]

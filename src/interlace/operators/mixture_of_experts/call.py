@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,6 +36,7 @@ class Call:
     Attributes:
         activation: The text of an ``ExpertActivation``.
         keeps: Whether a backward pass will follow.
+        saves: Whether tensors for it are results. If not, it computes them anew.
     """
 
     x: torch.Tensor
@@ -50,6 +52,7 @@ class Call:
     config: str
     activation: str
     keeps: bool
+    saves: bool
 
     def __post_init__(self) -> None:
         dtypes = [tensor.dtype for tensor in (self.x, *self.parameters) if tensor is not None]
@@ -75,18 +78,8 @@ class Call:
 
     @functools.cached_property
     def sizes(self) -> Sizes:
-        tokens, hidden = self.x.shape
-        ranks, local = self.group.world_size, self.w_in.shape[0]
-        return Sizes(
-            tokens,
-            self.experts.shape[1],
-            ranks * local,
-            hidden,
-            self.w_in.shape[1],
-            ranks,
-            self.capacity,
-            self.w_in.shape[2],
-        )
+        ranks = self.group.world_size
+        return Sizes.of(self.x, self.experts, self.w_in, ranks, self.capacity)
 
     def agree(self, operator: str) -> int:
         """Agree on this call with all ranks; return its mark (``Group.agree``)."""
@@ -105,6 +98,7 @@ class Call:
             activation=self.activation,
             capacity=self.capacity,
             whether_gradients_are_needed=self.keeps,
+            whether_tensors_are_saved=self.saves,
             impl=self.impl,
             config=self.config,
         )
@@ -163,7 +157,7 @@ def _form(gates: int, activation: str) -> Form:
 class Saved:
     """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
 
-    They are empty if there will be no backward pass.
+    They have no elements if nothing is saved; otherwise their shapes follow from the call's sizes.
 
     Attributes:
         plan: int32; see ``layout``.
@@ -179,3 +173,22 @@ class Saved:
     slot_at: torch.Tensor
     received: torch.Tensor
     kept: torch.Tensor
+
+    @staticmethod
+    def empty(
+        sizes: Sizes, x: torch.Tensor, saves: bool, new: Callable[..., torch.Tensor] = torch.empty
+    ) -> Saved:
+        """Return tensors of a call's shapes, not filled; or of none if it saves nothing.
+
+        Args:
+            sizes: The call's sizes.
+            x: The call's tokens, for dtype and device.
+            saves: Whether the call saves anything.
+            new: Makes a tensor of a shape, a dtype and a device.
+        """
+        numbers = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
+        rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
+        return Saved(
+            *(new(shape if saves else 0, dtype=torch.int32, device=x.device) for shape in numbers),
+            *(new(shape if saves else 0, dtype=x.dtype, device=x.device) for shape in rows),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -44,30 +44,30 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
     mark = call.agree(OPERATOR)
     impl, _ = call.chosen
     # All ranks have the same number of tokens, so they all leave the fused path together.
-    if call.sizes.tokens == 0 or impl == "unfused":
-        with call.range(OPERATOR):
-            return _unfused(call), nothing(call.x)
-    if impl == "decode":
+    if call.sizes.tokens and impl == "fused":
+        launches, y, saved, may_keep = prepare_forward(call, mark)
+        with call.range(OPERATOR), group.running():
+            for launch in launches:
+                launch()
+        if not call.saves:
+            return y, unused(call)
+        # The landing is written again by the next call, so its rows cannot be kept for the backward
+        # pass, but must be copied.
+        return y, saved if may_keep else dataclasses.replace(saved, received=saved.received.clone())
+    if call.sizes.tokens and impl == "decode":
         launches, y = decode.prepare(call, mark)
         with call.range(OPERATOR), group.running():
             for launch in launches:
                 launch()
-        return y, nothing(call.x)
-    if impl == "nccl":
-        with call.range(OPERATOR):
-            return stock.run(call), nothing(call.x)
-    if impl == "chunked":
-        with call.range(OPERATOR):
-            return between_nodes.run(call, mark), nothing(call.x)
-    launches, y, saved, may_keep = prepare_forward(call, mark)
-    with call.range(OPERATOR), group.running():
-        for launch in launches:
-            launch()
-    if not call.keeps:
-        return y, nothing(call.x)
-    # The landing is written again by the next call, so its rows cannot be kept for the backward
-    # pass, but must be copied.
-    return y, saved if may_keep else dataclasses.replace(saved, received=saved.received.clone())
+        return y, unused(call)
+    with call.range(OPERATOR):
+        if not call.sizes.tokens or impl == "unfused":
+            y = _unfused(call)
+        elif impl == "nccl":
+            y = stock.run(call)
+        else:
+            y = between_nodes.run(call, mark)
+    return y.contiguous(), unused(call)
 
 
 def run_backward(
@@ -81,12 +81,12 @@ def run_backward(
     group.check()
     mark = call.agree(_BACKWARD)
     impl, _ = call.chosen
-    if call.sizes.tokens == 0 or impl == "unfused":
-        with call.range(_BACKWARD):
-            return _unfused_gradients(call, grad, needed)
-    if impl == "chunked":
+    if impl == "chunked" and call.sizes.tokens:
         with call.range(_BACKWARD):
             return between_nodes.run_backward(call, mark, grad, needed)
+    if impl == "unfused" or not (call.sizes.tokens and call.saves):
+        with call.range(_BACKWARD):
+            return _unfused_gradients(call, grad, needed)
     launches, gradients = prepare_backward(call, mark, grad, saved, needed)
     with call.range(_BACKWARD), group.running():
         for launch in launches:
@@ -94,10 +94,15 @@ def run_backward(
     return gradients
 
 
-def nothing(like: torch.Tensor) -> Saved:
-    """Return the empty tensors of a call that saves nothing."""
-    plan, slot_rows, slot_at = (like.new_empty(0, dtype=torch.int32) for _ in range(3))
-    return Saved(plan, slot_rows, slot_at, like.new_empty(0), like.new_empty(0))
+def _new(call: Call) -> Callable[..., torch.Tensor]:
+    """Return what makes new tensors of a call."""
+    # On the CPU backend memory without rows is zero, so that torch's checks compare equal numbers.
+    return torch.zeros if call.group.backend == "cpu" else torch.empty
+
+
+def unused(call: Call) -> Saved:
+    """Return the saved tensors of a call whose backward pass does without: it needs their shapes."""
+    return Saved.empty(call.sizes, call.x, call.saves, _new(call))
 
 
 # The forward pass
@@ -121,17 +126,16 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     # Rows that the backward pass needs arrive in a buffer that stays in use until then.
     space = (
         group.outputs.take(tools.buffer_bytes)
-        if call.keeps
+        if call.saves
         else group.outputs.landing(tools.buffer_bytes)
     )
     shape = (sizes.arrivals, sizes.hidden)
     received = space.tensor(shape, call.x.dtype, device)
-    # On the CPU backend memory without rows is zero, so that torch's checks compare equal numbers.
-    new = functools.partial(torch.zeros if group.backend == "cpu" else torch.empty, device=device)
+    new = functools.partial(_new(call), device=device)
     plan, slot_at = new(sizes.plan, dtype=torch.int32), new(sizes.returns, dtype=torch.int32)
     slot_rows = new((sizes.tokens, sizes.top_k), dtype=torch.int32)
     active = new((sizes.arrivals, sizes.ffn), dtype=call.x.dtype)
-    kept = new((sizes.gates, sizes.arrivals, sizes.ffn) if call.keeps else 0, dtype=call.x.dtype)
+    kept = new((sizes.gates, sizes.arrivals, sizes.ffn) if call.saves else 0, dtype=call.x.dtype)
     grants = new(sizes.world_size, dtype=torch.int32)
     saved = Saved(plan, slot_rows, slot_at, received, kept)
     y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
@@ -180,7 +184,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
     }
     agree = Launch(plan_call, (blocks,), arguments, constants)
     first = tools.dispatch(
-        call.x, saved, active, space, kept=kept if call.keeps else None, grants=grants
+        call.x, saved, active, space, kept=kept if call.saves else None, grants=grants
     )
     second = tools.combine(plan, active)
     total = tools.sum(saved, call.weights, y, None)
@@ -208,7 +212,7 @@ def prepare_backward(
     factors = None if call.b_out is None else like.new_empty(rows, dtype=torch.float32)
     grad_x, grad_weights = (
         torch.empty_like(like, memory_format=torch.contiguous_format),
-        torch.empty_like(call.weights),
+        torch.empty_like(call.weights, memory_format=torch.contiguous_format),
     )
     space = group.outputs.landing(tools.buffer_bytes)
     met = torch.empty(1, dtype=torch.int32, device=like.device)
@@ -277,4 +281,4 @@ def _unfused_gradients(
     for target, parameter in zip(gradients, parameters, strict=True):
         if target.numel():
             target.copy_(of_present[id(parameter)])
-    return found[0], found[1], *gradients
+    return found[0].contiguous(), found[1].contiguous(), *gradients

@@ -77,6 +77,19 @@ class Sizes:
     capacity: int
     gates: int = 2
 
+    @staticmethod
+    def of(
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        w_in: torch.Tensor,
+        world_size: int,
+        capacity: int,
+    ) -> Sizes:
+        """Return the sizes of a call of these tensors."""
+        (tokens, hidden), (local, ffn, gates, _) = x.shape, w_in.shape
+        count = world_size * local
+        return Sizes(tokens, experts.shape[1], count, hidden, ffn, world_size, capacity, gates)
+
     @property
     def local(self) -> int:
         return self.experts // self.world_size

@@ -2,8 +2,9 @@
 by the first call.
 
 The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``,
-``slot_at``, ``received`` and ``kept`` (``call.Saved``). They are empty if ``keeps`` is false, or
-unless the implementation is the fused one.
+``slot_at``, ``received`` and ``kept`` (``call.Saved``). They are empty if ``saves`` is false, and
+else have the fused implementation's sizes, whichever runs: a graph that was compiled before the
+ranks knew each other holds these sizes.
 """
 
 from __future__ import annotations
@@ -12,8 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm import process_group_named
-from interlace.comm.group import known_nodes
 from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
 from interlace.operators.mixture_of_experts.call import Call, Saved
 from interlace.operators.mixture_of_experts.launch import run, run_backward
@@ -29,8 +28,8 @@ _OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str confi
 # can hold the operators.
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 _library.define(
-    f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps) -> (Tensor, Tensor, Tensor, Tensor, "
-    "Tensor, Tensor)",
+    f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps, bool saves) -> (Tensor, Tensor, "
+    "Tensor, Tensor, Tensor, Tensor)",
     tags=UNCAPTURABLE_TAGS,
 )
 _library.define(
@@ -68,55 +67,31 @@ class _Options(NamedTuple):
 _TENSORS, _NUMBERS = len(_Inputs._fields), len(_Options._fields)
 
 
-def _call(inputs: _Inputs, options: _Options, keeps: bool) -> Call:
-    return Call(*inputs, *options[1:], keeps)
+def _call(inputs: _Inputs, options: _Options, keeps: bool, saves: bool) -> Call:
+    return Call(*inputs, *options[1:], keeps, saves)
 
 
 def _run(*arguments: Any) -> Tensors:
-    *inputs, keeps = arguments
-    y, saved = run(_call(_Inputs(*inputs[:_TENSORS]), _Options(*inputs[_TENSORS:]), keeps))
+    *inputs, keeps, saves = arguments
+    options = _Options(*inputs[_TENSORS:])
+    y, saved = run(_call(_Inputs(*inputs[:_TENSORS]), options, keeps, saves))
     return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
 
 
 def _fake(*arguments: Any) -> Tensors:
     x, experts, _, w_in, *_ = arguments[:_TENSORS]
-    *options, keeps = arguments[_TENSORS:]
-    world_size, capacity, group_name, impl, *_ = options
+    *options, _, saves = arguments[_TENSORS:]
+    world_size, capacity, *_ = options
+    saved = Saved.empty(Sizes.of(x, experts, w_in, world_size, capacity), x, saves)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    # The shapes depend on impl and on the group alone. No implementation between nodes saves
-    # anything.
-    nodes = known_nodes(process_group_named(group_name)) or 1
-    is_unfused = impl == "unfused" or nodes > 1
-    if not keeps or is_unfused:
-        nothing = [x.new_empty(0, dtype=torch.int32) for _ in range(3)]
-        return y, *nothing, x.new_empty(0), x.new_empty(0)
-    tokens, hidden = x.shape
-    sizes = Sizes(
-        tokens,
-        experts.shape[1],
-        world_size * w_in.shape[0],
-        hidden,
-        w_in.shape[1],
-        world_size,
-        capacity,
-        w_in.shape[2],
-    )
-    numbers = [
-        x.new_empty(shape, dtype=torch.int32)
-        for shape in (sizes.plan, experts.shape, sizes.returns)
-    ]
-    return (
-        y,
-        *numbers,
-        x.new_empty(sizes.arrivals, hidden),
-        x.new_empty(sizes.gates, sizes.arrivals, sizes.ffn),
-    )
+    return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
 
 
 def _run_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
     tensors, (*options, needed) = arguments[: -_NUMBERS - 1], arguments[-_NUMBERS - 1 :]
-    call = _call(_Inputs(*tensors[:_TENSORS]), _Options(*options), True)
-    return run_backward(call, grad, Saved(*tensors[_TENSORS:]), needed)
+    saved = Saved(*tensors[_TENSORS:])
+    call = _call(_Inputs(*tensors[:_TENSORS]), _Options(*options), True, saved.plan.numel() > 0)
+    return run_backward(call, grad, saved, needed)
 
 
 def _fake_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
@@ -131,7 +106,7 @@ def _fake_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-    tensors, ctx.options = inputs[:_TENSORS], inputs[_TENSORS:-1]
+    tensors, ctx.options = inputs[:_TENSORS], inputs[_TENSORS:-2]
     _, *saved = output
     # They are results only so that a graph may keep them until the backward pass.
     ctx.mark_non_differentiable(*saved)
@@ -141,7 +116,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
 
 @once_differentiable("mixture_of_experts")
 def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
-    nothing: list[Any] = [None] * (_NUMBERS + 1)
+    nothing: list[Any] = [None] * (_NUMBERS + 2)
     if grad is None:
         return *([None] * _TENSORS), *nothing
     tensors = ctx.saved_tensors

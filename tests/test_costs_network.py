@@ -50,6 +50,7 @@ def test_times_between_measured_sizes() -> None:
     assert ROUND.all_to_all_us(550_000) == 275, "the collective keeps its ratio to slices"
     several = dataclasses.replace(ROUND, further_message_us=7)
     assert several.exchange_us(550_000, 4) == 550 + 3 * 7
+    assert several.following_us(100_000, 3) == ROUND.following_us(100_000, 3) + 2 * 7
 
 
 def test_a_disturbed_measurement() -> None:

@@ -108,6 +108,13 @@ FUSED: dict[str, tuple[Program, list[tuple[int, ...]], int]] = {
         [*XW, R, V],
         1,
     ),
+    "a total that is rounded twice": (
+        lambda x, w, r, v: (
+            lambda t: (torchs(t, v).to(x.dtype), *(aten._to_copy(t, dtype=x.dtype) for _ in "12"))
+        )(all_reduce(x @ w.t()).float() + r),
+        [*XW, R, V],
+        1,
+    ),
     "a bias after the sum": (
         lambda x, w, b, r, v: rms(all_reduce(x @ w.t()) + b + r, v),
         [*XW, V, R, V],

@@ -113,6 +113,7 @@ def fused(
     module.recompile()
     after = module(*arguments)
     pairs = list(zip(_list(before), _list(after), strict=True))
+    assert _memory(before) == _memory(after)
     assert all(
         a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs
     )
@@ -125,6 +126,12 @@ def fused(
 
 def _list(results: Any) -> list[torch.Tensor]:
     return list(results) if isinstance(results, (list, tuple)) else [results]
+
+
+def _memory(results: Any) -> list[int]:
+    """For each result the number of the first one in the same memory: a program may write to it."""
+    addresses = [each.untyped_storage().data_ptr() for each in _list(results)]
+    return [addresses.index(address) for address in addresses]
 
 
 def gather_along(x: torch.Tensor, dimension: int) -> torch.Tensor:

@@ -118,6 +118,34 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         [(M, K), (M, 4), (N, K), (4, N)],
         ["gemm_all_reduce"],
     ),
+    "all-reduces added, of which a graph keeps one": (
+        lambda x, v, w, u: (lambda sent: (all_reduce(x @ w.t()) + wait(sent), sent))(
+            c10d.all_reduce(v @ u, "sum", group())
+        ),
+        [(M, K), (M, 4), (N, K), (4, N)],
+        ["gemm_all_reduce", "gemm_all_reduce"],
+    ),
+    "gathered rows, and some of their copy": (
+        lambda x, w: (
+            lambda g: (lambda c, half: (torch.cat([c[:FEW], half]) @ w.t(), c, half))(
+                g.clone(), g[FEW:]
+            )
+        )(all_gather(x)),
+        [(FEW, K), (N, K)],
+        ["all_gather_gemm"],
+    ),
+    "a sum and its copy": (
+        lambda x, w: (lambda y: (y, aten.copy(y.new_empty(M, N), y)))(all_reduce(x @ w.t())),
+        [(M, K), (N, K)],
+        ["gemm_all_reduce"],
+    ),
+    "two copies of a sum": (
+        lambda x, w: (lambda y: [aten.copy(y.new_empty(M, N), y) for _ in range(2)])(
+            all_reduce(x @ w.t())
+        ),
+        [(M, K), (N, K)],
+        ["gemm_all_reduce"],
+    ),
     "three all-reduces added to something": (
         lambda x, v, w, u: (
             x[:, :1] + (all_reduce(v @ u) + (all_reduce(x @ w.t()) + all_reduce(x.relu() @ w.t())))
@@ -604,6 +632,11 @@ LEFT: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], str]] = {
     "an argument": (lambda x: all_reduce(x), [(FEW, K)], "what goes into it is x_1, not a product"),
     "scaled": (
         lambda x, w, b: all_reduce(aten.addmm(b, x, w.t(), beta=2)),
+        [*W2[:2], (N,)],
+        "addmm scales what it adds",
+    ),
+    "scaled by alpha": (
+        lambda x, w, b: reduce_scatter(aten.addmm(b, x, w.t(), alpha=2)),
         [*W2[:2], (N,)],
         "addmm scales what it adds",
     ),

@@ -73,6 +73,42 @@ MERGED: dict[str, tuple[Program, list[tuple[int, ...]], list[str]]] = {
         [(K, K), (Q, K)],
         [],
     ),
+    "a weight of the second product": (
+        lambda x, q, k: (lambda y: (x @ q.t(), y, x @ y.t()))(x @ k.t()),
+        [(K, K), (Q, K), (K, K)],
+        ["linears"],
+    ),
+    "a weight of the second product, by other calls": (
+        lambda x, q, k: (lambda v, y: (v, y, x @ (y.relu() + v[:, :K]).t(), x @ (2 * q).t()))(
+            x @ q.t(), x @ k.t()
+        ),
+        [(K, K), (Q, K), (K, K)],
+        ["linears", "linears"],
+    ),
+    "two inputs, each with a weight of the other's product": (
+        lambda x, y, k: (lambda a: (lambda b: (a, b, y @ a.t(), x @ (b + 1).t()))(y @ (2 * k).t()))(
+            x @ k.t()
+        ),
+        [(K, K), (K, K), (K, K)],
+        ["linears"],
+    ),
+    "memory changed between two pairs": (
+        lambda x, q, k: (lambda c: (x @ q.t(), x @ k.t(), c.add_(1), x @ c.t(), x @ (c + 1).t()))(
+            k.clone()
+        ),
+        [X, *WEIGHTS[:2]],
+        ["linears", "linears"],
+    ),
+    "an input that is changed, and its copy": (
+        lambda x, q, k: (lambda h: (lambda c: (h.add_(1), c @ q.t(), h @ k.t()))(h.clone()))(x * 2),
+        [X, *WEIGHTS[:2]],
+        [],
+    ),
+    "a sum over ranks as a weight": (
+        lambda x, q, k: (x @ q.t(), x @ all_reduce(k).t()),
+        [X, *WEIGHTS[:2]],
+        [],
+    ),
     "memory changed": (
         lambda x, q, k: (lambda c: (x @ q.t(), c.add_(1), x @ c.t()))(k.clone()),
         [X, *WEIGHTS[:2]],

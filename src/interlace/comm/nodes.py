@@ -60,8 +60,8 @@ def ranks_of_nodes(node_of_rank: Sequence[int]) -> list[tuple[int, ...]]:
 
 def declared_ranks_per_node() -> int | None:
     """Return the number of consecutive ranks on one node by what the environment says of it:
-    ``INTERLACE_NODES``, then ``LOCAL_WORLD_SIZE``, which torchrun sets, then the step of Slurm whose
-    tasks the ranks are. None if it says nothing.
+    ``INTERLACE_NODES``, then ``LOCAL_WORLD_SIZE``, which torchrun sets, then the step of Slurm
+    whose tasks the ranks are. None if it says nothing.
     """
     if nodes := whole_number(NODES_VARIABLE, 0, least=1):
         return dist.get_world_size() // nodes

@@ -16,11 +16,12 @@ from torch.fx import Graph, GraphModule
 from interlace.comm import default_device_type
 from interlace.comm.identity import PACKAGE, digest_of, identity
 from interlace.comm.interpreter import interpreting
-from interlace.compile import foreign
-from interlace.compile.choice import ranks_of_a_node, require_common_profile
+from interlace.compile import foreign, foreign_norms
+from interlace.compile.choice import nodes_of, ranks_of_a_node, require_common_profile
 from interlace.compile.findings import LeftAlone
 from interlace.compile.rewrite import fuse
 from interlace.gemm import invariance
+from interlace.registry import operators
 
 _SLOT = "post_grad_custom_pre_pass"
 
@@ -254,23 +255,29 @@ def _fingerprint() -> str:
         device.type,
         interpreting(),
         ranks_of_a_node(device),
-        _groups(),
-        foreign.names(),
+        _groups(device),
+        foreign.registered(),
+        foreign_norms.registered(),
+        # Another package may add operators, and implementations to one.
+        [
+            (name, [implementation.name for implementation in operator.implementations])
+            for name, operator in sorted(operators().items())
+        ],
         settings,
         invariance.is_enabled(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
-def _groups() -> list[tuple[str, list[int]]]:
-    """Return the names and ranks of this process's groups."""
+def _groups(device: torch.device) -> list[tuple[str, list[int], int]]:
+    """Return the names and ranks of this process's groups, and on how many nodes these are."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     from torch.distributed.distributed_c10d import _world
 
     # A group that this rank is no member of is an integer there, GroupMember.NON_GROUP_MEMBER.
     return sorted(
-        (group.group_name, sorted(ranks))
+        (group.group_name, sorted(ranks), nodes_of(group.group_name, device))
         for group, ranks in _world.pg_group_ranks.items()
         if not isinstance(group, int)
     )

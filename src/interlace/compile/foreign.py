@@ -54,9 +54,9 @@ def unregister(name: str) -> None:
     _known.pop(name, None)
 
 
-def names() -> list[str]:
-    """Return the names of all registered operators."""
-    return sorted(_known)
+def registered() -> list[tuple[str, str]]:
+    """Return the names of all registered operators, and their collectives."""
+    return sorted((foreign.name, foreign.collective) for foreign in _known.values())
 
 
 @dataclasses.dataclass

@@ -50,6 +50,11 @@ def unregister(name: str) -> None:
     _known.pop(name, None)
 
 
+def registered() -> list[tuple[str, bool]]:
+    """Return the names of all registered norms, and whether they add a residual."""
+    return sorted((norm.name, norm.has_residual) for norm in _known.values())
+
+
 @dataclasses.dataclass
 class Spelled:
     """A program's norm, and the calls that stand for it meanwhile.

@@ -139,6 +139,9 @@ def test_costs_of_a_worked_example():
     assert direct.flops == 10 * 4
     assert direct.memory_bytes == 10 * 16 + 8 * (10 + 10 + 1) + 3 * 16 * 4
     assert (direct.link_bytes, direct.messages, direct.signals) == (2 * 8 * 4 + 4, 1 + 2 * 1, 1 + 1)
+    # All vectors are written before the exchange and read for it, and so are those that come.
+    pooled = forward(protocol="pooled", rank=0, lookups=(10, 0), **common)
+    assert pooled.memory_bytes == direct.memory_bytes + 2 * 5 * 8 * 4 + 2 * 3 * 16 * 4
     # Rank 0 sends 3 samples' 8 columns of one table; reads them and 5 samples' own 8; receives 2
     # samples' own 8; 4 distinct rows.
     back = backward(

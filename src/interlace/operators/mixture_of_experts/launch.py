@@ -101,7 +101,7 @@ def _new(call: Call) -> Callable[..., torch.Tensor]:
 
 
 def unused(call: Call) -> Saved:
-    """Return the saved tensors of a call whose backward pass does without: it needs their shapes."""
+    """Return the saved tensors of a call whose backward pass needs only their shapes."""
     return Saved.empty(call.sizes, call.x, call.saves, _new(call))
 
 

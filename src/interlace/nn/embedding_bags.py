@@ -14,12 +14,13 @@ from interlace import optim
 from interlace.comm import group_of
 from interlace.costs.machine import H200_NODE, Machine
 from interlace.errors import ArgumentError
-from interlace.nn.embedding_shards import ShardParameters, take_own_shards
+from interlace.nn.embedding_shards import ShardParameters, save_all_shards, take_own_shards
 from interlace.nn.group_member import GroupMember
 from interlace.nn.input_distribution import Bags, InputDistribution
 from interlace.nn.planning import free_bytes, make_plan
 from interlace.nn.pooled_embeddings import PooledEmbeddings
 from interlace.nn.scaled_gradient import scale_gradient
+from interlace.nn.sharded_parameters import Sharing
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan
 from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
 
@@ -170,12 +171,18 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         self._output_order = plan.in_output_order()
         self.distribution = InputDistribution(plan, self.group, group)
         self.shards = nn.ModuleDict()
+        holders = {shard.rank for shard in plan.shards}
+        absent = next((rank for rank in range(plan.world_size) if rank not in holders), None)
         for shard in plan.of_rank(self.group.rank):
             self.shards[shard.name] = ShardParameters(
-                shard, "meta" if on_meta else self.group.device, bool(state_bytes)
+                shard,
+                "meta" if on_meta else self.group.device,
+                bool(state_bytes),
+                Sharing(group, absent),
             )
         if not on_meta:
             self.reset_parameters(seed)
+        self.register_state_dict_post_hook(save_all_shards)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_pre_hook(take_own_shards)  # type: ignore[no-untyped-call]
 
     @property

@@ -6,8 +6,12 @@ import math
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from interlace.comm import rank_and_size
+from interlace.nn.shard_holder import ShardHolder, is_gathering
+from interlace.nn.sharded_parameters import Sharing
 from interlace.nn.sharding import Shard
 
 if TYPE_CHECKING:
@@ -18,7 +22,7 @@ if TYPE_CHECKING:
 _INIT_ELEMENTS = 1 << 20
 
 
-class ShardParameters(nn.Module):
+class ShardParameters(ShardHolder):
     """The weight of one shard and the state of its optimizer.
 
     Attributes:
@@ -26,11 +30,17 @@ class ShardParameters(nn.Module):
         sum_of_squares: float32 ``[rows]``: the state of row-wise Adagrad; None without one.
     """
 
+    _group_attributes = ("process_group",)
+
     sum_of_squares: torch.Tensor | None
 
-    def __init__(self, shard: Shard, device: torch.device | str, with_state: bool) -> None:
+    def __init__(
+        self, shard: Shard, device: torch.device | str, with_state: bool, sharing: Sharing
+    ) -> None:
         super().__init__()
         self.shard = shard
+        self.process_group, self.absent = sharing
+        self.world_size = rank_and_size(self.process_group)[1]
         self.weight = nn.Parameter(
             torch.empty(shard.table.rows, shard.width, dtype=shard.table.dtype, device=device)
         )
@@ -40,6 +50,12 @@ class ShardParameters(nn.Module):
             else None
         )
         self.register_buffer("sum_of_squares", state)
+
+    def _sharded(self) -> list[str]:
+        return ["weight"]
+
+    def _sharing(self) -> Sharing:
+        return Sharing(self.process_group, self.absent)
 
     @property
     def state(self) -> torch.Tensor:
@@ -74,6 +90,28 @@ class ShardParameters(nn.Module):
             )
         if self.sum_of_squares is not None:
             self.sum_of_squares.zero_()
+
+
+def save_all_shards(
+    module: ShardedEmbeddingBags, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Add the other ranks' shards to ``state_dict`` while all ranks' shards are gathered.
+
+    A hook that runs after a state dict is made.
+    """
+    if not is_gathering() or module.group.world_size == 1:
+        return
+    fields = ["weight"] + ["sum_of_squares"] * (module.gradient == "rowwise_adagrad")
+    device = module.group.device
+    for shard in module.plan.shards:
+        for field in fields:
+            key = f"{prefix}shards.{shard.name}.{field}"
+            if shard.rank != module.group.rank:
+                shape = [shard.table.rows] + [shard.width] * (field == "weight")
+                dtype = shard.table.dtype if field == "weight" else torch.float32
+                state_dict[key] = torch.empty(shape, dtype=dtype, device=device)
+            value = state_dict[key].detach()
+            dist.broadcast(value, group_src=shard.rank, group=module.process_group)
 
 
 def take_own_shards(
@@ -155,4 +193,4 @@ def _assemble(
     return fields
 
 
-__all__ = ["ShardParameters", "take_own_shards"]
+__all__ = ["ShardParameters", "save_all_shards", "take_own_shards"]

@@ -14,7 +14,8 @@ from torch import nn
 from interlace.comm import rank_and_size, require_same_ranks
 from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
-from interlace.nn.group_member import GroupMember
+from interlace.nn.shard_holder import ShardHolder, is_gathering, undistributed
+from interlace.nn.sharded_parameters import Sharing
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.api import mixture_of_experts
 from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, capacity_of
@@ -48,7 +49,7 @@ class Routing:
         return count * (shares * self.probabilities.mean(0)).sum()
 
 
-class MoE(GroupMember, nn.Module):
+class MoE(ShardHolder):
     """A router, and E experts that are sharded over R ranks; every rank brings its own tokens.
 
     Dimensions: H hidden width, F inner width of the experts, k experts per token, ``...`` any
@@ -246,6 +247,12 @@ class MoE(GroupMember, nn.Module):
         )
         return y.view(x.shape), routing
 
+    def _sharded(self) -> list[str]:
+        return ["w_in", "w_out", "b_in", "b_out"]
+
+    def _sharing(self) -> Sharing:
+        return Sharing(self.group)
+
     def extra_repr(self) -> str:
         local = len(self.w_in)
         return (
@@ -271,9 +278,12 @@ def _names(module: MoE) -> dict[str, tuple[str, ...]]:
 def _name_experts(module: MoE, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Name every saved expert by its number among all ranks' experts, after saving."""
     for parameter, names in _names(module).items():
-        values = state.pop(f"{prefix}{parameter}")
+        values = undistributed(state.pop(f"{prefix}{parameter}"))
+        first = module.rank * len(values)
+        if is_gathering() and module.world_size > 1:
+            first, values = 0, module._of_all_ranks(parameter, values, torch.cat)
         for i, value in enumerate(values):
-            expert = f"{prefix}experts.{module.rank * len(values) + i}"
+            expert = f"{prefix}experts.{first + i}"
             parts = value.unbind(1) if parameter.endswith("_in") else [value]
             state.update(zip([f"{expert}.{name}" for name in names], parts, strict=True))
 
@@ -293,6 +303,7 @@ def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: objec
             state[f"{prefix}{parameter}"] = torch.stack(
                 [torch.stack(part, 1) if is_first else part[0] for part in parts]
             )
+    module._distribute(state, prefix)
 
 
 __all__ = ["MoE", "Routing"]

@@ -14,11 +14,12 @@ from torch import nn
 
 from interlace.comm import rank_and_size
 from interlace.errors import ArgumentError
-from interlace.nn.group_member import GroupMember
+from interlace.nn.shard_holder import ShardHolder, gathering, is_gathering, undistributed
+from interlace.nn.sharded_parameters import Sharing
 from interlace.units import round_up
 
 
-class ParallelLinear(GroupMember, nn.Module):
+class ParallelLinear(ShardHolder):
     """Base of :class:`RowParallelLinear` and :class:`ColumnParallelLinear`.
 
     Attributes:
@@ -153,9 +154,24 @@ class ParallelLinear(GroupMember, nn.Module):
         return torch.cat([piece for pieces in by_part for piece in pieces], axis)
 
     def _sharded(self) -> list[str]:
-        """Return the names of the parameters of which this rank holds a shard."""
         # A bias that is added once, after a sum over ranks, is the same on every rank.
-        return ["weight", "bias"] if self._cuts_bias and self.bias is not None else ["weight"]
+        has_bias = self._parameters.get("bias") is not None
+        return ["weight", "bias"] if self._cuts_bias and has_bias else ["weight"]
+
+    def _sharing(self) -> Sharing:
+        return Sharing(self.group)
+
+    def _save_to_state_dict(
+        self, destination: dict[str, Any], prefix: str, keep_vars: bool
+    ) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        if is_gathering() and self.world_size > 1:
+            for name in self._sharded():
+                destination[prefix + name] = self._whole(name, destination[prefix + name])
+
+    def _whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
+        """Return the full tensor of a parameter, of which ``shard`` is this rank's; collective."""
+        return self._of_all_ranks(name, shard, self.whole)
 
     def extra_repr(self) -> str:
         return (
@@ -168,20 +184,27 @@ class ParallelLinear(GroupMember, nn.Module):
 def _take_own_shard(
     module: ParallelLinear, state_dict: dict[str, Any], prefix: str, *_: object
 ) -> None:
-    """Replace a full layer's tensors by this rank's shards, before a state dict is loaded."""
+    """Replace full tensors by what this rank holds of them, before a state dict is loaded."""
     full = {"weight": (module.out_features, module.in_features), "bias": (module.out_features,)}
     for name in module._sharded():
         value = state_dict.get(prefix + name)
         if isinstance(value, torch.Tensor) and tuple(value.shape) == full[name]:
-            state_dict[prefix + name] = module.shard_of(value)
+            state_dict[prefix + name] = module.shard_of(undistributed(value))
+    module._distribute(state_dict, prefix)
 
 
+@torch.no_grad()
 def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
-    """Return ``module.state_dict()`` with the full weights of its parallel linear layers.
+    """Return ``module.state_dict()`` with all ranks' shards of its parameters.
 
-    Collective; every rank gets the full weights. It is the state dict of the model before its
-    ``nn.Linear`` layers were sharded, and loads into that model, or into shards on any number of
-    ranks. A full layer must fit into memory beside the model on every rank.
+    Collective; every rank gets the whole parameters: full weights of parallel linear layers, all
+    experts of :class:`MoE` and all tables of :class:`ShardedEmbeddingBags`. Parameters that FSDP2
+    has sharded are whole, too. It loads into any number of ranks, and, without experts and tables,
+    into the model before its ``nn.Linear`` layers were sharded. The whole parameters must fit into
+    memory beside the model on every rank.
+
+    The names are those of ``module.state_dict()``, whatever wrappers the module has. A parameter
+    with several names has one tensor under all of them.
 
     Raises:
         GroupError: this rank is not a member of a layer's group.
@@ -192,14 +215,21 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> state = torch.load("model.pt", weights_only=True)
         >>> model.load_state_dict(state)  # on any number of ranks
     """
-    state: dict[str, Any] = module.state_dict()
-    for prefix, layer in module.named_modules():
-        if not isinstance(layer, ParallelLinear) or layer.world_size == 1:
-            continue
-        # Only sharded parameters are gathered; a row-parallel layer's bias is the same everywhere.
-        for name in layer._sharded():
-            key = f"{prefix}.{name}" if prefix else name
-            shards = [torch.empty_like(state[key]) for _ in range(layer.world_size)]
-            dist.all_gather(shards, state[key].contiguous(), group=layer.group)
-            state[key] = layer.whole(shards)
+    # Layers put full tensors into the place of their shards themselves, so it does not matter how
+    # wrappers name them.
+    with gathering():
+        state: dict[str, Any] = module.state_dict(keep_vars=True)
+        # A shard may be a parameter of other modules, too, such as a tied embedding.
+        owners = {
+            id(layer._parameters[name]): (layer, name)
+            for layer in module.modules()
+            if isinstance(layer, ParallelLinear) and layer.world_size > 1
+            for name in layer._sharded()
+        }
+        for key, value in state.items():
+            if id(value) in owners:
+                layer, name = owners[id(value)]
+                value = layer._whole(name, value)
+            if isinstance(value, torch.Tensor):
+                state[key] = undistributed(value).detach()
     return state

@@ -39,16 +39,14 @@ def require_float(subject: str, dtype: torch.dtype) -> None:
         raise ArgumentError(f"{subject} must be float16, bfloat16 or float32; got {dtype}.")
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 def require_tensor(subject: str, value: object) -> None:
     """Refuse what is no tensor, a DTensor, and tensors that are not dense."""
     if not isinstance(value, torch.Tensor):
         raise ArgumentError(f"{subject} must be a torch.Tensor; got {type(value).__name__}.")
     # By an attribute: importing DTensor takes longer than importing this package. Every call comes
-    # here, and an attribute that is absent takes long to look for.
-    if type(value) not in _PLAIN and hasattr(value, "to_local"):
+    # here, and an attribute that is absent takes long to look for, as do types that compare.
+    kind = type(value)
+    if kind is not torch.Tensor and kind is not torch.nn.Parameter and hasattr(value, "to_local"):
         raise ArgumentError(
             f"{subject} must be this rank's tensor; got a DTensor. Pass .to_local(), or leave the "
             'model as it is and call torch.compile(model, backend="interlace").'

@@ -155,7 +155,7 @@ class ParallelLinear(ShardHolder):
 
     def _sharded(self) -> list[str]:
         # A bias that is added once, after a sum over ranks, is the same on every rank.
-        has_bias = self._parameters.get("bias") is not None
+        has_bias = getattr(self, "bias", None) is not None
         return ["weight", "bias"] if self._cuts_bias and has_bias else ["weight"]
 
     def _sharing(self) -> Sharing:
@@ -164,10 +164,13 @@ class ParallelLinear(ShardHolder):
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
     ) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)  # type: ignore[no-untyped-call]
+        super()._save_to_state_dict(destination, prefix, keep_vars)
         if is_gathering() and self.world_size > 1:
-            for name in self._sharded():
-                destination[prefix + name] = self._whole(name, destination[prefix + name])
+            for key in [prefix + name for name in self._sharded()]:
+                # Where FSDP saves on its first rank alone, others have no parameters.
+                if key in destination:
+                    name = key.removeprefix(prefix)
+                    destination[key] = self._whole(name, destination[key])
 
     def _whole(self, name: str, shard: torch.Tensor) -> torch.Tensor:
         """Return the full tensor of a parameter, of which ``shard`` is this rank's; collective."""
@@ -221,7 +224,7 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
         state: dict[str, Any] = module.state_dict(keep_vars=True)
         # A shard may be a parameter of other modules, too, such as a tied embedding.
         owners = {
-            id(layer._parameters[name]): (layer, name)
+            id(getattr(layer, name)): (layer, name)
             for layer in module.modules()
             if isinstance(layer, ParallelLinear) and layer.world_size > 1
             for name in layer._sharded()

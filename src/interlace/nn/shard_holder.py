@@ -1,4 +1,4 @@
-"""Modules that hold shards of parameters: what wrappers do to them, and state dicts of all shards."""
+"""Modules that hold shards of parameters, under wrappers and in state dicts of all shards."""
 
 from __future__ import annotations
 

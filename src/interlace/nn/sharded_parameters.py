@@ -59,22 +59,22 @@ def is_distributed(tensor: object) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
-def _become(tensor: Any, kind: type, sharing: Sharing, plain: type) -> bool:
+def _become(tensor: Any, kind: Any, sharing: Sharing, plain: type) -> bool:
     """Make a tensor one of ``kind`` if its class is ``plain`` or DTensor; tell if it was."""
-    base = type(tensor)
+    base: Any = type(tensor)
     is_new = base is plain or (base.__name__ == "DTensor" and is_distributed(tensor))
     if is_new:
         tensor.__class__ = _class(kind, base)
     if isinstance(tensor, kind):
-        tensor.sharing = sharing  # type: ignore[attr-defined]
+        tensor.sharing = sharing
     return is_new
 
 
 @functools.cache
-def _class(kind: type, base: type) -> type:
+def _class(kind: Any, base: Any) -> Any:
     """Return the class of tensors of one of the kinds below that are ``base`` otherwise."""
     metaclass: Any = _Among if kind is _Parameter else type(base)
-    made: type = metaclass(kind.__name__, (kind, base), {"__module__": __name__})
+    made: Any = metaclass(kind.__name__, (kind, base), {"__module__": __name__})
     if base is torch.Tensor and kind is _Gradient:
         # As DTensor does: utilities take the fast path for tensors whose type is in this list.
         _foreach_utils._foreach_supported_types.append(made)
@@ -95,6 +95,9 @@ class _Among(type(nn.Parameter)):  # type: ignore[misc]
         return hash(cls.__mro__[2])
 
 
+_GRAD: Any = torch.Tensor.grad
+
+
 class _Parameter:
     """A part of a parameter, as this rank holds it."""
 
@@ -104,18 +107,18 @@ class _Parameter:
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient. It is marked when it is read, so however it came here."""
-        grad: torch.Tensor | None = torch.Tensor.grad.__get__(self)  # type: ignore[attr-defined]
+        grad: torch.Tensor | None = _GRAD.__get__(self)
         if grad is not None and not isinstance(grad, _Gradient):
             _become(grad, _Gradient, self.sharing, torch.Tensor)
         return grad
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        torch.Tensor.grad.__set__(self, value)  # type: ignore[attr-defined]
+        _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        torch.Tensor.grad.__delete__(self)  # type: ignore[attr-defined]
+        _GRAD.__delete__(self)
 
     def _unmarked(self: Any) -> nn.Parameter:
         return nn.Parameter(self.detach(), self.requires_grad)
@@ -139,9 +142,7 @@ class _Exchanged:
     sharing: Sharing
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return cls._call(func, args, kwargs or {})
 
@@ -238,7 +239,7 @@ def _norm(parts: list[tuple[torch.Tensor, Sharing | None]], order: float, dimens
     return norms
 
 
-def _arguments(ord: float = 2.0, *positional: Any, **options: Any) -> tuple[float, dict[str, Any]]:  # noqa: A002
+def _arguments(ord: float = 2.0, *positional: Any, **options: Any) -> tuple[float, dict[str, Any]]:
     """Return a norm's order, and what else it was called with."""
     return float(ord), {**options, **({"positional": positional} if positional else {})}
 
@@ -365,7 +366,8 @@ def _replicated(norms: list[Any]) -> list[torch.Tensor]:
 def _unmarked(tensor: Any) -> torch.Tensor:
     """Return a plain tensor, or DTensor, of the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
-        return tensor.detach()  # type: ignore[no-any-return]
+        plain: torch.Tensor = tensor.detach()
+    return plain
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:

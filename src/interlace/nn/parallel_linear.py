@@ -4,6 +4,8 @@ of the full layers.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, ClassVar, Self
@@ -219,20 +221,39 @@ def unsharded_state_dict(module: nn.Module) -> dict[str, Any]:
         >>> model.load_state_dict(state)  # on any number of ranks
     """
     # Layers put full tensors into the place of their shards themselves, so it does not matter how
-    # wrappers name them.
-    with gathering():
-        state: dict[str, Any] = module.state_dict(keep_vars=True)
-        # A shard may be a parameter of other modules, too, such as a tied embedding.
-        owners = {
-            id(getattr(layer, name)): (layer, name)
-            for layer in module.modules()
-            if isinstance(layer, ParallelLinear) and layer.world_size > 1
-            for name in layer._sharded()
-        }
+    # wrappers name them. Other modules that have such a parameter, as a tied embedding, are asked
+    # for it by hooks.
+    owners = {
+        id(getattr(layer, name)): (layer, name)
+        for layer in module.modules()
+        if isinstance(layer, ParallelLinear) and layer.world_size > 1
+        for name in layer._sharded()
+    }
+    with gathering(), contextlib.ExitStack() as hooks:
+        for other in module.modules():
+            if not isinstance(other, ParallelLinear):
+                tied = {
+                    name: owners[id(parameter)]
+                    for name, parameter in other._parameters.items()
+                    if id(parameter) in owners
+                }
+                if tied:
+                    hook = functools.partial(_save_tied, tied)
+                    hooks.callback(other.register_state_dict_post_hook(hook).remove)
+        state: dict[str, Any] = module.state_dict()
         for key, value in state.items():
-            if id(value) in owners:
-                layer, name = owners[id(value)]
-                value = layer._whole(name, value)
             if isinstance(value, torch.Tensor):
-                state[key] = undistributed(value).detach()
+                state[key] = undistributed(value)
     return state
+
+
+def _save_tied(
+    tied: dict[str, tuple[ParallelLinear, str]],
+    _: nn.Module,
+    state: dict[str, Any],
+    prefix: str,
+    *__: object,
+) -> None:
+    """Put full tensors into the place of shards that another module has from parallel layers."""
+    for key, (layer, name) in tied.items():
+        state[prefix + key] = layer._whole(name, state[prefix + key])

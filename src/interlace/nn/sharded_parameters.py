@@ -308,7 +308,8 @@ def _total(
             norm = torch.linalg.vector_norm(norms, order, dtype=dtype)
             norms = torch.stack(gather(norm, sharing.group))
         pieces.append(norms)
-    return torch.linalg.vector_norm(torch.cat(pieces), order, dtype=dtype)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.cat(pieces), order, dtype=dtype)
+    return total
 
 
 def _whole(norms: Any) -> torch.Tensor:

@@ -46,8 +46,9 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
 
     Backward: every rank's gradient goes to the tables' owners, which add the contributions of all B
     samples. ``gradient`` chooses the use of the sum: ``"dense"`` and ``"sparse"`` leave it in
-    ``weight.grad`` for one of torch's optimizers; ``"sgd"`` and ``"rowwise_adagrad"`` update the
-    tables within the backward pass, and no gradient is stored.
+    ``weight.grad`` for one of torch's optimizers, and ``clip_grad_norm_`` (of dense ones) and
+    ``GradScaler`` then count all ranks' tables, collectively; ``"sgd"`` and ``"rowwise_adagrad"``
+    update the tables within the backward pass, and no gradient is stored.
 
     **Scale.** With ``average_gradients`` the gradient is divided by R. If each rank's loss is the
     mean over its own samples, tables then get the gradient of the mean over the whole batch, as
@@ -55,8 +56,9 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
 
     **State dict.** ``state_dict()`` holds this rank's shards, under names that give the table and
     its columns: ``shards.<table>:<start>-<stop>.weight``. ``load_state_dict`` takes the shards of
-    any plan for any number of ranks: merge the dictionaries of all ranks that saved, and every rank
-    picks its shards. Row-wise Adagrad's state is saved and loaded, too. If the new plan cuts a
+    any plan for any number of ranks: merge the dictionaries of all ranks that saved (or, if all
+    tables fit into one rank's memory, call :func:`unsharded_state_dict`), and every rank picks its
+    shards. Row-wise Adagrad's state is saved and loaded, too. If the new plan cuts a
     table's columns elsewhere, a new shard's state is the mean of the old states over its columns.
     (A row of a table that is split by columns has one state per shard, the mean over that shard's
     columns; so splitting changes the update a little.)

@@ -71,14 +71,14 @@ class MoE(ShardHolder):
     leave them out of data-parallel reduction, and divide them by R if each rank's loss is the mean
     over its own tokens. The router is the same on every rank, and its gradient is of this rank's
     tokens: reduce it as the gradients of other replicated parameters. The backward pass is
-    collective.
+    collective. ``clip_grad_norm_`` and ``GradScaler`` count all ranks' experts, and are collective.
 
     **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate``
     and ``.w_up`` [F, H], ``.w_down`` [H, F] with e counted over all ranks, and ``router.weight``
     [E, H]; with ``bias``, ``.b_gate`` and ``.b_up`` [F] and ``.b_down`` [H] too; without a gate,
     no ``.w_gate`` and ``.b_gate``. ``load_state_dict`` takes the experts that this rank holds and
-    ignores others: merge the dictionaries of all ranks that saved, and any number of ranks can load
-    the result.
+    ignores others: :func:`unsharded_state_dict`, or the merged dictionaries of all ranks that
+    saved, can be loaded by any number of ranks. Under FSDP2 ``state_dict()`` is collective.
 
     Args:
         hidden: H.

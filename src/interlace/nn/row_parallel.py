@@ -54,6 +54,7 @@ class RowParallelLinear(ParallelLinear):
     ``state_dict`` holds this rank's shard. ``load_state_dict`` takes this rank's shard, or a full
     layer's tensors and keeps its shard of them. To start from a full layer, use
     :meth:`from_linear`; for a state dict of full layers, :func:`unsharded_state_dict`.
+    ``clip_grad_norm_`` and ``GradScaler`` count all ranks' shards, and are collective.
 
     Args:
         in_features: K, of the full layer; R must divide it.

@@ -208,7 +208,7 @@ def is_by_ranks(moves: Sequence[tuple[Node, list[Node]]], ranks: int) -> bool:
     if rows % ranks:
         return False
     with unset_fake_temporarily():
-        order = torch.arange(batch * rows)
+        order = torch.arange(batch * rows, device="cpu")
         for start, nodes in moves:
             if nodes:
                 order = order[_order(start, nodes)[nodes[-1]]]
@@ -237,7 +237,8 @@ def by_products(start: Node, nodes: list[Node], batch: int, ranks: int) -> list[
 
 def _transposed(count: int, first: int, second: int) -> torch.Tensor:
     """Return row numbers of ``[first, second, share]`` in the order ``[second, first, share]``."""
-    return torch.arange(count).view(first, second, -1).transpose(0, 1).flatten()
+    numbers = torch.arange(count, device="cpu").view(first, second, -1)
+    return numbers.transpose(0, 1).flatten()
 
 
 def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
@@ -246,7 +247,7 @@ def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
     # values, so the fake mode of the compiler is left for this.
     leading = value(start).shape[:-1]
     with unset_fake_temporarily():
-        index = torch.arange(leading.numel())
+        index = torch.arange(leading.numel(), device="cpu")
         done: dict[Node, Any] = {start: index.view(*leading, 1)}
         for node in nodes:
             if is_cast(node):

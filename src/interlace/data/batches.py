@@ -93,7 +93,7 @@ def collate(
         indices=torch.from_numpy(np.concatenate([index for index, _ in bags])),
         offsets=offsets,
         labels=torch.from_numpy(records.labels.astype(np.float32)),
-        valid=torch.ones(len(records), dtype=torch.bool),
+        valid=torch.ones(len(records), dtype=torch.bool, device="cpu"),
     )
 
 

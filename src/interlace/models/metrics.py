@@ -13,11 +13,14 @@ from interlace.errors import ArgumentError
 def binary_cross_entropy(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the mean of ``-log p(label)`` with ``p(1) = sigmoid(logit)``: a scalar, in nats.
 
+    It is 0 without samples, so that a rank whose part of a batch is empty does not spoil the loss.
+
     Args:
         logits: ``[n]``, of a floating-point dtype.
         labels: ``[n]``, 0 or 1, of the dtype of ``logits``.
     """
-    return F.binary_cross_entropy_with_logits(logits, labels)
+    total = F.binary_cross_entropy_with_logits(logits, labels, reduction="sum")
+    return total / max(1, labels.numel())
 
 
 def area_under_roc(scores: torch.Tensor, labels: torch.Tensor) -> float:

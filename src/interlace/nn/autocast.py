@@ -34,7 +34,8 @@ def operands(
     # Autocast converts the arguments of torch's own operators only, so a layer that calls
     # Interlace's must convert its operands itself.
     device = x.device.type
-    if torch.is_autocast_enabled(device):
+    # Autocast knows some types of devices only, and the meta device is none of them.
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, *parameters = (  # type: ignore[assignment]
             tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor

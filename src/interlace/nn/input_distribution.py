@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, require_same_ranks
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, PeerTimeoutError
 from interlace.gemm.operands import require_device
 from interlace.nn.group_member import GroupMember
@@ -162,7 +163,7 @@ class InputDistribution(GroupMember):
                     f"got {list(offsets.shape)}."
                 )
             if offsets is not None and offsets.device.type == "cpu":
-                lengths = torch.tensor(self.fixed).repeat_interleave(samples)
+                lengths = torch.tensor(self.fixed, device="cpu").repeat_interleave(samples)
                 if not torch.equal(offsets.diff().long(), lengths):
                     raise ArgumentError(
                         f"{_NAME}: bags must have the tables' bag_length; offsets say otherwise. "
@@ -230,18 +231,8 @@ class InputDistribution(GroupMember):
         if key in self._layouts:
             self._layouts.move_to_end(key)
         else:
-            local = torch.tensor(
-                [lengths[table] for table in self._sent_tables[self.group.rank]], dtype=torch.int64
-            )
-            sizes = (samples * local).expand(self.group.world_size, -1)
-            bags = local.repeat_interleave(samples * self.group.world_size)
-            self._layouts[key] = _Layout(
-                positions=_positions(sizes.to(device), int(sizes.sum()))
-                if self.group.world_size > 1
-                else None,
-                offsets=_offsets(bags).to(device),
-                sizes=sizes.sum(0).tolist(),
-            )
+            local = [lengths[table] for table in self._sent_tables[self.group.rank]]
+            self._layouts[key] = _layout_of(local, samples, self.group.world_size, device)
             if len(self._layouts) > _MOST_LAYOUTS:
                 self._layouts.popitem(last=False)
         layout = self._layouts[key]
@@ -303,9 +294,7 @@ class InputDistribution(GroupMember):
         """Put lengths ``[T, n]`` in the order of sending: each shard's, rank by rank, 1-D."""
         if lengths.device not in self._orders:
             order = [table for tables in self._sent_tables for table in tables]
-            self._orders[lengths.device] = torch.tensor(
-                order, dtype=torch.int64, device=lengths.device
-            )
+            self._orders[lengths.device] = _kept_numbers(order, lengths.device)
         return lengths[self._orders[lengths.device]].flatten()
 
     def _all_to_all(
@@ -378,6 +367,23 @@ class InputDistribution(GroupMember):
             )
             shard, index = shard + count, stop
         return by_kind
+
+
+@makes_ordinary_tensors
+def _layout_of(lengths: list[int], samples: int, ranks: int, device: torch.device) -> _Layout:
+    """Return the layout of bags of these lengths, one per shard, of all ranks' samples."""
+    local = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    sizes = (samples * local).expand(ranks, -1)
+    return _Layout(
+        positions=_positions(sizes.to(device), int(sizes.sum())) if ranks > 1 else None,
+        offsets=_offsets(local.repeat_interleave(samples * ranks)).to(device),
+        sizes=sizes.sum(0).tolist(),
+    )
+
+
+@makes_ordinary_tensors
+def _kept_numbers(numbers: list[int], device: torch.device) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

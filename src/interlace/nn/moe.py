@@ -40,13 +40,16 @@ class Routing:
 
         It is 1 if the tokens are spread evenly over the experts, and E if all go to one expert. f_e
         is the share of the slots that went to expert e (before any were dropped), p_e the mean
-        probability of e, over this rank's tokens. Its gradient reaches the router through p_e.
+        probability of e, over this rank's tokens. It is 0 without tokens. Its gradient reaches the
+        router through p_e.
         Source: Fedus et al., Switch Transformers, arXiv:2101.03961, 2.2.
         """
         count = self.probabilities.shape[1]
         slots = F.one_hot(self.experts, count).sum((0, 1)).float()
         shares = slots / max(1, self.experts.numel())
-        return count * (shares * self.probabilities.mean(0)).sum()
+        # The mean of no rows would be NaN, and with it the loss and every gradient.
+        means = self.probabilities.sum(0) / max(1, self.probabilities.shape[0])
+        return count * (shares * means).sum()
 
 
 class MoE(ShardHolder):

@@ -13,6 +13,7 @@ import torch
 from interlace import environment
 from interlace.comm import Group, group_named
 from interlace.comm.group import Answers
+from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.record import MAX_RANKS
@@ -182,9 +183,7 @@ def _require_outputs(answers: Answers) -> None:
 
 def _agreed(group: Group, question: Question, answers: Answers, trains: bool) -> Agreed:
     if trains and question.device not in anchors:
-        # A tensor of the inference mode could not require a gradient in later calls.
-        with torch.inference_mode(False):
-            anchors[question.device] = torch.zeros((), device=question.device, requires_grad=True)
+        anchors[question.device] = _anchor(question.device)
     dtypes = [question.output_dtype, *(answer["dtype"] for answer in answers)]
     return Agreed(
         rank=group.rank,
@@ -193,6 +192,11 @@ def _agreed(group: Group, question: Question, answers: Answers, trains: bool) ->
         output_dtype=next(dtype for dtype in dtypes if dtype is not None).removeprefix("torch."),
         trains=trains,
     )
+
+
+@makes_ordinary_tensors
+def _anchor(device: str) -> torch.Tensor:
+    return torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
 
 
 def checks_indices(check_indices: bool | None, device: torch.device) -> bool:

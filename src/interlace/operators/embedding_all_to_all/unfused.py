@@ -42,7 +42,9 @@ def store_dense(
         bounds = call.offsets[table * batch : (table + 1) * batch + 1]
         lookups = slice(int(bounds[0]), int(bounds[-1]))
         scale = None if call.scale is None else call.scale[lookups]
-        total = torch.zeros(rows[table], widths[table], device=table_grads.device)
+        total = torch.zeros(
+            rows[table], widths[table], dtype=torch.float32, device=table_grads.device
+        )
         total.index_add_(
             0, call.indices[lookups], reference.row_gradients(part, bounds, scale, call.mode)
         )

@@ -56,8 +56,12 @@ def mixture_of_experts(
     received = _exchange(x[order // experts.shape[1]], arriving, sent, group, ranks)
     # Rows arrive by source, and those of a source by expert.
     owner = torch.cat(
-        [torch.full((count,), number) for part in own_counts for number, count in enumerate(part)]
-    ).to(x.device)
+        [
+            torch.full((count,), number, device=x.device)
+            for part in own_counts
+            for number, count in enumerate(part)
+        ]
+    )
     results = torch.zeros_like(received)
     # Experts one by one, obviously right; index_copy lets gradients through.
     for number in range(local):

@@ -260,7 +260,7 @@ class InputDistribution(GroupMember):
         sizes = received.sum(2)
         # The one synchronisation with the host, which must know the sizes of all messages: those
         # that leave, by table, and those that come, by source and shard.
-        on_host = torch.cat([lengths.sum(1), sizes.flatten()]).tolist()
+        on_host = self._on_host(torch.cat([lengths.sum(1), sizes.flatten()]))
         leaving, coming = on_host[: len(lengths)], on_host[len(lengths) :]
         begins = list(itertools.accumulate(leaving, initial=0))
         send_sizes = [sum(leaving[table] for table in tables) for tables in self._sent_tables]
@@ -276,6 +276,24 @@ class InputDistribution(GroupMember):
         exchanged = exchange(indices)
         exchanged_weights = None if weights is None else exchange(weights)
         return self._by_kind(samples * ranks, exchanged, bags, exchanged_weights, by_shard)
+
+    @staticmethod
+    def _on_host(sizes: torch.Tensor) -> list[int]:
+        """Return the values of ``sizes``.
+
+        Raises:
+            ArgumentError: they have none, on the meta device or under fake tensors.
+        """
+        try:
+            return list(sizes.tolist())
+        except RuntimeError as error:
+            if not (sizes.is_meta or torch._C._len_torch_dispatch_stack()):
+                raise
+            raise ArgumentError(
+                f"{_NAME}: bags of any length must have lengths that can be read; got offsets "
+                "without values, on the meta device or under a mode such as FakeTensorMode. Give "
+                "every table a bag_length."
+            ) from error
 
     # Bags of fixed and of any lengths
 

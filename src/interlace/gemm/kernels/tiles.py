@@ -115,7 +115,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         for k in range(0, K, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
-            total = tl.dot(left, right, total, input_precision=PRECISION)
+            total = add_product(total, left, right, PRECISION)
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         lines = x + m.to(tl.int64)[:, None] * matrices.x_stride
@@ -130,13 +130,20 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
                 step = inner.to(tl.int64)[:, None] * matrices.w_stride
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
-            # The interpreter cannot multiply bfloat16, so operands become float32 there.
-            if PRECISION == "upcast":
-                left, right = left.to(tl.float32), right.to(tl.float32)
-                total += tl.dot(left, right, input_precision="ieee")
-            else:
-                total = tl.dot(left, right, total, input_precision=PRECISION)
+            total = add_product(total, left, right, PRECISION)
     return total
+
+
+@triton.jit
+def add_product(total, left, right, PRECISION: tl.constexpr):
+    """Return ``total + left @ right``, by the matrix unit; see ``Tiling.precision``."""
+    # The interpreter's product is numpy's. That takes no bfloat16, and adds up an element in an
+    # order that depends on its place in the tile; here it is that of K.
+    if PRECISION == "upcast":
+        left, right = left.to(tl.float32), right.to(tl.float32)
+        return total + tl.sum(left[:, :, None] * right[None, :, :], 1)
+    else:
+        return tl.dot(left, right, total, input_precision=PRECISION)
 
 
 @triton.jit

@@ -137,7 +137,7 @@ def run(
     # The operator around a GEMM measures this kernel beside the others.
     if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled(impl)):
         gemm = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
-        chooser = impl if impl == "measured" else "auto"
+        chooser = impl if impl in ("measured", BATCH_INVARIANT) else "auto"
         result: torch.Tensor = gemm(matrix, w, bias, None, None, x.dtype, group_name, chooser, "")
         return result.view(*x.shape[:-1], w.shape[0])
     y = x.new_empty([*x.shape[:-1], w.shape[0]])
@@ -230,8 +230,9 @@ def _decide(
     choice = Choice.unpacked(GemvAllReduceConfig, chosen_by_rank_0)
     if impl == BATCH_INVARIANT:
         declaration.require_nodes("fused", group.nodes, is_invariant=True)
-        chosen = GemvAllReduceConfig.parse(config) if config else invariant_config(choice, call)
-        return Decision("fused", chosen, mark, False, True)
+        if config:
+            return Decision("fused", GemvAllReduceConfig.parse(config), mark, False, True)
+        return Decision(*choose_invariant(call), mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
     chooses = impl in declaration.choosers
     is_open = chooses and not config and not choice.is_exact and not group.spans_nodes
@@ -243,23 +244,16 @@ def _decide(
     )
 
 
-def invariant_config(
-    choice: Choice[GemvAllReduceConfig], call: dict[str, Any]
-) -> GemvAllReduceConfig:
-    """Return the configuration of batch-invariant calls.
+def choose_invariant(call: dict[str, Any]) -> tuple[str, GemvAllReduceConfig]:
+    """Return the implementation of batch-invariant calls, and the kernel's configuration.
 
-    Its tiles are the same for any number of tokens, unless they cannot change bits here. The
-    protocol may differ: both of them round parts alike, and add them in rank order.
+    The kernel runs where it is known to give the bits of the operator around a GEMM, which runs
+    elsewhere: layers go by the number of tokens from one of the two operators to the other.
     """
     fewest = fewest_tokens(call["device"], call["dtype"])
-    if invariance.has_one_arithmetic(call["device"], call["dtype"]):
-        return choose(**call | {"tokens": max(call["tokens"], fewest)}).config
-    config = choose(**call | {"tokens": invariance.REFERENCE_ROWS}).config
-    if call["device"].type == "cuda":
-        # The smallest tile for which Hopper has the instructions that larger tiles are made of.
-        rows, warps = max(config.block_n, 64), max(config.num_warps, 4)
-        config = dataclasses.replace(config, block_n=rows, num_warps=warps)
-    return dataclasses.replace(config, protocol=choice.config.protocol)
+    config = choose(**call | {"tokens": max(call["tokens"], fewest)}).config
+    is_one = invariance.has_one_arithmetic(call["device"], call["dtype"])
+    return "fused" if is_one else "gemm", config
 
 
 def prepare(

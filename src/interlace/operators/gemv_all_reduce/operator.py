@@ -68,7 +68,8 @@ class GemvAllReduce(Operator):
         dtype = str(x.dtype).removeprefix("torch.")
         call = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
         if is_enabled():
-            config = launch.invariant_config(choice, sizes)
-            return call, f"fused ({config})", "calls must be batch-invariant"
+            reason = "calls must be batch-invariant"
+            impl, config = launch.choose_invariant(sizes)
+            return call, f"fused ({config})" if impl == "fused" else impl, reason
         chosen = f"fused ({choice.config})" if choice.impl == "fused" else choice.impl
         return call, chosen, choice.reason

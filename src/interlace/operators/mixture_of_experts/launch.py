@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import _C
 
 from interlace.comm import process_group_named
 from interlace.comm.interpreter import require
@@ -29,6 +30,9 @@ from interlace.registry import operator_named
 
 _BLOCK_SLOTS = 128
 _BACKWARD = f"{OPERATOR}.backward"
+_AUTOGRAD = _C.DispatchKeySet(_C.DispatchKey.AutogradCPU) | _C.DispatchKeySet(
+    _C.DispatchKey.AutogradCUDA
+)
 
 
 def run(call: Call) -> tuple[torch.Tensor, Saved]:
@@ -270,12 +274,14 @@ def _unfused_gradients(
     parameters = Parameters._make(
         None if tensor is None else tensor.detach().requires_grad_() for tensor in call.parameters
     )
-    with torch.enable_grad():
-        y = _reference(call, x, weights, parameters)
     present = [parameter for parameter in parameters if parameter is not None]
-    found = torch.autograd.grad(
-        y, [x, weights, *present], grad, allow_unused=True, materialize_grads=True
-    )
+    # Below a mode that looks at every operator, such as a counter of operations, autograd is off.
+    include, exclude = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    with torch.enable_grad(), _C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD):
+        y = _reference(call, x, weights, parameters)
+        found = torch.autograd.grad(
+            y, [x, weights, *present], grad, allow_unused=True, materialize_grads=True
+        )
     of_present = dict(zip(map(id, present), found[2:], strict=True))
     gradients = call.parameters.gradients(needed)
     for target, parameter in zip(gradients, parameters, strict=True):

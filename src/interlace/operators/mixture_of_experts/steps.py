@@ -88,9 +88,9 @@ class Steps:
             self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2
         )
         self.tiles = fits_descriptors(call, self.config)
-        # The interpreter cannot multiply bfloat16. TensorFloat-32 would lose what float32 callers
+        # The interpreter has products of its own. TensorFloat-32 would lose what float32 callers
         # ask for.
-        precision = "ieee" if cuda or self.tiles else "upcast"
+        precision = "ieee" if cuda else "upcast"
         self.tiling = Tiling(
             block_m=self.config.block_m,
             block_n=self.config.block_n,

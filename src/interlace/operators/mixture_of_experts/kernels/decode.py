@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import add_bias
+from interlace.gemm.kernels.tiles import add_bias, add_product
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import MAX_RANKS, expert_of, pick
@@ -286,13 +286,7 @@ def _add_product(
     """Load a step of rows, and add its product with ``left`` to ``total [block_n, rows]``."""
     inside = exists[:, None] if EVEN else exists[:, None] & (step < inner)
     right = tl.load(lines[:, None] + step, mask=inside, other=0.0)
-    # The interpreter cannot multiply bfloat16, so operands become float32 there.
-    if PRECISION == "upcast":
-        return total + tl.dot(
-            left.to(tl.float32), tl.trans(right.to(tl.float32)), input_precision="ieee"
-        )
-    else:
-        return tl.dot(left, tl.trans(right), total, input_precision=PRECISION)
+    return add_product(total, left, tl.trans(right), PRECISION)
 
 
 @triton.jit(

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from interlace.gemm.kernels.tiles import Matrices, multiply_tile_of, tile_place
+from interlace.gemm.kernels.tiles import Matrices, add_product, multiply_tile_of, tile_place
 from interlace.operators.mixture_of_experts.kernels.plan import pick
 
 
@@ -55,12 +55,12 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
         for k in range(0, inner, BLOCK_K):
             left = x.load([row, k])
             if W_ALONG_K:
-                gate = tl.dot(left, w.load([first, k]).T, gate, input_precision=PRECISION)
-                up = tl.dot(left, w.load([first + width, k]).T, up, input_precision=PRECISION)
+                gate = add_product(gate, left, w.load([first, k]).T, PRECISION)
+                up = add_product(up, left, w.load([first + width, k]).T, PRECISION)
             else:
                 line = expert * inner + k
-                gate = tl.dot(left, w.load([line, column]), gate, input_precision=PRECISION)
-                up = tl.dot(left, w.load([line, width + column]), up, input_precision=PRECISION)
+                gate = add_product(gate, left, w.load([line, column]), PRECISION)
+                up = add_product(up, left, w.load([line, width + column]), PRECISION)
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, COLUMNS)
         lines = x + m.to(tl.int64)[:, None] * inner
@@ -81,14 +81,8 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
                 across = step.to(tl.int64)[:, None] * 2 * width
             of_gate = tl.load(gates + across, mask=inside_w, other=0.0)
             of_up = tl.load(ups + across, mask=inside_w, other=0.0)
-            # The interpreter cannot multiply bfloat16, so operands become float32 there.
-            if PRECISION == "upcast":
-                left = left.to(tl.float32)
-                gate += tl.dot(left, of_gate.to(tl.float32), input_precision="ieee")
-                up += tl.dot(left, of_up.to(tl.float32), input_precision="ieee")
-            else:
-                gate = tl.dot(left, of_gate, gate, input_precision=PRECISION)
-                up = tl.dot(left, of_up, up, input_precision=PRECISION)
+            gate = add_product(gate, left, of_gate, PRECISION)
+            up = add_product(up, left, of_up, PRECISION)
     return gate, up
 
 

@@ -1,15 +1,16 @@
 """SGLang's row-parallel linear layer on two ranks: its product and all-reduce run as one operator
-of Interlace. SGLang loads the plug-in by itself.
+of Interlace. SGLang loads the plug-in by itself, and ``INTERLACE_SGLANG=1`` switches it on.
 
     python examples/integrations/sglang_linear.py          # two ranks, without GPUs
 
-With a model, nothing has to be done: ``python -m sglang.launch_server --model-path MODEL --tp 2``.
-This program runs one layer, so it needs neither weights nor a server, but only SGLang's package. It
+With a model: ``INTERLACE_SGLANG=1 python -m sglang.launch_server --model-path MODEL --tp 2``. This
+program runs one layer, so it needs neither weights nor a server, but only SGLang's package. It
 prints how many calls Interlace took, and checks the results.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import contextmanager
 from unittest import mock
 
@@ -31,7 +32,8 @@ def worker_of_sglang():
     from sglang.srt.server_args import ServerArgs
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    plugins.load_plugins()
+    with mock.patch.dict(os.environ, INTERLACE_SGLANG="1"):
+        plugins.load_plugins()
     HookRegistry.apply_hooks()
     get_context().set_server_args(ServerArgs(model_path="none", tp_size=ranks, device="cpu"))
     parallel_state.set_custom_all_reduce(False)

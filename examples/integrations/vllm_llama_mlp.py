@@ -1,15 +1,17 @@
 """The MLP of vLLM's Llama, tensor-parallel on two ranks, and the norm behind it: its product,
-all-reduce, residual and norm run as Interlace's operators. vLLM loads the plug-in by itself.
+all-reduce, residual and norm run as Interlace's operators. vLLM loads the plug-in by itself, and
+``INTERLACE_VLLM=1`` switches it on.
 
     python examples/integrations/vllm_llama_mlp.py          # two ranks, without GPUs
 
-With a model, nothing has to be done: ``vllm serve MODEL --tensor-parallel-size 2``. This program
-compiles one layer, so it needs neither weights nor a server, but only vLLM's package. It prints
-what was fused, and checks the result against vLLM's own.
+With a model: ``INTERLACE_VLLM=1 vllm serve MODEL --tensor-parallel-size 2``. This program compiles
+one layer, so it needs neither weights nor a server, but only vLLM's package. It prints what was
+fused, and checks the result against vLLM's own.
 """
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -44,6 +46,7 @@ def worker_of_vllm():
         stack.enter_context(set_current_vllm_config(configuration))
         parallel_state.init_distributed_environment(ranks, rank, "env://", rank, "gloo")
         parallel_state.initialize_model_parallel(ranks)
+        stack.enter_context(mock.patch.dict(os.environ, INTERLACE_VLLM="1"))
         plugins.load_general_plugins()
         try:
             yield

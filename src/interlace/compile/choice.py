@@ -29,8 +29,20 @@ _GPUS = Path("/proc/driver/nvidia/gpus")
 """Folder with an entry for each GPU of the machine, or of its container."""
 
 
+_PRODUCTS = ("mm", "addmm", "bmm", "matmul", "linear")
+
+
 def require_runnable(device: torch.device) -> None:
-    """Raise :class:`LeftAlone` if kernels cannot run on a device in this process."""
+    """Raise :class:`LeftAlone` if kernels cannot run on a device in this process, or must not.
+
+    Serving programs that promise a row's bits in every batch, vLLM, SGLang and torchtitan among
+    them, put products of their own in the place of PyTorch's: a kernel for ``aten::mm``. Another
+    product would break that promise.
+    """
+    for name in _PRODUCTS:
+        # The kernels that programs have registered in Python, as torch.library keeps them.
+        if f"aten/{name}/{device.type.upper()}" in torch.library._impls:
+            raise LeftAlone(f"the program has a product of its own in the place of aten::{name}")
     if device.type not in ("cuda", "cpu"):
         raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
     if device.type == "cpu" and not interpreting():

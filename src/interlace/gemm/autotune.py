@@ -68,8 +68,9 @@ def autotune(enabled: bool = True) -> Iterator[None]:
 
     ``INTERLACE_AUTOTUNE=1`` in the environment is the same for the whole program, and
     ``INTERLACE_AUTOTUNE=0`` measures nothing even where a call asks for it by ``impl="measured"``,
-    as those of ``interlace.compile`` do. Measured times are in ``INTERLACE_CACHE_DIR``, by default
-    ``~/.cache/interlace``.
+    as those of ``interlace.compile`` do. Nothing is measured either under
+    ``torch.use_deterministic_algorithms(True)``: another run might choose differently. Measured
+    times are in ``INTERLACE_CACHE_DIR``, by default ``~/.cache/interlace``.
 
     Args:
         enabled: False to measure nothing within the context, whatever the environment says. It must
@@ -91,8 +92,10 @@ def is_enabled(impl: str = "auto") -> bool:
     """Return whether a new kind of calls is measured.
 
     The context decides; outside of any, the environment; and else, whether the call asks for it by
-    ``impl="measured"``.
+    ``impl="measured"``. Where results must repeat from run to run, nothing is measured.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        return False
     if _asked is not None:
         return _asked
     by_environment = environment.switch("INTERLACE_AUTOTUNE")

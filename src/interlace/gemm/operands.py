@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError
@@ -53,6 +54,15 @@ def require_tensor(subject: str, value: object) -> None:
         )
     if value.layout != torch.strided:
         raise ArgumentError(f"{subject} must be dense; got {value.layout}. Call .to_dense().")
+
+
+def require_values(subject: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose values the host must read, and which has none."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        raise ArgumentError(
+            f"{subject} must have values, which the host reads; got a tensor without, on the meta "
+            "device or of FakeTensorMode. Call it with real tensors, or outside of the mode."
+        )
 
 
 def require_device(subject: str, tensor: torch.Tensor, other: str, device: torch.device) -> None:

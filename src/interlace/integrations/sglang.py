@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -9,8 +11,10 @@ import torch
 
 from interlace.compile.choice import all_reduce_operator, overload, usable_ranks
 from interlace.compile.findings import LeftAlone
+from interlace.gemm import invariance
 from interlace.gemm.operands import FLOATS, contiguous_dimension
 from interlace.gemm.operator import GemmOperator
+from interlace.integrations import hosts
 from interlace.integrations.calls import Calls
 
 TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
@@ -19,12 +23,24 @@ calls = Calls()
 """Counts of the layer's calls in this process."""
 
 
+def plugin() -> None:
+    """Call :func:`register` if the user has chosen Interlace.
+
+    SGLang calls this in each of its processes, by the entry point ``sglang.srt.plugins``, because
+    Interlace is installed. The choice is ``INTERLACE_SGLANG=1``, or ``interlace`` among the names
+    in SGLang's variable ``SGLANG_PLUGINS``.
+    """
+    if hosts.is_chosen("SGLang", "INTERLACE_SGLANG", "SGLANG_PLUGINS"):
+        register()
+
+
 def register() -> None:
     """Put Interlace around SGLang's row-parallel linear layer.
 
-    SGLang calls this in each of its processes, by the entry point ``sglang.srt.plugins``, unless
-    its variable ``SGLANG_PLUGINS`` names other plugins only. A layer whose product and all-reduce
-    are predicted to be faster by Interlace runs as one operator; any other runs as before.
+    A layer whose product and all-reduce are predicted to be faster by Interlace runs as one
+    operator; any other runs as before. So does every layer under
+    ``--enable-deterministic-inference``, by which SGLang promises that a row's result does not
+    depend on its batch.
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -51,6 +67,8 @@ def forward(
     if torch.compiler.is_compiling():
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
     try:
+        if _is_deterministic():
+            raise LeftAlone("SGLang's inference is to be deterministic")
         if skip_all_reduce or output_tensor is not None:
             raise LeftAlone("the caller does not want the sum, or brings memory for it")
         group_name = _require_all_reduce(layer, forward_batch)
@@ -60,6 +78,24 @@ def forward(
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
     calls.take("RowParallelLinear")
     return y, layer.bias if layer.skip_bias_add else None
+
+
+def _is_deterministic() -> bool:
+    """Return whether SGLang was asked for deterministic inference."""
+    # SGLang sets the variable by its flag; a program that starts an engine of its own may have set
+    # the argument alone.
+    if hosts.is_on("SGLANG_ENABLE_DETERMINISTIC_INFERENCE"):
+        return True
+    # The place of the arguments differs between its versions.
+    for module, name in (
+        ("sglang.srt.runtime_context", "get_server_args"),
+        ("sglang.srt.server_args", "get_global_server_args"),
+    ):
+        with contextlib.suppress(ValueError):  # they are not set yet
+            arguments = getattr(sys.modules.get(module), name, lambda: None)()
+            if getattr(arguments, "enable_deterministic_inference", False):
+                return True
+    return False
 
 
 def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
@@ -103,6 +139,8 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
     tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
     if any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in FLOATS:
         raise LeftAlone("operators take operands of one floating dtype")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise LeftAlone("an operand requires a gradient")
     if weight.dim() != 2 or contiguous_dimension(weight) is None or not x.numel():
         raise LeftAlone("the operands are not matrices")
     ranks = usable_ranks(group_name, x.device)
@@ -111,7 +149,9 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
     operator = all_reduce_operator(len(rows), weight.stride(1) == 1)
     sizes = dict(zip(operator.sizes, (len(rows), columns, inner), strict=True))
     choice = operator.choose(**sizes, dtype=x.dtype, world_size=ranks, device=x.device)
-    if x.device.type == "cuda" and choice.impl not in choice.faster:
+    # In Interlace's own mode, a choice by time would depend on the number of rows.
+    is_by_time = x.device.type == "cuda" and not invariance.is_enabled()
+    if is_by_time and choice.impl not in choice.faster:
         raise LeftAlone("the operator is not known to be faster at these sizes")
     is_gemm = isinstance(operator, GemmOperator)
     options = [None, None, x.dtype] if is_gemm else []

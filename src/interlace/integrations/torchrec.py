@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from interlace.errors import ArgumentError
-from interlace.nn.embedding_bags import ShardedEmbeddingBags
+from interlace.nn.embedding_bags import ShardedEmbeddingBags, permuted
 from interlace.nn.embedding_shards import ShardParameters
 from interlace.nn.sharding import EmbeddingTable, Shard
 
@@ -149,7 +149,7 @@ def _collection_type() -> type[nn.Module]:
                         "a KeyedJaggedTensor must have a key for every table's feature; got none "
                         f"for {', '.join(absent)}."
                     )
-                features = features.permute([keys.index(name) for name in self._features])
+                features = permuted(features, [keys.index(name) for name in self._features])
             weights = features.weights() if self._is_weighted else None
             values = self.bags(features.values(), features.offsets(), weights)
             return KeyedTensor(keys=self._names, length_per_key=self._widths, values=values)

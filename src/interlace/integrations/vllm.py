@@ -9,6 +9,8 @@ from interlace.compile.foreign import Foreign
 from interlace.compile.foreign import register as register_collective
 from interlace.compile.foreign_norms import ForeignNorm
 from interlace.compile.foreign_norms import register as register_norm
+from interlace.integrations import hosts
+from interlace.integrations.calls import log
 
 COLLECTIVES = {
     "vllm::all_reduce": "all_reduce",
@@ -21,13 +23,27 @@ NORMS = {"vllm_ir::rms_norm": False, "vllm_ir::fused_add_rms_norm": True}
 """vLLM's norms, which its own passes lower later, and whether they add a residual first."""
 
 
+def plugin() -> None:
+    """Call :func:`register` if the user has chosen Interlace.
+
+    vLLM calls this in each of its processes, by the entry point ``vllm.general_plugins``, because
+    Interlace is installed. The choice is ``INTERLACE_VLLM=1``, or ``interlace`` among the names in
+    vLLM's variable ``VLLM_PLUGINS``.
+    """
+    if hosts.is_chosen("vLLM", "INTERLACE_VLLM", "VLLM_PLUGINS"):
+        register()
+
+
 def register() -> None:
     """Let Inductor run Interlace's pass in this process, which also knows vLLM's operators.
 
-    vLLM calls this in each of its processes, by the entry point ``vllm.general_plugins``, unless
-    its variable ``VLLM_PLUGINS`` names other plugins only. The pass runs ahead of vLLM's own
-    passes, which get the collectives and norms that were left alone.
+    The pass runs ahead of vLLM's own passes, which get the collectives and norms that were left
+    alone. Under ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
+    batch, by kernels of its own; then nothing is registered.
     """
+    if hosts.is_on("VLLM_BATCH_INVARIANT"):
+        log.info("vLLM left alone: it runs in its batch-invariant mode (VLLM_BATCH_INVARIANT)")
+        return
     for name, collective in COLLECTIVES.items():
         register_collective(Foreign(name, collective, process_group))
     for name, has_residual in NORMS.items():

@@ -19,6 +19,7 @@ from interlace.nn.group_member import GroupMember
 from interlace.nn.input_distribution import Bags, InputDistribution
 from interlace.nn.planning import free_bytes, make_plan
 from interlace.nn.pooled_embeddings import PooledEmbeddings
+from interlace.nn.sample_weights import learn_weights
 from interlace.nn.scaled_gradient import scale_gradient
 from interlace.nn.sharded_parameters import Sharing
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan
@@ -220,11 +221,13 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
                 keys include the tables' names.
             offsets: ``[T n + 1]``; None if every table has a ``bag_length``, or with a
                 ``KeyedJaggedTensor``.
-            per_sample_weights: one weight per index, for tables of mode ``"sum"``.
+            per_sample_weights: one weight per index, for tables of mode ``"sum"``. They may require
+                a gradient, on all ranks alike; ``average_gradients`` does not concern it.
 
         Raises:
             ArgumentError: shapes, dtypes or keys that do not fit.
-            RankMismatchError: ranks have different numbers of samples.
+            RankMismatchError: ranks have different numbers of samples, or only some ranks' weights
+                require a gradient.
             PeerTimeoutError: a rank did not make this call before the group's deadline.
         """
         return self.pool(features, offsets, per_sample_weights).ordered()
@@ -249,11 +252,15 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         next batch, and this method when it needs the embeddings. Collective.
         """
         outputs = self._call(bags, self.process_group)
-        # With one kind the operator's output is the result. Several kinds cost a copy.
-        values = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         if self.average_gradients and self.group.world_size > 1:
             # The output's gradient is scaled, which is smaller than the tables' gradients.
-            values = scale_gradient(values, 1 / self.group.world_size)
+            outputs = [scale_gradient(output, 1 / self.group.world_size) for output in outputs]
+        # Weights of lookups belong to this rank's samples, so their gradients are not scaled.
+        outputs = [
+            self._learn_weights(*each) for each in zip(outputs, self.plan.kinds, bags, strict=True)
+        ]
+        # With one kind the operator's output is the result. Several kinds cost a copy.
+        values = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return PooledEmbeddings(values, self._output_order, self.plan)
 
     def look_up_alone(
@@ -284,12 +291,14 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         outputs = []
         for kind, bags_of_kind in zip(self.plan.kinds, bags, strict=True):
             held = [self._held(shard) for shard in self._held_by_kind[kind]]
+            weights = bags_of_kind.per_sample_weights
             outputs.append(
                 embedding_all_to_all(
                     [parameters.weight for parameters in held],
                     bags_of_kind.indices,
                     bags_of_kind.offsets,
-                    per_sample_weights=bags_of_kind.per_sample_weights,
+                    # Their gradient is computed apart.
+                    per_sample_weights=None if weights is None else weights.detach(),
                     mode=kind[0],
                     output_dtype=self.output_dtype,
                     gradient=self._gradient(held),
@@ -300,6 +309,21 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
                 )
             )
         return outputs
+
+    def _learn_weights(
+        self, output: torch.Tensor, kind: tuple[str, torch.dtype], bags: Bags
+    ) -> torch.Tensor:
+        """Return the output of a kind, whose gradient also reaches the lookups' weights."""
+        return learn_weights(
+            output,
+            bags,
+            [self._held(shard).weight for shard in self._held_by_kind[kind]],
+            [
+                sum(shard.width for shard in self.plan.of_rank(rank, kind))
+                for rank in range(self.group.world_size)
+            ],
+            self.distribution,
+        )
 
     def _gradient(self, parameters: list[ShardParameters]) -> Any:
         """Return the operator's argument ``gradient``: an update with its states, or a name."""
@@ -349,7 +373,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
                 f"none for {', '.join(absent)}."
             )
         if keys != names:
-            features = features.permute([keys.index(name) for name in names])
+            features = permuted(features, [keys.index(name) for name in names])
         return features.values(), features.offsets(), features.weights_or_none()
 
     def _free_bytes(self) -> int:
@@ -359,4 +383,26 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         return int(_FREE_SHARE * min(self.group.exchange("memory for tables", free)))
 
 
-__all__ = ["GRADIENTS", "ShardedEmbeddingBags"]
+def permuted(features: Any, order: list[int]) -> Any:
+    """Return a ``KeyedJaggedTensor`` with other keys, or the same in another order.
+
+    Args:
+        features: the ``KeyedJaggedTensor``.
+        order: the index in ``features.keys()`` of each key of the result.
+
+    Raises:
+        ArgumentError: its own method loses the gradient of its weights.
+    """
+    result = features.permute(order)
+    before, after = features.weights_or_none(), result.weights_or_none()
+    if torch.is_grad_enabled() and before is not None and before.requires_grad:
+        if not after.requires_grad:
+            raise ArgumentError(
+                "ShardedEmbeddingBags: weights of a KeyedJaggedTensor that require a gradient must "
+                f"come in the order of the tables; got keys {list(features.keys())}, and its "
+                "method permute gives weights no gradient. Make it with the tables' keys."
+            )
+    return result
+
+
+__all__ = ["GRADIENTS", "ShardedEmbeddingBags", "permuted"]

@@ -17,11 +17,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.comm import Group, require_same_ranks
 from interlace.comm.ordinary import makes_ordinary_tensors
+from interlace.comm.registration import once_differentiable
 from interlace.errors import ArgumentError, PeerTimeoutError
-from interlace.gemm.operands import require_device
+from interlace.gemm.operands import require_device, require_values
 from interlace.nn.group_member import GroupMember
 from interlace.nn.sharding import ShardingPlan
 
@@ -41,12 +43,14 @@ class Bags:
         offsets: int64 ``[S * B + 1]``: the first index of each bag.
         per_sample_weights: one weight per index, or None.
         batch: B.
+        sizes: number of indices of each shard.
     """
 
     indices: torch.Tensor
     offsets: torch.Tensor
     per_sample_weights: torch.Tensor | None
     batch: int
+    sizes: list[int]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,12 +107,14 @@ class InputDistribution(GroupMember):
         Args:
             indices: 1-D, int32 or int64, table-major: bags of table 0, then bags of table 1 ...
             offsets: ``[T * n + 1]``; None if every table has a ``bag_length``.
-            per_sample_weights: one weight per index, or None.
+            per_sample_weights: one weight per index, or None. Their gradients come back the same
+                way, in a backward pass that is collective.
 
         Raises:
             ArgumentError: shapes or dtypes do not fit.
             GroupError: the process group was destroyed or replaced.
-            RankMismatchError: ranks differ in their number of samples, or in dtypes.
+            RankMismatchError: ranks differ in their number of samples, in dtypes, or in whether
+                weights require a gradient.
             PeerTimeoutError: a rank did not join within the group's deadline (on the CPU backend).
         """
         require_same_ranks(_NAME, self.process_group, self.group.rank, self.group.world_size)
@@ -128,6 +134,9 @@ class InputDistribution(GroupMember):
             dtype_of_per_sample_weights=None
             if per_sample_weights is None
             else str(per_sample_weights.dtype),
+            gradient_of_per_sample_weights=per_sample_weights is not None
+            and torch.is_grad_enabled()
+            and per_sample_weights.requires_grad,
         )
         if self.fixed is not None:
             return self._distribute_fixed(indices, per_sample_weights, samples, self.fixed)
@@ -162,7 +171,11 @@ class InputDistribution(GroupMember):
                     "bag_length; "
                     f"got {list(offsets.shape)}."
                 )
-            if offsets is not None and offsets.device.type == "cpu":
+            if (
+                offsets is not None
+                and offsets.device.type == "cpu"
+                and not isinstance(offsets, FakeTensor)
+            ):
                 lengths = torch.tensor(self.fixed, device="cpu").repeat_interleave(samples)
                 if not torch.equal(offsets.diff().long(), lengths):
                     raise ArgumentError(
@@ -181,6 +194,7 @@ class InputDistribution(GroupMember):
                 f"{list(offsets.shape)}."
             )
         require_device(f"{_NAME}: offsets", offsets, "indices", indices.device)
+        require_values(f"{_NAME}: offsets, of tables without a bag_length,", offsets)
         # On a GPU this check would synchronise the host with it.
         if offsets.device.type == "cpu":
             lengths = offsets.diff()
@@ -211,7 +225,7 @@ class InputDistribution(GroupMember):
         layout = self._layout(samples, lengths, indices.device)
 
         def exchange(values: torch.Tensor) -> torch.Tensor:
-            received = self._all_to_all(self._by_rank(values, begins), send_sizes, receive_sizes)
+            received = self._exchange(self._by_rank(values, begins), send_sizes, receive_sizes)
             return received if layout.positions is None else received[layout.positions]
 
         return self._by_kind(
@@ -252,7 +266,7 @@ class InputDistribution(GroupMember):
         """Exchange bags of any lengths: their lengths first, and then the indices."""
         ranks, shards = self.group.world_size, len(self._local_shards)
         lengths = offsets.diff().long().view(len(self.plan.tables), samples)
-        received = self._all_to_all(
+        received = self.all_to_all(
             self._lengths_by_rank(lengths),
             [samples * len(tables) for tables in self._sent_tables],
             [samples * shards] * ranks,
@@ -260,7 +274,7 @@ class InputDistribution(GroupMember):
         sizes = received.sum(2)
         # The one synchronisation with the host, which must know the sizes of all messages: those
         # that leave, by table, and those that come, by source and shard.
-        on_host = self._on_host(torch.cat([lengths.sum(1), sizes.flatten()]))
+        on_host = torch.cat([lengths.sum(1), sizes.flatten()]).tolist()
         leaving, coming = on_host[: len(lengths)], on_host[len(lengths) :]
         begins = list(itertools.accumulate(leaving, initial=0))
         send_sizes = [sum(leaving[table] for table in tables) for tables in self._sent_tables]
@@ -268,7 +282,7 @@ class InputDistribution(GroupMember):
         positions = _positions(sizes, sum(coming)) if ranks > 1 else None
 
         def exchange(values: torch.Tensor) -> torch.Tensor:
-            arrived = self._all_to_all(self._by_rank(values, begins), send_sizes, receive_sizes)
+            arrived = self._exchange(self._by_rank(values, begins), send_sizes, receive_sizes)
             return arrived if positions is None else arrived[positions]
 
         by_shard = [sum(coming[shard::shards]) for shard in range(shards)]
@@ -276,24 +290,6 @@ class InputDistribution(GroupMember):
         exchanged = exchange(indices)
         exchanged_weights = None if weights is None else exchange(weights)
         return self._by_kind(samples * ranks, exchanged, bags, exchanged_weights, by_shard)
-
-    @staticmethod
-    def _on_host(sizes: torch.Tensor) -> list[int]:
-        """Return the values of ``sizes``.
-
-        Raises:
-            ArgumentError: they have none, on the meta device or under fake tensors.
-        """
-        try:
-            return list(sizes.tolist())
-        except RuntimeError as error:
-            if not (sizes.is_meta or torch._C._len_torch_dispatch_stack()):
-                raise
-            raise ArgumentError(
-                f"{_NAME}: bags of any length must have lengths that can be read; got offsets "
-                "without values, on the meta device or under a mode such as FakeTensorMode. Give "
-                "every table a bag_length."
-            ) from error
 
     # Bags of fixed and of any lengths
 
@@ -315,10 +311,21 @@ class InputDistribution(GroupMember):
             self._orders[lengths.device] = _kept_numbers(order, lengths.device)
         return lengths[self._orders[lengths.device]].flatten()
 
-    def _all_to_all(
+    def _exchange(
         self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
     ) -> torch.Tensor:
-        """Exchange values: ``send_sizes`` and ``receive_sizes`` are elements per rank.
+        """Exchange values as :meth:`all_to_all` does, and their gradients the other way."""
+        if not (torch.is_grad_enabled() and values.requires_grad):
+            return self.all_to_all(values, send_sizes, receive_sizes)
+        received: torch.Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+            values, self, send_sizes, receive_sizes
+        )
+        return received
+
+    def all_to_all(
+        self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
+    ) -> torch.Tensor:
+        """Exchange values, 1-D: ``send_sizes`` and ``receive_sizes`` are elements per rank.
 
         Raises:
             PeerTimeoutError: on the CPU backend, a rank did not join before the deadline.
@@ -368,12 +375,13 @@ class InputDistribution(GroupMember):
             sizes: number of indices of each local shard.
         """
         if len(self.plan.kinds) == 1:
-            return [Bags(indices, offsets, weights, batch)]
+            return [Bags(indices, offsets, weights, batch, sizes)]
         by_kind = []
         shard = index = 0
         for kind in self.plan.kinds:
             count = sum(local.kind == kind for local in self._local_shards)
-            stop = index + sum(sizes[shard : shard + count])
+            sizes_of_kind = sizes[shard : shard + count]
+            stop = index + sum(sizes_of_kind)
             within = offsets[shard * batch : (shard + count) * batch + 1]
             by_kind.append(
                 Bags(
@@ -381,10 +389,31 @@ class InputDistribution(GroupMember):
                     within - within[0],
                     None if weights is None else weights[index:stop],
                     batch,
+                    sizes_of_kind,
                 )
             )
             shard, index = shard + count, stop
         return by_kind
+
+
+class _Exchange(torch.autograd.Function):
+    """Send values to other ranks, and their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        values: torch.Tensor,
+        distribution: InputDistribution,
+        send_sizes: list[int],
+        receive_sizes: list[int],
+    ) -> torch.Tensor:
+        ctx.distribution, ctx.sizes = distribution, (receive_sizes, send_sizes)
+        return distribution.all_to_all(values.view_as(values), send_sizes, receive_sizes)
+
+    @staticmethod
+    @once_differentiable(_NAME)
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.distribution.all_to_all(grad, *ctx.sizes), None, None, None
 
 
 @makes_ordinary_tensors

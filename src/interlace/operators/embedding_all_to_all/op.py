@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
+from interlace.gemm.operands import require_values
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, gradient, update
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.launch import Call, run
@@ -276,6 +277,7 @@ def _sparse(
     widths: Sequence[int],
 ) -> list[torch.Tensor]:
     # Sizes of COO tensors live on the host, so this waits for the device.
+    require_values(f'{OPERATOR}: gradients by gradient="sparse"', bounds)
     ends: list[int] = bounds.tolist()
     gradients, first = [], 0
     for table, (count, width) in enumerate(zip(rows, widths, strict=True)):

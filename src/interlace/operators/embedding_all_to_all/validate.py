@@ -168,10 +168,10 @@ def _validate_scale(scale: torch.Tensor, indices: torch.Tensor, mode: str) -> No
         )
     require_float(name, scale.dtype)
     require_device(name, scale, "indices", indices.device)
-    if scale.requires_grad:
+    if torch.is_grad_enabled() and scale.requires_grad:
         raise ArgumentError(
-            f"{name} must not require a gradient, which is not implemented; got one that does. "
-            "Detach it."
+            f"{name} must not require a gradient, which this operator does not compute; got one "
+            "that does. Detach it, or use interlace.nn.ShardedEmbeddingBags."
         )
 
 

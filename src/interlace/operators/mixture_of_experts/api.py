@@ -52,7 +52,7 @@ def mixture_of_experts(
     Args:
         x: ``[T, hidden]``: float16, bfloat16 or float32; T the same on every rank.
         experts: ``[T, k]``, int32 or int64, 0 to E - 1, different ones for each token; k from 1 to
-            16. A negative number, or one from E on, drops the slot.
+            16. A negative number, or one from E on, drops the slot; so k may exceed E.
         weights: ``[T, k]``, floating; used as float32.
         w_in: ``[L, F, 2, hidden]`` of x's dtype: ``w_in[e, :, 0]`` is the gate's weight, ``w_in[e,
             :, 1]`` that of up; ``[L, F, 1, hidden]`` for experts without a gate. It is read where

@@ -157,7 +157,7 @@ def _config_of(
         return tabulated.config
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     if impl == "decode":
-        rows = sizes.world_size * sizes.slots / sizes.experts
+        rows = sizes.world_size * sizes.tokens * sizes.chosen / sizes.experts
         inner = min(sizes.hidden, sizes.ffn)
         config = decode_config(rows=rows, inner=inner, itemsize=itemsize)
     else:
@@ -198,7 +198,7 @@ def predicted_times(profile: MachineProfile, terms: Terms) -> dict[str, float]:
     """
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     call = ExpertsCall(
-        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.top_k, sizes.world_size,
+        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
         itemsize, sizes.gates,
     )  # fmt: skip
     times_us = {}

@@ -59,7 +59,7 @@ class Sizes:
 
     Attributes:
         tokens: Tokens of each rank.
-        top_k: Experts that a token goes to.
+        top_k: Slots of a token, each with an expert or empty.
         experts: Experts of all ranks; rank r holds ``local`` of them, from ``r * local`` on.
         hidden: Width of a token.
         ffn: Width of an expert's inner layer.
@@ -89,6 +89,11 @@ class Sizes:
         (tokens, hidden), (local, ffn, gates, _) = x.shape, w_in.shape
         count = world_size * local
         return Sizes(tokens, experts.shape[1], count, hidden, ffn, world_size, capacity, gates)
+
+    @property
+    def chosen(self) -> int:
+        """Maximum number of experts that a token goes to: slots beyond them are empty."""
+        return min(self.top_k, self.experts)
 
     @property
     def local(self) -> int:

@@ -49,7 +49,7 @@ def predicted_times(profile: MachineProfile, terms: Terms) -> NetworkTimes | Non
         return None
     predictions: dict[str, Prediction] = {}
     call = ExpertsCall(
-        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.top_k, sizes.world_size,
+        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
         terms.dtype.itemsize, sizes.gates,
     )  # fmt: skip
     declaration, whole_us = operator_named(OPERATOR), call.computation_us(profile)

@@ -58,10 +58,10 @@ def validate(
     if experts.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{OPERATOR}: experts must be int32 or int64; got {experts.dtype}.")
     top_k = experts.shape[1]
-    if not 1 <= top_k <= min(MAX_TOP_K, total):
+    # Slots may be empty, so a token may have more of them than there are experts.
+    if not 1 <= top_k <= MAX_TOP_K:
         raise ArgumentError(
-            f"{OPERATOR}: a token must go to 1 to {min(MAX_TOP_K, total)} of {total} experts; got "
-            f"{top_k}."
+            f"{OPERATOR}: experts must have 1 to {MAX_TOP_K} slots for a token; got {top_k}."
         )
     if weights.shape != experts.shape or weights.dtype not in FLOATS:
         raise ArgumentError(

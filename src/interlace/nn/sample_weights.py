@@ -1,0 +1,84 @@
+"""The gradient of the weights by which looked-up embeddings are multiplied."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.comm.registration import once_differentiable
+from interlace.nn.input_distribution import Bags, InputDistribution
+
+
+def learn_weights(
+    output: torch.Tensor,
+    bags: Bags,
+    tables: list[torch.Tensor],
+    columns: list[int],
+    distribution: InputDistribution,
+) -> torch.Tensor:
+    """Return ``output`` unchanged; its gradient also reaches ``bags.per_sample_weights``.
+
+    The backward pass is collective: gradients of all samples come to the ranks that hold the
+    tables, and the gradient of a weight is the dot product of its row and its bag's gradient. The
+    operator's own backward pass, which may update the tables, comes after it.
+
+    Args:
+        output: ``[n, columns of all ranks]``: this rank's samples, pooled by mode ``"sum"``.
+        bags: the bags of this rank's tables, of all samples.
+        tables: this rank's tables, each ``[rows, width]``.
+        columns: number of columns of each rank's tables.
+        distribution: what sends gradients to other ranks.
+    """
+    scale = bags.per_sample_weights
+    if scale is None or not (torch.is_grad_enabled() and scale.requires_grad):
+        return output
+    learned: torch.Tensor = _SampleWeights.apply(  # type: ignore[no-untyped-call]
+        output, scale, bags, columns, distribution, *(table.detach() for table in tables)
+    )
+    return learned
+
+
+class _SampleWeights(torch.autograd.Function):
+    """Pass pooled embeddings on, and give the gradient of the lookups' weights."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        output: torch.Tensor,
+        scale: torch.Tensor,
+        bags: Bags,
+        columns: list[int],
+        distribution: InputDistribution,
+        *tables: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(bags.indices, bags.offsets, *tables)
+        ctx.sizes, ctx.batch, ctx.columns = bags.sizes, bags.batch, columns
+        ctx.distribution, ctx.dtype = distribution, scale.dtype
+        return output.view_as(output)
+
+    @staticmethod
+    @once_differentiable("ShardedEmbeddingBags")
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        indices, offsets, *tables = ctx.saved_tensors
+        group, samples = ctx.distribution.group, len(grad)
+        packed = torch.cat([part.reshape(-1) for part in grad.split(ctx.columns, 1)])
+        own = ctx.columns[group.rank]
+        received = ctx.distribution.all_to_all(
+            packed,
+            [samples * width for width in ctx.columns],
+            [samples * own] * group.world_size,
+        ).view(ctx.batch, own)
+        parts = [grad.new_empty(0, dtype=ctx.dtype)]
+        widths, lookups = [table.shape[1] for table in tables], indices.split(ctx.sizes)
+        for number, (table, of_bags, rows, size) in enumerate(
+            zip(tables, received.split(widths, 1), lookups, ctx.sizes, strict=True)
+        ):
+            bounds = offsets[number * ctx.batch : (number + 1) * ctx.batch + 1]
+            of_lookups = of_bags.float().repeat_interleave(bounds.diff(), 0, output_size=size)
+            products = torch.linalg.vecdot(of_lookups, table[rows].float())
+            parts.append(products.to(ctx.dtype))
+        return grad, torch.cat(parts), None, None, None, *([None] * len(tables))
+
+
+__all__ = ["learn_weights"]

@@ -115,11 +115,17 @@ def test_results_of_other_passes_and_routings_are_no_points(changes: dict[str, A
     assert profile_fit.points_of([{"results": [_result(16, **changes)]}]) == []
 
 
-def _times(tokens: int, *, keeps: bool = False, capacity: int = 1 << 20) -> dict[str, float]:
+def _times(
+    tokens: int, top_k: int = 2, *, keeps: bool = False, capacity: int = 1 << 20
+) -> dict[str, float]:
     profile = dataclasses.replace(H200, compositions={OPERATOR: MADE}, corrections={})
-    sizes = Sizes(tokens, 2, 8, 4096, 14336, 2, capacity)
+    sizes = Sizes(tokens, top_k, 8, 4096, 14336, 2, capacity)
     terms = choice.Terms(sizes, torch.bfloat16, "cuda", keeps)
     return choice.predicted_times(profile, terms)
+
+
+def test_slots_beyond_the_number_of_experts_are_empty() -> None:
+    assert _times(16, 10) == _times(16, 8)
 
 
 def test_auto_takes_what_is_predicted_to_be_fastest() -> None:

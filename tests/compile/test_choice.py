@@ -302,6 +302,18 @@ def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant(
     assert choice.all_reduce_operator(1, True).name == "gemv_all_reduce"
 
 
+def test_products_of_the_program_are_left_alone() -> None:
+    """Programs that promise the same bits in every batch register such a product for their GPUs."""
+    gpu = torch.device("cuda")
+    choice.require_runnable(gpu)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("aten::addmm", lambda *arguments: None, "CUDA")
+    with pytest.raises(LeftAlone, match="a product of its own in the place of aten::addmm"):
+        choice.require_runnable(gpu)
+    library._destroy()
+    choice.require_runnable(gpu)
+
+
 @pytest.mark.parametrize(("known", "expected"), [(None, 2), (1, 1), (4, 4)])
 def test_a_group_that_has_been_used_knows_its_nodes(
     monkeypatch: pytest.MonkeyPatch, known: int | None, expected: int

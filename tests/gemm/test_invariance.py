@@ -1,8 +1,8 @@
 """Batch invariance: bits of a row in batches of any size, at any place; and what is refused.
 
-Elements are small integers, so that no product depends on the order of its own sum, which in the
-interpreter is numpy's. What differs between batches here is what Interlace decides: which rank adds
-up a row, how parts are rounded on their way, and which of the kernels runs.
+Elements are small integers, so that products of different kernels do not depend on the order of
+their own sums. What differs between batches here is what Interlace decides: which rank adds up a
+row, how parts are rounded on their way, and which of the kernels runs.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from interlace.cli.bench_batch_invariance import table
 from interlace.gemm import few_rows, invariance
 from interlace.gemm.invariance import effective_impl, invariant_implementations
 from interlace.gemm.operator import GemmOperator
+from interlace.nn import RowParallelLinear
+from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 from interlace.registry import BATCH_INVARIANT, operators
 from interlace.tuning.choice import Choice
 from tests.gemm import row_calls
@@ -157,6 +159,29 @@ def test_implementations_are_named_in_the_mode(ranks: Any) -> None:
             "gemm_all_reduce: impl='pushed' must run on a GPU that is known to add up products in "
             "one way to be batch-invariant. Take impl='auto' or 'fused'."
         )
+
+
+def _of_a_layer(dtype: torch.dtype) -> list[str]:
+    """Batches of a layer in which some row has other bits; it goes by their size from one operator
+    to another. Elements are no integers.
+    """
+    torch.manual_seed(0)
+    layer = RowParallelLinear(80 * dist.get_world_size(), 24, dtype=dtype)
+    x = torch.randn(FEW_TOKENS + 12, 80).to(dtype)
+    with torch.no_grad(), interlace.batch_invariant():
+        whole = layer(x)
+        batches = {f"{rows} rows": range(rows) for rows in (2, FEW_TOKENS - 1, FEW_TOKENS)}
+        batches["the last ones"] = range(FEW_TOKENS, len(x))
+        found = {name: layer(x[list(rows)]) for name, rows in batches.items()}
+        is_alone = torch.equal(layer(x[-1]), whole[-1])
+    different = [name for name, y in found.items() if not torch.equal(y, whole[list(batches[name])])]
+    return different + ["a vector"] * (not is_alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_a_layer_of_few_and_of_many_rows(ranks: Any, dtype: torch.dtype) -> None:
+    for different in ranks(2).run(_of_a_layer, dtype):
+        assert different == []
 
 
 def _differ_without() -> dict[str, bool]:

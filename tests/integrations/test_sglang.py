@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
-from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -67,7 +66,7 @@ class HookType(Enum):
 
 
 @contextmanager
-def _sglang() -> Iterator[type]:
+def _sglang(server_arguments: Any = None) -> Iterator[type]:
     """What the hook needs of SGLang; gives the class of layers with the hook around its method."""
     hooks: dict[str, Callable[..., Any]] = {}
 
@@ -93,7 +92,9 @@ def _sglang() -> Iterator[type]:
     modules: dict[str, Any] = {
         name: ModuleType(name) for name in ("sglang", "sglang.srt", "sglang.srt.plugins")
     }
-    modules |= {each.__name__: each for each in (registry, linear, layers)}
+    arguments: Any = ModuleType("sglang.srt.server_args")
+    arguments.get_global_server_args = lambda: server_arguments
+    modules |= {each.__name__: each for each in (registry, linear, layers, arguments)}
     sys.modules.update(modules)
     sglang.calls.clear()
     try:
@@ -115,6 +116,8 @@ PREFILL = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda:
 DECODE = SimpleNamespace(forward_mode=SimpleNamespace(is_decode_or_idle=lambda: True))
 
 # name: shape of x, changes of the layer, arguments of the call, part of the reason if it is left
+DETERMINISTIC = SimpleNamespace(enable_deterministic_inference=True)
+
 CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], str | None]] = {
     "decode": ((6, K), {}, {"forward_batch": DECODE}, None),
     "prefill": ((130, K), {}, {}, None),
@@ -156,10 +159,30 @@ def test_row_parallel_linear(ranks: Any, name: str) -> None:
         assert same_bias
 
 
-def test_sglang_finds_the_plugin() -> None:
-    """By the entry point that SGLang loads in each of its processes."""
-    plugins = entry_points(group="sglang.srt.plugins")
-    found = [plugin for plugin in plugins if plugin.name == "interlace"]
-    if not found:
-        pytest.skip("Interlace is not installed, or was before it had this entry point")
-    assert found[0].load() is sglang.register
+def _deterministic(by_variable: bool) -> list[str]:
+    """The reasons for which calls are left alone where SGLang's inference is to be deterministic,
+    and where its arguments are not set yet.
+    """
+    variable = "SGLANG_ENABLE_DETERMINISTIC_INFERENCE"
+    x, reasons = torch.randn(6, K), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(variable, "True" if by_variable else "0")
+        with _sglang(None if by_variable else DETERMINISTIC) as hooked:
+            layer = hooked(hooked.group)  # type: ignore[attr-defined]
+            layer.forward(x)
+            reasons += [reason for _, reason in sglang.calls.left]
+            sglang.calls.clear()
+            layer.weight.requires_grad_()
+            patch.setattr(sglang, "_is_deterministic", lambda: False)
+            layer.forward(x)
+            reasons += [reason for _, reason in sglang.calls.left]
+    return reasons
+
+
+@pytest.mark.parametrize("by_variable", [True, False])
+def test_what_sglang_promises(ranks: Any, by_variable: bool) -> None:
+    for reasons in ranks(2).run(_deterministic, by_variable):
+        assert reasons == [
+            "SGLang's inference is to be deterministic",
+            "an operand requires a gradient",
+        ]

@@ -45,6 +45,11 @@ MODELS = {
             "swiglu_limit": 0.1, "initializer_range": 0.3,  # so that some gates are clamped
         },
     ),
+    "Granite": (  # a rank has fewer experts than a token
+        "GraniteMoeConfig",
+        {"intermediate_size": 24, "num_local_experts": 2, "num_experts_per_tok": 2,
+         "head_dim": None},
+    ),
     "Nemotron-H": (
         "NemotronHConfig",
         {

@@ -7,7 +7,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.compile import eager_backend, foreign, foreign_norms, recording, uninstall
+from interlace.compile import (
+    eager_backend,
+    foreign,
+    foreign_norms,
+    installed,
+    recording,
+    uninstall,
+)
 from interlace.integrations import vllm
 
 M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
@@ -365,11 +371,9 @@ def test_inductor(ranks: Any) -> None:
         assert error < 1e-5
 
 
-def test_vllm_finds_the_plugin() -> None:
-    """By the entry point that vLLM loads in each of its processes."""
-    found = [
-        each for each in entry_points(group="vllm.general_plugins") if each.name == "interlace"
-    ]
-    if not found:
-        pytest.skip("Interlace is not installed, or was before it had this entry point")
-    assert found[0].load() is vllm.register
+def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's own kernels keep its promise, so nothing is registered."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    vllm.register()
+    assert not installed()
+    assert not set(vllm.COLLECTIVES) & set(foreign.names())

@@ -66,6 +66,7 @@ def test_binary_cross_entropy() -> None:
     assert float(binary_cross_entropy(logits, labels)) == pytest.approx(
         (math.log(2) + math.log(1 + math.e**2)) / 2
     )
+    assert float(binary_cross_entropy(logits[:0], labels[:0])) == 0
 
 
 def _gather() -> Any:

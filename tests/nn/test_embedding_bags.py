@@ -215,6 +215,14 @@ class _KeyedJaggedTensor:
         return _KeyedJaggedTensor(keys, values, lengths[order].flatten(), weights)
 
 
+class _LosesGradients(_KeyedJaggedTensor):
+    """One whose method runs operators without a gradient."""
+
+    @torch.no_grad()
+    def permute(self, order: list[int]) -> _KeyedJaggedTensor:
+        return super().permute(order)
+
+
 def _keyed() -> list[Any]:
     bags = ShardedEmbeddingBags(SUMS)
     bags.impl = "unfused"
@@ -227,8 +235,12 @@ def _keyed() -> list[Any]:
     picked = Features(SUMS, [features.bags[i] for i in order], [features.weights[i] for i in order])
     expected = own(picked.expected(weights_of(bags), weighted=True))
     incomplete = _KeyedJaggedTensor(["user"], indices, offsets.diff(), None)
+    learned = _LosesGradients(names, indices, offsets.diff(), weights.clone().requires_grad_())
+    with torch.no_grad():
+        assert _error_of(bags(learned), expected) <= 1
     return [
         _error_of(y, expected),
+        error_of(bags, learned),
         error_of(bags, incomplete),
         error_of(bags, incomplete, offsets),
         error_of(bags, "user"),
@@ -237,8 +249,9 @@ def _keyed() -> list[Any]:
 
 def test_keyed_jagged_tensors(ranks: Any) -> None:
     """Keys may be in any order, more of them than tables, and with weights."""
-    for error, absent, both, no_tensor in ranks(2).run(_keyed):
+    for error, lost, absent, both, no_tensor in ranks(2).run(_keyed):
         assert error <= 1
+        assert "weights of a KeyedJaggedTensor that require a gradient must come in" in lost[1]
         assert (
             "a KeyedJaggedTensor must have a key for every table; got none for item, word."
             in absent[1]
@@ -280,6 +293,52 @@ def _gradients(gradient: str, average: bool, impl: str) -> float:
 )
 def test_gradients(ranks: Any, gradient: str, average: bool, impl: str, world_size: int) -> None:
     assert max(ranks(world_size).run(_gradients, gradient, average, impl)) <= 4
+
+
+def _weights_learn(tables: tuple[EmbeddingTable, ...], gradient: str) -> tuple[float, Any]:
+    """Compare the gradient of this rank's weights with float64 on full tables.
+
+    Also the error if only one rank's weights require a gradient.
+    """
+    rank, world_size = _rank_and_world_size()
+    # A new group: what was agreed on once is not compared again.
+    bags = ShardedEmbeddingBags(tables, gradient=gradient, group=dist.new_group())
+    bags.requires_grad_(gradient != "dense")
+    features = Features.draw(tables, 4 * world_size, seed=5)
+    exact = [[weight.double().requires_grad_() for weight in of] for of in features.weights]
+    expected = dataclasses.replace(features, weights=exact).expected(
+        weights_of(bags), weighted=True
+    )
+    upstream = torch.randn(
+        expected.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
+    expected.backward(upstream)
+    of_weights: Any = [[weight.grad for weight in of] for of in exact]
+    *_, wanted = dataclasses.replace(features, weights=of_weights).of_rank(rank, world_size)
+    indices, offsets, weights = features.of_rank(rank, world_size)
+    weights.requires_grad_(rank == 0)
+    mismatch = error_of(bags, indices, offsets, weights) if world_size > 1 else None
+    weights.requires_grad_()
+    bags(indices, offsets, weights).backward(own(upstream).float())
+    assert weights.grad is not None
+    return _error_of(weights.grad, wanted), mismatch
+
+
+@pytest.mark.parametrize(
+    ("tables", "gradient"),
+    [((*SUMS, dataclasses.replace(TABLES[2], name="wide")), "sgd"), (ONE_HOT, "dense")],
+    ids=["jagged", "one-hot, frozen"],
+)
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_learn(
+    ranks: Any, tables: tuple[EmbeddingTable, ...], gradient: str, world_size: int
+) -> None:
+    """It does not depend on average_gradients, and goes by the tables before their update."""
+    for error, mismatch in ranks(world_size).run(_weights_learn, tables, gradient):
+        assert error <= 4
+        if world_size > 1:
+            assert mismatch[0] == "RankMismatchError"
+            assert "gradient of per sample weights must be the same" in mismatch[1]
 
 
 def _learn(gradient: str, impl: str, steps: int) -> dict[str, float]:

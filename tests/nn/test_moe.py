@@ -144,6 +144,10 @@ def test_load_balancing_loss() -> None:
     probabilities = torch.tensor([[0.8, 0.2], [0.7, 0.3], [0.3, 0.7]])
     routing = Routing(torch.tensor([[0], [0], [1]]), torch.ones(3, 1), probabilities)
     assert routing.load_balancing_loss().item() == pytest.approx(2 * (2 / 3 * 0.6 + 1 / 3 * 0.4))
+    nobody = Routing(routing.experts[:0], routing.weights[:0], probabilities[:0].requires_grad_())
+    loss = nobody.load_balancing_loss()
+    loss.backward()
+    assert loss.item() == 0
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from collections.abc import Hashable
 from typing import Any
 
 import torch
+from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.comm.replays import places
@@ -56,9 +57,20 @@ def require_tensor(subject: str, value: object) -> None:
         raise ArgumentError(f"{subject} must be dense; got {value.layout}. Call .to_dense().")
 
 
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether the host can read a tensor, or what is computed from it.
+
+    A compiler that traces the call knows itself what to do where it cannot.
+    """
+    if torch.compiler.is_compiling():
+        return True
+    mode = _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE)
+    return mode is None and not (tensor.is_meta or isinstance(tensor, FakeTensor))
+
+
 def require_values(subject: str, tensor: torch.Tensor) -> None:
     """Refuse a tensor whose values the host must read, and which has none."""
-    if tensor.is_meta or isinstance(tensor, FakeTensor):
+    if not has_values(tensor):
         raise ArgumentError(
             f"{subject} must have values, which the host reads; got a tensor without, on the meta "
             "device or of FakeTensorMode. Call it with real tensors, or outside of the mode."

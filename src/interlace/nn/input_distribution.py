@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.comm import Group, require_same_ranks
 from interlace.comm.ordinary import makes_ordinary_tensors
 from interlace.comm.registration import once_differentiable
 from interlace.errors import ArgumentError, PeerTimeoutError
-from interlace.gemm.operands import require_device, require_values
+from interlace.gemm.operands import has_values, require_device, require_values
 from interlace.nn.group_member import GroupMember
 from interlace.nn.sharding import ShardingPlan
 
@@ -174,7 +173,7 @@ class InputDistribution(GroupMember):
             if (
                 offsets is not None
                 and offsets.device.type == "cpu"
-                and not isinstance(offsets, FakeTensor)
+                and has_values(offsets)
             ):
                 lengths = torch.tensor(self.fixed, device="cpu").repeat_interleave(samples)
                 if not torch.equal(offsets.diff().long(), lengths):

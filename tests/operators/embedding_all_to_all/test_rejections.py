@@ -67,8 +67,8 @@ TWICE = _t(5, 4)
         ([W], IDS, ENDS, {"per_sample_weights": _t(3), "mode": "mean"},
             "per_sample_weights must go with mode='sum'; got mode='mean'."),
         ([W], IDS, ENDS, {"per_sample_weights": _t(3).requires_grad_()},
-            "per_sample_weights must not require a gradient, which is not implemented; got one "
-            "that does. Detach it."),
+            "per_sample_weights must not require a gradient, which this operator does not compute; "
+            "got one that does. Detach it, or use interlace.nn.ShardedEmbeddingBags."),
         ([W], IDS, ENDS, {"output_dtype": f64},
             "output_dtype must be float16, bfloat16 or float32; got torch.float64."),
         ([W], IDS, ENDS, {"gradient": "both"},

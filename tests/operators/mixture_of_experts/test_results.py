@@ -29,13 +29,13 @@ from tests.operators.mixture_of_experts.calls import (
 
 def _example(impl):
     """Experts 0 and 1, one on each rank: expert e makes 10 (e + 1) silu(1) of 1. Rank 0's token has
-    both, rank 1's one only.
+    both, rank 1's one only. Of the three slots, more than experts, at least one is empty.
     """
     rank = dist.get_rank()
     x = torch.ones(1, 1)
     experts, weights = (
-        torch.tensor([[1, 0]] if rank == 0 else [[0, -1]]),
-        torch.tensor([[0.75, 0.25]]),
+        torch.tensor([[1, -1, 0]] if rank == 0 else [[0, -1, 2]]),
+        torch.tensor([[0.75, 8.0, 0.25]]),
     )
     w_in, w_out = torch.tensor([1.0, rank + 1.0]).view(1, 1, 2, 1), torch.tensor([[[10.0]]])
     return interlace.mixture_of_experts(x, experts, weights, w_in, w_out, impl=impl)

@@ -141,8 +141,8 @@ def _arguments(**changes):
         ),
         ({"experts": _t(5, 2)}, "experts must be int32 or int64; got torch.float32."),
         (
-            {"experts": _t(5, 4, dtype=torch.int32)},
-            "a token must go to 1 to 3 of 3 experts; got 4.",
+            {"experts": _t(5, 17, dtype=torch.int32)},
+            "experts must have 1 to 16 slots for a token; got 17.",
         ),
         (
             {"weights": _t(5, 3)},

@@ -174,7 +174,9 @@ def _of_a_layer(dtype: torch.dtype) -> list[str]:
         batches["the last ones"] = range(FEW_TOKENS, len(x))
         found = {name: layer(x[list(rows)]) for name, rows in batches.items()}
         is_alone = torch.equal(layer(x[-1]), whole[-1])
-    different = [name for name, y in found.items() if not torch.equal(y, whole[list(batches[name])])]
+    different = [
+        name for name, y in found.items() if not torch.equal(y, whole[list(batches[name])])
+    ]
     return different + ["a vector"] * (not is_alone)
 
 

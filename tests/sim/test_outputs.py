@@ -559,7 +559,10 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
         (("sweep", "dlrm", "--param", "nodes=0"), "nodes must be at least 1; got 0"),
         (("sweep", "collective", "--param", "size=1MiB,few"), "size must be a number of bytes"),
         (("collective", "all_reduce", "--size", "0"), "bytes must be at least 1; got 0"),
-        (("collective", "all_reduce", "--size", "1.5"), "size must be a number of bytes; got '1.5'"),
+        (
+            ("collective", "all_reduce", "--size", "1.5"),
+            "size must be a number of bytes; got '1.5'",
+        ),
         (
             ("dlrm", "--set", "model.tables=0"),
             "with --set tables: tables must be a whole number of at least 1; got 0",

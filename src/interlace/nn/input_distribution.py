@@ -170,11 +170,7 @@ class InputDistribution(GroupMember):
                     "bag_length; "
                     f"got {list(offsets.shape)}."
                 )
-            if (
-                offsets is not None
-                and offsets.device.type == "cpu"
-                and has_values(offsets)
-            ):
+            if offsets is not None and offsets.device.type == "cpu" and has_values(offsets):
                 lengths = torch.tensor(self.fixed, device="cpu").repeat_interleave(samples)
                 if not torch.equal(offsets.diff().long(), lengths):
                     raise ArgumentError(

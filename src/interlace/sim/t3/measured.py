@@ -116,7 +116,10 @@ def compare(
     for done, row in enumerate(rows):
         report(done, len(rows))
         product = Product(
-            str(row.get("shape", "a product")), int(row["rows"]), int(row["columns"]), int(row["inner"])
+            str(row.get("shape", "a product")),
+            int(row["rows"]),
+            int(row["columns"]),
+            int(row["inner"]),
         )
         tiles = -(-product.rows // int(machine.gpu.tile_rows.value)) * -(
             -product.columns // int(machine.gpu.tile_columns.value)

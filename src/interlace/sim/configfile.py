@@ -60,16 +60,7 @@ class _Loader(yaml.SafeLoader):
             )
         return mapping
 
-    def construct_yaml_float(self, node: Any) -> float:
-        value = super().construct_yaml_float(node)
-        if not math.isfinite(value):
-            raise yaml.constructor.ConstructorError(
-                None, None, f"{_show(node.value)} is not a finite number", node.start_mark
-            )
-        return value
 
-
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 # As YAML 1.2 has it; PyYAML follows 1.1, in which an exponent has a sign and follows a point.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",

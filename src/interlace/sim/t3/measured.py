@@ -144,9 +144,7 @@ def _rows(file: Path) -> Sequence[dict[str, Any]]:
             and {_BASELINES["unfused"], _BASELINES["product"]} <= row["times"].keys()
             and not row["times"].keys().isdisjoint(IMPLEMENTATIONS)
         ]
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, AttributeError) as error:
+    except (ConfigError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{file} must be a document of interlace bench; {type(error).__name__}: {error}."
         ) from error

@@ -44,7 +44,7 @@ def run_nodes(
     if network is not None:
         rates = read_network(network)
     else:
-        rates = measured_network(measured) or guessed_network()
+        rates = measured_network(measured, str(document)) or guessed_network()
     rows = compare(measured, with_network(hosts, rates), profile, rates, str(document))
     table = make_table(
         "rows per bag", "", "slices", "measured, us", "simulated", "error", "predicted", "error"

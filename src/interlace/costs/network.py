@@ -395,7 +395,9 @@ def parse_network(values: dict[str, Any]) -> NetworkRates:
         ConfigError: they are not those of a network.
     """
     if not isinstance(values, dict):
-        raise ConfigError(f"a network must be a mapping; got {str(values)[:60]}.")
+        raise ConfigError(
+            f"a network must have the fields of NetworkRates; got {str(values)[:60]}."
+        )
     try:
         known = {name: values[name] for name in values if name not in _NO_LONGER_READ}
         return NetworkRates(**known)

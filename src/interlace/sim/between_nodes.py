@@ -76,17 +76,20 @@ class Comparison:
         return self.predicted_us / self.measured_us - 1
 
 
-def measured_network(document: Any) -> NetworkRates | None:
+def measured_network(document: Any, source: str = "a document") -> NetworkRates | None:
     """Return the network that a document's run has measured; None if it has none.
 
     Raises:
-        ConfigError: it is no network.
+        ConfigError: it is no network; the message names ``source``.
     """
     try:
         rates = document["network"]["rates"]
     except (KeyError, TypeError):
         return None
-    return parse_network(rates)
+    try:
+        return parse_network(rates)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: network.rates: {error}") from error
 
 
 def with_network(machine: Machine, network: NetworkRates) -> Machine:
@@ -162,7 +165,7 @@ def compare(
     Raises:
         ConfigError: the document is of something else.
     """
-    keys = mapped(document, source)
+    keys = document if isinstance(document, dict) else {}
     if "sizes" not in keys or "lookups" not in mapped(keys.get("results"), f"{source}: results"):
         raise ConfigError(
             f"{source} must have sizes and results.lookups, as benchmarks/between_nodes.py writes "

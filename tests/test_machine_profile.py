@@ -5,10 +5,14 @@ made up, since there is no GPU here.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import json
 import os
 import random
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +27,9 @@ from interlace.costs import known_profiles
 from interlace.costs.known_profiles import keep_profile, profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime, fit_rates
 from interlace.costs.time import Call, MachineProfile
+from interlace.gemm.choice import Gpu
+from interlace.registry import operators
+from tests.profiles import forget_profiles
 
 H200 = profile_of("NVIDIA H200")
 SLOW = dataclasses.replace(
@@ -121,16 +128,56 @@ def test_a_profile_of_another_gpu() -> None:
 @pytest.mark.usefixtures("own_cache")
 def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = torch.device("cuda", 0)
+    properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     digest = identity._own_profile.__wrapped__
-    assert digest(gpu) == ""
+    guessed = digest(gpu)
     assert profile_of("Another GPU", 132).is_guess
     keep_profile(dataclasses.replace(SLOW, gpu="Another GPU"))
     profile_of.cache_clear()
     assert profile_of("Another GPU", 132) == dataclasses.replace(SLOW, gpu="Another GPU")
     assert known_profiles.own_gpus() == ["Another GPU"], "which interlace explain --gpu takes"
     assert known_profiles.own_file("Another GPU").parent.stat().st_mode & 0o077 == 0
-    assert digest(gpu), "ranks that have different profiles must not be a group"
+    assert digest(gpu) != guessed, "ranks that have different profiles must not be a group"
+
+
+def _choices(device: torch.device) -> dict[tuple[object, ...], tuple[str, object]]:
+    found = {}
+    for name, operator in operators().items():
+        if getattr(operator, "computation", "") not in ("gemm", "gemv", "bmm"):
+            continue
+        for sizes in itertools.product((1, 32), (1024, 8192), (1024, 14336)):
+            call = dict(zip(operator.sizes, sizes, strict=True))
+            choice = operator.choose(**call, dtype=torch.bfloat16, world_size=2, device=device)
+            found[name, *sizes] = choice.impl, choice.config
+    return found
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_nothing_remembered_follows_from_an_earlier_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rank that has asked for choices before its program settles a profile chooses like one that
+    has not.
+    """
+    device, gpu = torch.device("cuda", 0), Gpu("NVIDIA A100-SXM4-80GB", 108, 166912)
+    monkeypatch.setattr(Gpu, "of", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: gpu.name)
+    guess = profile_of(gpu.name, gpu.processors)
+    before = _choices(device)
+    product = dataclasses.replace(guess.product, launch_us=3 * guess.product.launch_us)
+    slower = guess.link_bytes_per_s / 8
+    try:
+        known_profiles.adopt(dataclasses.replace(guess, link_bytes_per_s=slower, product=product))
+        asked_before = _choices(device)
+        modules = [module for name, module in sys.modules.items() if name.startswith("interlace")]
+        for value in [value for module in modules for value in vars(module).values()]:
+            if isinstance(value, functools._lru_cache_wrapper):
+                value.cache_clear()
+        assert _choices(device) == asked_before != before
+    finally:
+        forget_profiles()
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch.distributed as dist
 import interlace
 from interlace import BackendError
 from interlace.gemm.call import GemmCall
+from interlace.gemm.implementations import stock
 from interlace.gemm.operands import Operands
 from interlace.mapped import triggered
 from interlace.registry import operator_named
@@ -340,3 +341,34 @@ def test_stock_pairs_without_their_memory_on_one_rank(ranks):
         assert error[0] == "BackendError"
         assert "no memory can be shared here" in error[1]
         assert ("rank 1" in error[1]) == (rank == 0)
+
+
+def _without_memory_of_async_tp():
+    """Rank 1 has no memory at first: what comes of asynchronous tensor parallelism that was, and
+    was not, asked for; what it is with memory; and how often PyTorch's own kernel was called.
+    """
+    process_group, called, asked = dist.new_group(), [], []
+    group, full = interlace.group_of(process_group), True
+
+    def has_memory(nbytes, device):
+        asked.append(nbytes)
+        return not (full and dist.get_rank() == 1)
+
+    operands = Operands(torch.ones(4, 8), torch.ones(2, 8), None, None, None, torch.float32)
+    arguments = "gemm_reduce_scatter", "async_tp", operands, None, group, process_group
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stock, "has_memory", has_memory)
+        patch.setattr(stock, "_enabled", lambda call: "")
+        patch.setattr(stock, "own_kernel", lambda *_: lambda *_: called.append(True) or operands.x)
+        result, error = _run(*arguments, False), error_of(_run, *arguments, True)
+        calls, full = len(called), False
+        again = [_run(*arguments, False) for _ in range(2)]
+    return result, error[:2], calls, [y is operands.x for y in again], asked
+
+
+def test_asynchronous_tensor_parallelism_without_memory_on_one_rank(ranks):
+    """PyTorch's rendezvous would wait without a limit for the rank that has none."""
+    for result, (kind, message), calls, again, asked in ranks(2).run(_without_memory_of_async_tp):
+        assert (result, kind, calls, again) == (None, "WorkspaceError", 0, [True, True])
+        assert "must have 352 bytes of GPU memory on every rank" in message
+        assert asked == [352] * 3, "not asked again once all ranks have had it"

@@ -9,9 +9,11 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import interlace
 from interlace.comm import carrier as carrier_module
+from interlace.comm import context as ctx
 from interlace.comm import network as module
 from interlace.comm.carrier import Carrier
 from interlace.comm.cpu_faults import Traffic
@@ -20,6 +22,7 @@ from interlace.comm.members import Members
 from interlace.comm.network import Watch
 from interlace.comm.replays import Replays
 from interlace.comm.streams import Streams
+from tests.errors import error_of
 
 RELEASED = [
     ("broken", "operator", -1),
@@ -44,7 +47,7 @@ class _Machine:
             deadline_s=10.0, broken=False, broken_address=0x10, declare_broken=self._declare,
             explain=self._explain,
         )  # fmt: skip
-        watch._channel = SimpleNamespace(first_not_waiting=lambda operator, seconds: 3)
+        watch._channel = SimpleNamespace(first_not_waiting=lambda seconds: 3, answer_s=1.0)
         watch._members = SimpleNamespace(device="device")
         watch._network = SimpleNamespace(
             counter_addresses=lambda: [0x20, 0x24], carrier=SimpleNamespace(abort=self._abort)
@@ -110,7 +113,7 @@ def test_nothing_that_explains_stops_what_releases(monkeypatch, ends):
     """The store is gone with the rank that is late, or does not answer."""
     machine, going_on = _Machine(monkeypatch), threading.Event()
 
-    def ask(operator, seconds):
+    def ask(seconds):
         if not ends:
             going_on.wait(30)
         raise ConnectionError("the store is gone")
@@ -228,3 +231,32 @@ def test_a_communicator_that_a_graph_keeps_is_left_behind(monkeypatch):
     carrier._backends = [backend]
     carrier.abort()
     backend.abort.assert_called_once()
+
+
+def _waits_for_a_rank_that_waits():
+    """Rank 2 is late; rank 1 waits for it between nodes, and rank 0 for rank 1 within a node: what
+    rank 0's kernel has recorded and its error says, and what rank 0 finds if rank 1 is late.
+    """
+    group = interlace.group_of(dist.new_group())
+    rank, health, found = dist.get_rank(), group.health, None
+    health.trace_by(group.channel.first_late)
+    group.deadline_s = 8.0
+    if rank == 0:
+        context = group.context("gemm_reduce_scatter")
+        fields = health._record_view
+        fields[ctx.RECORD_OPERATOR] = context[ctx.OPERATOR]
+        fields[ctx.RECORD_PEER], fields[ctx.RECORD_WANTED] = 1, 7
+        fields[ctx.RECORD_CODE] = ctx.LATE
+        found = [error_of(group.check) for _ in range(2)]
+    elif rank == 1:
+        found = group.channel.first_not_waiting(group.channel.answer_s)
+    dist.barrier()
+    return found
+
+
+def test_the_rank_that_is_late_first_is_named(ranks):
+    """Not the one between them, whom a kernel of the same node has waited for."""
+    errors, seen_by_rank_1, _ = ranks(3).run(_waits_for_a_rank_that_waits)
+    for kind, _, fields in errors:
+        assert (kind, fields["peer"]) == ("PeerTimeoutError", 2)
+    assert seen_by_rank_1 == 2

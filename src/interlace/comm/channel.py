@@ -15,6 +15,8 @@ from interlace.comm.members import Members, by_rank
 from interlace.comm.rendezvous import ANSWER_S, meet, wait_for_keys
 from interlace.errors import InterlaceError, PeerTimeoutError, RankMismatchError
 
+_LEAST_ANSWER_S, _MOST_ANSWER_S = 2.0, 5.0
+
 
 class HostChannel:
     """Exchange JSON values between all ranks of a group, one numbered exchange after another.
@@ -167,13 +169,33 @@ class HostChannel:
         self._health.lost_store = True
         return self._members.store_rank if self._members.store_rank >= 0 else peer
 
-    def first_not_waiting(self, label: str, answer_s: float) -> int:
+    @property
+    def answer_s(self) -> float:
+        """Return the seconds in which ranks that wait as well give up, too, and say so."""
+        return max(_LEAST_ANSWER_S, min(self.deadline_s / 4, _MOST_ANSWER_S))
+
+    def first_late(self, peer: int) -> int:
+        """Return the rank that was late first, after a kernel has waited for ``peer`` in vain.
+
+        Between nodes a peer of this node may itself wait, for a rank of another node. It gives up
+        at about the same time, and says so; then the rank that does not is the late one.
+        """
+        try:
+            self._store.set(f"waiting/{self.rank}", "")
+            if not wait_for_keys(self._store, [f"waiting/{peer}"], self.answer_s):
+                return peer
+        except Exception:
+            return self._without_store(peer)
+        first = self.first_not_waiting(self.answer_s)
+        return peer if first < 0 else first
+
+    def first_not_waiting(self, answer_s: float) -> int:
         """Return the first rank that does not come here within seconds; -1 if all do.
 
         For ranks that have given up waiting, without knowing for whom: the late rank is not there.
         If the store is gone, it is the rank that had it.
         """
-        keys = [f"waiting/{label}/{rank}" for rank in range(self.world_size)]
+        keys = [f"waiting/{rank}" for rank in range(self.world_size)]
         try:
             self._store.set(keys[self.rank], "")
             wait_for_keys(self._store, keys, answer_s)

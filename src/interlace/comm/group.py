@@ -101,6 +101,8 @@ class Group:
         self.agreement = Agreement(members, self.cache, self.health, self.exchange)
         meet_members(members, self.exchange, store)
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
+        if self.spans_nodes:
+            self.health.trace_by(self.channel.first_late)
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
         self.agreement.compare("joining a group", settings())
         share_profile(members, self.exchange)

@@ -6,6 +6,7 @@ import contextlib
 import numbers
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -95,6 +96,8 @@ class Health:
         self._operators: list[tuple[str, tuple[int, ...]]] = []
         self._contexts: dict[str, torch.Tensor] = {}
         self._interruption, self.lost_store = "", False
+        self._first_late: weakref.WeakMethod[Callable[[int], int]] | None = None
+        self._is_traced = False
         self._explained = threading.Event()
         self._explained.set()
         on_gpu = members.backend == "cuda"
@@ -205,6 +208,12 @@ class Health:
         operator, ranks = self._operators[int(record[ctx.RECORD_OPERATOR])]
         peer = int(record[ctx.RECORD_PEER])
         peer = ranks[peer] if ranks and peer >= 0 else peer
+        if expected and not self._is_traced:
+            self._is_traced = True
+            first = self._trace(peer)
+            if first != peer:
+                self.declare_broken(operator, first, piece + 1)
+                peer, expected, seen = first, 0, 0
         error = PeerTimeoutError(
             operator=operator,
             rank=self._members.rank,
@@ -220,6 +229,16 @@ class Health:
         )
         flight_recorder.add(error)
         raise error
+
+    def trace_by(self, first_late: Callable[[int], int]) -> None:
+        """Find out by a method who was late first, before an error names the rank that a kernel has
+        waited for in vain. It is not kept alive.
+        """
+        self._first_late = weakref.WeakMethod(first_late)
+
+    def _trace(self, peer: int) -> int:
+        first_late = None if self._first_late is None else self._first_late()
+        return peer if first_late is None else first_late(peer)
 
     def lost_store_of(self, peer: int) -> bool:
         """Return whether ``peer`` is named for no other reason than that the store is gone."""
@@ -296,6 +315,7 @@ class Health:
         self._state.zero_()
         self._record.zero_()
         self._interruption, self.lost_store = "", False
+        self._is_traced = False
         self._explained.set()
 
     # Running calls

@@ -25,7 +25,6 @@ from interlace.units import next_power_of_2
 _LOOKS_PER_DEADLINE = 20
 _LONGEST_PAUSE_S = 0.25
 # Time in which ranks that wait, too, say so: their calls may have begun later than this rank's.
-_LEAST_ANSWER_S, _MOST_ANSWER_S = 2.0, 5.0
 _ABORT_S = 0.2  # in which an abort has reached NCCL's kernels
 _RELEASED = 2**31 - 1  # a counter's value that no wait is above
 
@@ -183,8 +182,7 @@ class Watch:
         """Say which rank is late: all others have given up as well, and say so."""
         late = -1
         try:
-            answer_s = max(_LEAST_ANSWER_S, min(self._health.deadline_s / 4, _MOST_ANSWER_S))
-            late = self._channel.first_not_waiting(self.operator, answer_s)
+            late = self._channel.first_not_waiting(self._channel.answer_s)
         finally:
             self._health.explain(late)
 

@@ -174,7 +174,7 @@ def test_a_file_without_a_record_is_refused_and_says_what_it_looks_like(
         (bytes(257) + b"ustar" + LINES, "a tar archive"),
         (LINES.decode().encode("utf-16"), "UTF-16 text"),
     ],
-    ids=str,
+    ids=["gzip", "zip", "tar", "utf-16"],
 )
 def test_other_kinds_of_files_are_refused(tmp_path: Path, content: bytes, kind: str) -> None:
     """Those that are gzip have been packed twice."""

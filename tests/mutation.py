@@ -1,25 +1,25 @@
 """``make mutants``: every mistake of :mod:`tests.mutation_table`, each made in a copy of the tree.
 
-One line says of each whether a test has failed, which is as it must be. The working tree is never
-changed. ``python -m tests.mutation sim/ data/criteo.py`` tries those of some files only.
+A line for each says whether a test has failed, as one must. The working tree is never changed.
+``python -m tests.mutation sim/ data/criteo.py`` tries the mistakes in some files only.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shlex
 import shutil
 import signal
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from tests.mutation_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 600.0
+TIMEOUT_S = 900.0
 """Seconds after which tests count as failed: a mistake may make them wait for ever."""
 
 _PROCESSES = max(1, (os.cpu_count() or 2) // 2)
@@ -29,7 +29,7 @@ _LEFT_OUT = (".*", "build", "dist", "__pycache__", "*.egg-info")
 def main(files: list[str]) -> int:
     """Try the mutants whose file begins as one of ``files``; return 1 if one is not as it must be.
 
-    The tests must all pass on an unchanged copy, or their failures would say nothing.
+    The tests must pass on an unchanged copy first, or their failures would say nothing.
     """
     # What takes longest to import is imported once, before processes are forked.
     import numpy  # noqa: F401
@@ -37,22 +37,20 @@ def main(files: list[str]) -> int:
     import torch  # noqa: F401
 
     chosen = [each for each in MUTANTS if not files or each.file.startswith(tuple(files))]
-    unchanged = [Mutant("", "", "", tests) for tests in sorted({each.tests for each in chosen})]
+    wrong = killed = 0
     with tempfile.TemporaryDirectory(prefix="interlace-mutants-") as folder:
-        failed = [each.tests for each, is_killed in _try_all(unchanged, Path(folder)) if is_killed]
-        if failed:
-            print("These tests fail without a mistake:", *failed, sep="\n  ")
+        tree = Path(folder) / "unchanged"
+        process = _start(None, list(dict.fromkeys(each.tests for each in chosen)), tree)
+        if os.waitpid(process, 0)[1]:
+            print("A test fails without a mistake:", (tree / "log").read_text(errors="replace"))
             return 1
-        wrong = killed = 0
-        for each, is_killed in _try_all(chosen, Path(folder)):
+        for each, outcome in _try_all(chosen, Path(folder)):
+            is_killed = outcome != "SURVIVED"
             killed += is_killed
-            is_right = is_killed == (not each.survives)
-            wrong += not is_right
-            outcome = "killed" if is_killed else f"SURVIVED ({each.survives or 'unexplained'})"
-            print(f"{outcome}: {each.file}: {each.old!r} -> {each.new!r}", flush=True)
-    print(
-        f"{killed} of {len(chosen)} killed.", *([f"{wrong} not as the table says."] * bool(wrong))
-    )
+            wrong += is_killed == bool(each.survives)
+            reason = f" ({each.survives})" if each.survives else ""
+            print(f"{outcome}{reason}: {each.file}: {each.old!r} -> {each.new!r}", flush=True)
+    print(f"{killed} of {len(chosen)} killed, {wrong} not as the table says.")
     return int(wrong > 0)
 
 
@@ -68,17 +66,17 @@ def changed(text: str, mutant: Mutant) -> str:
     return text.replace(mutant.old, mutant.new)
 
 
-def _try_all(mutants: list[Mutant], folder: Path) -> list[tuple[Mutant, bool]]:
-    """Return for each mutant whether a test has failed; several run at the same time."""
-    waiting, outcomes = list(enumerate(mutants))[::-1], dict[int, bool]()
-    running: dict[int, tuple[int, Path, float]] = {}
+def _try_all(mutants: list[Mutant], folder: Path) -> Iterator[tuple[Mutant, str]]:
+    """Yield each mutant and what has become of it; several are tried at the same time."""
+    waiting = mutants[::-1]
+    running: dict[int, tuple[Mutant, Path, float]] = {}
     while waiting or running:
         while waiting and len(running) < _PROCESSES:
-            number, mutant = waiting.pop()
-            tree = Path(tempfile.mkdtemp(dir=folder))
-            running[_start(mutant, tree)] = number, tree, time.monotonic() + TIMEOUT_S
+            mutant, tree = waiting.pop(), folder / str(len(waiting))
+            process = _start(mutant, [mutant.tests], tree)
+            running[process] = mutant, tree, time.monotonic() + TIMEOUT_S
         time.sleep(0.1)
-        for process, (number, tree, until) in list(running.items()):
+        for process, (mutant, tree, until) in list(running.items()):
             is_late = time.monotonic() > until
             if is_late:
                 os.killpg(process, signal.SIGKILL)
@@ -92,16 +90,18 @@ def _try_all(mutants: list[Mutant], folder: Path) -> list[tuple[Mutant, bool]]:
             code = os.waitstatus_to_exitcode(status)
             if not is_late and code not in (0, 1):
                 log = (tree / "log").read_text(errors="replace")
-                raise SystemExit(f"{mutants[number]} must run its tests; got {code}:\n{log}")
-            outcomes[number] = is_late or code == 1
+                raise SystemExit(f"{mutant} must run its tests; pytest ended with {code}:\n{log}")
             shutil.rmtree(tree, ignore_errors=True)
-    return [(mutant, outcomes[number]) for number, mutant in enumerate(mutants)]
+            yield (
+                mutant,
+                "killed by the time limit" if is_late else "killed" if code else "SURVIVED",
+            )
 
 
-def _start(mutant: Mutant, tree: Path) -> int:
-    """Make the mistake in a copy of the tree, and start its tests; return the process."""
-    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*_LEFT_OUT), dirs_exist_ok=True)
-    if mutant.file:
+def _start(mutant: Mutant | None, tests: list[str], tree: Path) -> int:
+    """Make a mistake, or none, in a copy of the tree, and start tests there; return the process."""
+    shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*_LEFT_OUT))
+    if mutant is not None:
         file = tree / "src" / "interlace" / mutant.file
         file.write_text(changed(file.read_text(encoding="utf-8"), mutant), encoding="utf-8")
     process = os.fork()
@@ -126,8 +126,7 @@ def _start(mutant: Mutant, tree: Path) -> int:
     import pytest
 
     options = ["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
-    words = [f"tests/{word}" if ".py" in word else word for word in shlex.split(mutant.tests)]
-    code = pytest.main([*options, *words])
+    code = pytest.main([*options, *(f"tests/{test}" for test in tests)])
     sys.stdout.flush()
     os._exit(code)
 

@@ -77,6 +77,11 @@ def test_draws_come_again_and_are_what_models_have() -> None:
             assert draw.rows % 2 == 0
     odd = sum(draw.rows % 2 for draw in found if draw.pattern == ("gemm", "all_reduce"))
     assert 0.2 < odd / 100 < 0.5, "a third of the numbers of tokens"
+    # On one rank no row is added: every token goes to as many experts as the model says.
+    chosen = {model.name: model.top_k for model in models()}
+    experts = [draw for draw in itertools.islice(draws(7, 1), 100) if draw.layer == "experts"]
+    assert experts
+    assert all(draw.rows % chosen[draw.model] == 0 for draw in experts)
 
 
 def _result(operator: str, auto: str, **times: float) -> dict[str, Any]:

@@ -170,6 +170,9 @@ def worker():
     # block 1
     optimizer = torch.optim.SGD(model.parameters())
     # block 2
+    scaler = torch.amp.GradScaler("cpu")
+    loss = down(up(x)[:, :32]).sum()
+    # block 3
 """,
         ranks=1,
         smaller={"4096": "32", "28672": "64", "14336": "32"},

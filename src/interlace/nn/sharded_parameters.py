@@ -107,14 +107,24 @@ class _Parameter:
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient. It is marked when it is read, so however it came here."""
-        grad: torch.Tensor | None = _GRAD.__get__(self)
-        if grad is not None and not isinstance(grad, _Gradient):
+        grad: Any = _GRAD.__get__(self)
+        if grad is None or isinstance(grad, _Gradient):
+            pass
+        elif type(grad) is torch.Tensor and grad.layout == torch.strided and not grad.requires_grad:
+            # Marked is a tensor of the same memory. Autograd adds to the plain one, also under fake
+            # tensors, which know no other class.
+            original, grad = grad, grad.detach()
             _become(grad, _Gradient, self.sharing, torch.Tensor)
-        return grad
+            grad.original = original
+        else:
+            _become(grad, _Gradient, self.sharing, torch.Tensor)
+        marked: torch.Tensor | None = grad
+        return marked
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        _GRAD.__set__(self, value)
+        original = value.original if isinstance(value, _Gradient) else None
+        _GRAD.__set__(self, value if original is None else original)
 
     @grad.deleter
     def grad(self) -> None:
@@ -158,9 +168,14 @@ class _Exchanged:
 
 
 class _Gradient(_Exchanged):
-    """A gradient of a part."""
+    """A gradient of a part.
+
+    Attributes:
+        original: the tensor of the same memory that autograd knows; None if it is this one.
+    """
 
     __slots__ = ()
+    original: torch.Tensor | None = None
 
     @classmethod
     def _call(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -172,15 +187,20 @@ class _Gradient(_Exchanged):
             return _check_and_unscale(*args, **kwargs)
         if func is torch._foreach_mul_:
             return _foreach_mul(*args, **kwargs)
+        if func == _SET_DATA and args[0].original is not None:
+            args[0].original.data = args[1]
         result = func(*args, **kwargs)
         if func in _SAME_GRADIENT:
             _become(result, _Gradient, args[0].sharing, torch.Tensor)
         return result
 
 
+_DATA: Any = torch.Tensor.data
+_SET_DATA = _DATA.__set__
+
 _SAME_GRADIENT = {
     torch.Tensor.detach,
-    torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+    _DATA.__get__,
     torch.Tensor.to,
     torch.Tensor.float,
     torch.Tensor.coalesce,

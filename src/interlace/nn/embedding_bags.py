@@ -395,13 +395,13 @@ def permuted(features: Any, order: list[int]) -> Any:
     """
     result = features.permute(order)
     before, after = features.weights_or_none(), result.weights_or_none()
-    if torch.is_grad_enabled() and before is not None and before.requires_grad:
-        if not after.requires_grad:
-            raise ArgumentError(
-                "ShardedEmbeddingBags: weights of a KeyedJaggedTensor that require a gradient must "
-                f"come in the order of the tables; got keys {list(features.keys())}, and its "
-                "method permute gives weights no gradient. Make it with the tables' keys."
-            )
+    is_learned = torch.is_grad_enabled() and before is not None and before.requires_grad
+    if is_learned and not after.requires_grad:
+        raise ArgumentError(
+            "ShardedEmbeddingBags: weights of a KeyedJaggedTensor that require a gradient must "
+            f"come in the order of the tables; got keys {list(features.keys())}, and its method "
+            "permute gives weights no gradient. Make it with the tables' keys."
+        )
     return result
 
 

@@ -82,7 +82,7 @@ class ShardParameters(ShardHolder):
             # of different tables and blocks apart.
             generator.manual_seed(((seed * 1_000_003 + table) * 1_000_003 + number) % (1 << 63))
             rows = min(block, config.rows - start)
-            # In float32, whatever torch's default dtype is, so that the weights do not depend on it.
+            # In float32, so that weights do not depend on the default dtype.
             full = torch.empty(rows, config.width, dtype=torch.float32, device=weight.device)
             full.uniform_(-bound, bound, generator=generator)
             weight[start : start + rows] = full[:, self.shard.start : self.shard.stop].to(

@@ -10,9 +10,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import interlace
-from interlace.compile import Finding, InductorPass, Report, choice, explain, installed, recording
+from interlace.compile import (
+    Finding,
+    InductorPass,
+    Report,
+    choice,
+    eager_backend,
+    explain,
+    foreign,
+    foreign_norms,
+    installed,
+    recording,
+)
 from tests.compile.models import WIDTH, Experts, parallel_block
 from tests.compile.programs import K, N, all_reduce, tensors
 
@@ -199,8 +216,9 @@ def test_the_pass_can_be_installed_for_the_whole_process(ranks: Any) -> None:
 
 
 def _identities() -> list[Any]:
-    """Of the pass: on its own, after one that can be told apart, after one that cannot; and with a
-    group more, and one that only rank 0 is a member of.
+    """Of the pass: on its own, after one that can be told apart, after one that cannot; with a
+    group more, and one that only rank 0 is a member of; with that group on two nodes; with another
+    program's norm, and with its collective.
     """
 
     class Other(InductorPass):
@@ -208,16 +226,69 @@ def _identities() -> list[Any]:
             return "other"
 
     ids = [InductorPass().uuid(), InductorPass(Other()).uuid(), InductorPass(lambda _: None).uuid()]
-    dist.new_group([0, 1])
+    both = dist.new_group([0, 1])
     dist.new_group([0])
+    ids.append(InductorPass().uuid())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("INTERLACE_NODES", "2")
+        interlace.group_of(both)
+    ids.append(InductorPass().uuid())
+    foreign_norms.register(foreign_norms.ForeignNorm("tests::norm", has_residual=False))
+    ids.append(InductorPass().uuid())
+    for collective in ("all_reduce", "all_gather"):
+        foreign.register(foreign.Foreign("tests::sum", collective, lambda _: both))
+        ids.append(InductorPass().uuid())
+    foreign.unregister("tests::sum")
+    foreign_norms.unregister("tests::norm")
     return [*ids, InductorPass().uuid()]
 
 
 def test_inductor_caches_by_what_decides(ranks: Any) -> None:
-    for alone, after_other, after_unknown, with_more_groups in ranks(2).run(_identities):
+    for alone, after_other, after_unknown, *others in ranks(2).run(_identities):
         assert after_other == ("other", alone)
         assert after_unknown is None
-        assert with_more_groups != alone
+        assert len({alone, *others}) == len(others), "the last one is the second one again"
+        assert others[-1] == others[1]
+
+
+class _Uneven(nn.Module):
+    """Seven hidden columns, of which two ranks have four and three."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 7, bias=False), nn.Linear(7, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def _with_uneven_shards() -> tuple[float, list[str | None], bool]:
+    """The error, the operators, and whether the pass says so to Inductor's cache."""
+    torch.manual_seed(0)
+    model, x = _Uneven(), torch.randn(6, 8)
+    expected = model(x)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
+    parallelize_module(model, mesh, plan)
+    torch.compiler.reset()
+    keys = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        keys.append(InductorPass().uuid())
+        return eager_backend(graph, inputs)
+
+    with recording() as findings:
+        y = torch.compile(model, backend=backend)(x)
+    error = float((y - expected).norm() / expected.norm())
+    return error, [each.operator for each in findings], keys[0] != InductorPass().uuid()
+
+
+def test_ranks_with_uneven_shards_decide_alike(ranks: Any) -> None:
+    """Rows of the second weight begin at multiples of 16 bytes on the first rank alone."""
+    for error, found, is_in_the_key in ranks(2).run(_with_uneven_shards):
+        assert error < 1e-6
+        assert set(found) == {None}
+        assert is_in_the_key
 
 
 def test_passes_that_were_there_run_first() -> None:

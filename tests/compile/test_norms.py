@@ -70,7 +70,7 @@ CASTS: dict[str, tuple[Program, bool]] = {
     "used as it is, too": (lambda y, s: float8(y, s.abs() / 100).float() + y, False),
     "without saturation": (lambda y, s: (y / s.abs()).to(torch.float8_e4m3fn).float(), False),
     "without a scale": (lambda y, _: y.clamp(-448, 448).to(torch.float8_e4m3fn).float(), False),
-    "a tighter clamp before": (lambda y, s: float8((y / s).clamp(-4, 4), s), False),
+    "a tighter clamp before": (lambda y, s: float8((y / s).clamp(-4, 4), s).float(), False),
     "a tighter clamp of the quotient": (
         lambda y, s: (y / s).clamp(-4, 4).clamp(-448, 448).to(torch.float8_e4m3fn).float(),
         False,

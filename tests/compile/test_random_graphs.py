@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -32,7 +31,7 @@ Values = list[torch.Tensor]
 
 def _copied(values: Values, draw: random.Random) -> torch.Tensor:
     """A copy of a value in memory that the program makes."""
-    source = draw.choice(values)
+    source = draw.choice(values[-2:])
     kept = torch.empty_like(source)
     kept.copy_(source)
     return kept
@@ -79,6 +78,7 @@ def _step(values: Values, weights: Values, draw: random.Random) -> torch.Tensor:
         # A weight that is computed from values: of a product that comes before, maybe.
         lambda: draw.choice(values) @ torch.cat([draw.choice(values)] * 2)[:WIDTH].t(),
         lambda: _copied(values, draw),
+        lambda: _copied(values, draw),
         lambda: _in_place(values, draw),
         lambda: _written(values, draw),
         lambda: _twice(values, draw),
@@ -93,11 +93,9 @@ def _step(values: Values, weights: Values, draw: random.Random) -> torch.Tensor:
 def _program(seed: int, x: torch.Tensor, *weights: torch.Tensor) -> Values:
     draw = random.Random(seed)
     values = [x.clone()]
-    for _ in range(8):
-        values.append(_step(values, list(weights), draw) / 4)
-        if draw.random() < 0.4:  # the value itself as well, not divided
-            values.append(_step(values, list(weights), draw))
-    return draw.choices(values, k=4)
+    for _ in range(9):
+        values.append(_step(values, list(weights), draw))
+    return draw.sample(values[1:], k=5)
 
 
 def _after_writes(results: Values) -> Values:
@@ -113,7 +111,7 @@ def _checked(seeds: range) -> dict[int, tuple[list[str], float]]:
     for seed in seeds:
         dtype = torch.bfloat16 if seed % 2 else torch.float32
         x, *weights = tensors((ROWS, WIDTH), *[(WIDTH, WIDTH)] * 3, dtype=dtype)
-        arguments = [x, *(weight / 4 for weight in weights)]
+        arguments = [x, *(weight / 8 for weight in weights)]
 
         def program(*arguments: torch.Tensor, seed: int = seed) -> Values:
             return _program(seed, *arguments)
@@ -121,9 +119,10 @@ def _checked(seeds: range) -> dict[int, tuple[list[str], float]]:
         functional = torch.func.functionalize(program, remove="mutations")
         module: GraphModule = make_fx(functional, tracing_mode="fake")(*arguments)
         module.graph.eliminate_dead_code()
+        expected = _after_writes(module(*arguments))
         fuse(module.graph)
         module.recompile()
-        expected, found = (_after_writes(run(*arguments)) for run in (program, module))
+        found = _after_writes(module(*arguments))
         errors = [
             float((a.double() - b.double()).norm() / (b.double().norm() + 1e-9))
             for a, b in zip(found, expected, strict=True)
@@ -132,9 +131,8 @@ def _checked(seeds: range) -> dict[int, tuple[list[str], float]]:
     return outcomes
 
 
-@pytest.mark.parametrize("seeds", [range(40)])
-def test_random_graphs(ranks: Any, seeds: range) -> None:
-    for outcomes in ranks(2).run(_checked, seeds):
+def test_random_graphs(ranks: Any) -> None:
+    for outcomes in ranks(2).run(_checked, range(24)):
         wrong = {
             seed: error
             for seed, (_, error) in outcomes.items()

@@ -20,6 +20,7 @@ from interlace.compile import foreign, foreign_norms
 from interlace.compile.choice import nodes_of, ranks_of_a_node, require_common_profile
 from interlace.compile.findings import LeftAlone
 from interlace.compile.rewrite import fuse
+from interlace.compile.shards import uneven_groups
 from interlace.gemm import invariance
 from interlace.registry import operators
 
@@ -256,6 +257,7 @@ def _fingerprint() -> str:
         interpreting(),
         ranks_of_a_node(device),
         _groups(device),
+        uneven_groups(),
         foreign.registered(),
         foreign_norms.registered(),
         # Another package may add operators, and implementations to one.

@@ -16,6 +16,7 @@ from interlace.comm.interpreter import interpreting
 from interlace.comm.nodes import declared_ranks_per_node
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
+from interlace.compile.shards import uneven_groups
 from interlace.errors import GroupError
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchOperator
@@ -88,6 +89,8 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
         raise LeftAlone(f"its group {group_name!r} is not known in this process") from error
     if len(ranks) == 1:
         raise LeftAlone("its group has one rank, which has nothing to send")
+    if group_name in uneven_groups():
+        raise LeftAlone("a tensor is sharded unevenly over its group, and shapes differ by rank")
     if len(ranks) > MAX_RANKS and nodes_of(group_name, device) == 1:
         raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
     return len(ranks)

@@ -372,3 +372,28 @@ def test_asynchronous_tensor_parallelism_without_memory_on_one_rank(ranks):
         assert (result, kind, calls, again) == (None, "WorkspaceError", 0, [True, True])
         assert "must have 352 bytes of GPU memory on every rank" in message
         assert asked == [352] * 3, "not asked again once all ranks have had it"
+
+
+def _without_a_workspace():
+    """A rank has no memory for the kernel: sums by ``"auto"``, and how often the kernel was tried;
+    what comes of it by its name.
+    """
+    process_group, tries = dist.new_group(), []
+    x, w = torch.ones(64, 8), torch.ones(16, 8)
+    fused = operator_named("gemm_reduce_scatter").implementation("fused")
+
+    def no_memory(call):
+        tries.append(call)
+        raise interlace.WorkspaceError("a rank has no memory")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(fused.__dict__, "run", no_memory)
+        sums = [interlace.gemm_reduce_scatter(x, w, group=process_group).sum() for _ in range(2)]
+        tried = len(tries)
+        error = error_of(interlace.gemm_reduce_scatter, x, w, group=process_group, impl="fused")
+    return [float(each) for each in sums], tried, error[0]
+
+
+def test_another_implementation_runs_where_a_rank_has_no_memory_for_the_fastest(ranks):
+    found = ranks(2).run(_without_a_workspace)
+    assert found == [([32 * 16 * 2 * 8.0] * 2, 1, "WorkspaceError")] * 2

@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import Group, group_named, ranges
 from interlace.costs.registry import OPERATOR_COSTS
-from interlace.errors import ArgumentError, InterlaceError
+from interlace.errors import ArgumentError, InterlaceError, WorkspaceError
 from interlace.gemm import autotune
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
@@ -122,8 +122,26 @@ def run(
         _measure(call, decision)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
-    results = (_run(implementation, call) for implementation in decision.implementations)
+    results = (_run_if_memory(each, call, decision) for each in decision.implementations)
     return next(result for result in results if result is not None)
+
+
+def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:
+    """Run one implementation; return None, and do without it from here on, if a rank has no memory
+    for it and another one may run.
+
+    Outside of captures, a :class:`WorkspaceError` is raised on all ranks alike, and before the
+    first launch.
+    """
+    try:
+        return _run(implementation, call)
+    except WorkspaceError:
+        others = tuple(each for each in decision.implementations if each is not implementation)
+        may_fall_back = others and not call.is_explicit and not call.group.broken
+        if not may_fall_back or call.group.capture_id() is not None:
+            raise
+        decision.implementations = others
+        return None
 
 
 def _run(implementation: Implementation, call: GemmCall) -> Any:

@@ -119,8 +119,8 @@ FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = 
         ["gemm_all_reduce"],
     ),
     "all-reduces added, of which a graph keeps one": (
-        lambda x, v, w, u: (lambda sent: (all_reduce(x @ w.t()) + wait(sent), sent))(
-            c10d.all_reduce(v @ u, "sum", group())
+        lambda x, v, w, u: (lambda sent, total: (all_reduce(x @ w.t()) + total, sent))(
+            *(lambda sent: (sent, wait(sent)))(c10d.all_reduce(v @ u, "sum", group()))
         ),
         [(M, K), (M, 4), (N, K), (4, N)],
         ["gemm_all_reduce", "gemm_all_reduce"],

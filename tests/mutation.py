@@ -19,7 +19,7 @@ from pathlib import Path
 from tests.mutation_table import MUTANTS, Mutant
 
 ROOT = Path(__file__).parents[1]
-TIMEOUT_S = 900.0
+TIMEOUT_S = 600.0
 """Seconds after which tests count as failed: a mistake may make them wait for ever."""
 
 _PROCESSES = max(1, (os.cpu_count() or 2) // 2)

@@ -102,10 +102,10 @@ MUTANTS = [
         "comm/test_descriptors.py::test_strangers_hold_up_nobody",
     ),
     Mutant(
-        "comm/descriptors.py",
-        "return int(rank) if rank in self._peers else None",
-        "return int(rank)",
-        "comm/test_descriptors.py",
+        "comm/nodes.py",
+        "map(order.index, first_ranks)",
+        "first_ranks",
+        "nodes/test_groups.py::test_nodes_are_numbered_in_the_order_of_ranks",
     ),
     # compile
     Mutant(
@@ -124,7 +124,7 @@ MUTANTS = [
         "compile/sums.py",
         'if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:',
         "if len(set(waits)) < 2:",
-        "compile/test_patterns.py",
+        "compile/test_patterns.py::test_pairs_become_operators_with_the_same_results",
     ),
     # costs
     Mutant(

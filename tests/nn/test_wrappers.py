@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -165,6 +166,17 @@ def _utilities() -> dict[str, Any]:
     file.seek(0)
     saved = torch.load(file, weights_only=True)
     facts["saved"] = [type(value) for value in saved] == [nn.Parameter, torch.Tensor]
+
+    # A compiled total counts all ranks, and fake tensors are added to gradients that were marked.
+    def total() -> torch.Tensor:
+        return get_total_norm([parameter.grad for parameter in model.parameters()])
+
+    facts["compiled"] = float(total()), float(torch.compile(total, backend="eager")())
+    model.zero_grad()
+    model(x).square().sum().backward()
+    total()
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        model(mode.from_tensor(x)).square().sum().backward()
     # Parameters and gradients that take the place of others are shards, too.
     model = copy.deepcopy(model).to_empty(device="cpu")
     state = _Model().state_dict()
@@ -201,6 +213,7 @@ def test_utilities_see_all_ranks_shards(ranks: Any) -> None:
     for fact in facts:
         assert fact["states"]
         assert fact["saved"]
+        assert fact["compiled"][0] == fact["compiled"][1] == facts[0]["compiled"][0]
         assert fact["replaced"][0] == pytest.approx(fact["replaced"][1], rel=1e-6)
         assert fact["frozen"] == facts[0]["frozen"]
         assert fact["not finite"]

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._guards import TracingContext
 from torch.utils import _foreach_utils
 from torch.utils import _pytree as pytree
 
@@ -98,36 +99,52 @@ class _Among(type(nn.Parameter)):  # type: ignore[misc]
 _GRAD: Any = torch.Tensor.grad
 
 
-class _Parameter:
-    """A part of a parameter, as this rank holds it."""
+def _mark_itself(parameter: Any) -> None:
+    """Mark the gradient that autograd knows of a part."""
+    _become(_GRAD.__get__(parameter), _Gradient, parameter.sharing, torch.Tensor)
 
-    __slots__ = ()
+
+class _Parameter:
+    """A part of a parameter, as this rank holds it.
+
+    Attributes:
+        last: what ``grad`` gave last, while it is a tensor of the same memory.
+    """
+
     sharing: Sharing
+    last: _Gradient | None = None
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The gradient. It is marked when it is read, so however it came here."""
         grad: Any = _GRAD.__get__(self)
-        if grad is None or isinstance(grad, _Gradient):
-            pass
-        elif type(grad) is torch.Tensor and grad.layout == torch.strided and not grad.requires_grad:
-            # Marked is a tensor of the same memory. Autograd adds to the plain one, also under fake
-            # tensors, which know no other class.
-            original, grad = grad, grad.detach()
-            _become(grad, _Gradient, self.sharing, torch.Tensor)
-            grad.original = original
-        else:
-            _become(grad, _Gradient, self.sharing, torch.Tensor)
-        marked: torch.Tensor | None = grad
-        return marked
+        if grad is not None and not isinstance(grad, _Gradient):
+            if type(grad) is not torch.Tensor or grad.is_sparse or grad.requires_grad:
+                _become(grad, _Gradient, self.sharing, torch.Tensor)
+            elif TracingContext.try_get() is not None:
+                # Dynamo's guards see the gradient that autograd knows, in later steps, too.
+                _mark_itself(self)
+                self.register_post_accumulate_grad_hook(_mark_itself)  # type: ignore[attr-defined]
+            else:
+                # Marked is a tensor of the same memory. Autograd adds to the plain one, also under
+                # fake tensors, which know no other class.
+                if self.last is None or self.last.original is not grad:
+                    last: Any = grad.detach()
+                    _become(last, _Gradient, self.sharing, torch.Tensor)
+                    last.original, self.last = grad, last
+                grad = self.last
+        result: torch.Tensor | None = grad
+        return result
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
+        self.last = None
         original = value.original if isinstance(value, _Gradient) else None
         _GRAD.__set__(self, value if original is None else original)
 
     @grad.deleter
     def grad(self) -> None:
+        self.last = None
         _GRAD.__delete__(self)
 
     def _unmarked(self: Any) -> nn.Parameter:

@@ -14,6 +14,7 @@ from interlace.gemm.choice import Choice
 from interlace.gemm.implementations import remote_stores
 from interlace.gemm.launch import describe_own
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
+from interlace.gemm.splits import balanced
 from interlace.registry import operator_named
 
 OPERATORS = ["all_gather_gemm", "gemm_all_reduce", "gemm_all_to_all", "gemm_reduce_scatter"]
@@ -22,6 +23,11 @@ f8, f32, f64, bf16 = torch.float8_e4m3fn, torch.float32, torch.float64, torch.bf
 
 def _t(*shape, dtype=f32, device="cpu"):
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(0, 3), (2, 3), (7, 3), (8, 4)])
+def test_rows_are_shared_out_as_by_torch(rows, ranks):
+    assert balanced(rows, ranks) == [len(part) for part in torch.empty(rows).tensor_split(ranks)]
 
 
 ONE = {"x_scale": torch.ones(1), "w_scale": torch.ones(1)}

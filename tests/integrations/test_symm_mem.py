@@ -72,7 +72,7 @@ def _compare(
         )
         difference = (ours.float() - theirs.float()).abs().max()
         error = max(error, float(difference / theirs.float().abs().max()))
-    left = [reason for _, reason in symm_mem.calls.left]
+    left = [reason for _, reason in symm_mem.calls.left.elements()]
     return symm_mem.calls.taken.total(), left, error
 
 

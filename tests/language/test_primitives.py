@@ -373,7 +373,10 @@ def test_two_values_in_a_word_are_rounded_alike_on_every_rank(ranks, world_size,
 
 
 def test_what_half_precision_and_non_numbers_become_in_pairs(ranks):
-    """Halves pass exactly, subnormal ones too, and infinities and NaNs of any payload are kept."""
+    """Halves pass exactly, subnormal ones too, and infinities and NaNs of any payload are kept.
+
+    Of two values that are equally near, the even one is taken.
+    """
     tiny, huge = torch.finfo(torch.float16).smallest_normal / 1024, torch.finfo(torch.bfloat16).max
     exact = torch.tensor(
         [[1 + 2**-10, -tiny], [huge, -huge], [float("inf"), float("-inf")], [0.0, 65504.0]]
@@ -381,10 +384,12 @@ def test_what_half_precision_and_non_numbers_become_in_pairs(ranks):
     nans = torch.tensor([[0x7FFFFFFF, 0x7F800001], [-1, 0x7FC00000]], dtype=torch.int32).view(
         torch.float32
     )
-    values = torch.cat([exact, nans, torch.ones(2, 2)])
+    ties = torch.tensor([[1 + 2**-12, 1 + 3 * 2**-12], [-1 - 2**-12, -1 - 3 * 2**-12]])
+    values = torch.cat([exact, nans, ties])
     for _, alone in ranks(2).run(_pairs, values.expand(2, BLOCK, 2), False):
         assert torch.equal(alone[:4], exact)
         assert alone[4:6].isnan().all()
+        assert alone[6:].tolist() == [[1, 1 + 2**-10], [-1, -1 - 2**-10]]
 
 
 def _four_puts(order, fence, epochs):

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import interlace
 from interlace.language import primitives
 from interlace.mapped import empty_rotating
+from interlace.mapped.layout import stride_of_rows
 from tests.errors import error_of
 
 
@@ -418,6 +419,14 @@ def test_wrong_arguments_of_fuse(ranks: Any) -> None:
     ]
     expected = [*(("ArgumentError", message) for message in messages), [[6.0] * 6] * 2]
     assert ranks(2).run(_wrongly_fused) == [expected] * 2
+
+
+@pytest.mark.parametrize(("rows", "columns", "itemsize"), [(1, 5, 4), (2, 600, 4), (6, 1000, 2)])
+def test_rows_fill_whole_pieces(rows: int, columns: int, itemsize: int) -> None:
+    stride = stride_of_rows(rows, columns, itemsize, 4096)
+    assert stride is not None
+    assert stride >= columns
+    assert rows * stride * itemsize % 4096 == 0
 
 
 def _too_much_padding() -> tuple[str, str]:

@@ -70,6 +70,7 @@ def test_what_is_faster_than_the_pair():
 def test_a_size_between_takes_the_nearer_entry():
     assert nearest(tokens=3).config == nearest(tokens=4).config  # log2(4/3) < log2(3/2)
     assert "tokens 8" in nearest(tokens=7).reason
+    assert [nearest(tokens=tokens).is_exact for tokens in (4, 7, 8)] == [True, False, True]
 
 
 def test_a_configuration_for_one_token_is_none_for_several():

@@ -66,6 +66,12 @@ def test_shift_and_difference_are_inverse(topology: Topology) -> None:
             assert topology.shift(b, topology.difference(a, b)) == a
 
 
+def test_a_torus_is_cut_across_its_longest_even_dimension() -> None:
+    """Every ring of four links is cut twice: there are two of them, or three."""
+    assert Torus((4, 2), 1e9, 10).bisection_bytes_per_s() == 2 * 2 * 1e9
+    assert Torus((4, 3), 1e9, 10).bisection_bytes_per_s() == 2 * 3 * 1e9
+
+
 def test_torus_goes_dimension_by_dimension_the_shorter_way() -> None:
     torus = Torus((4, 4), 1e9, 10)
     names = [torus.classes[index].name for index, _ in torus.path(0, 4 * 3 + 1)]

@@ -54,7 +54,12 @@ def _multiply(rows):
 
 
 def _alive(pid):
-    return os.path.exists(f"/proc/{pid}")
+    """Whether a process runs. One that has ended may stay until its parent has asked for it."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 @pytest.mark.usefixtures("quick_launches")

@@ -269,6 +269,7 @@ def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, o
 
     monkeypatch.setattr(type(declaration), "choose", choose)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     text = interlace.explain(operator, _t(rows, 8), _t(5, 8), **options)
     expected = (

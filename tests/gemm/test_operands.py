@@ -9,6 +9,7 @@ import torch
 
 import interlace
 from interlace import ArgumentError, BackendError, GemmReduceScatterConfig
+from interlace.comm import process_groups
 from interlace.comm.kernels import describe_matrix
 from interlace.gemm.choice import Choice
 from interlace.gemm.implementations import remote_stores
@@ -270,6 +271,8 @@ def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, o
     monkeypatch.setattr(type(declaration), "choose", choose)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda group: 0)
+    # That there was a group is forgotten with it.
+    monkeypatch.setattr(process_groups, "_ranks_before", None)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda group: 2)
     text = interlace.explain(operator, _t(rows, 8), _t(5, 8), **options)
     expected = (

@@ -167,16 +167,14 @@ def _utilities() -> dict[str, Any]:
     saved = torch.load(file, weights_only=True)
     facts["saved"] = [type(value) for value in saved] == [nn.Parameter, torch.Tensor]
 
-    # A compiled total counts all ranks, and fake tensors are added to gradients that were marked.
+    # Fake tensors are added to gradients that were marked, and a compiled total counts all ranks.
     def total() -> torch.Tensor:
         return get_total_norm([parameter.grad for parameter in model.parameters()])
 
-    facts["compiled"] = float(total()), float(torch.compile(total, backend="eager")())
-    model.zero_grad()
-    model(x).square().sum().backward()
-    total()
+    norm = float(total())
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         model(mode.from_tensor(x)).square().sum().backward()
+    facts["compiled"] = norm, float(torch.compile(total, backend="eager")())
     # Parameters and gradients that take the place of others are shards, too.
     model = copy.deepcopy(model).to_empty(device="cpu")
     state = _Model().state_dict()

@@ -417,7 +417,7 @@ def _products(more=None):
         "ctx": "*i64",
         **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
     }
-    tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True, precision="ieee")
+    tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True)
     sending = Sending(2, tl.bfloat16, align=8, tile_stores=True, interleave=8, in_rank_order=False)
     plain = {"TILING": tiling, "SENDING": sending} | (more or {})
     unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
@@ -458,7 +458,7 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
     tiling = Tiling(
         block_n=block_n, block_b=block_b, block_k=block_k, even=even, even_k=even,
         word_values=values,
-        precision="ieee", round_parts=values == 2,
+        round_parts=values == 2,
     )  # fmt: skip
     return _TYPES | tensors, {"TILING": tiling} | constants
 
@@ -521,10 +521,8 @@ def _multiply_few_rows():
     sizes = ("M", "K", "first_1", "first_2", "x_stride")
     each = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
     types = dict.fromkeys((*sizes, *each), "i32")
-    described = Tiling(64, 16, 64, 1, descriptors=True, w_along_k=True, precision="ieee")
-    one_row = gemv.Tiling(
-        4, 1, 512, even=True, even_k=False, word_values=1, precision="ieee", round_parts=False
-    )
+    described = Tiling(64, 16, 64, 1, descriptors=True, w_along_k=True)
+    one_row = gemv.Tiling(4, 1, 512, even=True, even_k=False, word_values=1, round_parts=False)
     for dtype, weights, has_bias, first, tiling in (
         ("bf16", 3, False, "w", described),
         ("fp16", 3, True, "w", described._replace(descriptors=False)),
@@ -661,7 +659,7 @@ def _mixture_of_experts_products(kernel):
             "EVEN": forward,
             "HALVES": halves,
             "FORM": _swiglu(),
-            "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward, precision="ieee"),
+            "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward),
             "num_warps": 8,
         }
         absent = ("scales", "met", "bias") if forward else ("grants", "kept", "bias")
@@ -686,7 +684,7 @@ def _mixture_of_experts_products(kernel):
         "EVEN": False,
         "HALVES": forward,
         "FORM": _swiglu(),
-        "TILING": Tiling(32, 32, 16, 8, False, w_along_k=forward, precision="ieee"),
+        "TILING": Tiling(32, 32, 16, 8, False, w_along_k=forward),
         "a_tiles": None,
     }
     if kernel == "dispatch_grouped_gemm":
@@ -730,7 +728,7 @@ def _mixture_of_experts_decoding():
             "DTYPE": dtype,
             "SHARES": Shares(programs=64, columns=1024, top_k=3, align=align, slots=2048),
             "FFN_ALIGN": align,
-            "TILING": Tiling(*tile, 1, False, w_along_k=along_k, precision="ieee"),
+            "TILING": Tiling(*tile, 1, False, w_along_k=along_k),
             "TAIL": tail,
             "EVEN": align == 8,
             "HALVES": halves,

@@ -142,6 +142,42 @@ def test_conversion_is_triton_s(kind: Any) -> None:
         assert [outcome(value) for value in values] == expected
 
 
+@pytest.mark.parametrize(
+    ("dtype", "stored_as", "name"),
+    [
+        (torch.float32, np.float32, tl.float32),
+        (torch.float16, np.float16, tl.float16),
+        (torch.bfloat16, np.uint16, tl.bfloat16),
+        (torch.float8_e4m3fn, np.uint8, tl.float8e4nv),
+    ],
+)
+@pytest.mark.parametrize(
+    ("m", "k", "n"), [(16, 16, 16), (64, 64, 64), (128, 32, 16), (16, 128, 256), (1, 32, 16)]
+)
+def test_products_add_up_in_the_order_of_k(
+    dtype: torch.dtype, stored_as: Any, name: Any, m: int, k: int, n: int
+) -> None:
+    builder = interpreter.interpreter_builder
+    dot = shortcuts._dot_in_order(interpreter.InterpreterBuilder.create_dot)
+    torch.manual_seed(0)
+    left, right = torch.randn(m, k).to(dtype), torch.randn(k, n).to(dtype)
+    start = torch.randn(m, n)
+    a, b = (each.view(torch.uint8).numpy().view(stored_as) for each in (left, right))
+    wanted = torch.zeros(m, n)
+    for step in range(k):
+        wanted += left[:, step, None].float() * right[step].float()
+    for order in ("C", "F"):
+        found = dot(
+            builder,
+            interpreter.TensorHandle(np.asarray(a, order=order), name),
+            interpreter.TensorHandle(np.asarray(b, order=order), name),
+            interpreter.TensorHandle(start.numpy(), tl.float32),
+            None,
+            0,
+        )
+        assert torch.equal(torch.from_numpy(found.data), wanted + start)
+
+
 @triton.jit
 def _add_one(x, y):
     tl.store(y, tl.load(x) + 1)
@@ -157,7 +193,7 @@ def _of_triton() -> tuple[Any, ...]:
     builder = interpreter.interpreter_builder
     return (
         core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype,
-        interpreter._patch_lang, builder.options,
+        interpreter._patch_lang, builder.options, interpreter.InterpreterBuilder.create_dot,
         interpreter._patch_attr, semantic.TritonSemantic.binary_op_type_checking_impl,
         semantic.TritonSemantic.broadcast_impl_value, semantic.TritonSemantic.cast, tl.load,
         tl.range, core.tensor.__add__,

@@ -1,4 +1,4 @@
-"""Speed up Triton's interpreter while this package launches kernels.
+"""Speed up Triton's interpreter, and mend its products, while this package launches kernels.
 
 Four activities of Python take most of an interpreted kernel's time, and are cut short:
 
@@ -9,6 +9,10 @@ Four activities of Python take most of an interpreted kernel's time, and are cut
 - The language is patched again at every call of a device function, and every function of it is
   wrapped twice. Once is enough.
 - Every sum and product of integers is checked for overflow. GPUs do not check either.
+
+Its ``tl.dot`` is NumPy's product of matrices, which takes no bfloat16 and adds up an element in an
+order that depends on the matrices' sizes and on the element's place. GPUs do neither, so ``tl.dot``
+multiplies in the dtype of the sum, and adds up in the order of K.
 
 Triton is unchanged outside of :func:`taken`, so that other kernels of the process keep their
 checks. A version of Triton that keeps other fields in its objects runs without the caches.
@@ -67,6 +71,7 @@ def _shorten() -> None:
         (interpreter, "_patch_lang", _Patches),
         (interpreter, "_patch_attr", _patched_once),
         (interpreter.interpreter_builder, "options", _without_checks),
+        (interpreter.InterpreterBuilder, "create_dot", _dot_in_order),
         (semantic.TritonSemantic, "binary_op_type_checking_impl", _quick_promotion),
         (semantic.TritonSemantic, "broadcast_impl_value", _quick_broadcast),
         (semantic.TritonSemantic, "cast", _quick_cast),
@@ -200,6 +205,31 @@ def _patched_once(patch: Callable[..., None]) -> Callable[..., None]:
         scope.set_attr(owner, name, patched)
 
     return patch_once
+
+
+@functools.lru_cache(maxsize=4)
+def _dot_in_order(_: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a product of two blocks whose elements are all added up in the order of K."""
+
+    def dot_in_order(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        left, right = (_numbers(self, each, total.data.dtype) for each in (a, b))
+        # For rows that lie in memory as they are written, einsum adds a multiple of a row of the
+        # right block to a row of the result, for one element of K after another.
+        product = np.einsum("...mk,...kn->...mn", left, right)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    return dot_in_order
+
+
+def _numbers(builder: Any, block: Any, dtype: Any) -> Any:
+    """Return the values of a block in a NumPy dtype: the interpreter stores some as integers."""
+    data = block.data
+    if block.dtype.scalar == core.bfloat16:
+        # The upper half of a float32.
+        data = (data.astype(np.uint32) << 16).view(np.float32)
+    elif block.dtype.scalar.is_fp8():
+        data = builder.create_fp_to_fp(block, core.float32, None).data
+    return np.ascontiguousarray(data, dtype)
 
 
 @functools.lru_cache(maxsize=4)

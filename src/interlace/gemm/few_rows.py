@@ -149,7 +149,6 @@ def _tiling(
         descriptors=descriptors,
         # x, which is the second operand where the weight is the first, is along K.
         w_along_k=along_k,
-        precision=_precision(x),
     )
 
 
@@ -166,14 +165,7 @@ def _tiling_of_a_row(
         even=all(len(w) % config.columns == 0 for w in weights),
         even_k=x.shape[1] % config.block_k == 0,
         word_values=1,
-        precision=_precision(x),
     )
-
-
-def _precision(x: torch.Tensor) -> str:
-    # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
-    # bfloat16.
-    return "upcast" if x.device.type == "cpu" else "ieee"
 
 
 def _described(w: torch.Tensor, block: list[int], along_k: bool) -> Any:

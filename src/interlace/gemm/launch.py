@@ -134,9 +134,6 @@ def constants(
             group_m=config.group_m,
             descriptors=descriptors,
             w_along_k=contiguous_dimension(operands.w) == 1,
-            # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot
-            # multiply bfloat16.
-            precision="upcast" if group.backend == "cpu" else "ieee",
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from interlace.gemm.kernels.tiles import add_product
+
 
 class Tiling(NamedTuple):
     """The constants that say how a kernel cuts the product into tiles.
@@ -19,7 +21,6 @@ class Tiling(NamedTuple):
         even: Whether the tiles cover rows and tokens without a remainder.
         even_k: Whether the blocks cover the columns without a remainder.
         word_values: Values in a packed word, 1 or 2.
-        precision: The input precision of ``tl.dot``, or ``"upcast"`` for the interpreter.
         round_parts: Whether a part is rounded to the operands' dtype before it travels, as those of
             the operators around a GEMM are.
     """
@@ -30,7 +31,6 @@ class Tiling(NamedTuple):
     even: Any
     even_k: Any
     word_values: Any
-    precision: Any
     round_parts: Any = False
 
 
@@ -142,14 +142,13 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_B: tl.constexpr = TILING.block_b
     BLOCK_K: tl.constexpr = TILING.block_k
-    PRECISION: tl.constexpr = TILING.precision
     k = tl.arange(0, BLOCK_K)
     full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
     accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     for start in range(0, full_blocks, BLOCK_K):
-        accumulator = _add_product(accumulator, x, w, start + k, K, PRECISION, False)
+        accumulator = _add_product(accumulator, x, w, start + k, K, False)
     if not TILING.even_k:
-        accumulator = _add_product(accumulator, x, w, full_blocks + k, K, PRECISION, True)
+        accumulator = _add_product(accumulator, x, w, full_blocks + k, K, True)
     return accumulator
 
 
@@ -182,17 +181,12 @@ def _multiply(weight, value):
 
 
 @triton.jit
-def _add_product(accumulator, x, w, k, K, PRECISION: tl.constexpr, MASKED: tl.constexpr):
+def _add_product(accumulator, x, w, k, K, MASKED: tl.constexpr):
     """Advance one step along K with several tokens, by the matrix unit."""
     weight = _load_weight(w, k, K, MASKED)
     pointers = x[None, :] + k[:, None]
     value = tl.load(pointers, mask=k[:, None] < K, other=0.0) if MASKED else tl.load(pointers)
-    # The interpreter cannot multiply bfloat16.
-    if PRECISION == "upcast":
-        weight, value = weight.to(tl.float32), value.to(tl.float32)
-        return tl.dot(weight, value, accumulator, input_precision="ieee")
-    else:
-        return tl.dot(weight, value, accumulator, input_precision=PRECISION)
+    return add_product(accumulator, weight, value)
 
 
 @triton.jit

@@ -16,7 +16,6 @@ class Tiling(NamedTuple):
         group_m: Rows of tiles that are computed together, so that weights stay in the L2.
         descriptors: Whether x and w are tensor descriptors, or else pointers.
         w_along_k: Whether w is contiguous along K, or else along N.
-        precision: The input precision of ``tl.dot``, or ``"upcast"`` for the interpreter.
     """
 
     block_m: Any
@@ -25,7 +24,6 @@ class Tiling(NamedTuple):
     group_m: Any
     descriptors: Any
     w_along_k: Any
-    precision: Any
 
 
 class Sending(NamedTuple):
@@ -107,7 +105,6 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
     W_ALONG_K: tl.constexpr = TILING.w_along_k
-    PRECISION: tl.constexpr = TILING.precision
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TILING.descriptors:
@@ -115,7 +112,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         for k in range(0, K, BLOCK_K):
             left = x.load([row, k])
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
-            total = add_product(total, left, right, PRECISION)
+            total = add_product(total, left, right)
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         lines = x + m.to(tl.int64)[:, None] * matrices.x_stride
@@ -130,20 +127,15 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
                 step = inner.to(tl.int64)[:, None] * matrices.w_stride
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
-            total = add_product(total, left, right, PRECISION)
+            total = add_product(total, left, right)
     return total
 
 
 @triton.jit
-def add_product(total, left, right, PRECISION: tl.constexpr):
-    """Return ``total + left @ right``, by the matrix unit; see ``Tiling.precision``."""
-    # The interpreter's product is numpy's. That takes no bfloat16, and adds up an element in an
-    # order that depends on its place in the tile; here it is that of K.
-    if PRECISION == "upcast":
-        left, right = left.to(tl.float32), right.to(tl.float32)
-        return total + tl.sum(left[:, :, None] * right[None, :, :], 1)
-    else:
-        return tl.dot(left, right, total, input_precision=PRECISION)
+def add_product(total, left, right):
+    """Return ``total + left @ right``, by the matrix unit."""
+    # TensorFloat-32 would lose what float32 callers ask for.
+    return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit

@@ -194,7 +194,6 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
         word_values=1,
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
-        precision="upcast" if group.backend == "cpu" else "ieee",
     )
     # Tokens of complete tiles; the compiler must know that they are aligned.
     line = round_up(row_tiles * config.block_n, 16)

@@ -297,7 +297,6 @@ def prepare(
         word_values=values,
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
-        precision="upcast" if group.backend == "cpu" else "ieee",
         round_parts=is_batch_invariant,
     )
     constants = {

@@ -152,7 +152,6 @@ def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
         descriptors=False,
         w_along_k=True,
         # The interpreter cannot multiply bfloat16.
-        precision="upcast" if is_cpu else "ieee",
     )
     products = {
         "DTYPE": triton_dtype(dtype),

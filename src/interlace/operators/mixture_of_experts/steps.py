@@ -88,9 +88,6 @@ class Steps:
             self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2
         )
         self.tiles = fits_descriptors(call, self.config)
-        # The interpreter has products of its own. TensorFloat-32 would lose what float32 callers
-        # ask for.
-        precision = "ieee" if cuda else "upcast"
         self.tiling = Tiling(
             block_m=self.config.block_m,
             block_n=self.config.block_n,
@@ -98,7 +95,6 @@ class Steps:
             group_m=self.config.group_m,
             descriptors=self.tiles,
             w_along_k=True,
-            precision=precision,
         )
         self.constants = {
             "WORLD_SIZE": ranks,

@@ -241,7 +241,6 @@ def _multiply(
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
-    PRECISION: tl.constexpr = TILING.precision
     W_ALONG_K: tl.constexpr = TILING.w_along_k
     inner = weight.inner
     if W_ALONG_K:
@@ -270,9 +269,9 @@ def _multiply(
             left = tl.load(
                 left_lines + step, mask=step < inner, other=0.0, eviction_policy="evict_first"
             )
-        total = _add_product(total, left, lines, exists, step, inner, PRECISION, EVEN)
+        total = _add_product(total, left, lines, exists, step, inner, EVEN)
         if tail_lines is not None:
-            tail = _add_product(tail, left, tail_lines, tail_exists, step, inner, PRECISION, EVEN)
+            tail = _add_product(tail, left, tail_lines, tail_exists, step, inner, EVEN)
     if tail_lines is not None:
         return tl.trans(total), tl.trans(tail)
     else:
@@ -280,13 +279,11 @@ def _multiply(
 
 
 @triton.jit
-def _add_product(
-    total, left, lines, exists, step, inner, PRECISION: tl.constexpr, EVEN: tl.constexpr
-):
+def _add_product(total, left, lines, exists, step, inner, EVEN: tl.constexpr):
     """Load a step of rows, and add its product with ``left`` to ``total [block_n, rows]``."""
     inside = exists[:, None] if EVEN else exists[:, None] & (step < inner)
     right = tl.load(lines[:, None] + step, mask=inside, other=0.0)
-    return add_product(total, left, tl.trans(right), PRECISION)
+    return add_product(total, left, tl.trans(right))
 
 
 @triton.jit(

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.tiles import tile_place
+from interlace.gemm.kernels.tiles import add_product, tile_place
 from interlace.operators.mixture_of_experts.kernels.activation import (
     act, clamp_gate, clamp_up, times_slope,
 )
@@ -203,13 +203,13 @@ def grouped_gemm_gradient(
             full_blocks = count // BLOCK_K * BLOCK_K
             for k in range(0, full_blocks, BLOCK_K):
                 x = a.load([first + k, across])
-                total = tl.dot(x.T, b.load([first + k, along]), total)
+                total = add_product(total, x.T, b.load([first + k, along]))
             if full_blocks < count:
                 # Behind an expert's rows memory is undefined, perhaps NaN.
                 mask = (full_blocks + tl.arange(0, BLOCK_K))[:, None] < count
                 x = tl.where(mask, a.load([first + full_blocks, across]), 0.0)
                 z = tl.where(mask, b.load([first + full_blocks, along]), 0.0)
-                total = tl.dot(x.T, z, total)
+                total = add_product(total, x.T, z)
         else:
             x_column = across + tl.arange(0, BLOCK_M)[None, :]
             z_column = along + tl.arange(0, BLOCK_N)[None, :]
@@ -220,10 +220,7 @@ def grouped_gemm_gradient(
                 x = tl.load(left + line * wide + x_column, mask=x_mask, other=0.0)
                 z_mask = (row < count) & (z_column < narrow)
                 z = tl.load(right + line * narrow + z_column, mask=z_mask, other=0.0)
-                # The interpreter cannot multiply bfloat16.
-                if TILING.precision == "upcast":
-                    x, z = x.to(tl.float32), z.to(tl.float32)
-                total = tl.dot(x.T, z, total, input_precision="ieee")
+                total = add_product(total, x.T, z)
         row = expert * wide + across
         store_rows(target, row, (expert + 1) * wide, along, narrow, total.to(DTYPE), EVEN)
 

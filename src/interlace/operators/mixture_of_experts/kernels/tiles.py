@@ -45,7 +45,6 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
     BLOCK_M: tl.constexpr = TILING.block_m
     COLUMNS: tl.constexpr = TILING.block_n // 2
     BLOCK_K: tl.constexpr = TILING.block_k
-    PRECISION: tl.constexpr = TILING.precision
     W_ALONG_K: tl.constexpr = TILING.w_along_k
     gate = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
     up = tl.zeros([BLOCK_M, COLUMNS], tl.float32)
@@ -55,12 +54,12 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
         for k in range(0, inner, BLOCK_K):
             left = x.load([row, k])
             if W_ALONG_K:
-                gate = add_product(gate, left, w.load([first, k]).T, PRECISION)
-                up = add_product(up, left, w.load([first + width, k]).T, PRECISION)
+                gate = add_product(gate, left, w.load([first, k]).T)
+                up = add_product(up, left, w.load([first + width, k]).T)
             else:
                 line = expert * inner + k
-                gate = add_product(gate, left, w.load([line, column]), PRECISION)
-                up = add_product(up, left, w.load([line, width + column]), PRECISION)
+                gate = add_product(gate, left, w.load([line, column]))
+                up = add_product(up, left, w.load([line, width + column]))
     else:
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, COLUMNS)
         lines = x + m.to(tl.int64)[:, None] * inner
@@ -81,8 +80,8 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
                 across = step.to(tl.int64)[:, None] * 2 * width
             of_gate = tl.load(gates + across, mask=inside_w, other=0.0)
             of_up = tl.load(ups + across, mask=inside_w, other=0.0)
-            gate = add_product(gate, left, of_gate, PRECISION)
-            up = add_product(up, left, of_up, PRECISION)
+            gate = add_product(gate, left, of_gate)
+            up = add_product(up, left, of_up)
     return gate, up
 
 

@@ -24,9 +24,13 @@ from typing import Any
 
 import pytest
 
-TIMEOUT_S = 180.0
+TIMEOUT_S = 300.0
 """Seconds that a function may take. Other jobs may have all cores, and the ranks may still have to
 start.
+"""
+COMPILING_S = 900.0
+"""Seconds for a function that Inductor compiles, which takes one and a half minutes of a core that
+has nothing else to do.
 """
 
 _ENVIRONMENTS = {

@@ -314,7 +314,7 @@ def test_a_rank_that_compiles_again_asks_nobody_alone(
     asks every time.
     """
     call = Call(((4,), (8,)), 4)
-    results = ranks(2).run(_compiled, call, name, fullgraph, timeout_s=120)
+    results = ranks(2).run(_compiled, call, name, fullgraph)
     for turn in range(4):
         call.check([result[turn] for result in results])
 
@@ -328,7 +328,7 @@ def _unnamed_in_one_graph() -> str:
 
 
 def test_one_graph_needs_a_name(ranks: Any) -> None:
-    for message in ranks(2).run(_unnamed_in_one_graph, timeout_s=120):
+    for message in ranks(2).run(_unnamed_in_one_graph):
         assert (
             "embedding_all_to_all without a name asks the other ranks in every call; pass name=..."
             in message
@@ -362,7 +362,7 @@ def _unfrozen_after_compiling() -> Any:
 
 
 def test_what_a_graph_has_settled_cannot_change(ranks: Any) -> None:
-    assert ranks(2).run(_unfrozen_after_compiling, timeout_s=120) == [
+    assert ranks(2).run(_unfrozen_after_compiling) == [
         (
             "ArgumentError",
             "embedding_all_to_all: tables named 'late' must require gradients on some rank when a "
@@ -483,7 +483,7 @@ class _Program:
 @pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (2, 1), (2, 2), (3, 3), (3, 4)])
 def test_any_sequence_of_calls(ranks: Any, world_size: int, seed: int) -> None:
     program = _Program(seed, world_size)
-    outcomes = ranks(world_size).run(program.run, timeout_s=200)
+    outcomes = ranks(world_size).run(program.run)
     for i, (kind, arguments) in enumerate(program.steps()):
         results = [outcome[i] for outcome in outcomes]
         if kind in ("embedding", "named"):

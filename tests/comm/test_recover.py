@@ -145,7 +145,7 @@ def _break_and_recover(ways: list[str]) -> list[tuple[bool, bool, bool, list[int
 )
 def test_every_operator_is_right_afterwards(ranks, world_size, ways):
     """Whatever broke the group, also several times; results from before stay as they were."""
-    outcomes = ranks(world_size).run(_break_and_recover, ways, timeout_s=300.0)
+    outcomes = ranks(world_size).run(_break_and_recover, ways)
     for rank, outcome in enumerate(outcomes):
         for way, found in zip(ways, outcome, strict=True):
             assert (rank, way, *found) == (rank, way, True, True, True, [])

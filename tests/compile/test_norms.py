@@ -38,6 +38,7 @@ from tests.compile.programs import (
     tensors,
     traced,
 )
+from tests.pool import COMPILING_S
 
 c10d = torch.ops._c10d_functional
 
@@ -429,7 +430,7 @@ def test_many_rows_whose_number_is_fixed(ranks: Any) -> None:
 @pytest.mark.inductor
 def test_inductor(ranks: Any) -> None:
     """Inductor's decompositions of the norm, and its order of the calls."""
-    for operators, error in ranks(2).run(_by_inductor):
+    for operators, error in ranks(2).run(_by_inductor, timeout_s=COMPILING_S):
         assert operators == [NORMED]
         assert error < 1e-5
 

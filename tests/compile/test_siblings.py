@@ -13,6 +13,7 @@ import interlace
 from interlace.compile import fuse, recording
 from interlace.gemm import invariance
 from tests.compile.programs import K, all_reduce, aten, operators, tensors, traced
+from tests.pool import COMPILING_S
 
 Q, V = 24, 16
 Program = Callable[..., Any]
@@ -219,4 +220,4 @@ def _by_inductor() -> list[list[str | None]]:
 
 @pytest.mark.inductor
 def test_option_of_the_backend(ranks: Any) -> None:
-    assert ranks(1).run(_by_inductor) == [[["linears"], []]]
+    assert ranks(1).run(_by_inductor, timeout_s=COMPILING_S) == [[["linears"], []]]

@@ -204,7 +204,7 @@ def _left_behind(epoch):
 
 
 def test_every_operator_clears_what_calls_long_ago_left_behind(ranks):
-    for left_over in ranks(2).run(_left_behind, 70001, timeout_s=120):
+    for left_over in ranks(2).run(_left_behind, 70001):
         for name, (at_once, later, cleared) in left_over.items():
             assert at_once > 0, name
             assert cleared == 0, (

@@ -210,7 +210,7 @@ def _first_of_all() -> tuple[list[str], dict[str, int]]:
 
 
 def test_the_first_call_of_all(ranks: Any, world_size: int) -> None:
-    for wrong, graphs in ranks(world_size).run(_first_of_all, timeout_s=300):
+    for wrong, graphs in ranks(world_size).run(_first_of_all):
         assert wrong == []
         assert graphs == {"functions": 1, "recorded": 1, "skipped": 0}
 
@@ -237,7 +237,7 @@ def _with_lists() -> list[str]:
 
 
 def test_calls_that_ask_the_host_each_time(ranks: Any, world_size: int) -> None:
-    for wrong in ranks(world_size).run(_with_lists, timeout_s=300):
+    for wrong in ranks(world_size).run(_with_lists):
         assert wrong == []
 
 

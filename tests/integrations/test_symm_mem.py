@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from interlace.gemm.implementations.stock import own_kernel
 from interlace.integrations import symm_mem
+from tests.pool import COMPILING_S
 
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -325,7 +326,9 @@ def test_asynchronous_tensor_parallelism_of_inductor(
     ranks: Any, shape: tuple[int, ...], sequence_dim: int, trains: bool, counts: tuple[int, int]
 ) -> None:
     gathers, scatters = counts
-    for inserted, taken, error in ranks(2).run(_inductor, shape, sequence_dim, trains):
+    for inserted, taken, error in ranks(2).run(
+        _inductor, shape, sequence_dim, trains, timeout_s=COMPILING_S
+    ):
         assert len(inserted) == gathers + scatters
         assert taken == {
             "fused_all_gather_matmul": gathers,

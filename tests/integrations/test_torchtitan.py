@@ -23,6 +23,7 @@ from torch._inductor import config as inductor_config
 import interlace
 from interlace.compile import eager_backend, recording
 from interlace.integrations import symm_mem
+from tests.pool import COMPILING_S
 
 pytest.importorskip("torchtitan", reason="make test-integrations installs it")
 
@@ -129,7 +130,9 @@ def test_compiled_blocks(ranks: Any, name: str, backend: Any, sequence_parallel:
             ),  # the sum of the gate's and up's gradients: too large to put side by side
             ("backward", "gemm_all_reduce"),
         ]
-    for error, fused in ranks(2).run(_compiled, name, backend, sequence_parallel):
+    for error, fused in ranks(2).run(
+        _compiled, name, backend, sequence_parallel, timeout_s=COMPILING_S
+    ):
         assert fused == wanted
         assert error < 1e-5
 

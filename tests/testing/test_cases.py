@@ -23,7 +23,7 @@ def _check(operator: str) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("operator", list(IMPLEMENTATIONS))
 def test_every_case_is_right(ranks, operator):
-    for found in ranks(2).run(_check, operator, timeout_s=200):
+    for found in ranks(2).run(_check, operator):
         wrong = {label: counts for label, counts in found.items() if any(counts)}
         assert found
         assert not wrong

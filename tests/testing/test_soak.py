@@ -78,7 +78,7 @@ def test_slices_between_nodes(tmp_path):
 def test_right_calls_are_reported(ranks, tmp_path):
     """Three ranks, so that there is a group of some ranks only; the same report on every rank."""
     plan = Plan(3, calls=ROUND_CALLS["cpu"] + 6, operators=QUICK, deadline_s=120.0)
-    reports = ranks(3).run(run_rank, str(tmp_path), plan, timeout_s=200)
+    reports = ranks(3).run(run_rank, str(tmp_path), plan)
     for report in reports:
         assert (report["wrong"], report["timeouts"], report["errors"], report["failures"]) == (
             0,
@@ -116,7 +116,7 @@ def _with_a_wrong_element(folder, plan, at):
 
 def test_one_wrong_element_is_found_and_its_call_named(ranks, tmp_path):
     plan = Plan(7, calls=1000, operators=("gemv_all_reduce",), deadline_s=120.0)
-    for report in ranks(2).run(_with_a_wrong_element, str(tmp_path), plan, 13, timeout_s=200):
+    for report in ranks(2).run(_with_a_wrong_element, str(tmp_path), plan, 13):
         assert (report["wrong"], report["timeouts"], report["calls"]) == (1, 0, ROUND_CALLS["cpu"])
         (failure,) = report["failures"]
         assert (failure["rank"], failure["call"], failure["kind"]) == (1, 13, "wrong")
@@ -141,7 +141,7 @@ def _without_a_call(folder, plan, at):
 def test_a_timeout_ends_all_ranks_with_a_report(ranks, tmp_path):
     pool = ranks(2)
     plan = Plan(7, calls=1000, operators=("put_signal kernel",), deadline_s=5.0)
-    reports = pool.run(_without_a_call, str(tmp_path), plan, 13, timeout_s=200)
+    reports = pool.run(_without_a_call, str(tmp_path), plan, 13)
     pool.close()  # its groups are broken
     for report in reports:
         assert report["timeouts"] >= 1
@@ -167,7 +167,7 @@ def _interrupted(folder, plan, at):
 
 def test_an_interrupt_ends_all_ranks_with_a_report(ranks, tmp_path):
     plan = Plan(1, operators=QUICK)
-    for report in ranks(2).run(_interrupted, str(tmp_path), plan, 7, timeout_s=200):
+    for report in ranks(2).run(_interrupted, str(tmp_path), plan, 7):
         assert report["interrupted"]
         assert report["failures"] == []
 

@@ -2,8 +2,8 @@
 
     python -m tests.house
 
-prints a table of the sources, in statements of Python's grammar; with ``--wheel FILE`` the size of a
-wheel, and the time that ``import interlace`` takes, as well.
+prints a table of the sources, in statements of Python's grammar; with ``--wheel FILE`` also the
+size of a wheel and the time that ``import interlace`` takes.
 """
 
 from __future__ import annotations

@@ -463,7 +463,7 @@ def test_study_of_embeddings(
         "points": [
             _study(order, percent)
             for percent in (25, 50, 75, 100)
-            for order in ("interleaved", "remote_first", "local_first")
+            for order in ("interleaved", "local_first")
         ],
     }
     asked = measuring(lambda _, options: {**found, "dtype": options["dtype"]})

@@ -51,7 +51,7 @@ def _jump(group, epoch):
         signals[gemm_layout.DONE : gemm_layout.GRANTS] = [before] * (
             gemm_layout.GRANTS - gemm_layout.DONE
         )
-        if name in ("embedding_all_to_all", "embedding_all_to_all.sliced"):
+        if name == "embedding_all_to_all":
             # The call before, of the other parity, would have cleared the tickets of this one.
             tickets = record.TICKETS
             _signals(group, workspace.signals, tickets + 2)[tickets : tickets + 2] = [0, 0]
@@ -151,8 +151,8 @@ def _operators(rank):
         return run_moe(call, backward=impl == "fused")
 
     small = EmbeddingAllToAllConfig(
-        block_bags=4, max_programs=3, slice_blocks=1, push_programs=2, push_rows=4,
-        update_programs=3, block_runs=4,
+        block_bags=4, max_programs=3, push_programs=2, push_rows=4, update_programs=3,
+        block_runs=4,
     )  # fmt: skip
     return {
         "gemm_reduce_scatter": product("gemm_reduce_scatter", "fused"),
@@ -165,7 +165,7 @@ def _operators(rank):
         "one_shot, pairs": gemv("one_shot", torch.bfloat16),
         "two_phase": gemv("two_phase", torch.float32),
         "two_phase, pairs": gemv("two_phase", torch.bfloat16),
-        "embedding, sliced": embedding(dataclasses.replace(small, protocol="sliced"), False),
+        "embedding": embedding(small, False),
         "embedding, backward": embedding(small, True),
         "mixture_of_experts": moe,
         "mixture_of_experts, decode": functools.partial(moe, impl="decode"),

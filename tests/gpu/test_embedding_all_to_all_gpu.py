@@ -35,9 +35,7 @@ CONFIGS = [
         block_runs=1,
         update_warps=2,
     ),
-    EmbeddingAllToAllConfig(
-        "sliced", block_bags=2, stages=4, slice_blocks=3, run_lookups=16, block_runs=8
-    ),
+    EmbeddingAllToAllConfig(block_bags=2, stages=4, run_lookups=16, block_runs=8),
 ]
 
 
@@ -401,14 +399,12 @@ def _absent_peer(protocol, backward, absent):
 
 @pytest.mark.parametrize(
     ("protocol", "backward"),
-    [("direct", False), ("tiles", False), ("sliced", False), ("direct", True)],
+    [("direct", False), ("tiles", False), ("direct", True)],
 )
 def test_a_peer_that_never_calls(ranks, world_size, protocol, backward):
     """The kernel ends; its output is NaN, or the tables are as they were."""
     outcomes = ranks(world_size).run(_absent_peer, protocol, backward, 1)
-    name = "embedding_all_to_all" + (
-        ".backward" if backward else ".sliced" if protocol == "sliced" else ""
-    )
+    name = "embedding_all_to_all" + (".backward" if backward else "")
     for rank, outcome in enumerate(outcomes):
         if rank == 1:
             assert outcome is None

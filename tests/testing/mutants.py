@@ -302,20 +302,9 @@ MUTANTS = [
         (_FORWARD, "wrong epoch", ("wait", 0)),
         (_FORWARD, "no release", ("signal", 1)),
         (_FORWARD, "signal before put", ("signal", 1)),
-        (_FORWARD, "no wait", ("wait", 2)),
-        (_FORWARD, "wrong epoch", ("wait", 2)),
-        (_FORWARD, "no wait", ("arrive_last", 0)),
-    ),
-    *_of(
-        "embedding forward, sliced, own samples first",
-        (_FORWARD, "signals reused", ("", 0), 3),
-        (_FORWARD, "signals reused", ("", 2), 3),
-    ),
-    *_of(
-        "embedding forward, sliced",
-        (f"{_EMBEDDING}.forward:_put_slice", "no fence", ("fence", 0)),
         (_FORWARD, "no wait", ("wait", 1)),
         (_FORWARD, "wrong epoch", ("wait", 1)),
+        (_FORWARD, "no wait", ("arrive_last", 0)),
     ),
     *_of(
         "embedding backward",

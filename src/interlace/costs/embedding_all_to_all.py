@@ -115,16 +115,16 @@ def forward(
     """Compute the cost of the forward pass on ``rank``: the fused kernel's, or what it names.
 
     Args:
-        protocol: ``"direct"``, ``"tiles"``, ``"sliced"``, or ``"between_nodes"`` in a group that
-            spans nodes; ``"pooled"`` for the kernel without peers and torch's all-to-all, whose
-            messages are counted as they reach it.
+        protocol: ``"direct"``, ``"tiles"``, or ``"between_nodes"`` in a group that spans nodes;
+            ``"pooled"`` for the kernel without peers and torch's all-to-all, whose messages are
+            counted as they reach it.
         lookups: number of lookups in each of ``rank``'s tables.
         itemsize: bytes of an element of the tables.
         output_itemsize: bytes of an element of the output.
         index_itemsize: bytes of an index and of an offset.
         block_bags: bags per block; a block is one put.
-        slice_blocks: blocks per slice; under ``"sliced"`` a slice is one signal. Between nodes it
-            is one message with the blocks of all tables.
+        slice_blocks: blocks per slice between nodes; a slice is one message with the blocks of all
+            tables.
         weighted: whether lookups have weights, which cost one more operation per element.
         node_of_rank: number of each rank's node, between nodes.
     """
@@ -185,13 +185,8 @@ def forward(
         floor_link_bytes(widths=widths, batch=batch, rank=rank, itemsize=output_itemsize)
         + peers * GRANT_BYTES
     )
-    if protocol == "sliced":
-        # A slice is written to this rank's memory, and read again before it leaves.
-        memory_bytes += 2 * (link_bytes - peers * GRANT_BYTES)
-        signals = sum(tables * ceil_div(size, block_bags * slice_blocks) for size in remote)
-    else:
-        signals = peers
-    return Cost(flops, memory_bytes, link_bytes, peers + puts, peers + signals)
+    # Each peer is told of its grant, and that all its vectors have been put.
+    return Cost(flops, memory_bytes, link_bytes, peers + puts, 2 * peers)
 
 
 def pooling_us(memory_bytes: float, launch_us: float, copied_bytes_per_s: float) -> float:

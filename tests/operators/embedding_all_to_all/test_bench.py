@@ -79,7 +79,7 @@ def test_study_and_tuner_try_what_they_say(ranks):
             (point["occupancy_percent"], point["order"], point["programs"])
             for point in study["points"]
         ]
-        orders = ("interleaved", "remote_first", "local_first")
+        orders = ("interleaved", "local_first")
         assert points == [
             (percent, order, 8 * percent // 100)
             for percent in (25, 50, 75, 100)

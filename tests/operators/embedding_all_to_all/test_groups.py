@@ -1,6 +1,5 @@
 """``embedding_all_to_all``: several groups, memory that grows and goes, and peers that fail."""
 
-import dataclasses
 import time
 
 import pytest
@@ -9,17 +8,9 @@ import torch.distributed as dist
 
 import interlace
 from interlace import Faults, LaunchError
-from interlace.language import primitives
 from tests.errors import error_of
-from tests.operators.embedding_all_to_all.calls import SMALL, Call, run_one
+from tests.operators.embedding_all_to_all.calls import Call, run_one
 from tests.operators.embedding_all_to_all.test_gradients import upstream
-from tests.operators.traffic import held_up
-
-PROTOCOLS = ["direct", "sliced"]
-
-
-def _config(protocol):
-    return dataclasses.replace(SMALL, protocol=protocol)
 
 
 def _several_groups(call, half_call):
@@ -111,19 +102,15 @@ def _absent_peer(call, absent, backward):
     return first, later, interlace.group_of(group).broken, seconds, unchanged
 
 
-@pytest.mark.parametrize(
-    ("protocol", "backward"), [("direct", False), ("sliced", False), ("direct", True)]
-)
-def test_a_peer_that_never_calls(ranks, protocol, backward):
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_peer_that_never_calls(ranks, backward):
     """Each waiting rank names the peer after its deadline; the group stays broken, and no table was
     updated by halves.
     """
-    call = Call(((4,), (2,), (3,)), 6, config=_config(protocol))
+    call = Call(((4,), (2,), (3,)), 6)
     outcomes = ranks(3).run(_absent_peer, call, 2, backward)
     assert outcomes[2] is None
-    name = "embedding_all_to_all" + (
-        ".backward" if backward else ".sliced" if protocol == "sliced" else ""
-    )
+    name = "embedding_all_to_all" + (".backward" if backward else "")
     for rank, (first, later, broken, seconds, unchanged) in enumerate(outcomes[:2]):
         kind, message, fields = first
         assert kind == "PeerTimeoutError"
@@ -179,31 +166,3 @@ def test_a_peer_that_comes_too_late(ranks):
         ("PeerTimeoutError", 1),
         ("PeerTimeoutError", 0),
     ]
-
-
-def _one_ahead(calls):
-    """The calls, agreed on before; then again, with rank 0 held up at every look at a signal, as by
-    other work on its GPU.
-    """
-    expected = [run_one(call, check_indices=False) for call in calls]
-    dist.barrier()
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 0:
-            patch.setattr(primitives, "load_acquire", held_up(primitives.load_acquire, 0.5))
-        found = [run_one(call, check_indices=False) for call in calls]
-    dist.barrier()
-    return [torch.equal(one, other) for one, other in zip(found, expected, strict=True)]
-
-
-def test_a_rank_that_has_its_slices_may_be_one_call_ahead(ranks):
-    """Rank 0's second program has nothing for rank 1, which does not wait for it: its next grant
-    must not hide this one.
-    """
-    config = dataclasses.replace(
-        SMALL, protocol="sliced", order="local_first", max_programs=2, slice_blocks=1
-    )
-    calls = [
-        Call(((4,), (4,), (4,)), 12, mode=mode, config=config, name=mode)
-        for mode in ("sum", "mean")
-    ]
-    assert ranks(3).run(_one_ahead, calls) == [[True, True]] * 3

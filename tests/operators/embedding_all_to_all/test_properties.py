@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 import interlace
 from interlace import EmbeddingAllToAllConfig
 from interlace.costs.embedding_all_to_all import backward, forward
+from interlace.operators.embedding_all_to_all.config import ORDERS
 from tests.operators.embedding_all_to_all.calls import DTYPES, SMALL, Call, check_all, run_one
 from tests.operators.traffic import changing_shapes, check_traffic, with_traffic
-
-PROTOCOLS = ["direct", "sliced"]
 
 
 def lookups_of(call, rank):
@@ -48,14 +47,12 @@ def _check(calls, answers):
 
 configs = st.builds(
     EmbeddingAllToAllConfig,
-    protocol=st.sampled_from(PROTOCOLS),
-    order=st.sampled_from(["interleaved", "remote_first", "local_first"]),
+    order=st.sampled_from(ORDERS),
     block_bags=st.sampled_from([1, 2, 8]),
     stages=st.integers(1, 3),
     max_programs=st.integers(1, 4),
     push_programs=st.integers(1, 3),
     push_rows=st.sampled_from([1, 2, 16]),
-    slice_blocks=st.integers(1, 3),
 )
 
 
@@ -128,9 +125,7 @@ def test_backward_passes_cost_what_is_predicted(ranks, world_size):
 
 
 def test_costs_of_a_worked_example():
-    """Two ranks, 2 and 1 tables of width 4 and 8, batch 5 (3 + 2), blocks of 2 bags, slices of 2
-    blocks.
-    """
+    """Two ranks, 2 and 1 tables of width 4 and 8, batch 5 (3 + 2), blocks of 2 bags."""
     common = {
         "widths": ((4, 4), (8,)), "batch": 5, "itemsize": 4, "output_itemsize": 4,
         "index_itemsize": 8, "block_bags": 2, "slice_blocks": 2,
@@ -150,8 +145,6 @@ def test_costs_of_a_worked_example():
     )  # fmt: skip
     assert back.memory_bytes == 4 * (3 * 8 + 2 * 8 + 5 * 8) + 4 * 10 + 4 * (2 * 4 * 2 + 8)
     assert (back.link_bytes, back.messages, back.signals) == (3 * 8 * 4, 2, 1 + 1)
-    sliced = forward(protocol="sliced", rank=1, lookups=(3,), **common)
-    assert (sliced.link_bytes, sliced.messages, sliced.signals) == (3 * 8 * 4 + 4, 1 + 2, 1 + 1)
 
 
 def _back_to_back(call, count, faults):
@@ -172,25 +165,17 @@ def _back_to_back(call, count, faults):
     return wrong, expected[0]
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_many_calls_back_to_back_with_slow_ranks(ranks, protocol):
+def test_many_calls_back_to_back_with_slow_ranks(ranks):
     """Buffers are not written before their readers are done, nor after their tensors are freed."""
-    call = Call(
-        ((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, protocol=protocol, max_programs=2)
-    )
+    call = Call(((2,), (), (3,)), 5, config=dataclasses.replace(SMALL, max_programs=2))
     results = ranks(3).run(_back_to_back, call, 9, interlace.Faults(max_delay_s=0.001))
     assert [wrong for wrong, _ in results] == [[]] * 3
     call.check([expected for _, expected in results])
 
 
-@pytest.mark.parametrize("protocol", PROTOCOLS)
-def test_puts_may_arrive_in_any_order(ranks, protocol):
-    """Only what a signal vouches for may be read; in the sliced protocol only a fence stands
-    between puts and flag.
-    """
-    call = Call(
-        ((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, protocol=protocol, block_bags=1)
-    )
+def test_puts_may_arrive_in_any_order(ranks):
+    """Only what a signal vouches for may be read."""
+    call = Call(((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, block_bags=1))
     results = ranks(2).run(
         _back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
     )
@@ -199,20 +184,17 @@ def test_puts_may_arrive_in_any_order(ranks, protocol):
 
 
 def test_calls_of_different_shapes_share_memory(ranks):
-    """Grids, slices and buffers change from call to call, epochs do not."""
+    """Grids and buffers change from call to call, epochs do not."""
     batch = [
         Call(
             widths,
             samples,
-            config=dataclasses.replace(
-                SMALL, protocol=protocol, block_bags=bags, max_programs=programs
-            ),
+            config=dataclasses.replace(SMALL, block_bags=bags, max_programs=programs),
         )
         for widths, samples, bags, programs in (
             (((4,), (2,)), 9, 2, 4),
             (((), (1, 3)), 4, 1, 1),
             (((6, 6), (2,)), 3, 4, 2),
         )
-        for protocol in PROTOCOLS
     ]
     assert ranks(2).run(changing_shapes, run_one, batch, 12) == [[]] * 2

@@ -7,34 +7,26 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.operators.embedding_all_to_all.config import ORDERS, PROTOCOLS
 from tests.operators.embedding_all_to_all.calls import DTYPES, SMALL, Call, check_all, run, run_one
 
-PROTOCOLS = ["direct", "sliced"]
 
-
-def _config(protocol="direct", **more):
-    return dataclasses.replace(SMALL, protocol=protocol, **more)
-
-
-def _worked_example(impl, protocol):
+def _worked_example(impl):
     """Of the kernel's docstring: one table of width 1 on each of two ranks, batch 2; bags [a0, a1]
     and [b0, b1].
     """
     rank = dist.get_rank()
     table = torch.tensor([[1.0], [2.0], [4.0]]) * (1 if rank == 0 else 10)
     indices, offsets = torch.tensor([0, 2, 1]), torch.tensor([0, 2, 3])
-    config = _config(protocol) if impl == "fused" else None
+    config = SMALL if impl == "fused" else None
     return interlace.embedding_all_to_all(
         [table], indices, offsets, impl=impl, config=config
     ).tolist()
 
 
-@pytest.mark.parametrize(
-    ("impl", "protocol"),
-    [("unfused", ""), ("pooled", ""), *(("fused", protocol) for protocol in PROTOCOLS)],
-)
-def test_worked_example(ranks, impl, protocol):
-    assert ranks(2).run(_worked_example, impl, protocol) == [[[5.0, 50.0]], [[2.0, 20.0]]]
+@pytest.mark.parametrize("impl", ["unfused", "pooled", "fused"])
+def test_worked_example(ranks, impl):
+    assert ranks(2).run(_worked_example, impl) == [[[5.0, 50.0]], [[2.0, 20.0]]]
 
 
 # Widths by rank: equal and not, odd, a rank without tables; batches that do not divide, and smaller
@@ -56,11 +48,10 @@ def _calls(world_size, **more):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("protocol", PROTOCOLS)
+@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_matches_float64(ranks, world_size, protocol, dtype):
+def test_matches_float64(ranks, world_size, order, dtype):
     """All layouts; mean, weights, index and output dtypes in turn."""
-    order = {"float32": "interleaved", "float16": "local_first", "bfloat16": "remote_first"}[dtype]
     calls = [
         dataclasses.replace(
             call,
@@ -70,7 +61,7 @@ def test_matches_float64(ranks, world_size, protocol, dtype):
             output_dtype="float32" if i == 0 else None,
         )
         for i, call in enumerate(
-            _calls(world_size, dtype=dtype, config=_config(protocol, order=order))
+            _calls(world_size, dtype=dtype, config=dataclasses.replace(SMALL, order=order))
         )
     ]
     check_all(calls, ranks(world_size).run(run, calls))
@@ -80,17 +71,17 @@ def test_blocks_of_every_size(ranks):
     """Blocks larger and smaller than a chunk, vectors wider than a table, more lookups at a time
     than a bag has.
     """
-    cuts = [(1, 1, 1, 1), (16, 4, 2, 1), (2, 8, 7, 3)]
+    cuts = [(1, 1, 1), (16, 4, 2), (2, 8, 7)]
     calls = [
         Call(
             ((4, 12), (6,)),
             9,
-            config=_config(
-                protocol, block_bags=bags, stages=stages, max_programs=programs, slice_blocks=blocks
+            config=dataclasses.replace(
+                SMALL, protocol=protocol, block_bags=bags, stages=stages, max_programs=programs
             ),
         )
-        for protocol in [*PROTOCOLS, "tiles"]  # which is direct on this backend
-        for bags, stages, programs, blocks in cuts
+        for protocol in PROTOCOLS  # which are one on this backend
+        for bags, stages, programs in cuts
     ]
     results = ranks(2).run(run, calls)
     check_all(calls, results)

@@ -9,9 +9,8 @@ from interlace.tuning.configuration import Configuration, between, one_of, power
 from interlace.units import next_power_of_2
 
 OPERATOR = "embedding_all_to_all"
-PROTOCOLS = ("direct", "tiles", "sliced")
-ORDERS = ("interleaved", "remote_first", "local_first")
-PUSHES = ("direct", "tiles")
+PROTOCOLS = ("direct", "tiles")
+ORDERS = ("interleaved", "local_first")
 MAX_WIDTH = 2048
 MOST_STAGES = 16
 
@@ -21,13 +20,11 @@ class EmbeddingAllToAllConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
-        protocol: ``"direct"`` (vectors go from registers straight to their final place),
+        protocol: ``"direct"`` (vectors go from registers straight to their final place) or
             ``"tiles"`` (the same through tensor descriptors, where a rank's tables all have one
-            width, a power of two), or ``"sliced"`` (slices are staged, then put, fenced and flagged
-            one by one, as a network requires it).
+            width, a power of two).
         order: order of destinations: ``"interleaved"`` (all in turn, so that links and memory are
-            busy from beginning to end), ``"remote_first"`` (the paper's; own samples last) or
-            ``"local_first"``.
+            busy from beginning to end) or ``"local_first"`` (own samples first).
         push: stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
         block_bags: bags of one table and destination that a program pools at a time; a power of
             two.
@@ -38,7 +35,8 @@ class EmbeddingAllToAllConfig(Configuration):
             that wait for no peer have up to 16 times as many, each with blocks of its own.
         max_registers: maximum number of registers per thread, so that more programs are resident;
             0 for the compiler's choice.
-        slice_blocks: blocks that one signal announces, under ``"sliced"``.
+        slice_blocks: blocks of one table in a message between nodes, where the number of slices is
+            not chosen.
         push_programs: programs of the backward pass that send gradients, beside ``update_programs``
             that apply them.
         push_rows: samples of one table that such a program sends at a time; a power of two.
@@ -56,7 +54,7 @@ class EmbeddingAllToAllConfig(Configuration):
 
     protocol: str = one_of("direct", PROTOCOLS)
     order: str = one_of("interleaved", ORDERS)
-    push: str = one_of("direct", PUSHES)
+    push: str = one_of("direct", PROTOCOLS)
     block_bags: int = power_of_two(2, 1, 64)
     stages: int = between(3, 1, MOST_STAGES)
     num_warps: int = power_of_two(1, 1, 32)

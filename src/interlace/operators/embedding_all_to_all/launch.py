@@ -284,19 +284,7 @@ def prepare(
     blocks = ceil_div(layout.chunk, config.block_bags)
     tasks = len(call.weights) * blocks * ranks
     programs = max(1, min(tasks, config.max_programs))
-    operator, slots, staging = OPERATOR, 0, None
-    # The sliced protocol stages blocks on this rank and has a signal per slice; the others store
-    # directly to the peers' outputs, and need only the signals of the header.
-    if config.protocol == "sliced":
-        operator = f"{OPERATOR}.sliced"
-        slices = layout.most_tables * ceil_div(blocks, config.slice_blocks)
-        workspace = group.workspace(operator, 4096, record.HEADER + 2 * ranks * slices)
-        slots = (workspace.signal_count - record.HEADER) // (2 * ranks)
-        staging = call.indices.new_empty(
-            ranks * layout.chunk * layout.rank_columns[call.rank], dtype=call.dtype
-        )
-    else:
-        workspace = group.workspace(operator, 4096, record.HEADER)
+    workspace = group.workspace(OPERATOR, 4096, record.HEADER)
     arguments, constants, align = pooling(group, call, config)
     protocol, tiles = config.protocol, None
     if protocol == "tiles":
@@ -314,32 +302,21 @@ def prepare(
         tiles = describe_ranks(
             group, destination.address, call.dtype, sizes, [config.block_bags, width]
         )
-    # Ranks hold different numbers of tables, from which follows how many slices each one sends.
-    counts = on_device(group, [[len(widths) for widths in layout.widths]])
     arguments |= {
         "tiles": tiles,
         "buffers": destination.address,
         "grants": workspace.data.address,
         "signals": workspace.signals.address,
-        "staging": 0 if staging is None else staging.data_ptr(),
         "epochs": workspace.epochs,
-        "ctx": group.context(operator),
-        "table_counts": counts,
+        "ctx": group.context(OPERATOR),
         "call": mark,
         "buffer_bytes": destination.buffer_bytes,
         "buffer_index": destination.own_index,
-        "slots": slots,
         "chunk": layout.chunk,
-        "own_groups": layout.rank_columns[call.rank] // align,
         "drawn_tasks": fewest_tasks(call, config, tasks),
     }
-    constants |= {
-        "WORLD_SIZE": ranks,
-        "PROTOCOL": protocol,
-        "ORDER": config.order,
-        "SLICE_BLOCKS": config.slice_blocks,
-    }
-    return Launch(embedding_all_to_all_forward, (programs,), arguments, constants, (staging,))
+    constants |= {"WORLD_SIZE": ranks, "PROTOCOL": protocol, "ORDER": config.order}
+    return Launch(embedding_all_to_all_forward, (programs,), arguments, constants)
 
 
 def _prepare_alone(

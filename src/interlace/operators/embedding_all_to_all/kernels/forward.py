@@ -7,8 +7,8 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
-    ADDRESS, COLUMN, COUNTER, DONE, FIELDS, HEADER, MAX_RANKS, OWN_COLUMN, STRIDE, TABLE_WIDTH,
-    TICKETS, samples_of, vectors_at,
+    ADDRESS, COLUMN, COUNTER, DONE, FIELDS, MAX_RANKS, OWN_COLUMN, STRIDE, TABLE_WIDTH, TICKETS,
+    samples_of, vectors_at,
 )
 
 
@@ -111,40 +111,6 @@ def _draw(tickets, tasks):
 
 
 @triton.jit
-def _put_slice(
-    tables, table, block, samples, staged, own_columns, target, columns, counter, flag, stamp, dest,
-    group, SLICE_BLOCKS: tl.constexpr, BAGS: tl.constexpr, VECTORS: tl.constexpr,
-):
-    """Count a block that is staged, and put its slice if no other block of it is missing.
-
-    Args:
-        staged, own_columns: The vectors for ``dest``, and the length of their rows.
-        target, columns: The output of ``dest``, and the length of its rows.
-        counter, flag: The slice's counter on this rank, and its flag on ``dest``.
-    """
-    first_block = block // SLICE_BLOCKS * SLICE_BLOCKS
-    members = tl.minimum((samples + BAGS - 1) // BAGS - first_block, SLICE_BLOCKS)
-    # The arrivals acquire what the slice's other programs have staged, so the last one may put all
-    # of it.
-    if il.arrive_last(counter, block - first_block, members):
-        for member in range(first_block, first_block + members):
-            count = tl.minimum(samples - member * BAGS, BAGS)
-            cells, mask = cells_of(
-                tables, table, member * BAGS, count, columns, BAGS, False, VECTORS
-            )
-            staged_cells, mask = cells_of(
-                tables, table, member * BAGS, count, own_columns, BAGS, True, VECTORS
-            )
-            # From the L2: other programs' stores are not in this one's L1.
-            value = tl.load(staged + staged_cells, mask=mask, cache_modifier=".cg")
-            il.put(target + cells, value, dest, group, mask)
-        # The fence orders the slice before its flag, as on a network, where the flag by itself
-        # releases nothing.
-        il.fence(group)
-        il.signal(flag, stamp, dest, group, ORDER="relaxed")
-
-
-@triton.jit
 def _pool_own(
     lookups, own_output, task, blocks, rank, chunk, columns, POOLING: tl.constexpr,
     VECTORS: tl.constexpr,
@@ -202,15 +168,14 @@ def pool_embeddings(
 
 @triton.jit(
     do_not_specialize=[
-        "buffers", "buffer_bytes", "buffer_index", "grants", "signals", "staging", "call", "B",
-        "chunk", "T", "slots", "column_groups", "own_groups", "drawn_tasks",
+        "buffers", "buffer_bytes", "buffer_index", "grants", "signals", "call", "B", "chunk", "T",
+        "column_groups", "drawn_tasks",
     ]
 )
 def embedding_all_to_all_forward(
-    tables, indices, offsets, weights, tiles, buffers, grants, signals, staging, epochs, ctx,
-    table_counts, call, buffer_bytes, buffer_index, slots, B, chunk, T, column_groups, own_groups,
-    drawn_tasks, WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr, ORDER: tl.constexpr,
-    SLICE_BLOCKS: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    tables, indices, offsets, weights, tiles, buffers, grants, signals, epochs, ctx, call,
+    buffer_bytes, buffer_index, B, chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr,
+    PROTOCOL: tl.constexpr, ORDER: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
 
@@ -223,19 +188,16 @@ def embedding_all_to_all_forward(
        puts the buffer's index into ``grants[rank]`` there and signals. So a rank that is not in
        this call yet receives nothing.
     2. Once all grants have arrived, programs draw blocks, ``drawn_tasks`` at a time: destinations
-       in turn from the neighbour on, this rank being the last (``interleaved``), or those of the
-       peers first, or this rank's own first.
-    3. Under ``direct`` and ``tiles`` the last program to have finished these blocks signals every
-       destination. Under ``sliced`` blocks go to ``staging``; the program that completes a slice of
-       ``SLICE_BLOCKS`` blocks puts them, fences, and sets the slice's flag.
+       in turn from the neighbour on, this rank being the last (``interleaved``), or this rank's own
+       first.
+    3. The last program to have finished these blocks signals every destination.
     4. The program of the highest index waits, last of all, until all sources are done. No rank
        writes to a granted buffer after that: this rank's stream goes on, and the next grant of the
        buffer is made when its tensor has been freed.
 
-    A rank that has its slices may be one call ahead of a rank that has programs without any for it,
-    so grants, their indices and DONE have two sets. A slice's flag has one: it is set again after
-    the grant of its reader, whose last call is over then. Tickets have two sets as well, as the
-    next call's must be 0 when it begins: program 0 clears them, which no program of this call uses.
+    A peer may be one call ahead or behind, so grants, their indices and DONE have two sets. Tickets
+    have two sets as well, as the next call's must be 0 when it begins: program 0 clears them, which
+    no program of this call uses.
 
     No program waits for a program that waits, other than for program 0's grants, which are made
     first of all.
@@ -256,8 +218,8 @@ def embedding_all_to_all_forward(
     done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
     grant_indices = il.in_turn(il.pointer(grants, tl.int32), epoch, MAX_RANKS)
     blocks = (chunk + BAGS - 1) // BAGS
-    # The columns are products with ALIGN, whose divisor the compiler knows.
-    columns, own_columns = column_groups * VECTORS.align, own_groups * VECTORS.align
+    # A product with ALIGN, whose divisor the compiler knows.
+    columns = column_groups * VECTORS.align
     own_buffer = buffers + buffer_index.to(tl.int64) * buffer_bytes
     own_output = il.pointer(own_buffer + rank * tl.multiple_of(group[2], 16), OUT)
     counters = il.peer_pointer(flags, rank, group)
@@ -302,24 +264,7 @@ def embedding_all_to_all_forward(
                 )
                 index = tl.sum(tl.where(peers == dest, target_index, 0))
                 target = il.pointer(buffers + index.to(tl.int64) * buffer_bytes, OUT)
-                if PROTOCOL == "sliced":
-                    if dest == rank:
-                        tl.store(own_output + cells, total, mask=mask)
-                    else:
-                        staged = il.pointer(staging, OUT) + chunk.to(tl.int64) * dest * own_columns
-                        staged_cells, mask = cells_of(
-                            tables, table, block * BAGS, count, own_columns, BAGS, True, VECTORS
-                        )
-                        tl.store(staged + staged_cells, total, mask=mask)
-                        table_slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
-                        slot = dest * slots + table * table_slices + block // SLICE_BLOCKS
-                        _put_slice(
-                            tables, table, block, samples, staged, own_columns, target, columns,
-                            counters + HEADER + WORLD_SIZE * slots + slot,
-                            flags + HEADER + (rank - dest) * slots + slot, stamp, dest, group,
-                            SLICE_BLOCKS, BAGS, VECTORS,
-                        )
-                elif PROTOCOL == "tiles":
+                if PROTOCOL == "tiles":
                     # The block is stored as a full tile: rows beyond the destination's samples are
                     # cut off by the descriptor, or fall behind the samples of its output.
                     column = tl.load(tables + table * FIELDS + COLUMN).to(tl.int32)
@@ -329,46 +274,19 @@ def embedding_all_to_all_forward(
                 else:
                     il.put(target + cells, total, dest, group, mask)
         drawn = _draw(tickets, drawn_tasks)
-    if PROTOCOL != "sliced":
-        # Tiles are stored asynchronously; they must be complete before anyone is told.
-        if PROTOCOL == "tiles":
-            il.complete_tiles()
-        if granted:
-            # Step 3. The last program has acquired the stores of all; its signals release them.
-            if il.arrive_last(counters + COUNTER, program, programs):
-                il.signal(done + rank + tl.zeros_like(peers), stamp, peers, group, is_peer)
-    if ORDER == "remote_first":
-        own_first = (end + drawn_tasks - 1) // drawn_tasks * drawn_tasks
-        _pool_drawn(
-            lookups, own_output, drawn, own_first, own_tasks, drawn_tasks, tickets, blocks, rank,
-            chunk, columns, POOLING, VECTORS,
-        )
+    # Tiles are stored asynchronously; they must be complete before anyone is told.
+    if PROTOCOL == "tiles":
+        il.complete_tiles()
+    if granted:
+        # Step 3. The last program has acquired the stores of all; its signals release them.
+        if il.arrive_last(counters + COUNTER, program, programs):
+            il.signal(done + rank + tl.zeros_like(peers), stamp, peers, group, is_peer)
     # Step 4. One program waits for all sources, so the kernel does not end before they are done. It
     # has the highest index, as programs that start later must not be kept from it.
     if program == programs - 1:
-        arrived = granted
-        if PROTOCOL == "sliced":
-            slices = (blocks + SLICE_BLOCKS - 1) // SLICE_BLOCKS
-            SLICE_BAGS: tl.constexpr = BAGS * SLICE_BLOCKS
-            own_slices = (samples_of(rank, B, chunk) + SLICE_BAGS - 1) // SLICE_BAGS
-            lanes = tl.arange(0, 64)
-            for step in range(1, WORLD_SIZE):
-                source = (rank + step) % WORLD_SIZE
-                expected = tl.load(table_counts + source) * slices
-                for start in range(0, expected, 64):
-                    slot = start + lanes
-                    awaited = (slot < expected) & (slot % slices < own_slices)
-                    if tl.sum(awaited.to(tl.int32)) > 0:
-                        flag = flags + HEADER + source * slots + slot
-                        source_lanes = source + lanes * 0
-                        complete = il.wait(flag, stamp, source_lanes, start, group, awaited)
-                        arrived = arrived & complete
-        else:
-            complete = il.wait(done + peers, stamp, peers, 0, group, is_peer)
-            arrived = arrived & complete
+        complete = il.wait(done + peers, stamp, peers, 0, group, is_peer)
+        arrived = granted & complete
         # A source that did not arrive in time has left the output incomplete.
         if not arrived:
             il.fill_nan(own_output, samples_of(rank, B, chunk).to(tl.int64) * columns)
-    if PROTOCOL == "sliced":
-        il.clear_old(flags + HEADER, WORLD_SIZE * slots, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -249,15 +249,14 @@ def _embedding_all_to_all_forward():
 
     def case(protocol, index, pooling, vectors, **more):
         lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
-        constants = {"PROTOCOL": protocol, "ORDER": "interleaved", "WORLD_SIZE": 4}
+        constants = {"PROTOCOL": protocol, "WORLD_SIZE": 4}
         constants |= {"POOLING": pooling, "VECTORS": vectors, "tiles": None}
         return _EMBEDDING_TYPES | lists, constants | more
 
     wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
     yield case("direct", "i64", Pooling(4, 4, False), wide, weights=None)
     vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
-    more = {"ORDER": "local_first", "WORLD_SIZE": 3}
-    yield case("direct", "i32", Pooling(8, 2, False), vectors, **more)
+    yield case("direct", "i32", Pooling(8, 2, False), vectors, WORLD_SIZE=3)
     vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
     yield case("direct", "i64", Pooling(1, 4, True), vectors, weights=None, WORLD_SIZE=8)
     types, constants = case("tiles", "i64", Pooling(4, 4, False), wide, weights=None)

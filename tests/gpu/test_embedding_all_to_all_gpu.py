@@ -22,9 +22,7 @@ pytestmark = pytest.mark.gpu
 
 CONFIGS = [
     EmbeddingAllToAllConfig(),
-    EmbeddingAllToAllConfig(
-        "direct", "local_first", block_bags=1, stages=8, num_warps=2, max_programs=300
-    ),
+    EmbeddingAllToAllConfig("direct", block_bags=1, stages=8, num_warps=2, max_programs=300),
     EmbeddingAllToAllConfig(
         "tiles",
         push="tiles",

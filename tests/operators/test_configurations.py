@@ -38,7 +38,6 @@ BAD: dict[type, dict[str, tuple[Any, ...]]] = {
     },
     EmbeddingAllToAllConfig: {
         "protocol": ("one of ('direct', 'tiles')", "ring"),
-        "order": ("one of ('interleaved', 'local_first')", "any"),
         "block_bags": ("a power of two from 1 to 64", 3),
         "push_rows": ("a power of two from 1 to 64", 128),
         "num_warps": ("a power of two from 1 to 32", 0),

@@ -231,12 +231,12 @@ def _lookups(rank: int, batch: int, turn: int) -> torch.Tensor:
     return torch.randint(0, 8, (batch,), generator=torch.Generator().manual_seed(100 * turn + rank))
 
 
-def embedding_forward(rank: Rank, order: str = "interleaved") -> None:
+def embedding_forward(rank: Rank) -> None:
     """A table on every rank. No gradients are recorded: else ranks ask in each call whether tables
     train.
     """
     chunk = 3
-    config, batch = _embedding_config(order=order), chunk * rank.world_size
+    config, batch = _embedding_config(), chunk * rank.world_size
 
     def make(kind: int, turn: int) -> Call:
         width = (8, 12)[kind]
@@ -461,9 +461,6 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "all_to_all_bmm, chunked": to_all_bmm,
     "all_to_all_bmm, pushed": functools.partial(to_all_bmm, impl="pushed"),
     "embedding forward, direct": embedding_forward,
-    "embedding forward, own samples first": functools.partial(
-        embedding_forward, order="local_first"
-    ),
     "embedding forward, between nodes": embedding_forward,
     "embedding backward, between nodes": embedding_backward,
     "gemm_all_to_all, between nodes": functools.partial(all_to_all, impl="chunked"),

@@ -32,7 +32,6 @@ _NAMES = [
     "all_to_all_bmm, chunked",
     "all_to_all_bmm, pushed",
     "embedding forward, direct",
-    "embedding forward, own samples first",
     "embedding forward, between nodes",
     "embedding backward, between nodes",
     "gemm_all_to_all, between nodes",

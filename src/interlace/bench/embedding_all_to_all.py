@@ -1,4 +1,4 @@
-"""Benchmark, study and tuner of ``embedding_all_to_all`` on CUDA, forward and backward."""
+"""Benchmark and tuner of ``embedding_all_to_all`` on CUDA, forward and backward."""
 
 from __future__ import annotations
 
@@ -13,23 +13,15 @@ import torch.distributed as dist
 from interlace.bench.benchmark import Step, Way, Work, changes_along, constant, relative_error
 from interlace.bench.embedding_calls import EPSILON, LEARNING_RATE, Calls, Lookups, Shape
 from interlace.comm.group import MAX_PROGRAMS
-from interlace.comm.kernels import Launch, processors
+from interlace.comm.kernels import Launch
 from interlace.costs import embedding_all_to_all as costs
 from interlace.operators.embedding_all_to_all import backward, launch
 from interlace.operators.embedding_all_to_all.config import (
     OPERATOR,
-    ORDERS,
     EmbeddingAllToAllConfig,
 )
-from interlace.units import round_up
 
-__all__ = ["OPERATOR", "Backward", "Forward", "Shape", "bench", "study", "tune"]
-
-# Limits of an SM of compute capability 9.0, which decide how many programs it holds.
-_PROGRAMS_PER_SM = 32
-_WARPS_PER_SM = 64
-_PARTITIONS = 4  # a warp lies in one of them
-_REGISTERS_PER_PARTITION = 16_384
+__all__ = ["OPERATOR", "Backward", "Forward", "Shape", "bench", "tune"]
 
 
 class Forward(Calls):
@@ -192,60 +184,6 @@ def _work(case: Forward | Backward) -> Work:
         itemsize=case.shape.dtype.itemsize,
     )  # fmt: skip
     return Work(*case.maxima([memory_bytes, link_bytes]))
-
-
-# The study of occupancy and order
-
-
-def resident_programs(case: Forward, config: EmbeddingAllToAllConfig) -> int:
-    """Return how many programs of the forward kernel this GPU holds, by registers and warps."""
-    compiled = case.prepared(config).compile()
-    compiled._init_handles()
-    # Registers are handed out to a warp in units of eight per thread.
-    registers = 32 * round_up(compiled.n_regs, 8)
-    warps = min(_WARPS_PER_SM, _PARTITIONS * (_REGISTERS_PER_PARTITION // registers))
-    programs = min(_PROGRAMS_PER_SM, warps // config.num_warps)
-    return processors(case.owner.device) * int(programs)
-
-
-def study(
-    shape: Shape,
-    config: EmbeddingAllToAllConfig | None = None,
-    group: dist.ProcessGroup | None = None,
-) -> dict[str, Any]:
-    """Time the forward pass against occupancy, in each order of destinations. Collective.
-
-    Occupancies are 25 to 100 % of the programs that fit.
-    """
-    case = Forward(shape, group)
-    chosen = config or case.config
-    case.check(chosen)
-    # A launch has at most as many programs as there are epoch cells.
-    resident = min(MAX_PROGRAMS, resident_programs(case, chosen))
-    points = []
-    for percent in (25, 50, 75, 100):
-        for order in ORDERS:
-            programs = max(1, resident * percent // 100)
-            changed = dataclasses.replace(chosen, order=order, max_programs=programs)
-            timing = case.measure(functools.partial(case.fused, config=changed))
-            points.append(
-                {
-                    "occupancy_percent": percent,
-                    "order": order,
-                    "programs": programs,
-                    **dataclasses.asdict(timing),
-                }
-            )
-    case.owner.synchronize()
-    return {
-        "operator": OPERATOR,
-        "shape": str(shape),
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "world_size": case.owner.world_size,
-        "config": str(chosen),
-        "resident_programs": resident,
-        "points": points,
-    }
 
 
 # The tuner

@@ -227,23 +227,6 @@ def _order(name: str, time: Mapping[str, Any]) -> tuple[bool, bool, bool, float]
     return impl != "fused", role != "pair", role != "compute", median_us(time)
 
 
-def study_table(operator: str, result: Result) -> Table:
-    """Return a table of time against occupancy, in each order, for a terminal."""
-    headings = ("occupancy", "order", "programs", "median us", "p10 - p90 us", "skew us")
-    view = _view(operator, result, headings, left=("order",))
-    for point in result["points"]:
-        view.add_row(
-            f"{point['occupancy_percent']} %",
-            str(point["order"]),
-            str(point["programs"]),
-            f"{point['median_us']:.1f}",
-            f"{point['p10_us']:.1f} - {point['p90_us']:.1f}",
-            f"{point['skew_us']:.1f}",
-        )
-    view.caption = f"{result['resident_programs']} programs fit; configuration {result['config']}"
-    return view
-
-
 def transports_table(operator: str, result: Result) -> Table:
     """Return a table of every way to carry a product to its ranks, with its kernels."""
     left = ("way", "kernels: blocks, us")

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from interlace.bench.embedding_all_to_all import OPERATOR
-from interlace.bench.report import study_table
 from interlace.cli import bench
 from interlace.cli.bench_ranks import measure_embeddings
-from interlace.cli.console import make_console
 from interlace.cli.options import Run, shape_option, takes_run
-from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
 
@@ -46,37 +42,14 @@ def bench_operator(
     backward: Annotated[
         bool, typer.Option("--backward", help="The backward pass with row-wise Adagrad instead.")
     ] = False,
-    study: Annotated[
-        bool, typer.Option("--study", help="Time against occupancy and order instead.")
-    ] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="With --study: draw it as a PNG.")
-    ] = None,
 ) -> None:
     """Embedding + All-to-All: fused, every unfused pair, pooling alone, communication alone, and
     the physical floor.
 
     Without --shape: 64 tables of 200,000 x 256 a rank, and 128 wide in float16 with 32 lookups.
     """
-    if study and backward:
-        raise ArgumentError(
-            "--study must stand without --backward: it is of the forward pass. Leave one out."
-        )
-    if plot is not None and not study:
-        raise ArgumentError("--plot must go with --study; got it alone.")
-    picture = Outputs(plot=plot)
-    kind = "study" if study else "backward" if backward else "forward"
-    work = parse_work(shape, lookups, batch, run.dtype)
-    measure = functools.partial(measure_embeddings, kind=kind)
-    if not study:
-        bench.run_bench(OPERATOR, work, measure, run)
-        return
-    document = bench.measure_run("bench", f"Studying {OPERATOR}", work, measure, run)
-    for result in document["results"]:
-        make_console().print(study_table(OPERATOR, result))
-    from interlace.cli.picture import draw_study
-
-    picture.write_plot(lambda file: draw_study(document, file))
+    measure = functools.partial(measure_embeddings, kind="backward" if backward else "forward")
+    bench.run_bench(OPERATOR, parse_work(shape, lookups, batch, run.dtype), measure, run)
 
 
 @takes_run("float32", makes_table=True)

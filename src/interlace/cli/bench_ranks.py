@@ -82,14 +82,12 @@ def measure_embeddings(sizes: Result, *, dtype: str, kind: str) -> list[Result]:
     Args:
         sizes: Sizes by name; they may name a dtype of their own.
         dtype: Dtype of shapes that name none.
-        kind: ``"forward"``, ``"backward"``, ``"tune"`` (then both directions are tuned, and the
-            forward pass is timed) or ``"study"``.
+        kind: ``"forward"``, ``"backward"``, or ``"tune"`` (then both directions are tuned, and the
+            forward pass is timed).
     """
     from interlace.bench import embedding_all_to_all as operator
 
     shape = operator.Shape(**{**sizes, "dtype": getattr(torch, sizes.get("dtype", dtype))})
-    if kind == "study":
-        return [operator.study(shape)]
     config = operator.tune(shape) if kind == "tune" else None
     return [operator.bench(shape, config, backwards=kind == "backward")]
 

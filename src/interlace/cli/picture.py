@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -36,88 +35,6 @@ def draw(document: dict[str, Any], file: Path) -> None:
     else:
         with open_figure(file, 9, 4.8) as figure:
             _bars(document, figure)
-
-
-def draw_study(document: dict[str, Any], file: Path) -> None:
-    """Draw a study of occupancy and order: a panel per shape, a line per order.
-
-    The title says what is fastest most often, and each panel's what is fastest there.
-
-    Raises:
-        ArgumentError: the file cannot be written.
-    """
-    results = document["results"]
-    columns = min(3, len(results))
-    rows = math.ceil(len(results) / columns)
-    with open_figure(file, 1 + 4 * columns, 4.6 * rows) as figure:
-        figure.suptitle(_study_finding(results), fontsize=14, fontweight="bold")
-        _study_panels(results, figure, rows, columns)
-
-
-def _fastest_point(result: dict[str, Any]) -> dict[str, Any]:
-    point: dict[str, Any] = min(result["points"], key=lambda point: point["median_us"])
-    return point
-
-
-def _study_finding(results: list[dict[str, Any]]) -> str:
-    """Return the share of programs that is fastest most often, and the orders that never are."""
-    fastest = [_fastest_point(result) for result in results]
-    shares = [point["occupancy_percent"] for point in fastest]
-    share = max(shares, key=shares.count)
-    finding = (
-        f"{share} % of the programs that fit are fastest in {shares.count(share)} of "
-        f"{_count(len(results), 'shape')}"
-    )
-    orders = dict.fromkeys(point["order"] for result in results for point in result["points"])
-    never = [order for order in orders if order not in {point["order"] for point in fastest}]
-    return f"{finding}; never fastest: {' and '.join(never)}" if never else finding
-
-
-def _study_panels(results: list[dict[str, Any]], figure: Any, rows: int, columns: int) -> None:
-    # Each panel is two of the grid's rows: times above, and the skew of ranks below.
-    grid = figure.subplots(2 * rows, columns, height_ratios=(3, 1) * rows, squeeze=False)
-    for panel, result in enumerate(results):
-        row, column = divmod(panel, columns)
-        above, below = grid[2 * row][column], grid[2 * row + 1][column]
-        for colour, order in zip(
-            _COLOURS, dict.fromkeys(point["order"] for point in result["points"]), strict=False
-        ):
-            points = [point for point in result["points"] if point["order"] == order]
-            occupancy = [point["occupancy_percent"] for point in points]
-            above.plot(
-                occupancy,
-                [point["median_us"] for point in points],
-                marker="o",
-                color=colour,
-                label=order,
-            )
-            spread = [[point[name] for point in points] for name in ("p10_us", "p90_us")]
-            above.fill_between(occupancy, *spread, color=colour, alpha=0.2)
-            below.plot(occupancy, [point["skew_us"] for point in points], marker=".", color=colour)
-        best = _fastest_point(result)
-        above.plot(
-            best["occupancy_percent"],
-            best["median_us"],
-            marker="o",
-            markersize=15,
-            markerfacecolor="none",
-            color="black",
-            linestyle="",
-            label="fastest",
-        )
-        finding = f"{best['order']}, {best['occupancy_percent']} %: {best['median_us']:.0f} us"
-        above.set_title(f"{finding}\n{result['shape']}, {result['dtype']}", fontsize=10)
-        above.set(xticks=occupancy, xticklabels=[], ylim=(0, None))
-        below.set(xticks=occupancy, ylim=(0, None))
-        if column == 0:
-            above.set_ylabel("slowest rank, us\n(median; band: p10 to p90)")
-            below.set_ylabel("skew of\nranks, us")
-        if row == rows - 1:
-            below.set_xlabel("occupancy, % of the programs that fit")
-    for blank in range(len(results), rows * columns):
-        for part in (0, 1):
-            grid[2 * (blank // columns) + part][blank % columns].set_axis_off()
-    grid[0][0].legend(frameon=False)
 
 
 def _timeline(document: dict[str, Any], figure: Any) -> None:

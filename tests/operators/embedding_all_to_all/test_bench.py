@@ -48,11 +48,10 @@ def test_every_way_runs_and_the_floor_is_the_costs(ranks, lookups, backwards):
     assert report.title("embedding_all_to_all", result) == title
 
 
-def _study():
+def _tune():
     from interlace.bench import embedding_all_to_all as operator
 
     with untimed() as patch:
-        patch.setattr(operator, "resident_programs", lambda case, config: 8)
         for case in (operator.Forward, operator.Backward):
             patch.setattr(case, "compile", lambda case, config: None)
         patch.setattr(operator, "FORWARD_AXES", {"protocol": ("direct", "tiles"), "stages": (1,)})
@@ -60,32 +59,12 @@ def _study():
             operator, "BACKWARD_AXES", {"push_programs": (1, 2), "update_programs": (2, 4096)}
         )
         shape = operator.Shape(tables=1, rows=9, width=4, batch=4, lookups="2")
-        group = dist.new_group()
-        return operator.study(shape, SMALL, group), operator.tune(shape, group)
+        return operator.tune(shape, dist.new_group())
 
 
-def test_ranks_may_take_other_entries_of_a_tuned_table():
-    """The nearest entry depends on a rank's own pooling factor, so protocols that the tuner tries
-    must understand each other.
-    """
-    from interlace.bench.embedding_all_to_all import FORWARD_AXES
-
-    assert set(FORWARD_AXES["protocol"]) <= {"direct", "tiles"}
-
-
-def test_study_and_tuner_try_what_they_say(ranks):
-    for study, found in ranks(2).run(_study):
-        points = [
-            (point["occupancy_percent"], point["order"], point["programs"])
-            for point in study["points"]
-        ]
-        orders = ("interleaved", "local_first")
-        assert points == [
-            (percent, order, 8 * percent // 100)
-            for percent in (25, 50, 75, 100)
-            for order in orders
-        ]
-        assert (found.protocol, found.order) == ("direct", "interleaved")
+def test_the_tuner_tries_what_it_says(ranks):
+    for found in ranks(2).run(_tune):
+        assert found.protocol == "direct"
         taken = found.push_programs, found.push_rows, found.update_programs
         assert taken == (2, 16, 4), "ties keep what was there; 4096 programs leave none for pushing"
 

@@ -298,7 +298,7 @@ def test_a_backward_pass_is_over_when_it_ends(ranks):
     """Also where no table has lookups: late gradients would fall on what the next call stores there
     before it waits.
     """
-    call = Call(((4,), (4,), (4,)), 6, config=dataclasses.replace(SMALL, order="local_first"))
+    call = Call(((4,), (4,), (4,)), 6)
     call.check([y for y, _ in ranks(3).run(_landing_used_again, call)])
 
 

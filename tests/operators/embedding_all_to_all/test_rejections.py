@@ -99,10 +99,10 @@ def test_bad_arguments(weights, indices, offsets, more, message):
 
 def test_a_configuration_is_its_text():
     config = EmbeddingAllToAllConfig(
-        "tiles", "local_first", "tiles", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168
+        "tiles", "direct", 8, 2, 2, 7, 96, 5, 3, 4, 6, 9, 8, 3, 64, 2, 168
     )
     assert EmbeddingAllToAllConfig.parse(str(config)) == config
-    assert str(config).startswith("protocol=tiles, order=local_first, push=tiles, block_bags=8, ")
+    assert str(config).startswith("protocol=tiles, push=direct, block_bags=8, ")
     for text in (
         "",
         "direct",

@@ -10,7 +10,6 @@ from interlace.units import next_power_of_2
 
 OPERATOR = "embedding_all_to_all"
 PROTOCOLS = ("direct", "tiles")
-ORDERS = ("interleaved", "local_first")
 MAX_WIDTH = 2048
 MOST_STAGES = 16
 
@@ -23,8 +22,6 @@ class EmbeddingAllToAllConfig(Configuration):
         protocol: ``"direct"`` (vectors go from registers straight to their final place) or
             ``"tiles"`` (the same through tensor descriptors, where a rank's tables all have one
             width, a power of two).
-        order: order of destinations: ``"interleaved"`` (all in turn, so that links and memory are
-            busy from beginning to end) or ``"local_first"`` (own samples first).
         push: stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
         block_bags: bags of one table and destination that a program pools at a time; a power of
             two.
@@ -53,7 +50,6 @@ class EmbeddingAllToAllConfig(Configuration):
     """
 
     protocol: str = one_of("direct", PROTOCOLS)
-    order: str = one_of("interleaved", ORDERS)
     push: str = one_of("direct", PROTOCOLS)
     block_bags: int = power_of_two(2, 1, 64)
     stages: int = between(3, 1, MOST_STAGES)

@@ -315,7 +315,7 @@ def prepare(
         "chunk": layout.chunk,
         "drawn_tasks": fewest_tasks(call, config, tasks),
     }
-    constants |= {"WORLD_SIZE": ranks, "PROTOCOL": protocol, "ORDER": config.order}
+    constants |= {"WORLD_SIZE": ranks, "PROTOCOL": protocol}
     return Launch(embedding_all_to_all_forward, (programs,), arguments, constants)
 
 

@@ -128,22 +128,6 @@ def _pool_own(
         tl.store(own_output + cells, total.to(OUT), mask=mask)
 
 
-@triton.jit
-def _pool_drawn(
-    lookups, own_output, drawn, first, own_tasks, drawn_tasks, tickets, blocks, rank, chunk,
-    columns, POOLING: tl.constexpr, VECTORS: tl.constexpr,
-):
-    """Pool blocks of this rank's own samples, the tasks from ``first`` on; return what is drawn
-    next.
-    """
-    while drawn < first + own_tasks:
-        start = drawn - first
-        for task in range(start, tl.minimum(start + drawn_tasks, own_tasks)):
-            _pool_own(lookups, own_output, task, blocks, rank, chunk, columns, POOLING, VECTORS)
-        drawn = _draw(tickets, drawn_tasks)
-    return drawn
-
-
 @triton.jit(do_not_specialize=["output", "B", "T", "column_groups", "program_tasks"])
 def pool_embeddings(
     tables, indices, offsets, weights, output, B, T, column_groups, program_tasks,
@@ -175,7 +159,7 @@ def pool_embeddings(
 def embedding_all_to_all_forward(
     tables, indices, offsets, weights, tiles, buffers, grants, signals, epochs, ctx, call,
     buffer_bytes, buffer_index, B, chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr,
-    PROTOCOL: tl.constexpr, ORDER: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    PROTOCOL: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
 
@@ -188,8 +172,7 @@ def embedding_all_to_all_forward(
        puts the buffer's index into ``grants[rank]`` there and signals. So a rank that is not in
        this call yet receives nothing.
     2. Once all grants have arrived, programs draw blocks, ``drawn_tasks`` at a time: destinations
-       in turn from the neighbour on, this rank being the last (``interleaved``), or this rank's own
-       first.
+       in turn from the neighbour on, this rank being the last.
     3. The last program to have finished these blocks signals every destination.
     4. The program of the highest index waits, last of all, until all sources are done. No rank
        writes to a granted buffer after that: this rank's stream goes on, and the next grant of the
@@ -232,26 +215,16 @@ def embedding_all_to_all_forward(
         il.signal(granting + rank + zeros, stamp, peers, group, is_peer)
         tl.store(il.in_turn(counters + TICKETS, epoch + 1, 1), 0)
 
-    drawn, own_tasks = _draw(tickets, drawn_tasks), T * blocks
-    if ORDER == "local_first":
-        drawn = _pool_drawn(
-            lookups, own_output, drawn, 0, own_tasks, drawn_tasks, tickets, blocks, rank, chunk,
-            columns, POOLING, VECTORS,
-        )
+    drawn = _draw(tickets, drawn_tasks)
     # Step 2. Without every grant nothing is stored: memory that was not granted may be in use.
     granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
     indices_of_grants = il.get(grant_indices + peers, rank, group, is_peer, 0)
     target_index = tl.where(peers == rank, buffer_index, indices_of_grants)
-    DESTS: tl.constexpr = WORLD_SIZE if ORDER == "interleaved" else WORLD_SIZE - 1
-    # What is drawn at a time is of one kind.
-    own_drawn = (own_tasks + drawn_tasks - 1) // drawn_tasks * drawn_tasks
-    first_task = own_drawn if ORDER == "local_first" else 0
-    end = tl.where(granted, first_task + DESTS * own_tasks, 0)
+    end = tl.where(granted, WORLD_SIZE * T * blocks, 0)
     while drawn < end:
         for task in range(drawn, tl.minimum(drawn + drawn_tasks, end)):
-            number = task - first_task
-            dest = (rank + 1 + number % DESTS) % WORLD_SIZE
-            table, block = number // DESTS // blocks, number // DESTS % blocks
+            dest = (rank + 1 + task % WORLD_SIZE) % WORLD_SIZE
+            table, block = task // WORLD_SIZE // blocks, task // WORLD_SIZE % blocks
             samples = samples_of(dest, B, chunk)
             count = tl.minimum(samples - block * BAGS, BAGS)
             if count > 0:

@@ -40,7 +40,8 @@ def files_of_package() -> set[str]:
     source = ROOT / "src"
     return {
         file.relative_to(source).as_posix()
-        for file in (source / "interlace").rglob("*")
+        for package in ("interlace", "interlace_sim")
+        for file in (source / package).rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
 

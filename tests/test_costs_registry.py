@@ -15,7 +15,7 @@ import pytest
 import interlace.costs
 from interlace.costs import OPERATOR_COSTS, cost_of, find_cost, gemm_reduce_scatter
 from interlace.errors import ArgumentError
-from interlace.sim import operators
+from interlace_sim import operators
 
 
 @pytest.fixture

@@ -37,10 +37,10 @@ def test_these_need_neither_torch_nor_triton():
     must the simulator: all its modules, and a run.
     """
     simulator = (
-        "import importlib, pkgutil, interlace.sim as sim; "
+        "import importlib, pkgutil, interlace_sim as sim; "
         "[importlib.import_module(m.name) for m in pkgutil.walk_packages(sim.__path__, "
-        "'interlace.sim.')]; "
-        "from interlace.sim.scenario import Scenario; assert Scenario('dlrm', "
+        "'interlace_sim.')]; "
+        "from interlace_sim.scenario import Scenario; assert Scenario('dlrm', "
         "nodes=4).simulate().total_ns"
     )
     codes = [

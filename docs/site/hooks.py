@@ -35,7 +35,7 @@ _MORE_API = {
     "errors": ("Errors", ["interlace.errors"]),
     "language": ("Primitives for kernels", ["interlace.language"]),
     "explorer": ("Explorer of interleavings", ["interlace.testing"]),
-    "simulator": ("Simulator", ["interlace.sim"]),
+    "simulator": ("Simulator", ["interlace_sim"]),
 }
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from interlace.sim.configfile import parse
-from interlace.sim.machine import Machine
+from interlace_sim.configfile import parse
+from interlace_sim.machine import Machine
 
 
 def machine(**changes: Any) -> Machine:

@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from interlace.errors import ConfigError
-from interlace.sim.astra.algorithms import binary_tree
-from interlace.sim.astra.config import Network, System
-from interlace.sim.astra.graph import Node
-from interlace.sim.astra.network import AwareNetwork
-from interlace.sim.astra.system import Mailbox, Npu
-from interlace.sim.astra.workload import run
-from interlace.sim.configfile import load, parse
-from interlace.sim.engine import Engine
-from interlace.sim.trace import report_to_perfetto
-from interlace.sim.validate import describe, packaged_cases, read_graph, validate
 from interlace.units import GIB
+from interlace_sim.astra.algorithms import binary_tree
+from interlace_sim.astra.config import Network, System
+from interlace_sim.astra.graph import Node
+from interlace_sim.astra.network import AwareNetwork
+from interlace_sim.astra.system import Mailbox, Npu
+from interlace_sim.astra.workload import run
+from interlace_sim.configfile import load, parse
+from interlace_sim.engine import Engine
+from interlace_sim.trace import report_to_perfetto
+from interlace_sim.validate import describe, packaged_cases, read_graph, validate
 
 CASES = json.loads(packaged_cases().read_text(encoding="utf-8"))
 
@@ -643,7 +643,7 @@ def test_a_recorded_run_may_bring_its_graph(tmp_path: Path) -> None:
 
 def test_traces_written_are_traces_read(tmp_path: Path) -> None:
     pytest.importorskip("chakra")
-    from interlace.sim.astra import chakra
+    from interlace_sim.astra import chakra
 
     graphs = [
         [
@@ -674,7 +674,7 @@ def test_traces_written_are_traces_read(tmp_path: Path) -> None:
 
 def test_truncated_and_missing_traces(tmp_path: Path) -> None:
     pytest.importorskip("chakra")
-    from interlace.sim.astra import chakra
+    from interlace_sim.astra import chakra
 
     prefix = str(tmp_path / "trace")
     path = chakra.write_traces([[Node(0, "a long name", duration_us=1)]], prefix)[0]
@@ -700,7 +700,7 @@ def test_truncated_and_missing_traces(tmp_path: Path) -> None:
 
 def test_groups_file(tmp_path: Path) -> None:
     pytest.importorskip("chakra")
-    from interlace.sim.astra import chakra
+    from interlace_sim.astra import chakra
 
     file = tmp_path / "groups.json"
     file.write_text('{"1": [0, 1], "2": [2, 3]}')
@@ -753,7 +753,7 @@ def test_nodes_that_are_not_modelled(
     pytest.importorskip("chakra")
     from chakra.schema.protobuf import et_def_pb2 as definitions
 
-    from interlace.sim.astra import chakra
+    from interlace_sim.astra import chakra
 
     node = definitions.Node(id=3, name="n", type=kind, duration_micros=7)
     for name, value in attributes.items():
@@ -776,7 +776,7 @@ def test_the_hosts_call_of_a_collective_is_the_hosts(tmp_path: Path) -> None:
     pytest.importorskip("chakra")
     from chakra.schema.protobuf import et_def_pb2 as definitions
 
-    from interlace.sim.astra import chakra
+    from interlace_sim.astra import chakra
 
     node = definitions.Node(id=3, name="c10d::allreduce_", type=7, duration_micros=7)
     node.attr.append(definitions.AttributeProto(name="is_cpu_op", bool_val=True))

@@ -10,14 +10,14 @@ import pytest
 from interlace.costs import find_cost
 from interlace.costs.time import Call
 from interlace.errors import ArgumentError, ConfigError
-from interlace.sim.call import (
+from interlace_sim.call import (
     IMPLEMENTATIONS,
     Tiling,
     machine_with,
     simulate_product,
     simulate_words,
 )
-from interlace.sim.machine import load_machine
+from interlace_sim.machine import load_machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SUM = Tiling(128, 256, group_m=4, interleave=1, stagger=100)

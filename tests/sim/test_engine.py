@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from interlace.sim.engine import Engine, Join, Server, duration_ns
+from interlace_sim.engine import Engine, Join, Server, duration_ns
 
 
 def test_events_come_in_order_of_time_then_of_scheduling() -> None:

@@ -21,19 +21,19 @@ import yaml
 from interlace.costs.known_profiles import shipped_profile
 from interlace.costs.network import guessed_network, read_network
 from interlace.errors import ConfigError
-from interlace.sim import calibrate
-from interlace.sim.astra import chakra
-from interlace.sim.astra.config import Network, System
-from interlace.sim.astra.graph import Node
-from interlace.sim.astra.workload import run
-from interlace.sim.between_nodes import compare
-from interlace.sim.configfile import load, read
-from interlace.sim.machine import find, load_machine
-from interlace.sim.scenario import Scenario
-from interlace.sim.t3.machine import load_t3_machine
-from interlace.sim.t3.measured import compare as compare_t3
-from interlace.sim.t3.models import load_t3_model
-from interlace.sim.validate import packaged_cases, validate
+from interlace_sim import calibrate
+from interlace_sim.astra import chakra
+from interlace_sim.astra.config import Network, System
+from interlace_sim.astra.graph import Node
+from interlace_sim.astra.workload import run
+from interlace_sim.between_nodes import compare
+from interlace_sim.configfile import load, read
+from interlace_sim.machine import find, load_machine
+from interlace_sim.scenario import Scenario
+from interlace_sim.t3.machine import load_t3_machine
+from interlace_sim.t3.measured import compare as compare_t3
+from interlace_sim.t3.models import load_t3_model
+from interlace_sim.validate import packaged_cases, validate
 
 _NETWORK = {"topology": ["Ring", "Switch"], "npus_count": [2, 2], "bandwidth": [10, 20.5]}
 _NETWORK |= {"latency": [1, 2.5]}

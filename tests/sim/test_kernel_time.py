@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from interlace.costs.known_profiles import shipped_profile
 from interlace.costs.time import Call
 from interlace.errors import ConfigError
-from interlace.sim.kernel_time import kernel_ns, launch_and_body_ns
-from interlace.sim.machine import load_machine
-from interlace.sim.work import matrix_product
+from interlace_sim.kernel_time import kernel_ns, launch_and_body_ns
+from interlace_sim.machine import load_machine
+from interlace_sim.work import matrix_product
 
 
 def test_a_profile_times_products_and_nothing_else() -> None:

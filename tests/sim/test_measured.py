@@ -19,12 +19,12 @@ from interlace.cli.app import app
 from interlace.costs.known_profiles import profiled_gpus
 from interlace.costs.network import STEP_US, NetworkRates
 from interlace.costs.time import Call
-from interlace.sim import operators
-from interlace.sim.between_nodes import with_network
-from interlace.sim.call import machine_with, simulate_product
-from interlace.sim.machine import NodeNet, load_machine
-from interlace.sim.step import run
-from interlace.sim.work import Collective, Fused, Kernel, Task
+from interlace_sim import operators
+from interlace_sim.between_nodes import with_network
+from interlace_sim.call import machine_with, simulate_product
+from interlace_sim.machine import NodeNet, load_machine
+from interlace_sim.step import run
+from interlace_sim.work import Collective, Fused, Kernel, Task
 from tests.sim.machines import machine
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"

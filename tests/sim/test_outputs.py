@@ -28,21 +28,21 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 from typer.testing import Result as CliResult
 
-from interlace.cli import sim_progress
 from interlace.cli.app import app
 from interlace.errors import ConfigError
-from interlace.sim import calibrate, plot, reproduce
-from interlace.sim.defaults import DEFAULTS
-from interlace.sim.machine import load_machine
-from interlace.sim.results import LinkUse, Result
-from interlace.sim.scenario import Scenario
-from interlace.sim.step import run
-from interlace.sim.sweeps import parse_parameter, sweep, to_csv
-from interlace.sim.timeline import busy_until
-from interlace.sim.trace import to_perfetto
-from interlace.sim.validate import packaged_cases
-from interlace.sim.work import Collective, Task
 from interlace.units import format_bytes, format_ns, format_number
+from interlace_sim import calibrate, plot, reproduce
+from interlace_sim.cli import progress as sim_progress
+from interlace_sim.defaults import DEFAULTS
+from interlace_sim.machine import load_machine
+from interlace_sim.results import LinkUse, Result
+from interlace_sim.scenario import Scenario
+from interlace_sim.step import run
+from interlace_sim.sweeps import parse_parameter, sweep, to_csv
+from interlace_sim.timeline import busy_until
+from interlace_sim.trace import to_perfetto
+from interlace_sim.validate import packaged_cases
+from interlace_sim.work import Collective, Task
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -193,7 +193,7 @@ def test_a_combination_that_cannot_be_run_does_not_stop_the_others(tmp_path: Pat
 
 
 def test_a_changed_model_file_is_run_again(tmp_path: Path) -> None:
-    from interlace.sim.machine import find
+    from interlace_sim.machine import find
 
     file = tmp_path / "model.yaml"
     text = find("dlrm", "mlperf").read_text(encoding="utf-8")
@@ -669,7 +669,7 @@ def test_an_interrupted_sweep_ends(tmp_path: Path) -> None:
     """Ctrl-C reaches all processes; none may go on with the items that wait for it."""
     program = tmp_path / "program.py"
     program.write_text(
-        "import os\nimport time\nfrom interlace.sim.sweeps import map_processes\n"
+        "import os\nimport time\nfrom interlace_sim.sweeps import map_processes\n"
         # A line at once: two processes write to one pipe.
         "def nap(seconds):\n    os.write(1, b'asleep\\n')\n    time.sleep(seconds)\n"
         "if __name__ == '__main__':\n    list(map_processes(nap, [600] * 16, 2))\n"

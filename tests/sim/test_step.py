@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.errors import ConfigError, UnphysicalError
-from interlace.sim.bounds import Bound
-from interlace.sim.collectives import ALGORITHMS, Group, schedule
-from interlace.sim.engine import Engine
-from interlace.sim.fabric import Fabric
-from interlace.sim.results import LinkUse, LinkUses, Result
-from interlace.sim.step import run
-from interlace.sim.topology import FatTree, Hierarchical, Switch, Topology, Torus, build
-from interlace.sim.work import (
+from interlace_sim.bounds import Bound
+from interlace_sim.collectives import ALGORITHMS, Group, schedule
+from interlace_sim.engine import Engine
+from interlace_sim.fabric import Fabric
+from interlace_sim.results import LinkUse, LinkUses, Result
+from interlace_sim.step import run
+from interlace_sim.topology import FatTree, Hierarchical, Switch, Topology, Torus, build
+from interlace_sim.work import (
     COMPUTE,
     COPY,
     Collective,

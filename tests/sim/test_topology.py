@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from interlace.errors import ConfigError
-from interlace.sim.topology import (
+from interlace_sim.topology import (
     FatTree,
     FullyConnected,
     Hierarchical,

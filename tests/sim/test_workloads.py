@@ -24,14 +24,14 @@ from interlace.costs import (
 from interlace.costs import embedding_all_to_all as costs
 from interlace.costs.time import Call
 from interlace.errors import ConfigError
-from interlace.sim import operators
-from interlace.sim.machine import find, load_machine, presets
-from interlace.sim.scenario import FUSING, Scenario, parse_size
-from interlace.sim.step import run
-from interlace.sim.topology import Switch, Torus
-from interlace.sim.work import COMPUTE, Fused, Kernel, Task
-from interlace.sim.workloads import dlrm, moe, transformer
-from interlace.sim.workloads.common import Choices, load_workload
+from interlace_sim import operators
+from interlace_sim.machine import find, load_machine, presets
+from interlace_sim.scenario import FUSING, Scenario, parse_size
+from interlace_sim.step import run
+from interlace_sim.topology import Switch, Torus
+from interlace_sim.work import COMPUTE, Fused, Kernel, Task
+from interlace_sim.workloads import dlrm, moe, transformer
+from interlace_sim.workloads.common import Choices, load_workload
 from tests.sim.machines import machine
 
 # Presets.

@@ -4,11 +4,21 @@ Ranks import ``interlace.cli.demo_ranks`` and ``interlace.cli.bench_ranks``: not
 Typer or Rich by itself.
 """
 
+from __future__ import annotations
+
+import sys
+
+from interlace.errors import BackendError
+from interlace.extras import needing
+
 
 def main() -> None:
     """Run the ``interlace`` command."""
-    from interlace.cli.app import app
-
+    try:
+        with needing("The command line"):
+            from interlace.cli.app import app
+    except BackendError as error:
+        sys.exit(f"interlace: {error}")
     app(prog_name="interlace")
 
 

@@ -5,6 +5,7 @@ Each command's module is imported when it runs, and torch with it.
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,21 +26,35 @@ from interlace.cli.options import (
     takes_run,
 )
 from interlace.cli.outputs import Outputs
-from interlace.cli.sim import sim_app
 from interlace.errors import ArgumentError, InterlaceError
+from interlace.extras import needing
+
+ENTRY_POINTS = "interlace.commands"
+"""Entry points of this group are Typer applications, each a group of commands of ``interlace``."""
 
 
 class _Commands(TyperGroup):
-    """The group of all commands.
+    """The group of all commands, of this package and of installed ones that add to it.
 
     Errors that Interlace raises on purpose end a command with one line, not with a traceback.
     """
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *sorted(entry_points(group=ENTRY_POINTS).names)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        for entry_point in entry_points(group=ENTRY_POINTS, name=cmd_name):
+            command = typer.main.get_command(entry_point.load())
+            command.name = cmd_name
+            return command
+        return super().get_command(ctx, cmd_name)
 
     def invoke(self, ctx: Any) -> Any:
         is_debugging = False
         try:
             is_debugging = bool(ctx.params.get("debug") or environment.switch("INTERLACE_DEBUG"))
-            return super().invoke(ctx)
+            with needing("This command"):
+                return super().invoke(ctx)
         except InterlaceError as error:
             if is_debugging:
                 raise
@@ -70,7 +85,6 @@ tune_app = typer.Typer(
 )
 app.add_typer(bench_app, name="bench")
 app.add_typer(tune_app, name="tune")
-app.add_typer(sim_app, name="sim")
 
 
 @tune_app.command("profile")

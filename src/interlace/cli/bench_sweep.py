@@ -198,7 +198,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
 
 def draw_curves(ratios: Ratios, file: Path) -> None:
     """Draw the fraction of calls up to each ratio, a curve for each operator."""
-    from interlace.sim.figure import open_figure
+    from interlace.figure import open_figure
 
     with open_figure(file, 9.0, 4.0) as figure:
         axes = figure.subplots(1, 2, sharey=True)

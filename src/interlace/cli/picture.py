@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from interlace.sim.figure import open_figure
+from interlace.figure import open_figure
 
 # Okabe and Ito's colours, one per rank: colour-blind readers can tell them apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs, read_json
 from interlace.errors import ArgumentError
-from interlace.sim.figure import open_figure, time_unit
+from interlace.figure import open_figure, time_unit
 from interlace.units import format_bytes
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.

@@ -14,8 +14,6 @@ from interlace.costs.time import Call
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
 from interlace.operators.gemv_all_reduce.config import default_config
-from interlace.sim import call as simulated
-from interlace.sim import operators as simulated_operators
 from interlace.testing.cases import Case
 from interlace.testing.cases.base import DTYPES
 from interlace.testing.cases.gemv import GemvCase
@@ -23,6 +21,8 @@ from interlace.testing.cases.products import ProductCase
 from interlace.tracing import PHASES, Account, Activity, Event, Launch, Trace
 from interlace.tuning.choice import by_table
 from interlace.units import format_ns
+from interlace_sim import call as simulated
+from interlace_sim import operators as simulated_operators
 
 _MUCH = 0.1
 """The share of a measured phase by which the simulation parts from it, if it is marked."""

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from interlace.cli.app import app
 from interlace.errors import ConfigError
-from interlace.sim.engine import Engine
-from interlace.sim.t3 import (
+from interlace_sim.engine import Engine
+from interlace_sim.t3 import (
     CONFIGURATIONS,
     AddressMap,
     DmaMap,
@@ -32,10 +32,10 @@ from interlace.sim.t3 import (
     ring_reduce_scatter,
     simulate,
 )
-from interlace.sim.t3.measured import compare
-from interlace.sim.t3.memory import Kind, Memory
-from interlace.sim.t3.reproduce import Case, figures, study
-from interlace.sim.t3.tracker import Tracker
+from interlace_sim.t3.measured import compare
+from interlace_sim.t3.memory import Kind, Memory
+from interlace_sim.t3.reproduce import Case, figures, study
+from interlace_sim.t3.tracker import Tracker
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
 SMALL = Product("small", rows=2048, columns=2048, depth=512)

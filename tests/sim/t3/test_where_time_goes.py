@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from interlace.cli.app import app
-from interlace.sim.t3 import CONFIGURATIONS, Product, load_t3_machine, simulate
+from interlace_sim.t3 import CONFIGURATIONS, Product, load_t3_machine, simulate
 
 # A memory and a cache that nobody waits for; what is left is computing and the link.
 FAST: dict[str, Any] = {"memory.bytes_per_s": 1e16, "memory.cache_bytes_per_s": 1e16} | {

@@ -290,7 +290,7 @@ def test_shipped_profiles_are_what_the_results_say(shipped: MachineProfile) -> N
             assert statistics.median(wrong) < 0.06, (operator, name)
             assert wrong[int(0.9 * len(wrong))] < 0.2, (operator, name)
             # Where two parts of a time say the same, machines round them into one or the other.
-            for point in own:
+            for point in own[::10]:
                 expected = point.predicted_us(shipped)
                 assert point.predicted_us(refitted) == pytest.approx(expected, rel=0.02)
     assert refitted.other_compositions.keys() == shipped.other_compositions.keys()

@@ -32,7 +32,6 @@ CONSTANTS = {
     ),
     "TILING": Tiling(
         block_m=64, block_n=64, block_k=32, group_m=8, descriptors=False, w_along_k=True,
-        precision="ieee",
     ),
 }  # fmt: skip
 

@@ -102,7 +102,7 @@ def _start(mutant: Mutant | None, tests: list[str], tree: Path) -> int:
     """Make a mistake, or none, in a copy of the tree, and start tests there; return the process."""
     shutil.copytree(ROOT, tree, ignore=shutil.ignore_patterns(*_LEFT_OUT))
     if mutant is not None:
-        file = tree / "src" / "interlace" / mutant.file
+        file = tree / "src" / mutant.file
         file.write_text(changed(file.read_text(encoding="utf-8"), mutant), encoding="utf-8")
     process = os.fork()
     if process:

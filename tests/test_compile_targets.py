@@ -54,7 +54,6 @@ def _cases_of(kernel):
                 {"num_warps": 1},
             )
         ],
-        "counted_product": _counted_product,
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
         "decode_first_gemm": lambda: _mixture_of_experts_decoding(),
@@ -436,18 +435,6 @@ def _products(more=None):
     yield pointers, plain | unscaled | stores | undescribed
 
 
-def _counted_product():
-    """As the products that travel; the output is this rank's."""
-    more = {
-        "counters_address": "i64",
-        **dict.fromkeys(("me", "pieces", "rows", "part_stride", "y_stride"), "i32"),
-    }
-    for types, constants in _products():
-        tiled = constants["SENDING"].tile_stores
-        tiles = {"tiles": "tensordesc<bf16[1, 64, 64]>"} if tiled else {}
-        yield types | more | tiles, constants | {"OWN_BIAS": tiled}
-
-
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
     from interlace.gemm.kernels.gemv import Tiling
 
@@ -755,7 +742,6 @@ def kernels():
         "mapped.kernel",
         "comm.recording_kernel",
         "tracing.kernels",
-        "gemm.kernels.counted",
         "gemm.kernels.staged",
         "gemm.kernels.sum_parts",
     )

@@ -59,7 +59,7 @@ def test_explain_needs_no_gpu() -> None:
     assert len({ratio for *_, ratio in rows}) > 2
     for name, us, ratio in rows:
         assert float(ratio) == pytest.approx(int(us) / best_us, abs=0.01), name
-    assert "triggered" not in done.output.split("6001")[1], "which takes even rows only"
+    assert "remote_stores" not in done.output.split("6001")[1], "which takes even rows only"
     assert "Predicted, not measured: " in done.output
 
 

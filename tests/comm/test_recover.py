@@ -47,7 +47,7 @@ class _Program:
     def results(self) -> list[torch.Tensor]:
         """Of one call each; the same in every round."""
         found, group = [], {"group": self.process_group}
-        for impl in ("fused", "chunked", "remote_stores", "triggered"):
+        for impl in ("fused", "chunked", "remote_stores"):
             for call in (interlace.gemm_reduce_scatter, interlace.gemm_all_to_all):
                 found.append(call(self.x, self.w, impl=impl, **group))
         for impl in ("fused", "remote_stores"):

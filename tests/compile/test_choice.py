@@ -155,7 +155,7 @@ def test_float8_goes_by_what_takes_it() -> None:
     """Few implementations have a result that is wider than their operands."""
     choice = _auto("gemm_all_to_all", 8192, 8192, 7168, 2, dtype=torch.float8_e4m3fn)
     assert choice.impl == "fused"
-    assert choice.times_us.keys() == {"fused", "triggered", "unfused"}
+    assert choice.times_us.keys() == {"fused", "unfused"}
     wide = _auto("gemm_all_to_all", 8192, 8192, 7168, 2)
     assert choice.times_us["fused"] < 0.7 * wide.times_us["fused"]
 

@@ -32,7 +32,7 @@ from interlace.tuning import measured
 from interlace.tuning.choice import Choice
 from interlace.tuning.measured import MeasuredTimes
 
-PREDICTED = {"chunked": 10.0, "fused": 12.0, "unfused": 14.0, "triggered": 40.0}
+PREDICTED = {"chunked": 10.0, "fused": 12.0, "unfused": 14.0, "remote_stores": 40.0}
 KIND = {"operator": "gemm_all_reduce", "x": [8, 16], "ranks": 2}
 
 
@@ -113,9 +113,9 @@ def _measured(folder: str, times: list[dict[str, float]], remembered: list[bool]
 
 
 def test_ranks_measure_together_what_is_near(ranks: Any, tmp_path: Path) -> None:
-    """The slowest rank's time counts, and what fails on one rank is none's; triggered takes four
-    times the shortest and is not measured. What was not measured may be in the next program, so
-    nothing is kept.
+    """The slowest rank's time counts, and what fails on one rank is none's; remote_stores takes
+    four times the shortest and is not measured. What was not measured may be in the next program,
+    so nothing is kept.
     """
     times = [
         {"chunked": 11.0, "fused": 9.0, "unfused": 8.0},
@@ -125,7 +125,7 @@ def test_ranks_measure_together_what_is_near(ranks: Any, tmp_path: Path) -> None
     for rank, (timed, order, kept) in enumerate(results):
         assert timed == ["chunked", "fused", "unfused"]
         assert order[:2] == ["chunked", "fused"]
-        assert set(order[2:]) == {"triggered", "unfused"}, "in the order of the predictions"
+        assert set(order[2:]) == {"remote_stores", "unfused"}, "in the order of the predictions"
         assert kept is None, rank
 
 

@@ -1,5 +1,5 @@
-"""Products whose output is sent to the peers as it is written: ``impl="remote_stores"``,
-``"chunked"`` and ``"triggered"``.
+"""Products whose output is sent to the peers as it is written: ``impl="remote_stores"``
+and ``"chunked"``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from interlace.registry import operator_named
 from tests.errors import error_of
 from tests.gemm.calls import Call, check_all, check_gradients, differentiate, run
 
-CARRIED = ("remote_stores", "chunked", "triggered")
+CARRIED = ("remote_stores", "chunked")
 OPERATORS = ["gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce"]
 CONFIGS = {
     "gemm_all_to_all": interlace.GemmAllToAllConfig,
@@ -50,25 +50,6 @@ def test_mapped_matches_float64(ranks, world_size, operator):
         calls += [
             Call(operator, *size[:4], w_along=size[4], impl="remote_stores") for size in uneven
         ]
-    check_all(calls, ranks(world_size).run(run, calls))
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_triggered_matches_float64(ranks, world_size, operator):
-    """What mapped outputs do not take, too: biases, float8; tiles that the rows of a rank fill, and
-    that they do not.
-    """
-    config = CONFIGS[operator](
-        block_m=16, block_n=32, block_k=32, num_warps=4, group_m=2, max_programs=3, stagger=0
-    )
-    wide = dataclasses.replace(config, block_n=256)
-    calls = [
-        Call(operator, 64, 40, 20, bias=True, impl="triggered", config=config),
-        Call(operator, 8, 1024, 5, "float16", w_along="N", impl="triggered", config=wide, seed=1),
-        Call(operator, 72, 24, 40, "float8", bias=True, impl="triggered", config=config, seed=2),
-        Call(operator, 64, 40, 20, bias=True, impl="triggered", config=config, seed=3),
-    ]
     check_all(calls, ranks(world_size).run(run, calls))
 
 
@@ -282,10 +263,6 @@ def test_ranks_fail_together(ranks, impl):
         (
             Call("gemm_reduce_scatter", 7, 8, 4, "float8", impl="chunked"),
             "a result of the dtype of x",
-        ),
-        (
-            Call("gemm_reduce_scatter", 7, 8, 4, bias=True, impl="triggered"),
-            "rows that are split evenly",
         ),
         (Call("all_gather_gemm", 7, 8, 4, "float8", impl="chunked"), "a result of the dtype of x"),
         (

@@ -124,7 +124,7 @@ def _on_another_gpu() -> bool:
     try:
         right = True
         for _ in range(3):
-            for impl in ("fused", "remote_stores", "chunked", "triggered"):
+            for impl in ("fused", "remote_stores", "chunked"):
                 y = interlace.gemm_all_reduce(x, w, impl=impl)
                 right &= torch.equal(y.float(), expected)
         right &= torch.equal(

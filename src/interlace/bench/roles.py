@@ -25,7 +25,7 @@ PAIR_NAMES = {
 """Display name of each stock pair, by the value of ``impl`` that runs it."""
 
 _FORMER_IMPLS = {
-    **{name: name for name in ("fused", "remote_stores", "chunked", "pushed", "triggered")},
+    **{name: name for name in ("fused", "remote_stores", "chunked", "pushed")},
     "unfused": "unfused",
     "cuBLAS + NCCL": "unfused",
     "F.embedding_bag + NCCL + unpack": "unfused",

@@ -28,7 +28,6 @@ from interlace.operators.gemm_all_to_all import fused as all_to_all
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter import fused as reduce_scatter
 
-_PIECES = (1, 2, 4)
 _PROFILED = 10  # calls
 
 
@@ -41,11 +40,9 @@ def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
     case = Case(shape)
     chosen = config or case.choice.config
     error = case.check(chosen)
-    rows = shape.rows // case.owner.world_size
-    pieces = tuple(count for count in _PIECES if rows % count == 0)
     ours = [
         Way("fused, SM stores", "ours", _sm_stores(case, chosen)),
-        *carriers(case, chosen, pieces),
+        *carriers(case),
     ]
     check_ways(case, ours)
     ways = [

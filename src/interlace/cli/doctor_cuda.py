@@ -92,8 +92,8 @@ def _triggers(device: Any) -> Row:
         check,
         ABSENT,
         (
-            "this driver has none: no copy can wait for a kernel's counters; impl='triggered' is "
-            "refused"
+            "this driver has none: no copy can wait for a kernel's counters, and triggered "
+            "transfers are refused"
         ),
     )
 

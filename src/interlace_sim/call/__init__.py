@@ -47,7 +47,7 @@ __all__ = [
     "simulate_words",
 ]
 
-IMPLEMENTATIONS = ("fused", "chunked", "remote_stores", "pushed", "triggered", "unfused")
+IMPLEMENTATIONS = ("fused", "chunked", "remote_stores", "pushed", "unfused")
 """The implementations of operators around one product that are simulated."""
 
 
@@ -119,13 +119,11 @@ def simulate_product(
                 streams.chunked_sum(kernel)
             case "chunked", _:
                 streams.chunked(collective)
-            case (("triggered" | "remote_stores"), "all_gather"):
+            case "remote_stores", "all_gather":
                 raise ArgumentError(
                     f"{implementation} must send what a product has made; all_gather is none of "
                     "these collectives. Take another implementation."
                 )
-            case "triggered", _:
-                streams.triggered(kernel, collective)
             case "remote_stores", _:
                 streams.remote_stores(collective)
             case _:

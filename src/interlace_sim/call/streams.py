@@ -108,25 +108,6 @@ class Streams:
         self.world.start(main())
         self.world.start(self._copies([[("chunk", me, to)] for to in self.in_turn[:-1]]))
 
-    def triggered(self, kernel: TiledKernel, collective: str) -> None:
-        """Multiply by a kernel of our own that counts its tiles; copies wait for the counts."""
-        me, world = self.rank, self.world
-        chunks = [("chunk", me, to) for to in self.in_turn]
-
-        def main() -> Process:
-            yield round(1e3 * self._profile.product.launch_us)
-            start = world.engine.now
-            for chunk in chunks:
-                yield kernel.tile_ns * kernel.waves // self.ranks
-                world.post(chunk)
-            world.active(me, "counted_product", start)
-            yield [("copied", me, to) for to in self.in_turn[:-1]]
-            yield from self._alone("settle", _nothing)
-            yield from self.collect(collective).run(world, me)
-
-        world.start(main())
-        world.start(self._copies([[chunk] for chunk in chunks[:-1]]))
-
     def remote_stores(self, collective: str) -> None:
         """Multiply by the library, whose stores go to the peers' memory as they are made."""
         me, world, profile = self.rank, self.world, self._profile

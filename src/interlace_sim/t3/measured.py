@@ -28,7 +28,7 @@ OPERATORS: dict[str, Collective] = {
     and declared.collective == collective
 }
 """Operators that T3's hardware runs as well, by name: one product, and then a collective of T3."""
-IMPLEMENTATIONS = ("fused", "remote_stores", "chunked", "triggered")
+IMPLEMENTATIONS = ("fused", "remote_stores", "chunked")
 """Our implementations by their names in a document; the unfused pair is not among them."""
 _BASELINES = {"unfused": "cuBLAS + NCCL", "product": "cuBLAS alone", "collective": "NCCL alone"}
 

@@ -1,5 +1,5 @@
-"""Mapped outputs of products, which a group keeps: the memory that ``remote_stores``, ``chunked``
-and ``triggered`` write to.
+"""Mapped outputs of products, which a group keeps: the memory that ``remote_stores`` and
+``chunked`` write to.
 """
 
 from __future__ import annotations
@@ -49,13 +49,10 @@ class Output:
     @property
     def key(self) -> tuple[Hashable, ...]:
         """Return what tells outputs apart, as does its text; both are the same on every rank."""
-        tiles = self.settings.get("tiles")
-        return self.implementation, self.collective, self.shape, self.dtype, tiles
+        return self.implementation, self.collective, self.shape, self.dtype
 
 
-def run_into_output(
-    call: GemmCall, output: Output, *arguments: object, is_replayed: bool = True
-) -> torch.Tensor | None:
+def run_into_output(call: GemmCall, output: Output, *arguments: object) -> torch.Tensor | None:
     """Return the product and the collective of its rows, written into an output that the group
     keeps; None if there is no output for these sizes. Collective where it is new.
 
@@ -65,7 +62,6 @@ def run_into_output(
 
     Args:
         arguments: What the producer is called with.
-        is_replayed: Whether a call that comes again runs as a CUDA graph.
 
     Raises:
         ArgumentError: The caller has asked for it, and the output would be padded to more than
@@ -80,11 +76,8 @@ def run_into_output(
     # An all-reduce gives every rank as many rows to sum, also where the last ones are no rows of x.
     padded_rows = math.prod(output.shape[:-1]) if output.collective == "all_reduce" else rows
     y = operands.x.new_empty([padded_rows, operands.columns], dtype=operands.out_dtype)
-    if is_replayed:
-        key = output.implementation, output.collective, operands.memory()
-        run_product(product, y, arguments, key, call.group)
-    else:
-        product.run_into(y, *arguments)
+    key = output.implementation, output.collective, operands.memory()
+    run_product(product, y, arguments, key, call.group)
     return y[:rows]
 
 

@@ -28,7 +28,6 @@ from interlace.gemm.implementations.pushed import PUSHED_ALL_REDUCE
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
-from interlace.gemm.implementations.triggered import TRIGGERED
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced
@@ -64,7 +63,6 @@ class GemmAllReduce(GemmOperator):
             two_levels.run_all_reduce,
             two_levels.needs_rails,
         ),
-        TRIGGERED,
         UNFUSED,
         NCCL,
         ONE_SHOT,
@@ -190,7 +188,6 @@ def gemm_all_reduce(
             with the peers' memory as its output (rows split evenly, no bias). ``"pushed"`` is
             a product, then one kernel that sends this rank's part to all and adds theirs (16 MiB
             at most). ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send.
-            ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split evenly).
             ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and
             ``"two_shot"`` are PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is
             predicted to be the fastest; :func:`interlace.explain` says which it is and why.

@@ -21,7 +21,6 @@ from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL
-from interlace.gemm.implementations.triggered import TRIGGERED
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
@@ -49,7 +48,6 @@ class GemmAllToAll(GemmOperator):
         REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
         network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
-        TRIGGERED,
         UNFUSED,
         NCCL,
     )
@@ -228,7 +226,6 @@ def gemm_all_to_all(
         impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
-            evenly). ``"triggered"`` is a kernel that counts its tiles, and copy engines (rows split
             evenly). ``"pushed"`` is a product, then a kernel that stores the rows at the peers
             (rows split evenly). ``"unfused"`` is ``F.linear``, then ``all_to_all_single``.
             ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to

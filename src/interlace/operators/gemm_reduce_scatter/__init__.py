@@ -19,7 +19,6 @@ from interlace.gemm.implementations.pushed import PUSHED_REDUCE_SCATTER
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER, NCCL
-from interlace.gemm.implementations.triggered import TRIGGERED
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced, balanced_rows, check_sum, rank_in
@@ -56,7 +55,6 @@ class GemmReduceScatter(GemmOperator):
             two_levels.run_reduce_scatter,
             two_levels.needs_rails,
         ),
-        TRIGGERED,
         UNFUSED,
         NCCL,
         ASYNC_REDUCE_SCATTER,
@@ -172,8 +170,7 @@ def gemm_reduce_scatter(
         impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for the peers' rows, which copy engines send, and a kernel
-            for this rank's own rows. ``"triggered"`` is a kernel that counts its tiles, and copy
-            engines (rows split evenly). ``"pushed"`` is a product, then a kernel that stores the
+            for this rank's own rows. ``"pushed"`` is a product, then a kernel that stores the
             rows at their owners and adds them there (rows split evenly). ``"unfused"`` is
             ``F.linear``, then ``reduce_scatter``. ``"nccl"`` and ``"async_tp"`` are PyTorch's own
             pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the fastest;

@@ -309,12 +309,12 @@ def compare(workload: Workload, sweep: bool = False) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def plan_of(workload: Workload) -> network_choice.Plan:
+def plan_of(workload: Workload) -> network_choice.NetworkPlan:
     """Return what ``impl="auto"`` runs, and the slices of a fused call without a configuration."""
     widths = (tuple(table.shape[1] for table in workload.tables),) * dist.get_world_size()
     layout, itemsize = Layout(widths, _batch(workload.tables)), workload.tables[0].element_size()
     group = interlace.group_of()
-    sizes = network_choice.Sizes(layout, workload.lookups, itemsize, itemsize, group.nodes)
+    sizes = network_choice.LookupSizes(layout, workload.lookups, itemsize, itemsize, group.nodes)
     return network_choice.plan_by(network_choice.times_between_nodes(sizes, group.device))
 
 

@@ -24,8 +24,8 @@ import torch
 from interlace.cli.gpus import gpu_named
 from interlace.costs.known_profiles import profiled_gpus
 from interlace.gemm.choice import Gpu
-from interlace.operators.mixture_of_experts.choice import Terms
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.choice import ExpertTerms
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
@@ -95,8 +95,10 @@ def _choice(name: str, sizes: tuple[int, ...], **call: Any) -> str:
     named = dict(zip(operator.sizes, sizes, strict=True))
     if name == "mixture_of_experts":
         ranks, dtype, device = call["world_size"], call["dtype"], call["device"]
-        layer = Sizes(**named, world_size=ranks, capacity=named["tokens"])
-        choice = operator.choose(terms=Terms(layer, dtype, "cuda", keeps=False), device=device)
+        layer = ExpertSizes(**named, world_size=ranks, capacity=named["tokens"])
+        choice = operator.choose(
+            terms=ExpertTerms(layer, dtype, "cuda", keeps=False), device=device
+        )
     else:
         choice = operator.choose(**named, **call)
     values = " ".join(str(value) for value in vars(choice.config).values())

@@ -338,7 +338,7 @@ def _embedding_all_to_all_backward():
     import triton.language as tl
 
     from interlace.operators.embedding_all_to_all.kernels.backward import Runs, Writing
-    from interlace.operators.embedding_all_to_all.kernels.transfer import Pushing
+    from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     lists = ("bags", "segments", "runs", "run_bags", "run_segments", "run_count", "tickets")
@@ -350,7 +350,7 @@ def _embedding_all_to_all_backward():
     def case(key, update, vectors, runs, unroll, *, by_segment=False, pushers=64, rows=8, **more):
         constants = {
             "WORLD_SIZE": 4,
-            "PUSHING": Pushing(pushers, rows, blocks=4, width=vectors.width),
+            "PUSHING": GradientPushing(pushers, rows, blocks=4, width=vectors.width),
             "RUNS": Runs(runs, lookups=128, ticket=4, unroll=unroll),
             "WRITING": Writing(update, by_segment),
             "VECTORS": vectors,
@@ -436,10 +436,10 @@ def _products(more=None):
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
-    from interlace.gemm.kernels.gemv import Tiling
+    from interlace.gemm.kernels.gemv import GemvTiling
 
     tensors = dict.fromkeys(("x", "w", "bias", "y"), f"*{dtype}")
-    tiling = Tiling(
+    tiling = GemvTiling(
         block_n=block_n, block_b=block_b, block_k=block_k, even=even, even_k=even,
         word_values=values,
         round_parts=values == 2,
@@ -458,13 +458,16 @@ _NORMING = {
 
 def _norms(sections=1):
     """Types and constants of each norm and quantisation."""
-    from interlace.operators.gemm_all_reduce_norm.kernels.norm import Form
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormForm
 
-    yield {"y": "*bf16"}, {"FORM": Form("layer", "none", sections), "scale": None, "scales": None}
+    yield (
+        {"y": "*bf16"},
+        {"FORM": NormForm("layer", "none", sections), "scale": None, "scales": None},
+    )
     for kind, scale, scales in (("tensor", "*fp32", None), ("row", None, "*fp32")):
         types = {name: each for name, each in (("scale", scale), ("scales", scales)) if each}
         absent = dict.fromkeys({"scale", "scales"} - types.keys())
-        yield {"y": "*fp8e4nv"} | types, {"FORM": Form("rms", kind, sections)} | absent
+        yield {"y": "*fp8e4nv"} | types, {"FORM": NormForm("rms", kind, sections)} | absent
 
 
 def _multiply_sum_and_norm():
@@ -506,7 +509,7 @@ def _multiply_few_rows():
     each = [f"{name}_{index}" for name in ("N", "stride") for index in range(3)]
     types = dict.fromkeys((*sizes, *each), "i32")
     described = Tiling(64, 16, 64, 1, descriptors=True, w_along_k=True)
-    one_row = gemv.Tiling(4, 1, 512, even=True, even_k=False, word_values=1, round_parts=False)
+    one_row = gemv.GemvTiling(4, 1, 512, even=True, even_k=False, word_values=1, round_parts=False)
     for dtype, weights, has_bias, first, tiling in (
         ("bf16", 3, False, "w", described),
         ("fp16", 3, True, "w", described._replace(descriptors=False)),
@@ -612,9 +615,9 @@ def _mixture_of_experts_products(kernel):
     import triton.language as tl
 
     from interlace.gemm.kernels.tiles import Tiling
-    from interlace.operators.mixture_of_experts.kernels.dispatch import Pushing
+    from interlace.operators.mixture_of_experts.kernels.dispatch import RowPushing
 
-    pushing = Pushing(
+    pushing = RowPushing(
         programs=16, rows=64, block_rows=2, block_columns=1024, top_k=6, align=8,
         expert_lanes=_MOE_LANES["E_LANES"],
     )  # fmt: skip

@@ -14,7 +14,7 @@ from interlace.costs.expert_time import ExpertsCall
 from interlace.costs.known_profiles import profile_of
 from interlace.operators.mixture_of_experts import choice
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig, decode_config
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.tuning.choice import Choice
 
 H200 = profile_of("NVIDIA H200")
@@ -119,8 +119,8 @@ def _times(
     tokens: int, top_k: int = 2, *, keeps: bool = False, capacity: int = 1 << 20
 ) -> dict[str, float]:
     profile = dataclasses.replace(H200, compositions={OPERATOR: MADE}, corrections={})
-    sizes = Sizes(tokens, top_k, 8, 4096, 14336, 2, capacity)
-    terms = choice.Terms(sizes, torch.bfloat16, "cuda", keeps)
+    sizes = ExpertSizes(tokens, top_k, 8, 4096, 14336, 2, capacity)
+    terms = choice.ExpertTerms(sizes, torch.bfloat16, "cuda", keeps)
     return choice.predicted_times(profile, terms)
 
 
@@ -132,7 +132,9 @@ def test_auto_takes_what_is_predicted_to_be_fastest() -> None:
     few, many = _times(16), _times(16384)
     assert min(few, key=few.__getitem__) == "decode"
     assert min(many, key=many.__getitem__) == "fused"
-    terms = choice.Terms(Sizes(16, 2, 8, 4096, 14336, 2, 16), torch.bfloat16, "cuda", False)
+    terms = choice.ExpertTerms(
+        ExpertSizes(16, 2, 8, 4096, 14336, 2, 16), torch.bfloat16, "cuda", False
+    )
     trained = Choice("fused", MixtureOfExpertsConfig(block_m=64), "measured")
     chosen = choice.fastest(H200, terms, trained, few)
     assert (chosen.impl, chosen.is_known) == ("decode", True)

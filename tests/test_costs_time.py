@@ -13,7 +13,7 @@ import pytest
 
 from interlace.bench import profile_fit
 from interlace.costs.known_profiles import parse_profile, profile_of
-from interlace.costs.time import Call, MachineProfile, parts_us
+from interlace.costs.time import MachineProfile, SizedCall, parts_us
 from interlace.errors import ConfigError
 from interlace.registry import operators
 
@@ -25,7 +25,8 @@ SHIPPED = (H200, profile_of("NVIDIA H100 80GB HBM3"))
 def test_a_wave_more_takes_a_wave_longer() -> None:
     """132 processors compute 12 x 11 tiles of 128 x 256 at a time."""
     one, two = (
-        H200.library_product_us(Call(rows, 11 * 256, 8192, 2, 2)) for rows in (12 * 128, 24 * 128)
+        H200.library_product_us(SizedCall(rows, 11 * 256, 8192, 2, 2))
+        for rows in (12 * 128, 24 * 128)
     )
     tile_us = H200.tile_us(128, 256, 8192, H200.product.flops_per_s)
     assert one == pytest.approx(H200.product.launch_us + tile_us, rel=0.02)
@@ -34,21 +35,23 @@ def test_a_wave_more_takes_a_wave_longer() -> None:
 
 def test_few_rows_take_as_long_as_reading_the_weight() -> None:
     weight_us = 2 * 16384 * 8192 / H200.product.memory_bytes_per_s * 1e6
-    assert H200.library_product_us(Call(1, 16384, 8192, 2, 2)) == pytest.approx(
+    assert H200.library_product_us(SizedCall(1, 16384, 8192, 2, 2)) == pytest.approx(
         H200.product.launch_us + weight_us, rel=0.01
     )
 
 
 def test_operands_of_8_bits_take_half_the_time() -> None:
     wide, narrow = (
-        H200.library_product_us(Call(8192, 8192, 8192, itemsize, 2)) for itemsize in (2, 1)
+        H200.library_product_us(SizedCall(8192, 8192, 8192, itemsize, 2)) for itemsize in (2, 1)
     )
     assert narrow == pytest.approx(wide / 2, rel=0.05)
 
 
 def test_float32_takes_no_tensor_cores() -> None:
     """The library's kernels take an order of magnitude longer, and ours three."""
-    half, single = (Call.of_dtype(dtype, 8192, 8192, 8192, 2) for dtype in ("bfloat16", "float32"))
+    half, single = (
+        SizedCall.of_dtype(dtype, 8192, 8192, 8192, 2) for dtype in ("bfloat16", "float32")
+    )
     assert H200.library_product_us(single) > 10 * H200.library_product_us(half)
     tiled = [
         parts_us(H200, "gemm_all_reduce", call, "tiled", (128, 128))["product"]
@@ -58,15 +61,15 @@ def test_float32_takes_no_tensor_cores() -> None:
 
 
 def test_float8_has_wider_results() -> None:
-    call = Call.of_dtype("float8_e4m3fn", 200, 4096, 2048, 4)
+    call = SizedCall.of_dtype("float8_e4m3fn", 200, 4096, 2048, 4)
     assert (call.itemsize, call.output_itemsize, call.is_exact) == (1, 2, False)
     sums = H200.link_us("gemm_reduce_scatter", call)
-    assert sums == H200.link_us("gemm_reduce_scatter", Call(200, 4096, 2048, 2, 4))
+    assert sums == H200.link_us("gemm_reduce_scatter", SizedCall(200, 4096, 2048, 2, 4))
 
 
 def test_parts() -> None:
     """Four ranks, 200 rows: 50 rows of each rank in a tile of 128 leave some of it empty."""
-    call = Call(200, 4096, 2048, 2, 4)
+    call = SizedCall(200, 4096, 2048, 2, 4)
     whole = parts_us(H200, "gemm_reduce_scatter", call, "whole", (128, 256))
     by_rank = parts_us(H200, "gemm_reduce_scatter", call, "by_rank", (128, 256))
     batch = parts_us(H200, "gemm_reduce_scatter", call, "batch", (128, 256))
@@ -95,7 +98,7 @@ def test_parts() -> None:
 
 
 def test_what_a_profile_does_not_know() -> None:
-    call = Call(200, 4096, 2048, 2, 4)
+    call = SizedCall(200, 4096, 2048, 2, 4)
     assert H200.predict_us("gemm_reduce_scatter", "nobody's", call, "whole", (128, 256)) is None
     assert H200.predict_us("nobody's", "fused", call, "whole", (128, 256)) is None
 
@@ -103,7 +106,7 @@ def test_what_a_profile_does_not_know() -> None:
 @pytest.mark.parametrize("sizes", [(0, 4096, 4096), (64, 0, 4096), (64, 4096, 0)])
 def test_products_without_elements_take_some_time(sizes: tuple[int, int, int]) -> None:
     """An operator is called with them where a rank has no rows, or to time its exchange alone."""
-    call = Call(*sizes, 2, 2)
+    call = SizedCall(*sizes, 2, 2)
     for operator, implementations in H200.compositions.items():
         if operator == "mixture_of_experts":
             continue
@@ -193,11 +196,11 @@ def test_a_fit_finds_the_compositions_that_made_the_times() -> None:
     points = []
     for rows in (64, 512, 4096, 16384):
         for inner in (512, 4096, 16384):
-            call = Call(rows, 8192, inner, 2, 2)
+            call = SizedCall(rows, 8192, inner, 2, 2)
             us = profile.predict_us("gemm_all_reduce", "chunked", call, "by_rank", (0, 0))
             assert us is not None
             kind = "gemm_all_reduce", "chunked", call
-            points.append(profile_fit.Point(*kind, "by_rank", (0, 0), us))
+            points.append(profile_fit.MeasuredPoint(*kind, "by_rank", (0, 0), us))
     found = profile_fit.fit(profile, points)
     assert found == {"gemm_all_reduce": {"chunked": pytest.approx(made, rel=0.01)}}
     assert profile_fit.fit(profile, points[:5]) == {}, "too few"
@@ -213,11 +216,11 @@ def test_points_of_older_results() -> None:
             "NCCL alone": {"median_us": 3.0},
         },
     }  # fmt: skip
-    call = Call(256, 512, 64, 2, 4)
+    call = SizedCall(256, 512, 64, 2, 4)
     exact = dataclasses.replace(call, itemsize=4, is_exact=True)
     found = profile_fit.points_of([{"results": [result, {**result, "dtype": "float32"}]}])
     assert found == [
-        profile_fit.Point("all_gather_gemm", impl, each, "whole", (128, 64), us)
+        profile_fit.MeasuredPoint("all_gather_gemm", impl, each, "whole", (128, 64), us)
         for each in (call, exact)
         for impl, us in (("pushed", 7.0), ("unfused", 9.0))
     ]
@@ -241,14 +244,14 @@ def test_corrections_count_near_measured_calls() -> None:
         H200, compositions={"gemm_all_reduce": {"chunked": made}}, corrections={}
     )
 
-    def composed_us(call: Call) -> float:
+    def composed_us(call: SizedCall) -> float:
         us = profile.predict_us("gemm_all_reduce", "chunked", call, "by_rank", (0, 0))
         assert us is not None
         return us
 
-    call, far = Call(512, 4096, 4096, 2, 2), Call(16384, 512, 512, 2, 2)
+    call, far = SizedCall(512, 4096, 4096, 2, 2), SizedCall(16384, 512, 512, 2, 2)
     points = [
-        profile_fit.Point(
+        profile_fit.MeasuredPoint(
             "gemm_all_reduce", "chunked", each, "by_rank", (0, 0), factor * composed_us(each)
         )
         for each, factor in ((call, 2.0), (far, 1.0))

@@ -26,7 +26,7 @@ from interlace.comm import identity
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import keep_profile, profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime, fit_rates
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.choice import Gpu
 from interlace.registry import operators
 from tests.profiles import forget_profiles
@@ -55,14 +55,14 @@ def _products(profile: MachineProfile) -> list[ProductTime]:
     chance, found = random.Random(1), []
     for _ in range(40):
         sizes = [2 ** chance.randint(low, 14) for low in (3, 9, 8)]
-        us = profile.library_product_us(Call(sizes[0], sizes[1], sizes[2], 2, 1))
+        us = profile.library_product_us(SizedCall(sizes[0], sizes[1], sizes[2], 2, 1))
         found.append(ProductTime(sizes[0], sizes[1], sizes[2], us))
     return found
 
 
 def _result(profile: MachineProfile, rows: int, factor: float) -> dict[str, Any]:
     """Return a sweep's result in which implementations take ``factor`` times the prediction."""
-    call = Call(rows, 8192, 2048, 2, 2)
+    call = SizedCall(rows, 8192, 2048, 2, 2)
     times = {}
     for name, schedule in (("chunked", "by_rank"), ("unfused", "whole")):
         us = profile.predict_us("gemm_all_reduce", name, call, schedule, (128, 256))  # type: ignore[arg-type]
@@ -79,7 +79,7 @@ def test_rates_are_found() -> None:
     """The products' times are within 2 % of those that the rates were hidden in."""
     found = dataclasses.replace(H200, product=fit_rates(H200, _products(SLOW)))
     for each in _products(SLOW):
-        us = found.library_product_us(Call(each.rows, each.columns, each.inner, 2, 1))
+        us = found.library_product_us(SizedCall(each.rows, each.columns, each.inner, 2, 1))
         assert us == pytest.approx(each.us, rel=0.1)
     assert found.product.flops_per_s == pytest.approx(3e14, rel=0.05)
     assert found.product.float32_flops_per_s == pytest.approx(
@@ -102,7 +102,7 @@ def test_noise_moves_no_rate_far() -> None:
         change = getattr(found.product, field.name) / getattr(H200.product, field.name)
         assert 0.5 < change < 2, field.name
     for each in _products(H200):
-        us = found.library_product_us(Call(each.rows, each.columns, each.inner, 2, 1))
+        us = found.library_product_us(SizedCall(each.rows, each.columns, each.inner, 2, 1))
         assert us == pytest.approx(each.us, rel=0.25)
 
 
@@ -115,7 +115,7 @@ def test_a_profile_of_another_gpu() -> None:
     assert (profile.gpu, profile.processors, profile.is_guess) == ("Another GPU", 132, False)
     assert profile.link_bytes_per_s == 1e11
     for rows in (512, 2048, 12000):
-        call = Call(rows, 8192, 2048, 2, 2)
+        call = SizedCall(rows, 8192, 2048, 2, 2)
         for name, schedule in (("chunked", "by_rank"), ("unfused", "whole")):
             kind = "gemm_all_reduce", name, call, schedule, (128, 256)
             expected = SLOW.predict_us(*kind)  # type: ignore[arg-type]

@@ -20,7 +20,7 @@ import interlace
 from interlace import registry
 from interlace.cli.gpus import choice_on, gpu_named
 from interlace.costs import find_cost
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.gemm import schema
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.unfused import UNFUSED
@@ -172,7 +172,7 @@ def test_auto_takes_the_first_implementation_whatever_its_name():
     declaration = type("GemmRing", (package.GemmBroadcast,), {"implementations": (ring, UNFUSED)})()
     sizes = {"rows": 64, "columns": 64, "inner": 64, "dtype": torch.float32, "world_size": 2}
     assert declaration.choose(**sizes, device=torch.device("cpu")).impl == "ring"
-    call = Call.of_dtype("float32", 64, 64, 64, 2)
+    call = SizedCall.of_dtype("float32", 64, 64, 64, 2)
     assert choice_on(gpu_named("h200"), declaration, call, torch.float32).impl == "ring"
 
 
@@ -220,7 +220,7 @@ def _bench():
     from interlace.bench import products
 
     with untimed():
-        return products.bench(products.Shape(NAME, 8, 16, 24, torch.float32))
+        return products.bench(products.ProductShape(NAME, 8, 16, 24, torch.float32))
 
 
 def test_benchmarks_run_it(ranks):

@@ -12,7 +12,7 @@ import functools
 import math
 
 from interlace.costs.known_profiles import shipped_profile
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace_sim.machine import Gpu, Machine
 from interlace_sim.work import Kernel
 
@@ -59,7 +59,7 @@ def _profile(gpu: str) -> MachineProfile:
 
 # A step has few different products, each many times, and a profile tries many tiles for each.
 @functools.lru_cache(maxsize=1024)
-def _product_us(gpu: str, call: Call, products: int) -> tuple[float, float]:
+def _product_us(gpu: str, call: SizedCall, products: int) -> tuple[float, float]:
     """Return how long a product takes in the library's kernel, and in tiles of ours."""
     profile = _profile(gpu)
     return (

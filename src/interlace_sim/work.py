@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 
 # Names of rows; a library's streams have the names of their collectives.
 COMPUTE, COPY = "compute", "copy engine"
@@ -36,7 +36,7 @@ class Kernel:
     flops: float = 0.0
     memory_bytes: float = 0.0
     given_ns: int | None = None
-    product: Call | None = None
+    product: SizedCall | None = None
     products: int = 1
 
 
@@ -57,7 +57,7 @@ def matrix_product(
     """
     # Models may give sizes that do not divide evenly over ranks, and tiles have whole ones.
     rows, columns, inner = (max(1, round(size)) for size in (m, n, k))
-    call = Call(rows, columns, inner, int(itemsize), world_size, is_exact=itemsize == 4)
+    call = SizedCall(rows, columns, inner, int(itemsize), world_size, is_exact=itemsize == 4)
     moved = products * itemsize * (m * k + n * k + m * n)
     return Kernel(products * 2 * m * n * k, moved, product=call, products=products)
 

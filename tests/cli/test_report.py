@@ -416,7 +416,7 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from interlace.bench import gemv_all_reduce as operator
     from interlace.cli import bench_ranks
 
-    def bench(shape: operator.Shape, config: object) -> dict[str, Any]:
+    def bench(shape: operator.GemvShape, config: object) -> dict[str, Any]:
         if shape.tokens == 2:
             raise ArgumentError("the second shape fails")
         return result(tokens=shape.tokens)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from interlace.comm import nccl
-from interlace.comm.gin_nccl import _Communicator, _Memory
+from interlace.comm.gin_nccl import _Communicator, _NcclMemory
 from interlace.errors import BackendError, WorkspaceError
 
 _SOURCE = """
@@ -91,7 +91,7 @@ def test_everything_is_undone_before_the_abort(library):
     content = communicator.connect(8, 2)
     assert content.startswith(b"filled")
     assert len(content) == nccl.DEVICE_COMMUNICATOR_BYTES
-    memory = _Memory(library, torch.device("cpu"), 8192)
+    memory = _NcclMemory(library, torch.device("cpu"), 8192)
     assert communicator.register(memory) == 0x2000
     assert library.library.calls().decode() == _OPENED
     del memory
@@ -122,7 +122,7 @@ def test_memory_of_a_registration_that_is_late_is_never_freed(library):
     communicator = _opened(library)
     library.library.set(10**9, 0, 3)
     with pytest.raises(BackendError, match=r"^ncclCommWindowRegister must be complete"):
-        communicator.register(_Memory(library, torch.device("cpu"), 8192))
+        communicator.register(_NcclMemory(library, torch.device("cpu"), 8192))
     communicator.close()
     assert library.library.calls().decode() == "alloc register(8192,1) abort "
 
@@ -132,4 +132,4 @@ def test_a_machine_without_a_back_end_is_told_so(library):
     with pytest.raises(BackendError, match=r"NCCL 2\.30\.7 finds no back end of GIN that connects"):
         _opened(library).connect(1, 0)
     with pytest.raises(WorkspaceError, match=r"a window of .* must fit in the GPU's memory"):
-        _Memory(library, torch.device("cpu"), 2**30)
+        _NcclMemory(library, torch.device("cpu"), 2**30)

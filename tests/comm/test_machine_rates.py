@@ -22,7 +22,7 @@ from interlace.compile import choice
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.errors import WorkspaceError
 from tests.errors import error_of
 from tests.profiles import forget_profiles, programs_store
@@ -35,7 +35,8 @@ def _rates(link: float) -> MeasuredRates:
     guess = profile_of(_GPU)
     sizes = [(64 << i % 5, 4096, 2048 << i % 3) for i in range(20)]
     products = [
-        ProductTime(*size, us=3 * guess.library_product_us(Call(*size, 2, 1))) for size in sizes
+        ProductTime(*size, us=3 * guess.library_product_us(SizedCall(*size, 2, 1)))
+        for size in sizes
     ]
     return MeasuredRates(products, link, 2)
 
@@ -82,7 +83,7 @@ def _two_groups(folder: str) -> tuple[str, float, int, bool, float]:
     rank = dist.get_rank()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     measure = mock.Mock(return_value=_rates(1e11 * (1 + rank // 2)))
-    product = Call(1024, 4096, 4096, 2, 1)
+    product = SizedCall(1024, 4096, 4096, 2, 1)
     with mock.patch.dict(os.environ, {"INTERLACE_CACHE_DIR": folder}):
         try:
             guessed_us = profile_of(_GPU).library_product_us(product)

@@ -20,9 +20,9 @@ def _bench(operator):
     from interlace.bench import products
 
     with untimed() as patch:
-        shape = products.Shape(operator, 8, 16, 24, torch.float32)
+        shape = products.ProductShape(operator, 8, 16, 24, torch.float32)
         group = dist.new_group()
-        start = products.Case(shape, group).choice.config
+        start = products.TimedProduct(shape, group).choice.config
         tried = [dataclasses.replace(start, block_m=32), start]
         patch.setattr(type(operator_named(operator)), "candidates", lambda *_: tried)
         return products.bench(shape, None, group), str(products.tune(shape, group)), str(tried[0])
@@ -50,7 +50,7 @@ def _bench_batch(operator):
     from interlace.bench import batches
 
     with untimed():
-        shape = batches.Shape(operator, 8, 16, 24, torch.float32, 3)
+        shape = batches.BatchShape(operator, 8, 16, 24, torch.float32, 3)
         case = batches.case_of(shape)
         case.pair(0)
         found = case.received if operator == "bmm_all_to_all" else case.product
@@ -85,7 +85,7 @@ def _compare(operator):
     from interlace.bench import products, transports
 
     with untimed():
-        return transports.compare(products.Shape(operator, 16, 128, 24, torch.float32))
+        return transports.compare(products.ProductShape(operator, 16, 128, 24, torch.float32))
 
 
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_to_all"])

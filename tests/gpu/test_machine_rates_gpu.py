@@ -12,7 +12,7 @@ import interlace
 from interlace.comm import machine_rates
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.product_fit import with_rates
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 
 pytestmark = pytest.mark.gpu
 
@@ -29,7 +29,8 @@ def _measured() -> tuple[float, float | None, bool]:
     profile = with_rates(profile_of(name, processors), name, processors, rates, "this test")
     errors = [
         abs(
-            profile.library_product_us(Call(each.rows, each.columns, each.inner, 2, 1)) / each.us
+            profile.library_product_us(SizedCall(each.rows, each.columns, each.inner, 2, 1))
+            / each.us
             - 1
         )
         for each in rates.products

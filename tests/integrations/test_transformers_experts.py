@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import interlace
 import interlace.integrations.transformers
 from interlace.errors import ArgumentError
-from interlace.integrations.transformers_experts import Layout
+from interlace.integrations.transformers_experts import WeightLayout
 from interlace.operators.mixture_of_experts import layout as memory_order
 
 pytest.importorskip("transformers", minversion="5.23", reason="make test-integrations installs it")
@@ -257,7 +257,7 @@ def _difference(model: str) -> dict[str, float]:
     x = torch.randn(9, 16, requires_grad=True)
     weights, index = torch.rand(9, 4).topk(2)
     weights.requires_grad_()
-    layout = Layout.of(experts, "interlace")
+    layout = WeightLayout.of(experts, "interlace")
     w_in, w_out, *biases = parameters = layout.parameters(experts)
     memory = [memory_order.in_memory_order(weight)[0] for weight in (w_in, w_out)]
     memory += [memory_order.bias_in_order(bias, memory_order.order_of(w_in)) for bias in biases[:1]]

@@ -10,7 +10,7 @@ import interlace
 from interlace.costs import find_cost
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.implementations import network
 from interlace.registry import operators
@@ -73,7 +73,7 @@ def test_slices_are_predicted_where_they_hide_the_exchange(operator):
     """A message takes 1 us, and an all-to-all 1 ms."""
     quick = NetworkRates("wire", "made up", 2, 2, [(1, 1.0), (9999, 1.0)], [(9999, 1000.0)])
     profile = dataclasses.replace(profile_of("NVIDIA H200"), network=quick)
-    times = predicted_times(profile, operator, 2, Call(8192, 4096, 4096, 2, 2))
+    times = predicted_times(profile, operator, 2, SizedCall(8192, 4096, 4096, 2, 2))
     assert times.order(operators()[operator]) == ["chunked", "unfused"]
 
 

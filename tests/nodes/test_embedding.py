@@ -89,7 +89,7 @@ def _in_slices(call, shares):
         cuts.append(of(*arguments))
         return cuts[-1]
 
-    of, plan = between_nodes.Cut.of, network_choice.Plan("fused", shares)
+    of, plan = between_nodes.Cut.of, network_choice.NetworkPlan("fused", shares)
     with (
         process_group_of(2) as process_group,
         mock.patch.object(network_choice, "plan_of", return_value=plan),

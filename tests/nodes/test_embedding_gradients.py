@@ -70,7 +70,7 @@ def _compare(pool, calls, others, kind):
 
 def _in_slices(call, count):
     """Train between nodes with so many slices of gradients; the tables, and how many were taken."""
-    plan = network_choice.Plan("fused", (1, 1), count)
+    plan = network_choice.NetworkPlan("fused", (1, 1), count)
     with (
         process_group_of(2) as process_group,
         mock.patch.object(network_choice, "plan_of", return_value=plan),

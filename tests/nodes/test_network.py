@@ -290,7 +290,7 @@ def test_embeddings_that_were_measured():
     errors, taken = {}, set()
     with measured_network(network):
         for lookups in sorted(map(int, results)):
-            sizes = network_choice.Sizes(Layout(((128,) * 8,) * 2, 16384), lookups, 2, 2, 2)
+            sizes = network_choice.LookupSizes(Layout(((128,) * 8,) * 2, 16384), lookups, 2, 2, 2)
             times = network_choice.times_between_nodes(sizes, torch.device("cpu"))
             measured = results[str(lookups)]["us"]["torch"]
             errors[lookups] = round(100 * (times.predictions["unfused"].us / measured - 1))
@@ -440,7 +440,7 @@ def test_gradients_travel_in_slices_where_updates_take_as_long():
         with measured_network(network):
             device = torch.device("cuda")
             return network_choice.gradient_slices(
-                network_choice.Sizes(layout, lookups, 4, 4, 2), device
+                network_choice.LookupSizes(layout, lookups, 4, 4, 2), device
             )
 
     assert slices(1, network) == 1
@@ -474,7 +474,7 @@ def test_more_ranks_than_the_kernels_take():
 
     layout = Layout(((128,) * 8,) * 16, 16384)
     with measured_network(QUICK):
-        sizes = network_choice.Sizes(layout, 99, 2, 2, 2)
+        sizes = network_choice.LookupSizes(layout, 99, 2, 2, 2)
         times = network_choice.times_between_nodes(sizes, torch.device("cpu"))
     assert set(times.predictions) == {"pooled", "unfused"}
     assert network_choice.plan_by(times).impl == "pooled"

@@ -12,11 +12,11 @@ import torch
 
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import parse_network
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.gemm import between_nodes
 from interlace.operators.mixture_of_experts import network_choice
-from interlace.operators.mixture_of_experts.choice import Terms
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.choice import ExpertTerms
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.tuning.choice import NetworkTimes
 
 H100, H200 = profile_of("NVIDIA H100 80GB HBM3"), profile_of("NVIDIA H200")
@@ -40,7 +40,7 @@ def test_predicted_times_of_products(file: str) -> None:
     for operator in PRODUCTS:
         rows, columns, inner = measured["results"][operator]["sizes"]
         # The rows of both ranks are multiplied after a gather.
-        call = Call(rows * 2 if operator == "all_gather_gemm" else rows, columns, inner, 2, 2)
+        call = SizedCall(rows * 2 if operator == "all_gather_gemm" else rows, columns, inner, 2, 2)
         times = between_nodes.predicted_times(profile, operator, 2, call)
         assert times is not None
         us = measured["results"][operator]["us"]
@@ -57,8 +57,8 @@ def test_predicted_times_of_experts(file: str) -> None:
     measured = json.loads((RESULTS / f"2026-11-26-{file}-2xh200.json").read_text(encoding="utf-8"))
     profile = dataclasses.replace(H200, network=parse_network(measured["network"]["rates"]))
     layer = measured["results"]["mixture_of_experts"]
-    sizes = Sizes(4096, 2, 16, 2048, layer["width"], 2, 4096)
-    terms = Terms(sizes, torch.bfloat16, "cuda", keeps=False, nodes=2)
+    sizes = ExpertSizes(4096, 2, 16, 2048, layer["width"], 2, 4096)
+    terms = ExpertTerms(sizes, torch.bfloat16, "cuda", keeps=False, nodes=2)
     times = network_choice.predicted_times(profile, terms)
     assert times is not None
     assert times.slices_of("chunked") == 2

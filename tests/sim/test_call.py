@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from interlace.costs import find_cost
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError, ConfigError
 from interlace_sim.call import (
     IMPLEMENTATIONS,
@@ -46,7 +46,7 @@ def test_calls_of_four_h200s_against_measurements(
     machine = load_machine("h200-node")
     file = RESULTS / f"2026-11-21-{name}-4xh200.json"
     result = json.loads(file.read_text(encoding="utf-8"))["results"][index]
-    sizes = Call(result["rows"], result["columns"], result["inner"], 2, 4)
+    sizes = SizedCall(result["rows"], result["columns"], result["inner"], 2, 4)
     found = {}
     for implementation in errors:
         simulated_us = simulate_product(machine, name, implementation, sizes, tiling).total_ns / 1e3
@@ -61,7 +61,7 @@ def test_calls_of_four_h200s_against_measurements(
 @pytest.mark.parametrize("name", ["gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce"])
 def test_the_links_carry_what_the_cost_says(name: str, implementation: str) -> None:
     """Whatever the implementation, the same bytes leave a rank; also where tiles are not full."""
-    machine, sizes = load_machine("h200-node"), Call(2 * 300, 700, 512, 2, 2)
+    machine, sizes = load_machine("h200-node"), SizedCall(2 * 300, 700, 512, 2, 2)
     call = simulate_product(machine, name, implementation, sizes)
     cost = find_cost(name).formula(rows=600, columns=700, inner=512, itemsize=2, world_size=2)
     assert call.sent_bytes == pytest.approx(2 * cost.link_bytes)
@@ -103,11 +103,11 @@ def test_ranks_do_the_same_in_the_same_order(name: str, implementation: str) -> 
     if name == "all_gather_gemm" and implementation == "remote_stores":
         with pytest.raises(ArgumentError, match="all_gather is none of"):
             simulate_product(
-                load_machine("h200-node"), name, implementation, Call(256, 256, 256, 2, 2)
+                load_machine("h200-node"), name, implementation, SizedCall(256, 256, 256, 2, 2)
             )
         return
     call = simulate_product(
-        load_machine("h200-node"), name, implementation, Call(512, 512, 256, 2, 4)
+        load_machine("h200-node"), name, implementation, SizedCall(512, 512, 256, 2, 4)
     )
     names = [[launch.name for launch in of_rank] for of_rank in call.launches]
     assert all(of_rank == names[0] for of_rank in names)
@@ -123,7 +123,7 @@ def test_ranks_do_the_same_in_the_same_order(name: str, implementation: str) -> 
 
 
 def test_what_it_refuses() -> None:
-    machine, sizes = load_machine("h200-node"), Call(256, 256, 256, 2, 2)
+    machine, sizes = load_machine("h200-node"), SizedCall(256, 256, 256, 2, 2)
     with pytest.raises(ArgumentError, match="must be one of fused, chunked"):
         simulate_product(machine, "gemm_all_to_all", "two_shot", sizes)
     with pytest.raises(ArgumentError, match="must be one around a single product"):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from interlace.costs.known_profiles import shipped_profile
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.errors import ConfigError
 from interlace_sim.kernel_time import kernel_ns, launch_and_body_ns
 from interlace_sim.machine import load_machine
@@ -22,7 +22,7 @@ def test_a_profile_times_products_and_nothing_else() -> None:
     h200, profile = load_machine("h200-node"), shipped_profile("NVIDIA H200")
     assert profile is not None
     work = matrix_product(256, 8192, 7168, 2)
-    call = Call(256, 8192, 7168, 2, 1)
+    call = SizedCall(256, 8192, 7168, 2, 1)
     assert work.product == call
     expected_us = profile.library_product_us(call)
     assert kernel_ns(h200.gpu, work) == math.ceil(1e3 * expected_us)

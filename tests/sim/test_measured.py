@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from interlace.cli.app import app
 from interlace.costs.known_profiles import profiled_gpus
 from interlace.costs.network import STEP_US, NetworkRates
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace_sim import operators
 from interlace_sim.between_nodes import with_network
 from interlace_sim.call import machine_with, simulate_product
@@ -104,7 +104,7 @@ def test_h100_products_against_measurements() -> None:
     """
     h100, wrong = load_machine("h100-node"), []
     for result in results("2026-11-25-sweep-2xh100-seed-307"):
-        call = Call(result["rows"], result["columns"], result["inner"], 2, 2)
+        call = SizedCall(result["rows"], result["columns"], result["inner"], 2, 2)
         for name in ("unfused", "fused") if call.rows >= 1024 else ():
             simulated_us = simulate_product(h100, result["operator"], name, call).total_ns / 1e3
             wrong.append(abs(simulated_us / measured(result, name) - 1))

@@ -154,7 +154,7 @@ def test_pictures(results: list[Result], tmp_path: Path) -> None:
 
 def test_the_examples_of_the_package_run() -> None:
     """Every block of Python in its docstring."""
-    from interlace import sim
+    import interlace_sim as sim
 
     blocks = re.findall(r"::\n\n((?:    .*\n|\n)+)", sim.__doc__ or "")
     assert len(blocks) == 2

@@ -22,7 +22,7 @@ from interlace.costs import (
     gemv_all_reduce,
 )
 from interlace.costs import embedding_all_to_all as costs
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.errors import ConfigError
 from interlace_sim import operators
 from interlace_sim.machine import find, load_machine, presets
@@ -227,19 +227,19 @@ def test_products_have_their_sizes() -> None:
     )
     kernels = kernels_of(gpt.step(Switch(8, 1e9, 0), Choices(pipeline=1)).tasks)
     hidden, tokens = 12288, 2048
-    first = Call(tokens, hidden // 2, hidden, itemsize=2, world_size=1)
+    first = SizedCall(tokens, hidden // 2, hidden, itemsize=2, world_size=1)
     assert kernels["m0 l0 FC-1"].product == first
-    gradient = Call(hidden // 2, hidden, tokens, itemsize=2, world_size=1)
+    gradient = SizedCall(hidden // 2, hidden, tokens, itemsize=2, world_size=1)
     assert kernels["m0 l0 FC-1 weight gradient"].product == gradient
     # No tile of a fused all-reduce has rows of two of the eight ranks.
-    output = Call(tokens, hidden, hidden // 8, itemsize=2, world_size=8)
+    output = SizedCall(tokens, hidden, hidden // 8, itemsize=2, world_size=8)
     assert kernels["m0 l0 output GEMM"].product == output
     # Each of 4096 tokens goes to two of eight experts, of which each of four ranks has two.
     mixtral = load_workload(moe.Moe, "moe", "mixtral-8x7b", {"layers": 1})
     kernels = kernels_of(mixtral.step(Switch(4, 1e9, 0), Choices()).tasks)
     combine, update = kernels["l0 combine GEMM"], kernels["l0 second weight gradient"]
-    assert combine.product == Call(4096, 4096, 14336, itemsize=2, world_size=1)
-    assert update.product == Call(4096, 14336, 4096, itemsize=2, world_size=1)
+    assert combine.product == SizedCall(4096, 4096, 14336, itemsize=2, world_size=1)
+    assert update.product == SizedCall(4096, 14336, 4096, itemsize=2, world_size=1)
     assert combine.products == update.products == 2
 
 
@@ -268,7 +268,7 @@ def test_operators_follow_the_costs() -> None:
         (operators.all_gather_gemm, all_gather_gemm.fused(**sizes)),
     ):
         operator = make(**sizes)  # type: ignore[operator]
-        call = Call(64, 96, 32, 2, 4)
+        call = SizedCall(64, 96, 32, 2, 4)
         assert operator.fused.kernel == Kernel(cost.flops, cost.memory_bytes, product=call)
         for fused in (True, False):
             result = run(machine(), Switch(4, 1e9, 0), operator.tasks(fused))

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from interlace.cli.app import app
 from interlace.testing.cases import Prepared, between_nodes
-from interlace.testing.soak import ROUND_CALLS, Plan, make_round, run_rank
+from interlace.testing.soak import ROUND_CALLS, SoakPlan, make_round, run_rank
 
 QUICK = ("gemv_all_reduce", "put_signal kernel", "bmm_all_to_all")
 """Operators whose calls take Triton's interpreter milliseconds."""
@@ -26,7 +26,7 @@ def _soak(*arguments):
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_rounds_depend_on_seed_and_number_alone(backend):
     rounds = [
-        make_round(number, Plan(seed), backend, (4, 4, 3))
+        make_round(number, SoakPlan(seed), backend, (4, 4, 3))
         for seed, number in ((1, 5), (1, 5), (1, 6), (2, 5))
     ]
     assert rounds[0] == rounds[1]
@@ -48,7 +48,8 @@ def test_between_nodes_all_calls_send_something_of_ours():
     assert "unfused" in between_nodes(["gemm_all_to_all"])["gemm_all_to_all"]
     groups = (4, 4, 2, 2)
     calls = [
-        make_round(number, Plan(1), "cpu", groups, spanning=(0, 1)).slots for number in range(20)
+        make_round(number, SoakPlan(1), "cpu", groups, spanning=(0, 1)).slots
+        for number in range(20)
     ]
     for slot in (slot for slots in calls for slot in slots):
         if slot.group in (0, 1):
@@ -77,7 +78,7 @@ def test_slices_between_nodes(tmp_path):
 
 def test_right_calls_are_reported(ranks, tmp_path):
     """Three ranks, so that there is a group of some ranks only; the same report on every rank."""
-    plan = Plan(3, calls=ROUND_CALLS["cpu"] + 6, operators=QUICK, deadline_s=120.0)
+    plan = SoakPlan(3, calls=ROUND_CALLS["cpu"] + 6, operators=QUICK, deadline_s=120.0)
     reports = ranks(3).run(run_rank, str(tmp_path), plan)
     for report in reports:
         assert (report["wrong"], report["timeouts"], report["errors"], report["failures"]) == (
@@ -115,7 +116,7 @@ def _with_a_wrong_element(folder, plan, at):
 
 
 def test_one_wrong_element_is_found_and_its_call_named(ranks, tmp_path):
-    plan = Plan(7, calls=1000, operators=("gemv_all_reduce",), deadline_s=120.0)
+    plan = SoakPlan(7, calls=1000, operators=("gemv_all_reduce",), deadline_s=120.0)
     for report in ranks(2).run(_with_a_wrong_element, str(tmp_path), plan, 13):
         assert (report["wrong"], report["timeouts"], report["calls"]) == (1, 0, ROUND_CALLS["cpu"])
         (failure,) = report["failures"]
@@ -140,7 +141,7 @@ def _without_a_call(folder, plan, at):
 
 def test_a_timeout_ends_all_ranks_with_a_report(ranks, tmp_path):
     pool = ranks(2)
-    plan = Plan(7, calls=1000, operators=("put_signal kernel",), deadline_s=5.0)
+    plan = SoakPlan(7, calls=1000, operators=("put_signal kernel",), deadline_s=5.0)
     reports = pool.run(_without_a_call, str(tmp_path), plan, 13)
     pool.close()  # its groups are broken
     for report in reports:
@@ -166,7 +167,7 @@ def _interrupted(folder, plan, at):
 
 
 def test_an_interrupt_ends_all_ranks_with_a_report(ranks, tmp_path):
-    plan = Plan(1, operators=QUICK)
+    plan = SoakPlan(1, operators=QUICK)
     for report in ranks(2).run(_interrupted, str(tmp_path), plan, 7):
         assert report["interrupted"]
         assert report["failures"] == []

@@ -38,10 +38,12 @@ def bench(
     if declaration.collective != "all_reduce":
         tokens = round_up(tokens, group_of().world_size)
     if declaration.computation == "gemv":
-        gemv = gemv_all_reduce.Case(gemv_all_reduce.Shape(tokens, columns, inner, dtype))
+        gemv = gemv_all_reduce.TimedGemv(gemv_all_reduce.GemvShape(tokens, columns, inner, dtype))
         case, ways = gemv, [_way(word, gemv.call) for word in _WORDS]
     else:
-        product = products.Case(products.Shape(operator, tokens, columns, inner, dtype))
+        product = products.TimedProduct(
+            products.ProductShape(operator, tokens, columns, inner, dtype)
+        )
         case, ways = product, [_way(word, product.call) for word in _WORDS]
     expected = case.expected(0)
     worst = max(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench import products
-from interlace.bench.benchmark import Benchmark, Way, Work, relative_error
+from interlace.bench.benchmark import Benchmark, LeastWork, Way, relative_error
 from interlace.comm import default_name
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
@@ -27,7 +27,7 @@ from interlace.tuning.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape(products.Shape):
+class BatchShape(products.ProductShape):
     """``batch`` products on every rank, with rows to and from all ranks in equal parts."""
 
     batch: int = 2
@@ -36,7 +36,7 @@ class Shape(products.Shape):
         return f"{self.batch} x {super().__str__()}"
 
 
-class Case(Benchmark[GemmConfig]):
+class TimedBatch(Benchmark[GemmConfig]):
     """A shape's operands on this rank, and every way to compute it.
 
     Attributes:
@@ -47,11 +47,11 @@ class Case(Benchmark[GemmConfig]):
     """
 
     default_shapes: ClassVar[tuple[str, ...]]
-    shape: Shape
+    shape: BatchShape
 
     operand_sets = 2
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, shape: BatchShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(shape.operator), shape, group)
         generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
 
@@ -164,7 +164,7 @@ class Case(Benchmark[GemmConfig]):
         return [relative_error(y, expected) for y in results]
 
 
-class Sent(Case):
+class SentBatch(TimedBatch):
     """A batch of products before an all-to-all."""
 
     default_shapes = ("2x5120x4096x14336", "2x5120x4096x28672", "16x1920x2048x1408")
@@ -234,7 +234,7 @@ class Sent(Case):
         )
 
 
-class Received(Case):
+class Received(TimedBatch):
     """A batch of products after an all-to-all; x's memory, ``[B, M, K]``, is sent as it is."""
 
     default_shapes = ("2x5120x28672x4096", "2x5120x14336x4096", "16x1920x2816x2048")
@@ -272,19 +272,19 @@ class Received(Case):
         return cost
 
 
-CASES: Mapping[tuple[str, ...], type[Case]] = {
-    ("bmm", "all_to_all"): Sent,
+CASES: Mapping[tuple[str, ...], type[TimedBatch]] = {
+    ("bmm", "all_to_all"): SentBatch,
     ("all_to_all", "bmm"): Received,
 }
 """The case of each pattern."""
 
 
-def case_of(shape: Shape, group: dist.ProcessGroup | None = None) -> Case:
+def case_of(shape: BatchShape, group: dist.ProcessGroup | None = None) -> TimedBatch:
     """Return the case of a shape's operator."""
     return CASES[operator_named(shape.operator).pattern](shape, group)
 
 
-def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
+def bench(shape: BatchShape, group: dist.ProcessGroup | None = None) -> dict[str, Any]:
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
     Raises:
@@ -294,7 +294,7 @@ def bench(shape: Shape, group: dist.ProcessGroup | None = None) -> dict[str, Any
     # The check comes first: nothing is timed whose result is wrong.
     error, ways, cost = case.check(), case.ways(), case.cost()
     times = case.time([*ways, *case.parts()])
-    work = Work(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
+    work = LeastWork(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
     return {
         "shape": str(shape),
         **case.header(case.config(), case.choose().impl, error),

@@ -47,7 +47,7 @@ class Way:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class LeastWork:
     """The least work that any execution must do on the rank that has most of it."""
 
     memory_bytes: int

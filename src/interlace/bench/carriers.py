@@ -15,10 +15,10 @@ from interlace.mapped.layout import stride_of_rows
 from interlace.mapped.output import ORDERS
 
 if TYPE_CHECKING:
-    from interlace.bench.products import Case
+    from interlace.bench.products import TimedProduct
 
 
-def carriers(case: Case) -> list[Way]:
+def carriers(case: TimedProduct) -> list[Way]:
     """Return every way that an operator has whose product may be written straight to the peers."""
     shape, owner = case.shape, case.owner
     if "remote_stores" not in case.operator.words or shape.rows % owner.world_size:
@@ -31,7 +31,7 @@ def carriers(case: Case) -> list[Way]:
     return ways
 
 
-def mapped_ways(case: Case) -> list[Way]:
+def mapped_ways(case: TimedProduct) -> list[Way]:
     """Return unchanged cuBLAS that stores to the peers' memory, in both orders of rows."""
     shape = (case.shape.rows, case.shape.columns)
     ways = []
@@ -63,7 +63,7 @@ def _run_mapped(
     return run(sources[i % len(sources)], weights[i % len(weights)].T)
 
 
-def chunked_way(case: Case) -> Way:
+def chunked_way(case: TimedProduct) -> Way:
     """Return cuBLAS for each rank's rows, and copy engines."""
     dtype = case.shape.dtype
     run = fuse(
@@ -78,6 +78,6 @@ def chunked_way(case: Case) -> Way:
     return Way("cuBLAS in parts, copy engines", "ours", lambda i: run(sets[i % len(sets)], False))
 
 
-def _shape_by_rank(case: Case) -> tuple[int, int, int]:
+def _shape_by_rank(case: TimedProduct) -> tuple[int, int, int]:
     ranks = case.owner.world_size
     return ranks, case.shape.rows // ranks, case.shape.columns

@@ -13,13 +13,13 @@ from interlace.comm.torch_collectives import gather, scatter
 from interlace.gemm.implementations.stock import ONE_SHOT_BYTES
 
 if TYPE_CHECKING:
-    from interlace.bench.products import Case
+    from interlace.bench.products import TimedProduct
 
 COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 """Collectives that stock PyTorch has, and that are timed by themselves."""
 
 
-def collectives(case: Case) -> dict[str, Step]:
+def collectives(case: TimedProduct) -> dict[str, Step]:
     """Return the collective alone, by every library that has it, on the memory of the pair."""
     group, parts = case.group, case.product
     shard = parts[: case.shape.rows // case.owner.world_size]
@@ -35,7 +35,7 @@ def collectives(case: Case) -> dict[str, Step]:
     return {}
 
 
-def _all_reduces(case: Case) -> dict[str, Step]:
+def _all_reduces(case: TimedProduct) -> dict[str, Step]:
     """Return the all-reduces of NCCL and of torch's symmetric memory."""
     size = tuple(case.product.shape)
     case.product, steps = symmetric_all_reduces(size, case.product.dtype, case.group)
@@ -62,7 +62,7 @@ def symmetric_all_reduces(
     }
 
 
-def alone(case: Case) -> list[Way]:
+def alone(case: TimedProduct) -> list[Way]:
     """Return the collectives as ways."""
     steps = collectives(case).items()
     return [Way(f"{name} alone", "communication", step) for name, step in steps]

@@ -10,8 +10,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.bench.benchmark import Step, Way, Work, changes_along, constant, relative_error
-from interlace.bench.embedding_calls import EPSILON, LEARNING_RATE, Calls, Lookups, Shape
+from interlace.bench.benchmark import LeastWork, Step, Way, changes_along, constant, relative_error
+from interlace.bench.embedding_calls import (
+    EPSILON,
+    LEARNING_RATE,
+    DrawnLookups,
+    EmbeddingCalls,
+    TablesShape,
+)
 from interlace.comm.group import MAX_PROGRAMS
 from interlace.comm.kernels import Launch
 from interlace.costs import embedding_all_to_all as costs
@@ -21,10 +27,10 @@ from interlace.operators.embedding_all_to_all.config import (
     EmbeddingAllToAllConfig,
 )
 
-__all__ = ["OPERATOR", "Backward", "Forward", "Shape", "bench", "tune"]
+__all__ = ["OPERATOR", "Backward", "Forward", "TablesShape", "bench", "tune"]
 
 
-class Forward(Calls):
+class Forward(EmbeddingCalls):
     """The forward pass: its ways, and its floor."""
 
     floor_link_bytes = staticmethod(costs.floor_link_bytes)
@@ -62,7 +68,7 @@ class Forward(Calls):
         destination = self.owner.outputs.take(nbytes).destination
         return launch.prepare(self.owner, self.call(0, config), config, 0, destination)
 
-    def floor_memory_bytes(self, lookups: Lookups) -> int:
+    def floor_memory_bytes(self, lookups: DrawnLookups) -> int:
         """Return the least bytes that this rank moves in its own memory for one call."""
         size = self.shape.dtype.itemsize
         return costs.floor_memory_bytes(
@@ -72,7 +78,7 @@ class Forward(Calls):
         )  # fmt: skip
 
 
-class Backward(Calls):
+class Backward(EmbeddingCalls):
     """The backward pass with row-wise Adagrad: its check, its ways and its floor."""
 
     floor_link_bytes = staticmethod(costs.backward_floor_link_bytes)
@@ -127,7 +133,7 @@ class Backward(Calls):
         update = backward.prepare(self.owner, call, self.grad, self.target(), config, lookups, 0)
         update.compile()
 
-    def floor_memory_bytes(self, lookups: Lookups) -> int:
+    def floor_memory_bytes(self, lookups: DrawnLookups) -> int:
         """Return the least bytes that this rank moves in its own memory for one call."""
         shape, size = self.shape, self.shape.dtype.itemsize
         tables = lookups.sample_indices.unique() // shape.rows
@@ -143,7 +149,7 @@ class Backward(Calls):
 
 
 def bench(
-    shape: Shape,
+    shape: TablesShape,
     config: EmbeddingAllToAllConfig | None = None,
     group: dist.ProcessGroup | None = None,
     *,
@@ -176,14 +182,14 @@ def bench(
     return result
 
 
-def _work(case: Forward | Backward) -> Work:
+def _work(case: Forward | Backward) -> LeastWork:
     """Return the least work of the direction: means over the sets of lookups."""
     memory_bytes = sum(map(case.floor_memory_bytes, case.sets)) // len(case.sets)
     link_bytes = case.floor_link_bytes(
         widths=case.layout.widths, batch=case.shape.batch, rank=case.rank,
         itemsize=case.shape.dtype.itemsize,
     )  # fmt: skip
-    return Work(*case.maxima([memory_bytes, link_bytes]))
+    return LeastWork(*case.maxima([memory_bytes, link_bytes]))
 
 
 # The tuner
@@ -210,7 +216,7 @@ BACKWARD_AXES: dict[str, Sequence[Any]] = {
 _ROUNDS = 2
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> EmbeddingAllToAllConfig:
+def tune(shape: TablesShape, group: dist.ProcessGroup | None = None) -> EmbeddingAllToAllConfig:
     """Return the best configuration that was found. Collective.
 
     The forward pass's settings are tuned, then the backward pass's with the best of these: one

@@ -28,7 +28,7 @@ LEARNING_RATE, EPSILON = 0.1, 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class TablesShape:
     """One benchmarked call: ``tables`` of ``[rows, width]`` per rank, ``batch`` samples in all.
 
     Attributes:
@@ -75,7 +75,7 @@ class Shape:
         return f"{self.tables} x {self.rows} x {self.width}, B = {self.batch}, L = {self.lookups}"
 
 
-class Lookups(NamedTuple):
+class DrawnLookups(NamedTuple):
     """The lookups of one call.
 
     Attributes:
@@ -90,7 +90,7 @@ class Lookups(NamedTuple):
     sample_offsets: torch.Tensor
 
 
-class Calls(Benchmark[EmbeddingAllToAllConfig]):
+class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
     """A shape's tables and lookups on this rank, and the calls on them.
 
     Attributes:
@@ -103,11 +103,11 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
         config: The configuration that ``impl="auto"`` takes.
     """
 
-    shape: Shape
+    shape: TablesShape
 
     operand_sets = SETS
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, shape: TablesShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
         self.rank, ranks, device = self.owner.rank, self.owner.world_size, self.device
         if shape.batch % ranks:
@@ -141,7 +141,7 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
         ).config
         self._sorted: dict[int, list[Sorted]] = {}
 
-    def _lookups(self, generator: torch.Generator) -> Lookups:
+    def _lookups(self, generator: torch.Generator) -> DrawnLookups:
         """Draw the lookups of one call."""
         shape, device = self.shape, self.device
         # The same number of lookups in every bag, or a random one.
@@ -168,25 +168,27 @@ class Calls(Benchmark[EmbeddingAllToAllConfig]):
         order = torch.argsort(sample * shape.tables + table, stable=True)
         sample_indices = (indices + table * shape.rows)[order]
         sample_offsets = F.pad(lengths.T.flatten().cumsum(0), (1, 0))
-        return Lookups(indices, offsets, sample_indices, sample_offsets)
+        return DrawnLookups(indices, offsets, sample_indices, sample_offsets)
 
-    def lookups(self, i: int) -> Lookups:
+    def lookups(self, i: int) -> DrawnLookups:
         """Return the lookups of the i-th call."""
         return self.sets[i % SETS]
 
-    def lookups_by_table(self, lookups: Lookups) -> list[int]:
+    def lookups_by_table(self, lookups: DrawnLookups) -> list[int]:
         """Return the number of lookups of each of this rank's tables."""
         counts: list[int] = lookups.offsets[:: self.shape.batch].diff().tolist()
         return counts
 
-    def call(self, i: int, config: EmbeddingAllToAllConfig, *, alone: bool = False) -> launch.Call:
+    def call(
+        self, i: int, config: EmbeddingAllToAllConfig, *, alone: bool = False
+    ) -> launch.EmbeddingCall:
         """Return the i-th call; ``alone`` as a group of one makes it."""
         lookups = self.lookups(i)
         # A group of one owns all columns of its own layout.
         layout = self.layout
         if alone:
             layout = Layout((self.layout.widths[self.rank],), self.shape.batch)
-        return launch.Call(
+        return launch.EmbeddingCall(
             self.tables,
             lookups.indices,
             lookups.offsets,

@@ -17,10 +17,10 @@ from interlace.comm.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import launch
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.call import Call, Saved
-from interlace.operators.mixture_of_experts.choice import Terms, choose
+from interlace.operators.mixture_of_experts.call import LayerCall, Saved
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, Parameters, Sizes
+from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, ExpertSizes, Parameters
 from interlace.registry import operator_named
 
 ROUTINGS = ("balanced", "skewed")
@@ -35,7 +35,7 @@ column of the gate and one of up in turn, and ``[L, F, hidden]``, as transformer
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ExpertsShape:
     """One benchmarked layer: ``tokens`` per rank, each to ``top_k`` of all ranks' ``experts``.
 
     An expert's size is ``hidden x ffn``.
@@ -83,7 +83,7 @@ class Shape:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Alone(Call):
+class _Alone(LayerCall):
     """A call of this rank without its peers, whatever the group is."""
 
     @functools.cached_property
@@ -109,18 +109,18 @@ class Kept(NamedTuple):
     returned: torch.Tensor
 
 
-class Calls(Benchmark[MixtureOfExpertsConfig]):
+class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
     """A shape's inputs and weights on this rank, the calls on them, and the unfused steps.
 
     The unfused steps know beforehand how many rows go to which rank. That is more than they could
     know in a model without waiting for the device.
     """
 
-    shape: Shape
+    shape: ExpertsShape
 
     def __init__(
         self,
-        shape: Shape,
+        shape: ExpertsShape,
         config: MixtureOfExpertsConfig | None = None,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
@@ -150,11 +150,11 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             self.b_in = random(self.local, shape.ffn, 2, scale=0.1)
             self.b_out = random(self.local, shape.hidden, scale=0.1)
         self.experts, self.weights = self._route(generator)
-        sizes = Sizes(
+        sizes = ExpertSizes(
             shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.ffn, self.ranks,
             max(1, shape.tokens),
         )  # fmt: skip
-        choice = choose(Terms(sizes, shape.dtype, device.type, keeps), device)
+        choice = choose(ExpertTerms(sizes, shape.dtype, device.type, keeps), device)
         self.config, self.auto = config or choice.config, choice.impl
         self._plan_unfused()
 
@@ -183,11 +183,11 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
 
     def call(
         self, keeps: bool, impl: str = "fused", config: MixtureOfExpertsConfig | None = None
-    ) -> Call:
+    ) -> LayerCall:
         """Return a call; ``keeps`` if its backward pass will run."""
         name = "" if self.group is None else self.group.group_name
         capacity = max(1, self.shape.tokens)
-        return Call(
+        return LayerCall(
             self.x,
             self.experts,
             self.weights,
@@ -206,7 +206,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
         call = dataclasses.replace(self.call(False, impl), config="")
         return call.chosen[1]
 
-    def alone(self) -> Call:
+    def alone(self) -> LayerCall:
         """Return a call of this rank's part of the work, in which nothing is sent."""
         rows = [
             sum(source[self.rank * self.local + expert] for source in self.counts)
@@ -230,7 +230,7 @@ class Calls(Benchmark[MixtureOfExpertsConfig]):
             False,
         )
 
-    def prepared(self, call: Call) -> tuple[list[Launch], torch.Tensor]:
+    def prepared(self, call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
         """Run a call once; return its launches, of which the last two may be repeated."""
         launches, y, _, _ = launch.prepare_forward(call, call.agree(OPERATOR))
         with call.group.running():

@@ -17,14 +17,14 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import (
     Benchmark,
+    LeastWork,
     Step,
     Way,
-    Work,
     changes_along,
     constant,
     relative_error,
 )
-from interlace.bench.expert_calls import Calls, Shape
+from interlace.bench.expert_calls import ExpertCalls, ExpertsShape
 from interlace.bench.kernel_times import kernels_of
 from interlace.comm.machine_rates import sets_past_cache
 from interlace.costs import mixture_of_experts as costs
@@ -47,7 +47,7 @@ Candidates = Mapping[str, tuple[str, MixtureOfExpertsConfig]]
 """Implementation and configuration by display name."""
 
 
-def candidates(layer: Calls) -> Candidates:
+def candidates(layer: ExpertCalls) -> Candidates:
     """Return the implementations and configurations that are timed, by their names in tables.
 
     What follows an implementation's name differs from its default configuration.
@@ -80,7 +80,7 @@ def candidates(layer: Calls) -> Candidates:
     return configurations
 
 
-class Case(Benchmark[MixtureOfExpertsConfig]):
+class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
     """Layers of one shape, which calls take in turn, with every way to run them.
 
     Attributes:
@@ -88,24 +88,24 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
         impl: The implementation that :meth:`tuned_call` runs.
     """
 
-    shape: Shape
+    shape: ExpertsShape
     # Buffers of captured graphs are used again by the next ones, which have the same sizes.
     releases = False
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, shape: ExpertsShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
-        first = Calls(shape, group=group, keeps=False)
+        first = ExpertCalls(shape, group=group, keeps=False)
         count = 2
         if self.device.type == "cuda":
             (nbytes,) = self.maxima([self._weight_bytes(first)])
             count = max(count, sets_past_cache(nbytes, self.device))
         self.layers = [
             first,
-            *(Calls(shape, group=group, seed=i, keeps=False) for i in range(1, count)),
+            *(ExpertCalls(shape, group=group, seed=i, keeps=False) for i in range(1, count)),
         ]
         self.operand_sets, self.impl = count, "decode"
 
-    def _weight_bytes(self, layer: Calls) -> int:
+    def _weight_bytes(self, layer: ExpertCalls) -> int:
         shape = self.shape
         return costs.weight_bytes(
             counts=layer.counts,
@@ -115,7 +115,7 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
             itemsize=shape.dtype.itemsize,
         )
 
-    def layer(self, i: int) -> Calls:
+    def layer(self, i: int) -> ExpertCalls:
         """Return the layer of the i-th call."""
         return self.layers[i % self.operand_sets]
 
@@ -211,7 +211,7 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
             Way("both NCCL all-to-alls alone", "communication", exchanges),
         ]
 
-    def work(self) -> tuple[Work, int]:
+    def work(self) -> tuple[LeastWork, int]:
         """Return the mean over layers of the least work and of the bytes of weights, on the rank
         that has most of each.
         """
@@ -226,11 +226,11 @@ class Case(Benchmark[MixtureOfExpertsConfig]):
             flops = costs.flops(**routed, ffn=shape.ffn)
             of_layers.append(self.maxima([memory, link, flops, self._weight_bytes(layer)]))
         *least, weights = (int(statistics.mean(values)) for values in zip(*of_layers, strict=True))
-        return Work(*least), weights
+        return LeastWork(*least), weights
 
 
 def bench(
-    shape: Shape,
+    shape: ExpertsShape,
     config: MixtureOfExpertsConfig | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
@@ -242,7 +242,7 @@ def bench(
     Raises:
         InterlaceError: A result is wrong; nothing is timed then.
     """
-    case = Case(shape, group)
+    case = TimedDecoding(shape, group)
     known = candidates(case.layers[0])
     if config is not None:
         known = {impl: (impl, config) for impl in ("fused", "decode")}
@@ -280,7 +280,7 @@ AXES: dict[str, tuple[int, ...]] = {
 }
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> MixtureOfExpertsConfig:
+def tune(shape: ExpertsShape, group: dist.ProcessGroup | None = None) -> MixtureOfExpertsConfig:
     """Return the best configuration of ``impl="decode"`` that was found.
 
     One setting is tuned at a time, once round. Collective; the same on every rank.
@@ -288,12 +288,12 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> MixtureOfExper
     Raises:
         BackendError: No configuration runs and is right.
     """
-    case = Case(shape, group)
+    case = TimedDecoding(shape, group)
     start = case.layers[0].default_config("decode")
     return case.fastest(case.tune([constant(start), *changes_along(AXES)]))
 
 
-def _graph_of(case: Case, call: Step) -> tuple[Step, int, int]:
+def _graph_of(case: TimedDecoding, call: Step) -> tuple[Step, int, int]:
     """Return a step that replays a graph of one call per layer, its runs, and its calls per run."""
     calls = case.operand_sets
 
@@ -309,7 +309,7 @@ def _graph_of(case: Case, call: Step) -> tuple[Step, int, int]:
     return lambda _: graph.replay(), _REPLAYS, calls
 
 
-def _exact(layer: Calls) -> torch.Tensor:
+def _exact(layer: ExpertCalls) -> torch.Tensor:
     """Return a layer's result in float32, by dense products of each of this rank's experts with
     the tokens that name it.
     """

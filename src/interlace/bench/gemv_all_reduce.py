@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant
+from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant
 from interlace.bench.collectives import symmetric_all_reduces
 from interlace.comm.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
@@ -26,7 +26,7 @@ _L2_MULTIPLE = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class GemvShape:
     """One benchmarked call: ``x [tokens, columns]``, ``w [rows, columns]`` per rank."""
 
     tokens: int
@@ -50,16 +50,16 @@ class Shape:
         )
 
 
-class Case(Benchmark[GemvAllReduceConfig]):
+class TimedGemv(Benchmark[GemvAllReduceConfig]):
     """A shape's inputs on this rank, with so many weights that none is in the cache at its turn."""
 
-    shape: Shape
+    shape: GemvShape
 
     # Results are this rank's own memory, so a graph takes no buffers, and a release would make the
     # ranks agree and allocate anew before each of dozens of candidates.
     releases = False
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, shape: GemvShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
         generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
         nbytes = shape.rows * shape.columns * shape.dtype.itemsize
@@ -163,7 +163,7 @@ class Case(Benchmark[GemvAllReduceConfig]):
         """Return the fused call."""
         return functools.partial(self.fused, config=config)
 
-    def work(self) -> Work:
+    def work(self) -> LeastWork:
         """Return the least work of a rank."""
         shape, itemsize = self.shape, self.shape.dtype.itemsize
         memory_bytes = floor_memory_bytes(
@@ -175,18 +175,20 @@ class Case(Benchmark[GemvAllReduceConfig]):
             itemsize=itemsize,
             world_size=self.owner.world_size,
         )
-        return Work(memory_bytes, link_bytes)
+        return LeastWork(memory_bytes, link_bytes)
 
 
 def bench(
-    shape: Shape, config: GemvAllReduceConfig | None = None, group: dist.ProcessGroup | None = None
+    shape: GemvShape,
+    config: GemvAllReduceConfig | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
     Raises:
         InterlaceError: The fused result is wrong; nothing is timed then.
     """
-    case = Case(shape, group)
+    case = TimedGemv(shape, group)
     chosen = config or case.choice.config
     error = case.check(chosen)
     times = case.time(case.ways(chosen))
@@ -243,7 +245,7 @@ def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
         yield GemvAllReduceConfig("two_phase", 32, 128, 4, 5)
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> GemvAllReduceConfig:
+def tune(shape: GemvShape, group: dist.ProcessGroup | None = None) -> GemvAllReduceConfig:
     """Return the fastest of the candidates that run and are right.
 
     Collective; the same on every rank.
@@ -251,7 +253,7 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> GemvAllReduceC
     Raises:
         BackendError: There is none.
     """
-    case = Case(shape, group)
+    case = TimedGemv(shape, group)
     owner, configs = case.owner, list(candidates(shape.tokens, shape.rows))
     y = case.x.new_empty(shape.tokens, shape.rows)
     launches = [prepare(owner, case.x, case.weight(0), None, y, config) for config in configs]

@@ -7,15 +7,15 @@ from typing import Any
 
 import torch.distributed as dist
 
-from interlace.bench.benchmark import Step, Way, Work, changes_along, constant, relative_error
-from interlace.bench.expert_calls import ROUTINGS, Calls, Shape
+from interlace.bench.benchmark import LeastWork, Step, Way, changes_along, constant, relative_error
+from interlace.bench.expert_calls import ROUTINGS, ExpertCalls, ExpertsShape
 from interlace.comm.group import solo_group
 from interlace.comm.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
 from interlace.operators.mixture_of_experts import launch
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 
-__all__ = ["OPERATOR", "PARTS", "ROUTINGS", "Case", "Shape", "bench", "tune"]
+__all__ = ["OPERATOR", "PARTS", "ROUTINGS", "ExpertsShape", "TimedExperts", "bench", "tune"]
 
 PARTS = ("combine", "forward", "backward")
 _LEAVES = ("x", "weights", "w_in", "w_out", "b_in", "b_out")
@@ -24,7 +24,7 @@ _ALL = (True,) * 4
 """All parameters need a gradient."""
 
 
-class Case(Calls):
+class TimedExperts(ExpertCalls):
     """A layer with its check, its ways and its times."""
 
     # A way may use launches that were prepared before, and with them the group's workspaces.
@@ -74,7 +74,7 @@ class Case(Calls):
 
 
 def bench(
-    shape: Shape,
+    shape: ExpertsShape,
     config: MixtureOfExpertsConfig | None = None,
     group: dist.ProcessGroup | None = None,
     parts: Sequence[str] = PARTS,
@@ -86,7 +86,7 @@ def bench(
     Raises:
         InterlaceError: The fused result is wrong; nothing is timed then.
     """
-    case = Case(shape, config, group)
+    case = TimedExperts(shape, config, group)
     error = case.check(case.config)
     results = []
     for part in parts:
@@ -106,7 +106,7 @@ def bench(
     return results
 
 
-def _combine_ways(case: Case) -> list[Way]:
+def _combine_ways(case: TimedExperts) -> list[Way]:
     """Return ways from the inner layer's output to y: the second product and the combine."""
     # The last two launches of a call are the second product and the sum.
     (*_, combine, total), _ = case.prepared(case.call(False))
@@ -145,7 +145,7 @@ def _combine_ways(case: Case) -> list[Way]:
     ]
 
 
-def _forward_ways(case: Case) -> list[Way]:
+def _forward_ways(case: TimedExperts) -> list[Way]:
     """Return ways from x and the router's choice to y."""
     kept = case.keep()
     rows, both = kept.rows, kept.both
@@ -169,7 +169,7 @@ def _forward_ways(case: Case) -> list[Way]:
     ]
 
 
-def _backward_ways(case: Case) -> list[Way]:
+def _backward_ways(case: TimedExperts) -> list[Way]:
     """Return ways from y's gradient to those of x, the router's weights and the experts."""
     _, saved = case.forward(True)
     call, kept = case.call(True), case.keep()
@@ -200,14 +200,14 @@ def _backward_ways(case: Case) -> list[Way]:
     ]
 
 
-_WAYS: dict[str, Callable[[Case], list[Way]]] = {
+_WAYS: dict[str, Callable[[TimedExperts], list[Way]]] = {
     "combine": _combine_ways,
     "forward": _forward_ways,
     "backward": _backward_ways,
 }
 
 
-def _work(case: Case, part: str) -> Work:
+def _work(case: TimedExperts, part: str) -> LeastWork:
     """Return the least work of a part, on the rank that has most of each kind."""
     shape, counts, rank, size = case.shape, case.counts, case.rank, case.shape.dtype.itemsize
     routed: dict[str, Any] = {"counts": counts, "rank": rank, "hidden": shape.hidden}
@@ -234,7 +234,7 @@ def _work(case: Case, part: str) -> Work:
         )
         # Each product has two in the backward pass: for its input and for its weight.
         work = [memory, link, 2 * products]
-    return Work(*case.maxima(work))
+    return LeastWork(*case.maxima(work))
 
 
 # The tuner
@@ -249,7 +249,7 @@ AXES: dict[str, Sequence[int]] = {
 }
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> MixtureOfExpertsConfig:
+def tune(shape: ExpertsShape, group: dist.ProcessGroup | None = None) -> MixtureOfExpertsConfig:
     """Return the best configuration that was found for the layer.
 
     The time is of a forward and a backward pass. One setting is tuned at a time, once round.
@@ -258,11 +258,11 @@ def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> MixtureOfExper
     Raises:
         BackendError: No configuration runs and is right.
     """
-    case = Case(shape, group=group)
+    case = TimedExperts(shape, group=group)
     return case.fastest(case.tune([constant(case.config), *changes_along(AXES)]))
 
 
-def _launches(case: Case) -> list[Launch]:
+def _launches(case: TimedExperts) -> list[Launch]:
     """Return all launches of a forward and a backward pass, not yet run."""
     call = case.call(True)
     prepared = launch.prepare_forward(call, 0)

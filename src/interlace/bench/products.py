@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench import collectives
-from interlace.bench.benchmark import Benchmark, Step, Way, Work, constant, relative_error
+from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant, relative_error
 from interlace.bench.carriers import carriers
 from interlace.bench.roles import PAIR_NAMES, Role
 from interlace.comm import torch_collectives
@@ -28,7 +28,15 @@ from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
 from interlace.registry import operator_named
 
-__all__ = ["Case", "Shape", "bench", "check_ways", "declared", "operand_sets", "tune"]
+__all__ = [
+    "ProductShape",
+    "TimedProduct",
+    "bench",
+    "check_ways",
+    "declared",
+    "operand_sets",
+    "tune",
+]
 
 
 def operand_sets(call_bytes: int, device: torch.device) -> int:
@@ -54,7 +62,7 @@ def declared(operator: str) -> GemmOperator:
 
 
 @dataclasses.dataclass(frozen=True)
-class Shape:
+class ProductShape:
     """One benchmarked call: a product of ``rows x columns x inner`` (M, N, K) on every rank."""
 
     operator: str
@@ -80,7 +88,7 @@ class Shape:
         )
 
 
-class Case(Benchmark[GemmConfig]):
+class TimedProduct(Benchmark[GemmConfig]):
     """A shape's operands on this rank, and the calls on them.
 
     Attributes:
@@ -92,9 +100,9 @@ class Case(Benchmark[GemmConfig]):
     """
 
     operator: GemmOperator
-    shape: Shape
+    shape: ProductShape
 
-    def __init__(self, shape: Shape, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, shape: ProductShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(declared(shape.operator), shape, group)
         ranks, device = self.owner.world_size, self.device
         # Ranks have different operands, so rows that arrive from the wrong rank are an error.
@@ -246,7 +254,7 @@ class Case(Benchmark[GemmConfig]):
         """Return the fused call."""
         return functools.partial(self.call, impl="fused", config=config)
 
-    def work(self) -> Work:
+    def work(self) -> LeastWork:
         """Return the least work of a rank."""
         shape = self.shape
         cost = self.operator.cost(
@@ -256,10 +264,10 @@ class Case(Benchmark[GemmConfig]):
             itemsize=shape.dtype.itemsize,
             world_size=self.owner.world_size,
         )
-        return Work(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
+        return LeastWork(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
 
 
-def check_ways(case: Case, ways: Iterable[Way]) -> None:
+def check_ways(case: TimedProduct, ways: Iterable[Way]) -> None:
     """Compare our ways with the operator's unfused pair.
 
     Raises:
@@ -270,7 +278,7 @@ def check_ways(case: Case, ways: Iterable[Way]) -> None:
             check_way(case, way, case.call(0, "unfused"))
 
 
-def check_way(case: Case, way: Way, expected: torch.Tensor) -> float:
+def check_way(case: TimedProduct, way: Way, expected: torch.Tensor) -> float:
     """Return the relative error of a way's first call, by the result of the unfused pair.
 
     Raises:
@@ -283,14 +291,14 @@ def check_way(case: Case, way: Way, expected: torch.Tensor) -> float:
 
 
 def bench(
-    shape: Shape, config: GemmConfig | None = None, group: dist.ProcessGroup | None = None
+    shape: ProductShape, config: GemmConfig | None = None, group: dist.ProcessGroup | None = None
 ) -> dict[str, Any]:
     """Check, then time one shape in every way. Collective; the same result on every rank.
 
     Raises:
         InterlaceError: The fused result is wrong; nothing is timed then.
     """
-    case = Case(shape, group)
+    case = TimedProduct(shape, group)
     chosen = config or case.choice.config
     error = case.check(chosen)
     ways = case.implementations(chosen)
@@ -310,12 +318,12 @@ def bench(
     }
 
 
-def tune(shape: Shape, group: dist.ProcessGroup | None = None) -> GemmConfig:
+def tune(shape: ProductShape, group: dist.ProcessGroup | None = None) -> GemmConfig:
     """Return the fastest of the candidates that run and are right. Collective.
 
     Raises:
         BackendError: There is none.
     """
-    case = Case(shape, group)
+    case = TimedProduct(shape, group)
     candidates = case.operator.candidates(case.choice.config, shape.rows, case.owner.world_size)
     return case.fastest(case.tune(constant(candidate) for candidate in candidates))

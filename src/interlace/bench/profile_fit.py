@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from interlace.bench.roles import is_disturbed, role_of
 from interlace.costs.corrections import Corrections, Schedule, TimedCall, place_of
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import Implementation, operator_matching, operators
 
@@ -40,7 +40,7 @@ _ROUNDS, _LEAST_RATIO = 6, 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Point:
+class MeasuredPoint:
     """The measured time of one implementation at one call.
 
     Attributes:
@@ -64,7 +64,7 @@ class Point:
 
 def points_of(
     documents: Iterable[Mapping[str, Any]], *, with_disturbed: bool = False
-) -> list[Point]:
+) -> list[MeasuredPoint]:
     """Return the measured points of results that ``interlace bench`` wrote.
 
     A GEMV's are points of the operator around a GEMM that has the same collective: its fused kernel
@@ -89,7 +89,7 @@ def points_of(
                     continue
                 rows, columns, inner = (int(result[name]) for name in declaration.sizes)
                 dtype, ranks = str(result["dtype"]), int(result["world_size"])
-                call = Call.of_dtype(dtype, rows, columns, inner, ranks)
+                call = SizedCall.of_dtype(dtype, rows, columns, inner, ranks)
                 tile = (1, 1) if is_gemv else tile_of(str(result["config"]))
             if is_gemv:
                 target = operator_matching("gemm", declaration.collective)
@@ -106,7 +106,7 @@ def points_of(
                 if us is not None:
                     kind = target.name, implementation.name, call, implementation.schedule
                     own_tile = tile or target.timed_tile(implementation.name, call)
-                    points.append(Point(*kind, own_tile, us))
+                    points.append(MeasuredPoint(*kind, own_tile, us))
     return points
 
 
@@ -149,13 +149,13 @@ Compositions = dict[str, dict[str, dict[str, float]]]
 """Factors of the parts of a time, by operator, implementation and part."""
 
 
-def fit(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
+def fit(profile: MachineProfile, points: Sequence[MeasuredPoint]) -> Compositions:
     """Return the compositions that explain the points best, by operator and implementation.
 
     Factors are not negative, and the mean square of the logarithms' differences is least. Those of
     parts that no point has are the profile's.
     """
-    grouped: dict[tuple[str, str], list[Point]] = defaultdict(list)
+    grouped: dict[tuple[str, str], list[MeasuredPoint]] = defaultdict(list)
     for point in points:
         grouped[point.operator, point.implementation].append(point)
     compositions: Compositions = defaultdict(dict)
@@ -166,12 +166,12 @@ def fit(profile: MachineProfile, points: Sequence[Point]) -> Compositions:
     return dict(compositions)
 
 
-def fitted(profile: MachineProfile, points: Sequence[Point]) -> MachineProfile:
+def fitted(profile: MachineProfile, points: Sequence[MeasuredPoint]) -> MachineProfile:
     """Return a profile with the compositions and corrections that explain the points best.
 
     What the points do not show, other operators or dtypes, is taken from ``profile``.
     """
-    by_itemsize: dict[int, list[Point]] = defaultdict(list)
+    by_itemsize: dict[int, list[MeasuredPoint]] = defaultdict(list)
     for point in points:
         by_itemsize[point.call.itemsize].append(point)
     wide = dataclasses.replace(
@@ -201,7 +201,9 @@ def merged(
     return merged
 
 
-def scaled(profile: MachineProfile, points: Sequence[Point], trusted: int = 1) -> Compositions:
+def scaled(
+    profile: MachineProfile, points: Sequence[MeasuredPoint], trusted: int = 1
+) -> Compositions:
     """Return the profile's compositions with the mean of the points' times, by operator and
     implementation.
 
@@ -226,7 +228,9 @@ def scaled(profile: MachineProfile, points: Sequence[Point], trusted: int = 1) -
     return dict(compositions)
 
 
-def corrections_of(profile: MachineProfile, points: Sequence[Point]) -> dict[str, Corrections]:
+def corrections_of(
+    profile: MachineProfile, points: Sequence[MeasuredPoint]
+) -> dict[str, Corrections]:
     """Return by how much measured times differ from composed ones, as weights of the calls.
 
     The logarithms of measured / composed are taken for a smooth function of the sizes plus a
@@ -269,7 +273,7 @@ def _weights(ratios: Mapping[TimedCall, float]) -> list[float]:
 
 
 def _composition(
-    profile: MachineProfile, points: Sequence[Point], known: Mapping[str, float]
+    profile: MachineProfile, points: Sequence[MeasuredPoint], known: Mapping[str, float]
 ) -> dict[str, float]:
     """Return the factors of one implementation's parts.
 
@@ -323,8 +327,8 @@ def least_squares(
 
 def unseen_choices(
     profile: MachineProfile,
-    points: Sequence[Point],
-    disturbed: Sequence[Point] = (),
+    points: Sequence[MeasuredPoint],
+    disturbed: Sequence[MeasuredPoint] = (),
     folds: int = 5,
 ) -> dict[str, list[tuple[float, float]]]:
     """Return how good choices are at calls that the fit has not seen, by operator.
@@ -339,7 +343,7 @@ def unseen_choices(
         For each call the time of the implementation with the shortest predicted time, as a multiple
         of the fastest stock pair's and of the fastest implementation's.
     """
-    calls: dict[tuple[str, TimedCall], list[Point]] = defaultdict(list)
+    calls: dict[tuple[str, TimedCall], list[MeasuredPoint]] = defaultdict(list)
     for point in (*points, *disturbed):
         calls[point.operator, point.call].append(point)
     groups, untrusted = list(calls.values()), {*disturbed}
@@ -359,7 +363,9 @@ def unseen_choices(
     return dict(ratios)
 
 
-def predicted_fastest(profile: MachineProfile, points: Iterable[Point]) -> Point | None:
+def predicted_fastest(
+    profile: MachineProfile, points: Iterable[MeasuredPoint]
+) -> MeasuredPoint | None:
     """Return the point of one call that ``impl="auto"`` takes; None if the profile knows none."""
     known = {}
     for point in points:
@@ -373,7 +379,7 @@ def predicted_fastest(profile: MachineProfile, points: Iterable[Point]) -> Point
     return known[profile.in_order(times_us, declaration.pairs_among(known))[0]][1]
 
 
-def errors(profile: MachineProfile, points: Iterable[Point]) -> list[float]:
+def errors(profile: MachineProfile, points: Iterable[MeasuredPoint]) -> list[float]:
     """Return ``predicted / measured`` of every point whose implementation has a composition, as if
     no call were known by its own time.
     """

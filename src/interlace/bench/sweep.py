@@ -39,8 +39,8 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         :func:`interlace.autotune`, and ``left_out`` says why others were not timed.
     """
     operator = operator_matching(*draw.pattern).name
-    shape = products.Shape(operator, draw.rows, draw.columns, draw.inner, dtype)
-    case = products.Case(shape)
+    shape = products.ProductShape(operator, draw.rows, draw.columns, draw.inner, dtype)
+    case = products.TimedProduct(shape)
     # Random calls are too many for products in float64: PyTorch's own pair judges the others.
     expected = case.call(0, "unfused")
     times, worst = {}, 0.0
@@ -86,7 +86,7 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     }
 
 
-def _measure_at_first_call(case: products.Case) -> dict[str, float]:
+def _measure_at_first_call(case: products.TimedProduct) -> dict[str, float]:
     """Return the times in microseconds that the first call measures, that of the implementation
     that it then takes first; empty if there is only one implementation worth measuring.
     """

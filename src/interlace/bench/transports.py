@@ -19,7 +19,7 @@ from interlace.bench import collectives
 from interlace.bench.benchmark import Step, Way
 from interlace.bench.carriers import carriers
 from interlace.bench.kernel_times import kernels_of
-from interlace.bench.products import Case, Shape, check_ways
+from interlace.bench.products import ProductShape, TimedProduct, check_ways
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.operands import Operands
@@ -31,13 +31,13 @@ from interlace.operators.gemm_reduce_scatter import fused as reduce_scatter
 _PROFILED = 10  # calls
 
 
-def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
+def compare(shape: ProductShape, config: GemmConfig | None = None) -> dict[str, Any]:
     """Check, time and profile every way. Collective; times are the same on every rank.
 
     Raises:
         InterlaceError: a way's result is wrong.
     """
-    case = Case(shape)
+    case = TimedProduct(shape)
     chosen = config or case.choice.config
     error = case.check(chosen)
     ours = [
@@ -69,7 +69,7 @@ def compare(shape: Shape, config: GemmConfig | None = None) -> dict[str, Any]:
     }
 
 
-def _sm_stores(case: Case, config: GemmConfig) -> Step:
+def _sm_stores(case: TimedProduct, config: GemmConfig) -> Step:
     """Return the fused kernel with ordinary stores to peers instead of copies of tiles."""
     owner, shape, ranks = case.owner, case.shape, case.owner.world_size
     mark = owner.agree(shape.operator, transport="SM stores", shape=str(shape), config=str(config))
@@ -109,7 +109,7 @@ def _sm_stores(case: Case, config: GemmConfig) -> Step:
     return scatter if case.operator.adds_ranks else send
 
 
-def _beside(case: Case) -> Step:
+def _beside(case: TimedProduct) -> Step:
     side = torch.cuda.Stream() if case.owner.backend == "cuda" else None
     collective = collectives.collectives(case)["NCCL"]
     # The collective reads and writes the case's memory, so the product has memory of its own.

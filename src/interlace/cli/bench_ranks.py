@@ -72,7 +72,7 @@ def measure_gemv(sizes: tuple[int, int, int], *, dtype: str, tunes: bool) -> lis
     """Benchmark ``(tokens, rows, columns)``, with the best configuration if ``tunes``."""
     from interlace.bench import gemv_all_reduce as operator
 
-    shape = operator.Shape(*sizes, getattr(torch, dtype))
+    shape = operator.GemvShape(*sizes, getattr(torch, dtype))
     return [operator.bench(shape, operator.tune(shape) if tunes else None)]
 
 
@@ -87,7 +87,7 @@ def measure_embeddings(sizes: Result, *, dtype: str, kind: str) -> list[Result]:
     """
     from interlace.bench import embedding_all_to_all as operator
 
-    shape = operator.Shape(**{**sizes, "dtype": getattr(torch, sizes.get("dtype", dtype))})
+    shape = operator.TablesShape(**{**sizes, "dtype": getattr(torch, sizes.get("dtype", dtype))})
     config = operator.tune(shape) if kind == "tune" else None
     return [operator.bench(shape, config, backwards=kind == "backward")]
 
@@ -106,7 +106,7 @@ def measure_experts(sizes: Result, *, dtype: str, part: str, config: str) -> lis
     from interlace.bench import mixture_of_experts as operator
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 
-    shape = operator.Shape(**sizes, dtype=getattr(torch, dtype))
+    shape = operator.ExpertsShape(**sizes, dtype=getattr(torch, dtype))
     if part == "tune":
         return operator.bench(shape, operator.tune(shape), parts=("forward",))
     chosen = MixtureOfExpertsConfig.parse(config) if config else None
@@ -127,7 +127,7 @@ def measure_product(work: tuple[str, int, int, int], *, dtype: str, kind: str) -
     """
     from interlace.bench import products, transports
 
-    shape = products.Shape(*work, getattr(torch, dtype))
+    shape = products.ProductShape(*work, getattr(torch, dtype))
     if kind == "transports":
         return [transports.compare(shape)]
     return [products.bench(shape, products.tune(shape) if kind == "tune" else None)]
@@ -138,7 +138,7 @@ def measure_batch(work: tuple[str, int, int, int, int], *, dtype: str) -> list[R
     from interlace.bench import batches
 
     operator, count, rows, columns, inner = work
-    shape = batches.Shape(operator, rows, columns, inner, getattr(torch, dtype), count)
+    shape = batches.BatchShape(operator, rows, columns, inner, getattr(torch, dtype), count)
     return [batches.bench(shape)]
 
 

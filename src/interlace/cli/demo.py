@@ -21,7 +21,7 @@ from interlace.units import ceil_div, format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class Model:
+class DownProjection:
     """A published model's down projection.
 
     ``[rows, columns]`` = [N, K] are of the unsharded weight, as in the model's configuration.
@@ -33,9 +33,9 @@ class Model:
 
 
 MODELS = (
-    Model("Llama-3-8B", 4096, 14336),
-    Model("Qwen2.5-32B", 5120, 27648),
-    Model("Llama-3-70B", 8192, 28672),
+    DownProjection("Llama-3-8B", 4096, 14336),
+    DownProjection("Qwen2.5-32B", 5120, 27648),
+    DownProjection("Llama-3-70B", 8192, 28672),
 )
 
 CPU_SCALE = 32
@@ -101,17 +101,24 @@ def run(world_size: int, backend: str, tokens: int, outputs: Outputs) -> int:
 
 
 def _judge(
-    model: Model, scale: int, shape: tuple[int, int], tokens: int, ranks: list[dict[str, Any]]
+    model: DownProjection,
+    scale: int,
+    shape: tuple[int, int],
+    tokens: int,
+    ranks: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """Return one model's outcome over all ranks.
 
     It passes if every rank is right, all are bitwise alike, and ``interlace.costs`` predicts the
     traffic.
     """
-    from interlace.bench.gemv_all_reduce import Shape
+    from interlace.bench.gemv_all_reduce import GemvShape
 
     rows, columns = shape
-    error, allowed = max(rank["error"] for rank in ranks), Shape(tokens, rows, columns).tolerance
+    error, allowed = (
+        max(rank["error"] for rank in ranks),
+        GemvShape(tokens, rows, columns).tolerance,
+    )
     # Not `error > allowed`: a NaN must not pass.
     right = all(rank["error"] <= allowed for rank in ranks)
     is_equal = len({rank["digest"] for rank in ranks}) == 1

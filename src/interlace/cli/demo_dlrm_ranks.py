@@ -20,7 +20,7 @@ from interlace.nn import EmbeddingTable
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """Sizes of the demo's model and data, for all ranks together."""
 
     tables: int
@@ -33,16 +33,16 @@ class Sizes:
     layers: tuple[int, ...]
 
 
-ON_CPU = Sizes(
+ON_CPU = ModelSizes(
     tables=4, rows=16, width=8, batch=32, fused_steps=2, steps=16, cardinality=6, layers=(16,)
 )
-ON_CUDA = Sizes(
+ON_CUDA = ModelSizes(
     tables=26, rows=100_000, width=128, batch=8192, fused_steps=20, steps=100, cardinality=1000,
     layers=(512, 256),
 )  # fmt: skip
 
 
-def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
+def run_rank(folder: str, sizes: ModelSizes) -> dict[str, Any]:
     """Train some steps unfused, repeat them fused, and go on; return a report for JSON.
 
     The progress bar advances once per step.
@@ -86,12 +86,12 @@ def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
     return report
 
 
-def steps_of(sizes: Sizes) -> int:
+def steps_of(sizes: ModelSizes) -> int:
     """Return how often a rank advances."""
     return 2 * sizes.fused_steps + sizes.steps + 1
 
 
-def _trainer(sizes: Sizes, impl: str) -> Trainer:
+def _trainer(sizes: ModelSizes, impl: str) -> Trainer:
     tables = [
         EmbeddingTable(f"C{t + 1}", sizes.rows, sizes.width, bag_length=1)
         for t in range(sizes.tables)

@@ -23,7 +23,7 @@ _REPEATS = 9
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class SliceSizes:
     """The sizes of both calls on one rank.
 
     Attributes:
@@ -44,14 +44,14 @@ class Sizes:
 
 
 # Slices of four samples, so that there are several; Triton's interpreter is slow.
-ON_CPU = Sizes(
+ON_CPU = SliceSizes(
     2, 50, 16, 16, 3, EmbeddingAllToAllConfig(block_bags=4, slice_blocks=1, max_programs=4),
     (32, 24, 16),
 )  # fmt: skip
-ON_CUDA = Sizes(8, 500_000, 128, 8192, 64, None, (4096, 2048, 8192))
+ON_CUDA = SliceSizes(8, 500_000, 128, 8192, 64, None, (4096, 2048, 8192))
 
 
-def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
+def run_rank(folder: str, sizes: SliceSizes) -> dict[str, Any]:
     """Run both operators in slices and as pairs; return a report for JSON."""
     group = group_of()
     reports = []
@@ -66,7 +66,7 @@ def run_rank(folder: str, sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def _embeddings(group: Group, sizes: Sizes) -> dict[str, Any]:
+def _embeddings(group: Group, sizes: SliceSizes) -> dict[str, Any]:
     device, ranks = group.device, group.world_size
     generator = torch.Generator(device).manual_seed(group.rank)
     # Small whole numbers: all orders of their sums have the same bits.
@@ -112,7 +112,7 @@ def _embeddings(group: Group, sizes: Sizes) -> dict[str, Any]:
     )
 
 
-def _product(group: Group, sizes: Sizes) -> dict[str, Any]:
+def _product(group: Group, sizes: SliceSizes) -> dict[str, Any]:
     rows, columns, inner = sizes.product
     generator = torch.Generator(group.device).manual_seed(group.rank)
     x, w = (

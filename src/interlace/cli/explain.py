@@ -17,7 +17,7 @@ from interlace.cli.gpus import choice_on, gpu_named
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError, ConfigError
 from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu
@@ -73,7 +73,7 @@ def run_explain(
     console = make_console()
     work = parse_work(declaration.name, shapes, dtype, dtypes=bench.DTYPES)
     for _, rows, columns, inner in work:
-        call = Call.of_dtype(dtype, rows, columns, inner, world_size)
+        call = SizedCall.of_dtype(dtype, rows, columns, inner, world_size)
         title = operator if operator == declaration.name else f"{operator} or {declaration.name}"
         console.print(
             f"{title} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, {name}"
@@ -99,7 +99,7 @@ def run_explain(
     console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
 
 
-def _table(declaration: GemmOperator, gpu: Gpu, call: Call, choice: Choice[Any]) -> Table:
+def _table(declaration: GemmOperator, gpu: Gpu, call: SizedCall, choice: Choice[Any]) -> Table:
     profile = profile_of(gpu.name)
     table = make_table("implementation", "us", "of the best stock pair")
     pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
@@ -115,7 +115,7 @@ def _table(declaration: GemmOperator, gpu: Gpu, call: Call, choice: Choice[Any])
 
 
 def _table_between_nodes(
-    declaration: GemmOperator, gpu: str, call: Call, nodes: int, network: NetworkRates
+    declaration: GemmOperator, gpu: str, call: SizedCall, nodes: int, network: NetworkRates
 ) -> Table:
     profile = dataclasses.replace(profile_of(gpu), network=network)
     times = predicted_times(profile, declaration.name, nodes, call)

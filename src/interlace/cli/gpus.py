@@ -10,7 +10,7 @@ import torch
 
 from interlace.costs.datasheets import DATASHEETS
 from interlace.costs.known_profiles import own_gpus, profile_of, profiled_gpus
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
@@ -52,7 +52,9 @@ def gpu_named(text: str) -> Gpu:
     return Gpu(name, profile_of(name).processors, shared_bytes)
 
 
-def choice_on(gpu: Gpu, declaration: GemmOperator, call: Call, dtype: torch.dtype) -> Choice[Any]:
+def choice_on(
+    gpu: Gpu, declaration: GemmOperator, call: SizedCall, dtype: torch.dtype
+) -> Choice[Any]:
     """Return what ``impl="auto"`` would run on a GPU, with the tiles of the operator's kernel."""
     tiled = declaration.config_type
     return choose_on(

@@ -62,7 +62,7 @@ def run(
 
     from interlace.cli import machine
     from interlace.testing.cases import IMPLEMENTATIONS, between_nodes
-    from interlace.testing.soak import ROUND_CALLS, Plan, on_interrupt, run_rank
+    from interlace.testing.soak import ROUND_CALLS, SoakPlan, on_interrupt, run_rank
 
     gpus = torch.cuda.device_count()
     if backend not in ("auto", "cpu", "cuda"):
@@ -91,7 +91,7 @@ def run(
         )
     # Two ranks are the fewest that communicate, and the CPU has no room for many.
     world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else max(2, nodes or 1))
-    plan = Plan(
+    plan = SoakPlan(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
         start=start,
         calls=calls or 0,

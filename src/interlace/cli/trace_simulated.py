@@ -10,7 +10,7 @@ from interlace.cli.gpus import choice_on
 from interlace.cli.tables import make_table
 from interlace.comm import MAX_PROGRAMS
 from interlace.costs.known_profiles import profile_of
-from interlace.costs.time import Call
+from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
 from interlace.operators.gemv_all_reduce.config import default_config
@@ -44,7 +44,7 @@ def simulate(case: Case, ranks: int, gpu: Gpu) -> Trace:
     if isinstance(case, ProductCase) and case.splits is None:
         rows = case.rows * ranks if case.collective == "all_gather" else case.rows
         name = {"float8": "float8_e4m3fn"}.get(case.dtype, case.dtype)
-        sizes = Call.of_dtype(name, rows, case.columns, case.inner, ranks)
+        sizes = SizedCall.of_dtype(name, rows, case.columns, case.inner, ranks)
         tiling = _tiling(case, sizes, gpu)
         return _as_trace(
             simulated.simulate_product(machine, case.operator, case.impl, sizes, tiling),
@@ -59,7 +59,7 @@ def simulate(case: Case, ranks: int, gpu: Gpu) -> Trace:
     )
 
 
-def _tiling(case: ProductCase, sizes: Call, gpu: Gpu) -> simulated.Tiling:
+def _tiling(case: ProductCase, sizes: SizedCall, gpu: Gpu) -> simulated.Tiling:
     """Return how the case's kernel cuts its product on a GPU."""
     config = choice_on(gpu, case.declaration, sizes, DTYPES[case.dtype]).config
     # A gather's kernel leaves an SM to the kernels around its copies.

@@ -106,5 +106,5 @@ def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _median_error(profile: MachineProfile, points: Sequence[profile_fit.Point]) -> str:
+def _median_error(profile: MachineProfile, points: Sequence[profile_fit.MeasuredPoint]) -> str:
     return f"{statistics.median(abs(r - 1) for r in profile_fit.errors(profile, points)):.1%}"

@@ -88,7 +88,7 @@ class EmulatedEngine:
             )
         self.address, self.options = next(_addresses), dict[str, Any]()
         self._rank = group.rank
-        self._memory = _Memory(signals, counters)
+        self._memory = _CardMemory(signals, counters)
         peers = [rank for rank in range(group.world_size) if rank != group.rank]
         self._queues = {peer: queue.SimpleQueue[Put | None]() for peer in peers}
         threads = []
@@ -168,7 +168,7 @@ class EmulatedEngine:
         self._end()
 
 
-class _Memory:
+class _CardMemory:
     """Hold what a network card reaches: windows, signals and counters of this rank.
 
     Attributes:
@@ -235,7 +235,7 @@ def _end_threads(
 
 
 def _send(
-    carrier: Carrier, peer: int, memory: _Memory, puts: queue.SimpleQueue[Put | None]
+    carrier: Carrier, peer: int, memory: _CardMemory, puts: queue.SimpleQueue[Put | None]
 ) -> None:
     """Send puts to a peer until there are no more, or the peer is gone."""
     with contextlib.suppress(RuntimeError):  # Gloo's, if the connection ends
@@ -256,7 +256,7 @@ def _send(
             memory.count(put.counter)
 
 
-def _receive(carrier: Carrier, peer: int, memory: _Memory) -> None:
+def _receive(carrier: Carrier, peer: int, memory: _CardMemory) -> None:
     """Receive a peer's puts until it says goodbye, or is gone."""
     with contextlib.suppress(RuntimeError):
         while True:

@@ -77,7 +77,7 @@ class NcclEngine:
 
     def window(self, nbytes: int) -> Window:
         """Allocate memory that a network card may reach, and register it. Collective."""
-        memory = _Memory(self._nccl, self._group.device, round_up(nbytes, nccl.ALIGNMENT_BYTES))
+        memory = _NcclMemory(self._nccl, self._group.device, round_up(nbytes, nccl.ALIGNMENT_BYTES))
         data = bytes_at(memory.address, (memory.nbytes,), (1,), self._group.device, memory)
         data.zero_()
         # No peer puts before the exchange that follows, so zeros never replace what arrives.
@@ -106,7 +106,7 @@ class _Communicator:
         # Half of the deadline, as a rank that has failed waits for this one in an exchange.
         self._patience_s = group.deadline_s / 2
         self._device_communicator: Any = None
-        self._windows: list[tuple[ctypes.c_void_p, _Memory]] = []
+        self._windows: list[tuple[ctypes.c_void_p, _NcclMemory]] = []
         self._is_stuck = False
         settings = nccl.config()
         try:
@@ -141,7 +141,7 @@ class _Communicator:
         self._device_communicator = memory
         return memory.raw
 
-    def register(self, memory: _Memory) -> int:
+    def register(self, memory: _NcclMemory) -> int:
         """Register memory of this rank as part of a window and return its handle. Collective.
 
         Raises:
@@ -198,7 +198,7 @@ class _Communicator:
             del memory
 
 
-class _Memory:
+class _NcclMemory:
     """Own memory of ``ncclMemAlloc`` until the last tensor over it is gone.
 
     Attributes:

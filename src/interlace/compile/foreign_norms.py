@@ -56,7 +56,7 @@ def registered() -> list[tuple[str, bool]]:
 
 
 @dataclasses.dataclass
-class Spelled:
+class SpelledNorm:
     """A program's norm, and the calls that stand for it meanwhile.
 
     Attributes:
@@ -92,7 +92,7 @@ class Spelled:
             graph.erase_node(node)
 
 
-def spell_out(graph: Graph, sums: Collection[Node]) -> list[Spelled]:
+def spell_out(graph: Graph, sums: Collection[Node]) -> list[SpelledNorm]:
     """Replace the norms of sums over ranks by PyTorch's calls; return them, to be finished later.
 
     Args:
@@ -121,7 +121,7 @@ def _is_sum(node: Any, sums: Collection[Node]) -> bool:
     return node in sums
 
 
-def _spell(node: Node, norm: ForeignNorm) -> Spelled | None:
+def _spell(node: Node, norm: ForeignNorm) -> SpelledNorm | None:
     """Spell a norm out and return it; None if it is of a part of the columns, or goes unused."""
     arguments = arguments_of(node)
     count = 2 if norm.has_residual else 1
@@ -166,4 +166,4 @@ def _spell(node: Node, norm: ForeignNorm) -> Spelled | None:
             node.graph.erase_node(item)
     # Without its operands, the call is no use of the sum.
     node.args, node.kwargs = (), {}
-    return Spelled(node, used, stand_ins, calls, operands, tuple(arguments[count:]))
+    return SpelledNorm(node, used, stand_ins, calls, operands, tuple(arguments[count:]))

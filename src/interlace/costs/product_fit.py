@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from interlace.costs.time import Call, MachineProfile, ProductRates
+from interlace.costs.time import MachineProfile, ProductRates, SizedCall
 
 _STEPS = (1.5, 1.2, 1.08, 1.03)
 
@@ -85,7 +85,9 @@ def fit_rates(machine: MachineProfile, products: Sequence[ProductTime]) -> Produ
         changes = (math.log(getattr(candidate, name) / getattr(known, name)) for name in names)
         return math.fsum(change**2 for change in changes) + math.fsum(
             math.log(
-                profile.library_product_us(Call(product.rows, product.columns, product.inner, 2, 1))
+                profile.library_product_us(
+                    SizedCall(product.rows, product.columns, product.inner, 2, 1)
+                )
                 / product.us
             )
             ** 2

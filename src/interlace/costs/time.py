@@ -45,7 +45,7 @@ _ERROR, _GUESS_ERROR = 1.5, 3.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class SizedCall:
     """The sizes of one call of an operator around a product.
 
     Attributes:
@@ -77,13 +77,13 @@ class Call:
         return parts_us(profile, operator, self, schedule, tile)
 
     @staticmethod
-    def of_dtype(dtype: str, rows: int, columns: int, inner: int, world_size: int) -> Call:
+    def of_dtype(dtype: str, rows: int, columns: int, inner: int, world_size: int) -> SizedCall:
         """Return a call whose operands have a dtype, such as ``"bfloat16"``, and whose result has
         the one that comes by default.
         """
         itemsize = {"float8_e4m3fn": 1, "float32": 4}.get(dtype, 2)
         output_itemsize = 2 if itemsize == 1 else None
-        return Call(
+        return SizedCall(
             rows, columns, inner, itemsize, world_size, output_itemsize, is_exact=itemsize == 4
         )
 
@@ -199,7 +199,7 @@ class MachineProfile:
         flops = 2 * block_m * block_n * round_up(inner, _K_STEP)
         return flops / flops_per_us + self.product.tile_us
 
-    def flops_per_s(self, call: Call, *, own: bool = False) -> float:
+    def flops_per_s(self, call: SizedCall, *, own: bool = False) -> float:
         """Return the FLOPs per second of large tiles of a call's product.
 
         Args:
@@ -211,7 +211,9 @@ class MachineProfile:
         # Tensor cores multiply 8-bit operands twice as fast as 16-bit ones.
         return self.product.flops_per_s * 2 / call.itemsize
 
-    def library_product_us(self, call: Call, rows: int | None = None, products: int = 1) -> float:
+    def library_product_us(
+        self, call: SizedCall, rows: int | None = None, products: int = 1
+    ) -> float:
         """Return how long the library takes for a call's product, in microseconds.
 
         Args:
@@ -250,7 +252,7 @@ class MachineProfile:
         return waves * self.tile_us(block_m, block_n, ceil_div(inner, split), flops_per_s)
 
     def own_product_us(
-        self, call: Call, tile: tuple[int, int], *, ranks: int | None = None, products: int = 1
+        self, call: SizedCall, tile: tuple[int, int], *, ranks: int | None = None, products: int = 1
     ) -> float:
         """Return how long our kernels' tiles take for a call's product, in microseconds, without
         the launch. No tile covers two ranks' rows.
@@ -267,7 +269,7 @@ class MachineProfile:
         waves = ceil_div(tiles, self.processors)
         return waves * self.tile_us(block_m, block_n, call.inner, self.flops_per_s(call, own=True))
 
-    def link_us(self, operator: str, call: Call) -> float:
+    def link_us(self, operator: str, call: SizedCall) -> float:
         """Return how long the bytes that an operator's call sends are on their way, in us."""
         cost = find_cost(operator).formula(
             rows=call.rows,
@@ -320,7 +322,7 @@ class MachineProfile:
 def parts_us(
     profile: MachineProfile,
     operator: str,
-    call: Call,
+    call: SizedCall,
     schedule: Schedule,
     tile: tuple[int, int],
 ) -> dict[str, float]:

@@ -18,7 +18,7 @@ from interlace.costs.network import (
     one_after_the_other,
 )
 from interlace.costs.registry import OPERATOR_COSTS
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.choice import Gpu
 from interlace.registry import Implementation, operator_named
 from interlace.tuning.choice import NetworkTimes
@@ -77,12 +77,12 @@ def times_between_nodes(
     if profile is None:
         return None
     dtype_name = str(dtype).removeprefix("torch.")
-    call = Call.of_dtype(dtype_name, rows, columns, inner, world_size)
+    call = SizedCall.of_dtype(dtype_name, rows, columns, inner, world_size)
     return predicted_times(profile, operator, nodes, call)
 
 
 def predicted_times(
-    profile: MachineProfile, operator: str, nodes: int, call: Call
+    profile: MachineProfile, operator: str, nodes: int, call: SizedCall
 ) -> NetworkTimes | None:
     """Return the times of :func:`times_between_nodes` by a profile; None if it has no network."""
     declared = OPERATOR_COSTS.get(operator)
@@ -103,7 +103,7 @@ def _predicted(
     profile: MachineProfile,
     operator: str,
     implementation: Implementation,
-    call: Call,
+    call: SizedCall,
     node_of_rank: tuple[int, ...],
 ) -> Prediction | None:
     """Return an implementation's time between nodes; None if it declares no traffic there."""
@@ -138,7 +138,7 @@ def _predicted(
 
 
 def _product_us(
-    profile: MachineProfile, implementation: Implementation, call: Call, slices: int
+    profile: MachineProfile, implementation: Implementation, call: SizedCall, slices: int
 ) -> float:
     """Return the time of a call's product, in pieces if the implementation makes them."""
     if implementation.schedule not in _PIECEWISE:

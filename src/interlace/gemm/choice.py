@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.terms import Terms
 from interlace.registry import operator_named
@@ -130,7 +130,7 @@ def choose_on(
     tabulated = by_table(operator, gpu.name, sizes, dtype, world_size, start, default)
     if world_size > 1:
         profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
-        call = Call.of_dtype(str(dtype).removeprefix("torch."), **sizes, world_size=world_size)
+        call = SizedCall.of_dtype(str(dtype).removeprefix("torch."), **sizes, world_size=world_size)
         terms = Terms.of_sizes(rows, columns, dtype, "cuda")
         # Float8 has a wider result.
         converts = dtype.itemsize == 1 if out_dtype is None else out_dtype != dtype
@@ -145,7 +145,7 @@ def choose_on(
 
 
 def predicted_times(
-    profile: MachineProfile, operator: str, call: Call, tile: tuple[int, int], terms: Terms
+    profile: MachineProfile, operator: str, call: SizedCall, tile: tuple[int, int], terms: Terms
 ) -> dict[str, float]:
     """Return the time of each implementation in microseconds, the shortest first.
 

@@ -156,9 +156,9 @@ def _tiling_of_a_row(
     x: torch.Tensor, weights: Sequence[torch.Tensor], config: FewRowsConfig
 ) -> Any:
     """Return the tiles of one row's product without the matrix unit, as a kernel's constant."""
-    from interlace.gemm.kernels.gemv import Tiling
+    from interlace.gemm.kernels.gemv import GemvTiling
 
-    return Tiling(
+    return GemvTiling(
         block_n=config.columns,
         block_b=1,
         block_k=config.block_k,

@@ -217,7 +217,7 @@ def run_into_peers(
 
 
 @dataclasses.dataclass(frozen=True)
-class Slots:
+class PartSlots:
     """The slots in which parts arrive before they are summed, ``[rank, half, source, row,
     column]``, and their signals.
 
@@ -242,7 +242,7 @@ def slots_for(
     dtype: torch.dtype,
     config: GemmConfig,
     tiles: bool,
-) -> Slots:
+) -> PartSlots:
     """Return slots for ``rows`` of each rank. Collective when the workspace must grow."""
     most_rows, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
     count = ceil_div(most_rows, config.block_m) * ceil_div(columns, config.block_n)
@@ -263,7 +263,9 @@ def slots_for(
         descriptor = describe_ranks(
             group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
         )
-    return Slots(workspace, descriptor, (workspace.signal_count - layout.HEADER) // ranks, routes)
+    return PartSlots(
+        workspace, descriptor, (workspace.signal_count - layout.HEADER) // ranks, routes
+    )
 
 
 def lamport_arguments(

@@ -15,7 +15,7 @@ from interlace.comm.process_groups import rank_and_size
 from interlace.errors import ArgumentError, GroupError
 from interlace.gemm import invariance
 from interlace.gemm.gradients import all_replicated, summed
-from interlace.integrations.transformers_experts import Layout
+from interlace.integrations.transformers_experts import WeightLayout
 from interlace.operators.mixture_of_experts.api import mixture_of_experts
 from interlace.units import ceil_div
 
@@ -69,7 +69,7 @@ def _implementation() -> type:
 
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
-            self.layout = Layout.of(experts, NAME)
+            self.layout = WeightLayout.of(experts, NAME)
             self.experts = experts
             # Asked for once: a mesh takes the host some 30 us for each answer.
             self.ranks, self.rank = tp_mesh.size(), ep_mesh.get_local_rank()

@@ -18,7 +18,7 @@ _NUMBERS = ("alpha", "swiglu_alpha", "limit", "swiglu_limit")
 """The attributes of experts that hold numbers of their activation."""
 
 
-class Layout(NamedTuple):
+class WeightLayout(NamedTuple):
     """The layout in which a module keeps the weights of :func:`interlace.mixture_of_experts`.
 
     Attributes:
@@ -36,7 +36,7 @@ class Layout(NamedTuple):
     has_bias: bool
 
     @classmethod
-    def of(cls, experts: Any, name: str) -> Layout:
+    def of(cls, experts: Any, name: str) -> WeightLayout:
         """Return the layout of a module of experts.
 
         Args:

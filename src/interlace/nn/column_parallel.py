@@ -157,7 +157,7 @@ class ColumnParallelLinear(ParallelLinear):
 def _linear_of_replicated(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group_name: str, impl: str
 ) -> torch.Tensor:
-    """Compute ``F.linear`` of an x that every rank holds; see :class:`_Replicated`.
+    """Compute ``F.linear`` of an x that every rank holds; see :class:`_ReplicatedLinear`.
 
     Raises:
         ArgumentError: a gradient is needed within a transform of ``torch.func``.
@@ -177,12 +177,12 @@ def _linear_of_replicated(
             "inside of grad, vjp, jacrev, jvp or vmap, with an input or a parameter that requires "
             "a gradient. Use loss.backward(), or torch.no_grad() around a vmap without gradients."
         )
-    apply: Any = _Replicated.apply
+    apply: Any = _ReplicatedLinear.apply
     y: torch.Tensor = apply(x, weight, bias, group_name, impl)
     return y
 
 
-class _Replicated(torch.autograd.Function):
+class _ReplicatedLinear(torch.autograd.Function):
     """``F.linear`` of an x that every rank holds: the gradient of x is summed over the ranks."""
 
     @staticmethod

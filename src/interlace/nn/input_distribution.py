@@ -312,7 +312,7 @@ class InputDistribution(GroupMember):
         """Exchange values as :meth:`all_to_all` does, and their gradients the other way."""
         if not (torch.is_grad_enabled() and values.requires_grad):
             return self.all_to_all(values, send_sizes, receive_sizes)
-        received: torch.Tensor = _Exchange.apply(  # type: ignore[no-untyped-call]
+        received: torch.Tensor = _ExchangedValues.apply(  # type: ignore[no-untyped-call]
             values, self, send_sizes, receive_sizes
         )
         return received
@@ -391,7 +391,7 @@ class InputDistribution(GroupMember):
         return by_kind
 
 
-class _Exchange(torch.autograd.Function):
+class _ExchangedValues(torch.autograd.Function):
     """Send values to other ranks, and their gradients back."""
 
     @staticmethod

@@ -23,7 +23,7 @@ from interlace.testing.host_operations import HostOperations
 from interlace.testing.memory import process_memory
 from interlace.testing.network import InlineSlices
 from interlace.testing.operations import Kind, Words
-from interlace.testing.ranks import Run, current
+from interlace.testing.ranks import RankRun, current
 from interlace.testing.waits import Judge, sum_values, sum_words, wait
 
 _builder = interpreter.interpreter_builder
@@ -129,7 +129,7 @@ def standing_still() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def surroundings(run: Run) -> Iterator[None]:
+def surroundings(run: RankRun) -> Iterator[None]:
     """Make a program's host operations on symmetric memory operations of its run."""
     with HostOperations(run):
         yield
@@ -198,7 +198,7 @@ def _on_shared(pointers: int, mask: int | None) -> Callable[[Hook], Hook]:
 
 @_on_shared(pointers=0, mask=1)
 def _masked_load(
-    run: Run, shared: Words, original: Hook, ptrs: Any, mask: Any, *args: Any, **options: Any
+    run: RankRun, shared: Words, original: Hook, ptrs: Any, mask: Any, *args: Any, **options: Any
 ) -> Any:
     """Load elements of symmetric memory from the run, and the others from the process."""
     result = original(ptrs, _handle_of(mask.data & ~shared), *args, **options)
@@ -209,7 +209,7 @@ def _masked_load(
 
 @_on_shared(pointers=0, mask=2)
 def _masked_store(
-    run: Run, shared: Words, original: Hook, ptrs: Any, value: Any, mask: Any, *args: Any
+    run: RankRun, shared: Words, original: Hook, ptrs: Any, value: Any, mask: Any, *args: Any
 ) -> Any:
     """Store elements of symmetric memory by the run, and the others in the process."""
     run.send(ptrs.data[shared], np.broadcast_to(value.data, ptrs.data.shape)[shared], "store")
@@ -218,7 +218,15 @@ def _masked_store(
 
 @_on_shared(pointers=1, mask=3)
 def _atomic_rmw(
-    run: Run, shared: Words, _: Hook, rmw: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any
+    run: RankRun,
+    shared: Words,
+    _: Hook,
+    rmw: Any,
+    ptr: Any,
+    val: Any,
+    mask: Any,
+    sem: Any,
+    scope: Any,
 ) -> Any:
     """Do an atomic read-modify-write on symmetric memory as one operation of the run."""
     modify = _MODIFY.get(rmw.name)
@@ -229,7 +237,7 @@ def _atomic_rmw(
 
 @_on_shared(pointers=0, mask=None)
 def _atomic_cas(
-    run: Run, shared: Words, _: Hook, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any
+    run: RankRun, shared: Words, _: Hook, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any
 ) -> Any:
     """Do a compare-and-swap on symmetric memory as one operation of the run."""
     function = functools.partial(_exchange_if_equal, cmp.data.ravel(), val.data.ravel())
@@ -237,7 +245,12 @@ def _atomic_cas(
 
 
 def _atomic(
-    run: Run, ptr: Any, shared: Words, val: Any, sem: Any, function: Callable[[Words], Words] | None
+    run: RankRun,
+    ptr: Any,
+    shared: Words,
+    val: Any,
+    sem: Any,
+    function: Callable[[Words], Words] | None,
 ) -> Any:
     """Do an atomic operation on symmetric memory, and return the values before it.
 

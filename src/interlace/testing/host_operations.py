@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from interlace.testing.memory import element_addresses
-from interlace.testing.ranks import Run
+from interlace.testing.ranks import RankRun
 
 # Operators that do not read their tensor arguments.
 _WITHOUT_LOADS = {
@@ -37,7 +37,7 @@ class HostOperations(TorchDispatchMode):
         run: the run that does the loads and stores.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: RankRun) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = run
 

@@ -75,7 +75,7 @@ class _Store(NamedTuple):
     node: Operation
 
 
-class Machine:
+class ExploredGpus:
     """The state between two steps of a schedule.
 
     Attributes:
@@ -90,7 +90,7 @@ class Machine:
         self,
         ranks: int,
         table: CellTable,
-        extend: Callable[[Machine, int, Operation, bytes | None, Any], Operation],
+        extend: Callable[[ExploredGpus, int, Operation, bytes | None, Any], Operation],
     ) -> None:
         self.ranks = ranks
         self._table, self._extend = table, extend
@@ -120,9 +120,9 @@ class Machine:
         self.eager = True
         self.trace: dict[int, str] | None = None
 
-    def copy(self) -> Machine:
+    def copy(self) -> ExploredGpus:
         """Return a copy of the state, for another schedule."""
-        new = object.__new__(Machine)
+        new = object.__new__(ExploredGpus)
         new.__dict__.update(self.__dict__)
         for name in _ARRAYS:
             setattr(new, name, getattr(self, name).copy())

@@ -22,7 +22,7 @@ from interlace.testing.operations import Kind
 from interlace.units import ceil_div, next_power_of_2
 
 if TYPE_CHECKING:
-    from interlace.testing.ranks import ExploredGroup, Run
+    from interlace.testing.ranks import ExploredGroup, RankRun
 
 _SLOTS = 256  # messages from one rank to another in a run
 _SLOT_WORDS = 1024  # of four bytes of a message each
@@ -40,7 +40,7 @@ class ExploredNetwork:
     lanes = 1
     watch = None
 
-    def __init__(self, run: Run, group: ExploredGroup) -> None:
+    def __init__(self, run: RankRun, group: ExploredGroup) -> None:
         """Allocate the slots. Collective."""
         self._run, self._rank = run, group.rank
         self._base = run.tree.view.base
@@ -106,7 +106,7 @@ class ExploredNetwork:
 class _Arrival:
     """A message that is awaited."""
 
-    def __init__(self, run: Run, addresses: Addresses, number: int, data: torch.Tensor) -> None:
+    def __init__(self, run: RankRun, addresses: Addresses, number: int, data: torch.Tensor) -> None:
         self._run, self._addresses, self._number, self._data = run, addresses, number, data
 
     def wait(self, timeout: datetime.timedelta | None = None) -> bool:

@@ -38,13 +38,13 @@ class _Abandoned(BaseException):
 
 
 class _ThreadState(threading.local):
-    run: Run | None = None
+    run: RankRun | None = None
 
 
 _thread_state = _ThreadState()
 
 
-def current() -> Run | None:
+def current() -> RankRun | None:
     """Return the run of this thread; None in a thread that is no rank."""
     return _thread_state.run
 
@@ -58,7 +58,7 @@ class Rank:
         group: the group of all ranks, which is also the default group.
     """
 
-    def __init__(self, run: Run, group: Group) -> None:
+    def __init__(self, run: RankRun, group: Group) -> None:
         self.rank, self.world_size, self.group = group.rank, group.world_size, group
         self._run = run
 
@@ -77,7 +77,7 @@ class Rank:
 class ExploredGroup(Group):
     """One rank's view of the group of all explored ranks."""
 
-    def __init__(self, run: Run, rank: int, world_size: int, view: View) -> None:
+    def __init__(self, run: RankRun, rank: int, world_size: int, view: View) -> None:
         super().__init__(None, torch.device("cpu"))
         members = self.members
         members.rank, members.world_size = rank, world_size
@@ -113,7 +113,7 @@ class ExploredGroup(Group):
         return [answer for _, answer in answers]
 
 
-class Run:
+class RankRun:
     """One rank's program, from its start to the operation that the explorer needs.
 
     Details of operations, by kind: PUT and RELAXED: True if the memory is the rank's own. ATOMIC:

@@ -24,7 +24,7 @@ STEP = -1
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SchedulePlan:
     """A schedule to be tried, given as differences from the default one.
 
     Attributes:
@@ -66,7 +66,7 @@ class Deviating(Policy):
             step, the action, and 1 if the action interrupts a rank or delays a store, else 0.
     """
 
-    def __init__(self, plan: Plan, ranks: int) -> None:
+    def __init__(self, plan: SchedulePlan, ranks: int) -> None:
         self._steps = dict(plan.steps)
         self._last = max(self._steps, default=-1)
         self._ranks, self._rank = ranks, plan.first

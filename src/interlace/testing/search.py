@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.testing.machine import Machine
+from interlace.testing.machine import ExploredGpus
 from interlace.testing.memory import CellTable, FinerGrain
 from interlace.testing.operations import Kind
 from interlace.testing.report import Failure, Report
@@ -16,9 +16,9 @@ from interlace.testing.schedules import (
     Action,
     Deviating,
     Listed,
-    Plan,
     Policy,
     RandomWalk,
+    SchedulePlan,
     format_schedule,
     parse_schedule,
     weight,
@@ -64,7 +64,7 @@ class Search:
         self._trees, self._cells, self._judge, self._random = trees, cells, judge, rng
         self._ranks = range(len(trees))
         self._tried: set[tuple[bool, tuple[Action, ...]]] = set()
-        self._start: Machine | None = None
+        self._start: ExploredGpus | None = None
         self._began = time.monotonic()
 
     def run(self, schedules: int, preemptions: int) -> Report:
@@ -123,7 +123,7 @@ class Search:
         while queue:
             if len(self._tried) >= limit:
                 return False
-            plan = Plan(*heapq.heappop(queue)[3])
+            plan = SchedulePlan(*heapq.heappop(queue)[3])
             policy = Deviating(plan, len(self._trees))
             self._try((plan.eager, policy))
             # Following a plan shows the actions that were possible after its last difference. Each
@@ -172,7 +172,7 @@ class Search:
             raise _ScheduleFailed(error.kind, str(error), eager, actions) from None
         return actions
 
-    def _beginning(self, trace: bool) -> Machine:
+    def _beginning(self, trace: bool) -> ExploredGpus:
         """Return the state in which schedules begin to differ.
 
         It is the start of the program, or the point at which all ranks are ready.
@@ -182,7 +182,7 @@ class Search:
         if self._start is not None and not trace:
             return self._start.copy()
         first = [tree.start() for tree in self._trees]
-        machine = Machine(
+        machine = ExploredGpus(
             len(self._trees),
             self._cells,
             lambda machine, rank, *node: self._trees[rank].extend(machine, *node),
@@ -191,14 +191,20 @@ class Search:
         for rank in self._ranks:
             machine.settle(rank)
         start = machine.copy()
-        if self._go(machine, Deviating(Plan(True, 0), len(self._trees)), [], until_ready=True):
+        if self._go(
+            machine, Deviating(SchedulePlan(True, 0), len(self._trees)), [], until_ready=True
+        ):
             start = machine
         start.trace = machine.trace
         self._start = None if trace else start
         return start.copy()
 
     def _go(
-        self, machine: Machine, policy: Policy, actions: list[Action], until_ready: bool = False
+        self,
+        machine: ExploredGpus,
+        policy: Policy,
+        actions: list[Action],
+        until_ready: bool = False,
     ) -> bool:
         """Go on to the end of the program, or with ``until_ready`` until all ranks are ready.
 

@@ -25,7 +25,15 @@ import interlace
 from interlace.comm import Faults, group_of, inject
 from interlace.errors import InterlaceError
 from interlace.testing.soak_calls import MOST_RESULTS, Participant, PreparedRound
-from interlace.testing.soak_rounds import ROUND_CALLS, STREAMS, Plan, Round, Slot, Step, make_round
+from interlace.testing.soak_rounds import (
+    ROUND_CALLS,
+    STREAMS,
+    Round,
+    Slot,
+    SoakPlan,
+    SoakStep,
+    make_round,
+)
 
 # Calls after which the ranks agree to go on or to end.
 _CALLS_BETWEEN_LOOKS = {"cpu": 6, "cuda": 500}
@@ -36,7 +44,7 @@ _CPU_DELAY_S = 0.0002
 
 
 @dataclasses.dataclass
-class Failure:
+class SoakFailure:
     """A call that failed on a rank.
 
     Attributes:
@@ -52,7 +60,7 @@ class Failure:
     what: str
 
 
-def run_rank(folder: str, plan: Plan) -> dict[str, Any]:
+def run_rank(folder: str, plan: SoakPlan) -> dict[str, Any]:
     """Run the plan on this rank. Collective over the default process group.
 
     Args:
@@ -69,7 +77,7 @@ def run_rank(folder: str, plan: Plan) -> dict[str, Any]:
 class _Soak:
     """One rank's part of a soak."""
 
-    def __init__(self, folder: Path, plan: Plan) -> None:
+    def __init__(self, folder: Path, plan: SoakPlan) -> None:
         self.folder, self.plan = folder, plan
         self.rank = dist.get_rank()
         self.device = group_of().device
@@ -106,7 +114,7 @@ class _Soak:
         self.done = self.shown = 0
         self.counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self.replays = self.backwards = self.rounds = 0
-        self.failures: list[Failure] = []
+        self.failures: list[SoakFailure] = []
 
     def run(self) -> dict[str, Any]:
         """Make all rounds, and return the report."""
@@ -169,7 +177,7 @@ class _Soak:
             ROUND_CALLS[self.backend], MOST_RESULTS, dtype=torch.int64, device=self.device
         )
         go_on, at = True, first
-        made: list[Step] = []
+        made: list[SoakStep] = []
         delays = random.Random(f"{self.plan.seed} {number} {self.rank}")
         runner: PreparedRound | None = None
         try:
@@ -188,7 +196,9 @@ class _Soak:
                 runner.synchronize()
         except InterlaceError as error:
             kind = "timeout" if isinstance(error, interlace.PeerTimeoutError) else "error"
-            self.failures.append(Failure(self.rank, at, kind, f"{type(error).__name__}: {error}"))
+            self.failures.append(
+                SoakFailure(self.rank, at, kind, f"{type(error).__name__}: {error}")
+            )
         # After an error the results are not complete: wrong ones would say nothing.
         if not self.failures:
             self._look(wrong, calls, made, first)
@@ -200,7 +210,7 @@ class _Soak:
             runner.close(calls.release and go_on)
         return go_on
 
-    def _look(self, wrong: torch.Tensor, calls: Round, made: list[Step], first: int) -> None:
+    def _look(self, wrong: torch.Tensor, calls: Round, made: list[SoakStep], first: int) -> None:
         """Record the calls of a round whose results are wrong on this rank."""
         counts = wrong.sum(1).tolist()
         for step, offset in zip(made, calls.numbers, strict=False):
@@ -209,9 +219,9 @@ class _Soak:
                     label = calls.slots[slot].case.label
                     mode = "in a graph" if step.graph is not None else "alone"
                     text = f"{label}, {mode}: {counts[offset + i]} wrong elements"
-                    self.failures.append(Failure(self.rank, first + offset + i, "wrong", text))
+                    self.failures.append(SoakFailure(self.rank, first + offset + i, "wrong", text))
 
-    def _count(self, step: Step, slots: list[Slot]) -> None:
+    def _count(self, step: SoakStep, slots: list[Slot]) -> None:
         """Count a step's calls for the report."""
         for i in step.slots:
             case = slots[i].case
@@ -291,4 +301,12 @@ def _memberships(ranks: int, node_of_rank: Sequence[int]) -> list[tuple[int, ...
     return [*groups, *(part for part in parts if len(part) > 1)]
 
 
-__all__ = ["ROUND_CALLS", "Failure", "Plan", "Round", "make_round", "on_interrupt", "run_rank"]
+__all__ = [
+    "ROUND_CALLS",
+    "Round",
+    "SoakFailure",
+    "SoakPlan",
+    "make_round",
+    "on_interrupt",
+    "run_rank",
+]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm import group_of
 from interlace.testing.cases import Prepared
-from interlace.testing.soak_rounds import VARIANTS, Round, Step
+from interlace.testing.soak_rounds import VARIANTS, Round, SoakStep
 
 MOST_RESULTS = 8
 """Most results of one call."""
@@ -80,7 +80,7 @@ class PreparedRound:
         self.graphs: list[tuple[Any, torch.Tensor]] = []
         self._synchronize_device()
 
-    def make(self, step: Step, offset: int, delays: random.Random) -> None:
+    def make(self, step: SoakStep, offset: int, delays: random.Random) -> None:
         """Make a step's calls, and enqueue the comparison of their results.
 
         Args:
@@ -113,7 +113,7 @@ class PreparedRound:
             else:
                 self._run(step, offset)
 
-    def _run(self, step: Step, offset: int) -> None:
+    def _run(self, step: SoakStep, offset: int) -> None:
         """Make a step's calls, or replay its graph."""
         if step.graph is None:
             for i, (slot, variant) in enumerate(zip(step.slots, step.variants, strict=True)):

@@ -29,7 +29,7 @@ _REPLAYS = 0.4  # of the steps
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class SoakPlan:
     """The plan of a soak, the same on every rank.
 
     Attributes:
@@ -65,7 +65,7 @@ class Slot:
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class SoakStep:
     """One call of a slot, or the replay of a graph, which makes several calls.
 
     Attributes:
@@ -91,8 +91,8 @@ class Round:
     """
 
     slots: list[Slot]
-    graphs: list[Step]
-    steps: list[Step]
+    graphs: list[SoakStep]
+    steps: list[SoakStep]
     release: bool
 
     @property
@@ -104,7 +104,7 @@ class Round:
 
 def make_round(
     number: int,
-    plan: Plan,
+    plan: SoakPlan,
     backend: str,
     group_sizes: Sequence[int],
     spanning: Collection[int] = (),
@@ -133,10 +133,10 @@ def make_round(
     graphs = _draw_graphs(slots, source) if backend == "cuda" else []
     # Every slot is called once before graphs are captured: a first call allocates memory, which is
     # not possible during capture.
-    steps = [Step((i,), (0,)) for i in range(len(slots))]
+    steps = [SoakStep((i,), (0,)) for i in range(len(slots))]
     count = len(slots)
     while count < ROUND_CALLS[backend]:
-        step = Step((source.randrange(len(slots)),), (source.randrange(VARIANTS),))
+        step = SoakStep((source.randrange(len(slots)),), (source.randrange(VARIANTS),))
         if graphs and source.random() < _REPLAYS:
             replay = source.choice(graphs)
             if count + len(replay.slots) <= ROUND_CALLS[backend]:
@@ -148,7 +148,7 @@ def make_round(
     return Round(slots, graphs, steps, release=source.random() < (0.7 if graphs else 0.2))
 
 
-def _draw_graphs(slots: list[Slot], source: random.Random) -> list[Step]:
+def _draw_graphs(slots: list[Slot], source: random.Random) -> list[SoakStep]:
     """Draw graphs of random calls; the calls of a graph are of one group and stream."""
     capturable: dict[tuple[int, int], list[int]] = collections.defaultdict(list)
     for i, slot in enumerate(slots):
@@ -159,5 +159,5 @@ def _draw_graphs(slots: list[Slot], source: random.Random) -> list[Step]:
         candidates = source.choice(list(capturable.values()))
         chosen = source.choices(candidates, k=source.randint(1, _MOST_CALLS_IN_GRAPH))
         variants = tuple(source.randrange(VARIANTS) for _ in chosen)
-        graphs.append(Step(tuple(chosen), variants, number))
+        graphs.append(SoakStep(tuple(chosen), variants, number))
     return graphs

@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from interlace.testing.machine import Machine
+from interlace.testing.machine import ExploredGpus
 from interlace.testing.memory import CellTable, View
 from interlace.testing.operations import Operation
-from interlace.testing.ranks import Rank, Run
+from interlace.testing.ranks import Rank, RankRun
 from interlace.testing.violations import Violation
 
 
@@ -33,7 +33,7 @@ class Tree:
         world_size: int,
         program: Callable[[Rank], Any],
         cells: CellTable,
-        surroundings: Callable[[Run], contextlib.AbstractContextManager[None]],
+        surroundings: Callable[[RankRun], contextlib.AbstractContextManager[None]],
         standing_still: Callable[[], contextlib.AbstractContextManager[None]],
         node_of_rank: tuple[int, ...] = (),
     ) -> None:
@@ -43,10 +43,10 @@ class Tree:
         self.view = View(world_size)
         self.runs = 0
         self.response: Any = None
-        self._machine: Machine | None = None
+        self._machine: ExploredGpus | None = None
         self._last: tuple[Operation, bytes | None, Any]
         self._root: Operation | None = None
-        self._run: Run | None = None
+        self._run: RankRun | None = None
         self._at: Operation | None = None
 
     def start(self) -> Operation:
@@ -58,7 +58,7 @@ class Tree:
         return self._root
 
     def extend(
-        self, machine: Machine, node: Operation, key: bytes | None, response: Any
+        self, machine: ExploredGpus, node: Operation, key: bytes | None, response: Any
     ) -> Operation:
         """Let the rank go on from ``node`` with a result that it has never had there.
 
@@ -123,7 +123,7 @@ class Tree:
         self._stop()
         self.view.reset()
         self.runs += 1
-        self._run = Run(self, responses)
+        self._run = RankRun(self, responses)
         self._at = self._run.start()
 
     def _stop(self) -> None:

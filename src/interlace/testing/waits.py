@@ -20,7 +20,7 @@ from interlace.language.primitives import require_tile_of_signals
 from interlace.testing import judges
 from interlace.testing.memory import Addresses
 from interlace.testing.operations import Kind, Operation, Words
-from interlace.testing.ranks import Run, current
+from interlace.testing.ranks import RankRun, current
 from interlace.units import next_power_of_2
 
 
@@ -115,7 +115,7 @@ def _having_awaited(
 
 
 def _await(
-    run: Run, kind: Kind, addresses: Addresses, stamps: Words, detail: tuple[int, int]
+    run: RankRun, kind: Kind, addresses: Addresses, stamps: Words, detail: tuple[int, int]
 ) -> Any:
     """Do a wait and return the words that it has seen; None for signals.
 
@@ -130,7 +130,7 @@ def _await(
 
 
 @contextlib.contextmanager
-def _having_seen(run: Run, addresses: Addresses, values: Words) -> Iterator[None]:
+def _having_seen(run: RankRun, addresses: Addresses, values: Words) -> Iterator[None]:
     """Let loads from these addresses return these values, within a block."""
     order = np.argsort(addresses)
     run.awaited = (addresses[order], values[order]) if len(addresses) else None

@@ -10,7 +10,7 @@ from interlace.tracing.work import Flow, Place, Span, Work
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class PathStep:
     """A stretch of the critical path.
 
     Attributes:
@@ -33,7 +33,7 @@ class Step:
         return self.end_ns - self.start_ns
 
 
-def critical_path(work: Work) -> list[Step]:
+def critical_path(work: Work) -> list[PathStep]:
     """Return the steps that led to the last event, the earliest first.
 
     It is followed backwards: from a wait to the last put or signal that the wait was for, from any
@@ -52,7 +52,7 @@ def critical_path(work: Work) -> list[Step]:
         if key not in last_flows or flow.departure_ns > last_flows[key].departure_ns:
             last_flows[key] = flow
     place = max(ends, key=lambda place: ends[place][-1])
-    time_ns, steps = ends[place][-1], list[Step]()
+    time_ns, steps = ends[place][-1], list[PathStep]()
     while True:
         index = bisect.bisect_right(ends.get(place, []), time_ns) - 1
         if index < 0:
@@ -60,19 +60,19 @@ def critical_path(work: Work) -> list[Step]:
             if previous is None:
                 return steps[::-1]
             end_ns = ends[previous][bisect.bisect_right(ends[previous], time_ns) - 1]
-            steps.append(Step(place, "between launches", end_ns, time_ns))
+            steps.append(PathStep(place, "between launches", end_ns, time_ns))
             place, time_ns = previous, end_ns
             continue
         span = by_place[place][index]
         if span.end_ns < time_ns:  # what came before the last event of a wait's source
-            steps.append(Step(place, "other", span.end_ns, time_ns))
+            steps.append(PathStep(place, "other", span.end_ns, time_ns))
         cause = last_flows.get((place, span.end_ns)) if span.activity == "wait" else None
         # A put that had left before the wait began has not held it up.
         if cause is not None and span.start_ns < cause.departure_ns < span.end_ns:
-            steps.append(Step(place, "in flight", cause.departure_ns, span.end_ns, span.number))
+            steps.append(PathStep(place, "in flight", cause.departure_ns, span.end_ns, span.number))
             place, time_ns = cause.source, cause.departure_ns
         else:
-            steps.append(Step(place, span.activity, span.start_ns, span.end_ns, span.number))
+            steps.append(PathStep(place, span.activity, span.start_ns, span.end_ns, span.number))
             time_ns = span.start_ns
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from interlace.tracing.account import account
 from interlace.tracing.events import Launch
 from interlace.tracing.libraries import Activity
-from interlace.tracing.path import Step, critical_path
+from interlace.tracing.path import PathStep, critical_path
 from interlace.tracing.work import ACTIVITIES, Work
 from interlace.units import format_bytes, format_ns
 
@@ -95,7 +95,7 @@ def _path(work: Work) -> Iterator[str]:
         yield f"  {_words(step)}"
 
 
-def _words(step: Step) -> str:
+def _words(step: PathStep) -> str:
     number = "" if step.number < 0 else f" {step.number}"
     place = f"rank {step.place.rank}, program {step.place.program}"
     return f"{format_ns(step.duration_ns)}: {step.activity}{number} ({place})"

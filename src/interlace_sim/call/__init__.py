@@ -22,7 +22,7 @@ import functools
 from interlace.costs import find_cost
 from interlace.costs import gemv_all_reduce as gemv_costs
 from interlace.costs.known_profiles import shipped_profile
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.errors import ArgumentError, ConfigError
 from interlace.units import ceil_div
 from interlace_sim.call.streams import Streams
@@ -65,7 +65,11 @@ def machine_with(gpu: str) -> Machine:
 
 
 def simulate_product(
-    machine: Machine, operator: str, implementation: str, call: Call, tiling: Tiling | None = None
+    machine: Machine,
+    operator: str,
+    implementation: str,
+    call: SizedCall,
+    tiling: Tiling | None = None,
 ) -> SimulatedCall:
     """Simulate a call of an operator around one product.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.units import ceil_div, round_up
 from interlace_sim.call.movers import Mover
 from interlace_sim.call.tiles import TiledKernel
@@ -35,7 +35,7 @@ class Streams:
         part_bytes: bytes of the product's rows for one rank.
     """
 
-    def __init__(self, world: World, rank: int, profile: MachineProfile, call: Call) -> None:
+    def __init__(self, world: World, rank: int, profile: MachineProfile, call: SizedCall) -> None:
         self.world, self.rank, self._profile, self._call = world, rank, profile, call
         self.ranks = world.ranks
         self.rows = ceil_div(call.rows, call.world_size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from interlace.costs.time import Call, MachineProfile
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.units import ceil_div
 from interlace_sim.call.world import Key, Launch, Process, Program, World
 
@@ -54,7 +54,7 @@ class TiledKernel:
         name: str,
         collective: str,
         profile: MachineProfile,
-        call: Call,
+        call: SizedCall,
         tiling: Tiling,
     ) -> None:
         self.world, self.name, self._tiling, self._call = world, name, tiling, call

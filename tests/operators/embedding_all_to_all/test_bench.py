@@ -18,7 +18,7 @@ def _bench(lookups, backwards):
     from interlace.bench import embedding_all_to_all as operator
 
     with untimed():
-        shape = operator.Shape(tables=2, rows=30, width=8, batch=6, lookups=lookups)
+        shape = operator.TablesShape(tables=2, rows=30, width=8, batch=6, lookups=lookups)
         group = dist.new_group()
         return operator.bench(shape, dataclasses.replace(SMALL), group, backwards=backwards)
 
@@ -58,7 +58,7 @@ def _tune():
         patch.setattr(
             operator, "BACKWARD_AXES", {"push_programs": (1, 2), "update_programs": (2, 4096)}
         )
-        shape = operator.Shape(tables=1, rows=9, width=4, batch=4, lookups="2")
+        shape = operator.TablesShape(tables=1, rows=9, width=4, batch=4, lookups="2")
         return operator.tune(shape, dist.new_group())
 
 
@@ -71,10 +71,10 @@ def test_the_tuner_tries_what_it_says(ranks):
 
 @pytest.mark.parametrize("lookups", ["", "x", "9-3", "-1", "1-2-3"])
 def test_lookups_that_are_none(lookups):
-    from interlace.bench.embedding_all_to_all import Shape
+    from interlace.bench.embedding_all_to_all import TablesShape
     from interlace.errors import ArgumentError
 
     with pytest.raises(
         ArgumentError, match="lookups must be a number or a range such as 0-60; got "
     ):
-        Shape(lookups=lookups)
+        TablesShape(lookups=lookups)

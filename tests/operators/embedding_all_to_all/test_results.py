@@ -158,7 +158,7 @@ def test_explain_names_the_configuration():
     assert text.startswith(
         "embedding_all_to_all of 2 tables per rank, at most 24 wide, float32, batch 4, about 4 "
         "lookups per bag, on 1 rank: "
-        "fused (protocol=direct, order=interleaved, push=direct, block_bags=8, "
+        "fused (protocol=direct, push=direct, block_bags=8, "
     )
     with pytest.raises(
         interlace.ArgumentError, match="must have weights, indices, offsets; got 2 arguments"

@@ -18,7 +18,7 @@ def _bench(routing, form):
     from interlace.bench import mixture_of_experts as operator
 
     with untimed():
-        shape = operator.Shape(
+        shape = operator.ExpertsShape(
             tokens=4, hidden=8, ffn=8, experts=4, top_k=2, routing=routing, dtype=torch.float32,
             form=form,
         )  # fmt: skip
@@ -54,7 +54,9 @@ def _tune():
     with untimed() as patch:
         patch.setattr(operator, "_launches", lambda case: [])
         patch.setattr(operator, "AXES", {"group_m": (4, 8)})
-        shape = operator.Shape(tokens=2, hidden=8, ffn=8, experts=2, top_k=1, dtype=torch.float32)
+        shape = operator.ExpertsShape(
+            tokens=2, hidden=8, ffn=8, experts=2, top_k=1, dtype=torch.float32
+        )
         return operator.tune(shape, dist.new_group())
 
 
@@ -73,19 +75,19 @@ def test_the_tuner_keeps_what_was_there_in_a_tie(ranks):
     ],
 )
 def test_shapes_that_are_none(change, what):
-    from interlace.bench.mixture_of_experts import Shape
+    from interlace.bench.mixture_of_experts import ExpertsShape
 
     with pytest.raises(ArgumentError, match=what):
-        Shape(**change)
+        ExpertsShape(**change)
 
 
 def _tune_decoding():
     from interlace.bench import expert_decoding
 
     with untimed() as patch:
-        patch.setattr(expert_decoding.Case, "compile", lambda case, config: None)
+        patch.setattr(expert_decoding.TimedDecoding, "compile", lambda case, config: None)
         patch.setattr(expert_decoding, "AXES", {"block_m": (16, 64)})
-        shape = expert_decoding.Shape(
+        shape = expert_decoding.ExpertsShape(
             tokens=2, hidden=8, ffn=8, experts=2, top_k=1, dtype=torch.float32
         )
         return expert_decoding.tune(shape, dist.new_group())
@@ -110,7 +112,7 @@ def _decoding():
                 "decode (block_m=32)": ("decode", dataclasses.replace(SMALL, block_m=32)),
             },
         )
-        shape = expert_decoding.Shape(
+        shape = expert_decoding.ExpertsShape(
             tokens=3, hidden=8, ffn=12, experts=4, top_k=2, dtype=torch.float32, form="gpt-oss"
         )
         return expert_decoding.bench(shape, group=dist.new_group())

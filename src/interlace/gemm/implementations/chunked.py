@@ -11,7 +11,7 @@ from interlace.comm import Group
 from interlace.comm.replays import places
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.outputs import (
-    Output,
+    KeptOutput,
     kept_output,
     run_into_output,
     run_product,
@@ -29,7 +29,7 @@ def run(call: GemmCall) -> torch.Tensor | None:
     another output for these sizes.
     """
     operands, group = call.operands, call.group
-    output = Output(
+    output = KeptOutput(
         "chunked",
         call.operator.collective,
         functools.partial(multiply_in_chunks, group),
@@ -113,7 +113,7 @@ def run_batch(
         ArgumentError, BackendError: As :func:`run_into_output` raises them.
     """
     count, rows, columns = *x[0].shape[:2], w[0].shape[2]
-    output = Output(
+    output = KeptOutput(
         "chunked batch",
         "all_to_all",
         functools.partial(_multiply_batch_in_chunks, group),

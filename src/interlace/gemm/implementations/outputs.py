@@ -27,7 +27,7 @@ _MOST_ABSENT = 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class KeptOutput:
     """The properties that identify an output within the group that keeps it.
 
     Attributes:
@@ -52,7 +52,7 @@ class Output:
         return self.implementation, self.collective, self.shape, self.dtype
 
 
-def run_into_output(call: GemmCall, output: Output, *arguments: object) -> torch.Tensor | None:
+def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> torch.Tensor | None:
     """Return the product and the collective of its rows, written into an output that the group
     keeps; None if there is no output for these sizes. Collective where it is new.
 
@@ -81,7 +81,9 @@ def run_into_output(call: GemmCall, output: Output, *arguments: object) -> torch
     return y[:rows]
 
 
-def kept_output(output: Output, group: Group, group_name: str, *, replace: bool) -> Fused | None:
+def kept_output(
+    output: KeptOutput, group: Group, group_name: str, *, replace: bool
+) -> Fused | None:
     """Return the producer with the output that the group keeps for it; None if there is none.
 
     All ranks make the same calls, so a key is new on every rank or on none. What is new is settled
@@ -103,7 +105,9 @@ def kept_output(output: Output, group: Group, group_name: str, *, replace: bool)
     return cast("Fused | None", group.kept[key])
 
 
-def _make_output(output: Output, group: Group, group_name: str, *, replace: bool) -> Fused | None:
+def _make_output(
+    output: KeptOutput, group: Group, group_name: str, *, replace: bool
+) -> Fused | None:
     """Return a producer with a new output, for which another one may be given up. Collective."""
     if group.capture_id() is not None:
         raise WorkspaceError(

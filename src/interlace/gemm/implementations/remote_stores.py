@@ -6,7 +6,7 @@ import torch
 
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
-from interlace.gemm.implementations.outputs import Output, run_into_output
+from interlace.gemm.implementations.outputs import KeptOutput, run_into_output
 from interlace.gemm.implementations.refusals import needs
 from interlace.registry import Implementation
 from interlace.units import ceil_div, next_power_of_2
@@ -23,7 +23,7 @@ def run(call: GemmCall) -> torch.Tensor | None:
     another output for these sizes.
     """
     operands, group = call.operands, call.group
-    output = Output(
+    output = KeptOutput(
         "remote_stores",
         call.operator.collective,
         multiply_for_ranks,

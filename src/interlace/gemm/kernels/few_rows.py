@@ -58,7 +58,7 @@ def multiply_few_rows(
             total = multiply_tile(Matrices(w, x, M, K, w_stride, x_stride), column, row, N, TILING)
         else:
             # One row that the compiler knows of, so that it computes no places of tokens.
-            matrices = gemv.Matrices(x, w, N, 1, K, x_stride, w_stride)
+            matrices = gemv.GemvMatrices(x, w, N, 1, K, x_stride, w_stride)
             operands = gemv.point_to_operands(tile, matrices, TILING)
             total = gemv.multiply_tile(operands, K, TILING)
         cells = m.to(tl.int64)[None, :] * N + n[:, None]

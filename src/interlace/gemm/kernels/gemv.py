@@ -11,7 +11,7 @@ import triton.language as tl
 from interlace.gemm.kernels.tiles import add_product
 
 
-class Tiling(NamedTuple):
+class GemvTiling(NamedTuple):
     """The constants that say how a kernel cuts the product into tiles.
 
     Attributes:
@@ -34,7 +34,7 @@ class Tiling(NamedTuple):
     round_parts: Any = False
 
 
-class Matrices(NamedTuple):
+class GemvMatrices(NamedTuple):
     """The operands of the product: x ``[B, K]`` and w ``[N, K]``, with their rows' strides."""
 
     x: Any

@@ -13,7 +13,7 @@ from interlace.gemm.kernels.tiles import (
 
 
 
-class Output(NamedTuple):
+class GatheredOutput(NamedTuple):
     """The result ``[M, N]``.
 
     Attributes:
@@ -132,7 +132,7 @@ def all_gather_gemm(
     group = il.join(ctx)
     flags = il.pointer(signals, tl.int32)
     arrivals = Arrivals(routes, flags, il.mark(epoch, call), most_rows)
-    output = Output(result, part_rows, y_address, row_groups * SENDING.align)
+    output = GatheredOutput(result, part_rows, y_address, row_groups * SENDING.align)
     tiles_m, tiles_n = (most_rows + BLOCK_M - 1) // BLOCK_M, (N + BLOCK_N - 1) // BLOCK_N
     tiles_per_rank = tiles_m * tiles_n
     # This rank's own rows are read where they are, and the others' where they arrive: two loops,

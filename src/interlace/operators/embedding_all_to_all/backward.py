@@ -15,7 +15,7 @@ from interlace.comm.kernels import Launch, triton_dtype
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.landing import describe_landing
-from interlace.operators.embedding_all_to_all.launch import Call, lanes_of
+from interlace.operators.embedding_all_to_all.launch import EmbeddingCall, lanes_of
 from interlace.operators.embedding_all_to_all.layout import dense_bounds
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 from interlace.operators.embedding_all_to_all.tables import alignment, entry, owners_of
@@ -60,7 +60,7 @@ class Target:
 
 
 def gradient(
-    call: Call,
+    call: EmbeddingCall,
     grad: torch.Tensor,
     rows: Sequence[int],
     trainable: Sequence[bool],
@@ -120,7 +120,7 @@ def gradient(
 
 
 def update(
-    call: Call,
+    call: EmbeddingCall,
     grad: torch.Tensor,
     states: Sequence[torch.Tensor],
     trainable: Sequence[bool],
@@ -156,7 +156,7 @@ def update(
 
 
 def _distinct_rows(
-    call: Call, lookups_by_row: Sorted, rows: Sequence[int]
+    call: EmbeddingCall, lookups_by_row: Sorted, rows: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the number of every distinct row, and the count of distinct rows before each table.
 
@@ -177,7 +177,7 @@ def _distinct_rows(
 
 
 def _launch(
-    call: Call,
+    call: EmbeddingCall,
     grad: torch.Tensor,
     target: Target,
     config: EmbeddingAllToAllConfig,
@@ -198,7 +198,7 @@ def _launch(
 
 
 def _launch_between_nodes(
-    call: Call,
+    call: EmbeddingCall,
     grad: torch.Tensor,
     target: Target,
     config: EmbeddingAllToAllConfig,
@@ -224,7 +224,7 @@ def _launch_between_nodes(
     return gradients.lookups
 
 
-def agree(call: Call) -> int:
+def agree(call: EmbeddingCall) -> int:
     """Agree on this call's backward pass; return its mark (``Group.agree``)."""
     return call.group.agree(
         BACKWARD,
@@ -239,7 +239,7 @@ def agree(call: Call) -> int:
 
 def prepare(
     group: Group,
-    call: Call,
+    call: EmbeddingCall,
     grad: torch.Tensor,
     target: Target,
     config: EmbeddingAllToAllConfig,
@@ -261,7 +261,7 @@ def prepare(
         Writing,
         embedding_all_to_all_backward,
     )
-    from interlace.operators.embedding_all_to_all.kernels.transfer import Pushing
+    from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     layout, ranks, device = call.layout, call.layout.world_size, call.indices.device
@@ -325,7 +325,7 @@ def prepare(
     widest = next_power_of_2(max(max(widths, default=1) for widths in layout.widths))
     constants: dict[str, Any] = {
         "WORLD_SIZE": ranks,
-        "PUSHING": Pushing(pushers, config.push_rows, config.push_blocks, widest),
+        "PUSHING": GradientPushing(pushers, config.push_rows, config.push_blocks, widest),
         "RUNS": Runs(config.block_runs, config.run_lookups, _TICKET, config.run_unroll),
         "WRITING": Writing(target.update, target.by_segment),
         "VECTORS": Vectors(
@@ -340,7 +340,7 @@ def prepare(
 
 
 def _records(
-    call: Call, target: Target, grad: torch.Tensor, first_column: int
+    call: EmbeddingCall, target: Target, grad: torch.Tensor, first_column: int
 ) -> tuple[list[tuple[int, ...]], int]:
     """Return this rank's table records, and the alignment of all vectors in elements.
 

@@ -21,7 +21,7 @@ from interlace.operators.embedding_all_to_all.config import (
     EmbeddingAllToAllConfig,
     in_short_blocks,
 )
-from interlace.operators.embedding_all_to_all.launch import Call, pooling, tasks_of_program
+from interlace.operators.embedding_all_to_all.launch import EmbeddingCall, pooling, tasks_of_program
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import ceil_div, next_power_of_2, round_up
 
@@ -107,7 +107,9 @@ def in_turn(group: Group) -> tuple[list[int], list[int]]:
     return remote, [*(rank for rank in ranks if rank in local), group.rank]
 
 
-def run(group: Group, call: Call, config: EmbeddingAllToAllConfig, mark: int) -> torch.Tensor:
+def run(
+    group: Group, call: EmbeddingCall, config: EmbeddingAllToAllConfig, mark: int
+) -> torch.Tensor:
     """Run the forward pass; return ``[samples of this rank, columns]``.
 
     Collective when memory must grow, and in the group's first call.
@@ -220,13 +222,13 @@ def _workspace(group: Group) -> Workspace:
     return group.workspace(_NAME, 4096, record.HEADER)
 
 
-def _bytes(call: Call, nbytes: int) -> torch.Tensor:
+def _bytes(call: EmbeddingCall, nbytes: int) -> torch.Tensor:
     return torch.empty(max(nbytes, 16), dtype=torch.uint8, device=call.indices.device)
 
 
 def prepare(
     group: Group,
-    call: Call,
+    call: EmbeddingCall,
     config: EmbeddingAllToAllConfig,
     mark: int,
     destination: Destination,
@@ -283,7 +285,7 @@ def prepare(
     ]
 
 
-def prepare_close(group: Group, call: Call, mark: int, destination: Destination) -> Launch:
+def prepare_close(group: Group, call: EmbeddingCall, mark: int, destination: Destination) -> Launch:
     """Prepare the launch that ends the exchange within the node."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
         embedding_all_to_all_close,
@@ -311,7 +313,7 @@ def prepare_close(group: Group, call: Call, mark: int, destination: Destination)
 
 
 def prepare_collect(
-    group: Group, call: Call, mark: int, cut: Cut, y: torch.Tensor, landing: torch.Tensor
+    group: Group, call: EmbeddingCall, mark: int, cut: Cut, y: torch.Tensor, landing: torch.Tensor
 ) -> Launch | None:
     """Prepare the launch that copies what has arrived into ``y``; None if nothing arrives."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (

@@ -18,7 +18,7 @@ from interlace.comm.slices import Message, Step
 from interlace.costs.embedding_all_to_all import cut_tables
 from interlace.mapped.stamped import Landing, StampedQueue
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.launch import Call
+from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 
@@ -42,7 +42,7 @@ class Part:
 
 
 @dataclasses.dataclass(frozen=True)
-class Gradients:
+class SlicedGradients:
     """Gradients that arrive from all ranks.
 
     Attributes:
@@ -54,7 +54,7 @@ class Gradients:
     parts: Iterator[Part]
 
 
-class _Cut(NamedTuple):
+class _TableCut(NamedTuple):
     """The division of every rank's tables into slices.
 
     Attributes:
@@ -74,19 +74,24 @@ class _Cut(NamedTuple):
 
 
 @functools.lru_cache(maxsize=256)
-def _cut(layout: Layout, count: int) -> _Cut:
+def _cut(layout: Layout, count: int) -> _TableCut:
     tables = tuple(tuple(cut_tables(widths, count)) for widths in layout.widths)
     columns = tuple(
         tuple(sum(widths[:first]) for first in firsts)
         for widths, firsts in zip(layout.widths, tables, strict=True)
     )
-    return _Cut(layout, tables, columns)
+    return _TableCut(layout, tables, columns)
 
 
 @contextlib.contextmanager
 def exchange(
-    call: Call, grad: torch.Tensor, rows: Sequence[int], run_lookups: int, mark: int, applies: bool
-) -> Iterator[Gradients]:
+    call: EmbeddingCall,
+    grad: torch.Tensor,
+    rows: Sequence[int],
+    run_lookups: int,
+    mark: int,
+    applies: bool,
+) -> Iterator[SlicedGradients]:
     """Send every owner its columns of ``grad`` while this rank's lookups are sorted. Collective.
 
     Each rank sends every peer, ranks of its own node included, the gradients of some of the peer's
@@ -108,7 +113,7 @@ def exchange(
     if not layout.batch or not layout.columns:
         lookups = sort_lookups(call, rows, run_lookups)
         whole = Part(received.view(layout.batch, width), 0, None, lookups.run_count)
-        yield Gradients(lookups, iter([whole]))
+        yield SlicedGradients(lookups, iter([whole]))
         return
     cut = _cut(layout, call.plan.gradient_slices)
     peers = [(rank + step) % layout.world_size for step in range(1, layout.world_size)]
@@ -131,7 +136,7 @@ def exchange(
             queue.open()
             queue.release()
             lookups = sort_lookups(call, rows, run_lookups)
-        yield Gradients(lookups, _parts(call, cut, queue, blocks, lookups, rows, applies))
+        yield SlicedGradients(lookups, _parts(call, cut, queue, blocks, lookups, rows, applies))
     except BaseException:
         queue.abandon()
         raise
@@ -140,8 +145,8 @@ def exchange(
 
 
 def _parts(
-    call: Call,
-    cut: _Cut,
+    call: EmbeddingCall,
+    cut: _TableCut,
     queue: StampedQueue,
     blocks: Sequence[torch.Tensor],
     lookups: Sorted,
@@ -165,7 +170,7 @@ def _parts(
 
 
 def _departures(
-    cut: _Cut, grad: torch.Tensor, peers: Sequence[int], number: int
+    cut: _TableCut, grad: torch.Tensor, peers: Sequence[int], number: int
 ) -> tuple[Message, ...]:
     """Return one slice's message for each peer, packed."""
     parts = {peer: cut.of(grad, peer, number) for peer in peers}

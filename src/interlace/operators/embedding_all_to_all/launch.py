@@ -84,7 +84,7 @@ def choose(
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class EmbeddingCall:
     """One call whose arguments ``api`` has validated, on one rank; see ``op`` for the fields.
 
     Indices, offsets and scale are contiguous.
@@ -114,7 +114,7 @@ class Call:
         return group_named(self.group_name, self.indices.device)
 
     @functools.cached_property
-    def plan(self) -> network_choice.Plan:
+    def plan(self) -> network_choice.NetworkPlan:
         """Return what all ranks run between nodes. Collective in the first call of a kind."""
         return network_choice.plan_of(self, self.group)
 
@@ -145,7 +145,7 @@ class Call:
             check_indices=check,
         )
 
-    def without_peers(self) -> Call:
+    def without_peers(self) -> EmbeddingCall:
         """Return the call by which this rank's kernels run alone, on its tables and the batch."""
         layout = Layout((self.layout.widths[self.rank],), self.layout.batch)
         return dataclasses.replace(self, layout=layout, rank=0, impl="fused", alone=True)
@@ -199,7 +199,7 @@ class Call:
         ).config
 
 
-def run(call: Call, check: bool) -> torch.Tensor:
+def run(call: EmbeddingCall, check: bool) -> torch.Tensor:
     """Run the forward pass; return ``[samples of this rank, columns]``."""
     group, layout = call.group, call.layout
     group.check()
@@ -251,7 +251,7 @@ def run(call: Call, check: bool) -> torch.Tensor:
     return y if output.lent else y.clone()
 
 
-def refuse_bad_values(call: Call) -> None:
+def refuse_bad_values(call: EmbeddingCall) -> None:
     """Look at indices and offsets, and tell every rank about errors on any; waits for the device.
 
     Raises:
@@ -265,7 +265,7 @@ def refuse_bad_values(call: Call) -> None:
 
 def prepare(
     group: Group,
-    call: Call,
+    call: EmbeddingCall,
     config: EmbeddingAllToAllConfig,
     mark: int,
     destination: Destination,
@@ -320,7 +320,7 @@ def prepare(
 
 
 def _prepare_alone(
-    group: Group, call: Call, config: EmbeddingAllToAllConfig, address: int
+    group: Group, call: EmbeddingCall, config: EmbeddingAllToAllConfig, address: int
 ) -> Launch:
     """Prepare the launch that pools without peers, into ``[batch, columns]`` at an address."""
     require(group.backend)
@@ -334,7 +334,7 @@ def _prepare_alone(
     return Launch(pool_embeddings, (programs,), arguments, constants)
 
 
-def tasks_of_program(call: Call, config: EmbeddingAllToAllConfig, tasks: int) -> int:
+def tasks_of_program(call: EmbeddingCall, config: EmbeddingAllToAllConfig, tasks: int) -> int:
     """Return the number of blocks that each program pools, where programs wait for nothing.
 
     There are more programs than fit at once, so that the GPU shares them out.
@@ -344,7 +344,7 @@ def tasks_of_program(call: Call, config: EmbeddingAllToAllConfig, tasks: int) ->
     return max(fewest, ceil_div(tasks, waves * config.max_programs))
 
 
-def fewest_tasks(call: Call, config: EmbeddingAllToAllConfig, tasks: int) -> int:
+def fewest_tasks(call: EmbeddingCall, config: EmbeddingAllToAllConfig, tasks: int) -> int:
     """Return the least number of blocks that are worth the start of a program, or a trip to memory
     to draw them.
 
@@ -359,7 +359,7 @@ def fewest_tasks(call: Call, config: EmbeddingAllToAllConfig, tasks: int) -> int
 
 
 def pooling(
-    group: Group, call: Call, config: EmbeddingAllToAllConfig
+    group: Group, call: EmbeddingCall, config: EmbeddingAllToAllConfig
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
     """Return what every kernel that pools is launched with.
 
@@ -393,7 +393,7 @@ def pooling(
     return arguments, constants, align
 
 
-def forward_records(call: Call) -> tuple[tuple[tuple[int, ...], ...], int]:
+def forward_records(call: EmbeddingCall) -> tuple[tuple[tuple[int, ...], ...], int]:
     """Return this rank's table records, and the alignment of its vectors in elements."""
     tables = tuple((weight.data_ptr(), weight.stride(0)) for weight in call.weights)
     return _forward_records(

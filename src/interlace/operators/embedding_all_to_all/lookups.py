@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm.constants import on_device
-from interlace.operators.embedding_all_to_all.launch import Call
+from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sorted:
     run_count: torch.Tensor
 
 
-def sort_lookups(call: Call, rows: Sequence[int], run_lookups: int) -> Sorted:
+def sort_lookups(call: EmbeddingCall, rows: Sequence[int], run_lookups: int) -> Sorted:
     """Sort this rank's lookups by row.
 
     The order depends on indices and offsets alone, not on gradients; the host does not wait.

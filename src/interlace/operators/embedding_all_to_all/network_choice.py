@@ -38,7 +38,7 @@ from interlace.tuning.choice import NetworkTimes
 from interlace.units import ceil_div
 
 if TYPE_CHECKING:
-    from interlace.operators.embedding_all_to_all.launch import Call
+    from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
 
 
 _GRADIENT_SLICES = 2
@@ -51,7 +51,7 @@ _GUESS_MARGIN = 0.1
 """The fraction by which slices must be below the whole exchange over a network that is guessed."""
 
 
-class Plan(NamedTuple):
+class NetworkPlan(NamedTuple):
     """Say what all ranks run of one kind of call between nodes.
 
     Attributes:
@@ -66,7 +66,7 @@ class Plan(NamedTuple):
     gradient_slices: int = 1
 
 
-class Sizes(NamedTuple):
+class LookupSizes(NamedTuple):
     """Hold the sizes of a call by which all ranks predict alike.
 
     The nodes are taken to have equally many consecutive ranks, and times are those of the rank that
@@ -99,7 +99,7 @@ class Sizes(NamedTuple):
 
 
 @cached_by_profiles
-def times_between_nodes(sizes: Sizes, device: torch.device) -> NetworkTimes | None:
+def times_between_nodes(sizes: LookupSizes, device: torch.device) -> NetworkTimes | None:
     """Return the predicted times between nodes.
 
     Where no network was measured, one is guessed, and times must differ by more.
@@ -162,7 +162,7 @@ def _network_of(profile: MachineProfile) -> tuple[NetworkRates, float]:
     return profile.network, profile.margin
 
 
-def plan_by(times: NetworkTimes | None) -> Plan:
+def plan_by(times: NetworkTimes | None) -> NetworkPlan:
     """Return what takes the least time; None stands for the CPU backend, where none is predicted.
 
     Slices must be below the whole exchange by the margin of the predictions: with few lookups they
@@ -170,16 +170,16 @@ def plan_by(times: NetworkTimes | None) -> Plan:
     takes less, as it pools more slowly than our kernel.
     """
     if times is None:
-        return Plan("pooled", (1, 3), 2)
+        return NetworkPlan("pooled", (1, 3), 2)
     slices = times.predictions.get("fused")
     if slices is None:
-        return Plan("pooled", (1,))
+        return NetworkPlan("pooled", (1,))
     limit_us = times.predictions["pooled"].us * (1 - times.margin)
-    return Plan("fused" if slices.us < limit_us else "pooled", slices.shares)
+    return NetworkPlan("fused" if slices.us < limit_us else "pooled", slices.shares)
 
 
 @cached_by_profiles
-def gradient_slices(sizes: Sizes, device: torch.device) -> int:
+def gradient_slices(sizes: LookupSizes, device: torch.device) -> int:
     """Return the number of slices in which gradients travel, by predicted times.
 
     Where no network was measured, one is guessed, and times must differ by more. A slice's tables
@@ -226,7 +226,7 @@ def _can_send_slices(device: torch.device) -> bool:
     return supports_triggers(device) and not has_single_queue()
 
 
-def plan_of(call: Call, group: Group) -> Plan:
+def plan_of(call: EmbeddingCall, group: Group) -> NetworkPlan:
     """Return what runs of a call between nodes, the same on every rank.
 
     Collective in the first call of a kind on GPUs: ranks tell each other how many rows they look
@@ -243,11 +243,13 @@ def plan_of(call: Call, group: Group) -> Plan:
     itemsize = call.table_dtype.itemsize if tables else 0
     kind = (OPERATOR, layout, call.dtype)
     lookups, itemsize = group.agreement.largest(OPERATOR, (*kind, "lookups"), (lookups, itemsize))
-    sizes = Sizes(layout, lookups, itemsize, call.dtype.itemsize, group.nodes)
+    sizes = LookupSizes(layout, lookups, itemsize, call.dtype.itemsize, group.nodes)
     plan = plan_by(times_between_nodes(sizes, device))
     stays_whole = int(plan.impl == "pooled" or not _can_send_slices(group.device))
     cut = SLICES_OF_VECTORS.index(plan.shares)
     answers = group.agreement.largest(
         OPERATOR, (*kind, "slices"), (stays_whole, -cut, -gradient_slices(sizes, device))
     )
-    return Plan("pooled" if answers[0] else "fused", SLICES_OF_VECTORS[-answers[1]], -answers[2])
+    return NetworkPlan(
+        "pooled" if answers[0] else "fused", SLICES_OF_VECTORS[-answers[1]], -answers[2]
+    )

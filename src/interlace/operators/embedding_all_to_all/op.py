@@ -19,7 +19,7 @@ from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, 
 from interlace.gemm.operands import require_values
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, gradient, update
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.launch import Call, run
+from interlace.operators.embedding_all_to_all.launch import EmbeddingCall, run
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -50,7 +50,7 @@ _library.define(
 )
 
 
-class _Exchange(NamedTuple):
+class _SharedArguments(NamedTuple):
     """The arguments that all three operators share, from ``batch`` to ``dtype``."""
 
     batch: int
@@ -72,18 +72,18 @@ class _Exchange(NamedTuple):
         return self.widths[first : first + self.counts[self.rank]]
 
 
-_SHARED = len(_Exchange._fields)
+_SHARED = len(_SharedArguments._fields)
 
 
 def _call(
     weights: list[torch.Tensor],
     lookups: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    exchange: _Exchange,
+    exchange: _SharedArguments,
     options: Sequence[str],
-) -> Call:
+) -> EmbeddingCall:
     indices, offsets, scale = lookups
     group_name, impl, config = options
-    return Call(
+    return EmbeddingCall(
         weights,
         indices.contiguous(),
         offsets.contiguous(),
@@ -107,7 +107,7 @@ def _run(
     states: list[torch.Tensor],
     *others: Any,
 ) -> torch.Tensor:
-    exchange = _Exchange(*others[:_SHARED])
+    exchange = _SharedArguments(*others[:_SHARED])
     _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
     call = _call(weights, (indices, offsets, scale), exchange, options)
     with call.range(OPERATOR):
@@ -116,7 +116,7 @@ def _run(
 
 def _fake(weights: list[torch.Tensor], indices: torch.Tensor, *others: Any) -> torch.Tensor:
     _offsets, _scale, _anchor, _states, *others_from_batch = others
-    exchange = _Exchange(*others_from_batch[:_SHARED])
+    exchange = _SharedArguments(*others_from_batch[:_SHARED])
     layout = exchange.layout
     return indices.new_empty([layout.samples(exchange.rank), layout.columns], dtype=exchange.dtype)
 
@@ -128,7 +128,7 @@ def _run_gradient(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    exchange = _Exchange(*others[:_SHARED])
+    exchange = _SharedArguments(*others[:_SHARED])
     rows, trainable, table_dtype, sparse, *options = others[_SHARED:]
     call = _call([], (indices, offsets, scale), exchange, options)
     with call.range(BACKWARD):
@@ -140,7 +140,7 @@ def _fake_gradient(
     grad: torch.Tensor, indices: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     _offsets, _scale, *others_from_batch = others
-    own_widths = _Exchange(*others_from_batch[:_SHARED]).own_widths
+    own_widths = _SharedArguments(*others_from_batch[:_SHARED]).own_widths
     rows, trainable, table_dtype, sparse, *_ = others_from_batch[_SHARED:]
     lookups = indices.shape[0]
     # Dense gradients have no keys.
@@ -175,7 +175,7 @@ def _run_update(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> torch.Tensor:
-    exchange = _Exchange(*others[:_SHARED])
+    exchange = _SharedArguments(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
     call = _call(weights, (indices, offsets, scale), exchange, options)
     with call.range(BACKWARD):
@@ -196,7 +196,7 @@ _ANCHOR = 4
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     weights, indices, offsets, scale, _, states, *options = inputs
-    ctx.exchange, ctx.tables = _Exchange(*options[:_SHARED]), len(weights)
+    ctx.exchange, ctx.tables = _SharedArguments(*options[:_SHARED]), len(weights)
     ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = options[_SHARED:]
     ctx.trainable = [weight.requires_grad for weight in weights]
     ctx.rows = [weight.shape[0] for weight in weights]

@@ -8,11 +8,11 @@ import torch
 
 from interlace.comm import process_group_named
 from interlace.operators.embedding_all_to_all import reference
-from interlace.operators.embedding_all_to_all.launch import Call
+from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
 from interlace.operators.embedding_all_to_all.layout import dense_bounds
 
 
-def exchange(call: Call, grad: torch.Tensor) -> torch.Tensor:
+def exchange(call: EmbeddingCall, grad: torch.Tensor) -> torch.Tensor:
     """Return the gradients of this rank's tables, ``[batch, columns of this rank]``.
 
     They travel by an all-to-all of torch.
@@ -27,7 +27,7 @@ def exchange(call: Call, grad: torch.Tensor) -> torch.Tensor:
 
 
 def store_dense(
-    call: Call,
+    call: EmbeddingCall,
     table_grads: torch.Tensor,
     values: torch.Tensor,
     rows: Sequence[int],

@@ -104,10 +104,10 @@ def _memory(call: GemmCall, results: Normed) -> tuple[Any, ...]:
 
 
 def _form(call: GemmCall, sections: int) -> Any:
-    from interlace.operators.gemm_all_reduce_norm.kernels.norm import Form
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormForm
 
     assert call.epilogue is not None
-    return Form(call.epilogue.norm, call.epilogue.quantization, sections)
+    return NormForm(call.epilogue.norm, call.epilogue.quantization, sections)
 
 
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
@@ -164,7 +164,7 @@ def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
 def _fused(call: GemmCall, results: Normed) -> Launch:
     """Prepare the fused kernel. Collective when memory must grow."""
     require(call.group.backend)
-    from interlace.gemm.kernels.gemv import Tiling
+    from interlace.gemm.kernels.gemv import GemvTiling
     from interlace.operators.gemm_all_reduce_norm.kernels.fused import multiply_sum_and_norm
 
     group, operands, config = call.group, call.operands, call.config
@@ -185,7 +185,7 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
     sections = ceil_div(rows, received)
     receivers = tokens * sections
     producers = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS - receivers)
-    tiling = Tiling(
+    tiling = GemvTiling(
         block_n=config.block_n,
         block_b=block_b,
         block_k=config.block_k,

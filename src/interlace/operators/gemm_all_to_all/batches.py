@@ -47,7 +47,7 @@ def _run_fused(call: BatchCall) -> torch.Tensor:
     )
     ranks = call.group.world_size
     sent = [[rows // ranks] * ranks] * ranks
-    batch = fused.Batch(count, rows, columns)
+    batch = fused.BatchedProducts(count, rows, columns)
     return fused.multiply_and_send(
         operands.for_kernel(), sent, call.group, call.config, call.mark, batch
     )

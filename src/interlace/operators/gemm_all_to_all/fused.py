@@ -32,7 +32,7 @@ def run(call: GemmCall) -> torch.Tensor:
 
 
 @dataclasses.dataclass(frozen=True)
-class Batch:
+class BatchedProducts:
     """Products whose operands lie one behind the other.
 
     Attributes:
@@ -51,7 +51,7 @@ def multiply_and_send(
     group: Group,
     config: GemmConfig,
     mark: int,
-    batch: Batch | None = None,
+    batch: BatchedProducts | None = None,
 ) -> torch.Tensor:
     """Return ``[rows for this rank, N]``, computed by one kernel.
 
@@ -59,7 +59,7 @@ def multiply_and_send(
         operands: As :meth:`Operands.for_kernel` returns them.
         batch: What the operands consist of; default: one product.
     """
-    batch = batch or Batch(1, operands.rows, operands.columns)
+    batch = batch or BatchedProducts(1, operands.rows, operands.columns)
     received = _received(sent, batch)
     return launch.run_into_peers(
         group,
@@ -72,7 +72,7 @@ def multiply_and_send(
     )
 
 
-def _received(sent: Sent, batch: Batch) -> list[int]:
+def _received(sent: Sent, batch: BatchedProducts) -> list[int]:
     """Return the rows that each rank receives."""
     return [batch.count * sum(counts) for counts in zip(*sent, strict=True)]
 
@@ -85,7 +85,7 @@ def prepare(
     mark: int,
     destination: Destination,
     *,
-    batch: Batch | None = None,
+    batch: BatchedProducts | None = None,
     tile_stores: bool = True,
 ) -> Launch:
     """Return the launch. Collective when the workspace must grow.
@@ -101,7 +101,7 @@ def prepare(
     from interlace.operators.gemm_all_to_all import kernel
 
     ranks, me = group.world_size, group.rank
-    batch = batch or Batch(1, operands.rows, operands.columns)
+    batch = batch or BatchedProducts(1, operands.rows, operands.columns)
     # Tiles go straight into results, so the workspace is there for its signals.
     workspace = group.workspace(NAME, 4096, layout.HEADER)
     # Rows for a rank come one rank after the other in x; in that rank's result they follow those of

@@ -33,7 +33,7 @@ from interlace.units import ceil_div, round_up
 MAX_RANKS = 8
 
 
-class Decision(NamedTuple):
+class GemvDecisions(NamedTuple):
     """Hold the choices that ranks have agreed on for calls of one kind.
 
     Attributes:
@@ -169,7 +169,7 @@ def run(
 
 
 def _range(
-    x: torch.Tensor, w: torch.Tensor, decision: Decision, group: Group
+    x: torch.Tensor, w: torch.Tensor, decision: GemvDecisions, group: Group
 ) -> contextlib.AbstractContextManager[object]:
     """Return the range of a call, for profilers."""
     return ranges.around(
@@ -192,7 +192,7 @@ def _decide(
     bias: torch.Tensor | None,
     impl: str,
     config: str,
-) -> Decision:
+) -> GemvDecisions:
     """Agree with the peers, and choose how calls of this kind run. Collective."""
     dtypes = [tensor.dtype for tensor in (x, w, bias) if tensor is not None]
     if len(set(dtypes)) > 1:
@@ -231,12 +231,12 @@ def _decide(
     if impl == BATCH_INVARIANT:
         declaration.require_nodes("fused", group.nodes, is_invariant=True)
         if config:
-            return Decision("fused", GemvAllReduceConfig.parse(config), mark, False, True)
-        return Decision(*choose_invariant(call), mark, False, True)
+            return GemvDecisions("fused", GemvAllReduceConfig.parse(config), mark, False, True)
+        return GemvDecisions(*choose_invariant(call), mark, False, True)
     # A caller's configuration, and a table that has the very sizes, need no measurement.
     chooses = impl in declaration.choosers
     is_open = chooses and not config and not choice.is_exact and not group.spans_nodes
-    return Decision(
+    return GemvDecisions(
         choice.impl if chooses else impl,
         GemvAllReduceConfig.parse(config) if config else choice.config,
         mark,
@@ -276,7 +276,7 @@ def prepare(
         is_batch_invariant: Whether a token's result must have the same bits in every batch.
     """
     require(group.backend)
-    from interlace.gemm.kernels.gemv import Tiling
+    from interlace.gemm.kernels.gemv import GemvTiling
     from interlace.operators.gemv_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
     from interlace.operators.gemv_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
@@ -288,7 +288,7 @@ def prepare(
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
     # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
     values = 2 if x.element_size() == 2 and block_b > 1 else 1
-    tiling = Tiling(
+    tiling = GemvTiling(
         block_n=config.block_n,
         block_b=block_b,
         block_k=config.block_k,

@@ -41,14 +41,14 @@ from interlace.operators.mixture_of_experts.network_choice import slices_of
 from interlace.registry import Operator, operator_named
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import Call
-    from interlace.operators.mixture_of_experts.choice import Terms
+    from interlace.operators.mixture_of_experts.call import LayerCall
+    from interlace.operators.mixture_of_experts.choice import ExpertTerms
 
 _MOST_UNMEASURED = 2
 """Slices, at most, where no network was measured: the experts' weights are read again for each."""
 
 
-def refusal(terms: Terms) -> str | None:
+def refusal(terms: ExpertTerms) -> str | None:
     """Return what a call must have for ``impl="chunked"`` and has not, or None."""
     if terms.nodes == 1:
         return "ranks of several nodes"
@@ -59,7 +59,7 @@ def refusal(terms: Terms) -> str | None:
 class _Exchange:
     """A layer's call, as calls around a product are exchanged."""
 
-    call: Call
+    call: LayerCall
     mark: int
 
     @property
@@ -95,7 +95,7 @@ class _Exchange:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Cut:
+class _TokenCut:
     """How the tokens of a call are cut into slices.
 
     Attributes:
@@ -107,7 +107,7 @@ class _Cut:
     lengths: list[int]
 
     @staticmethod
-    def of(call: Call) -> _Cut:
+    def of(call: LayerCall) -> _TokenCut:
         """Return the cut of a call, the same on every rank."""
         tokens, nbytes = call.sizes.tokens, call.x.nbytes
         count = slices_of(call.terms, call.x.device)
@@ -115,7 +115,7 @@ class _Cut:
             count = min(slices_by_size(nbytes), _MOST_UNMEASURED, tokens)
         least, more = divmod(tokens, count)
         lengths = [least + 1] * more + [least] * (count - more)
-        return _Cut(peers_in_turn(call.group), lengths)
+        return _TokenCut(peers_in_turn(call.group), lengths)
 
     @property
     def count(self) -> int:
@@ -182,7 +182,7 @@ class _Memory(NamedTuple):
 
 def _enqueue(
     exchange: _Exchange,
-    parted: _Cut,
+    parted: _TokenCut,
     memory: _Memory,
     counters: torch.Tensor,
     compute: Callable[..., None],
@@ -223,13 +223,13 @@ def _enqueue(
                 result[number].copy_(parts[number].sum(0, dtype=torch.float32))
 
 
-def run(call: Call, mark: int) -> torch.Tensor:
+def run(call: LayerCall, mark: int) -> torch.Tensor:
     """Return ``y [T, hidden]``. Collective in the group's first call.
 
     A token's sum over its experts on one rank is float32, and rounded to the dtype of x; the sum
     over ranks is float32, in their order, and rounded once.
     """
-    exchange, parted, sizes = _Exchange(call, mark), _Cut.of(call), call.sizes
+    exchange, parted, sizes = _Exchange(call, mark), _TokenCut.of(call), call.sizes
     x, peers = call.x.contiguous(), len(parted.peers)
     tokens, sums = x.new_empty(2, peers * sizes.tokens, sizes.hidden)
     routing = x.new_empty(peers * sizes.tokens, 2 * sizes.top_k, dtype=torch.float32)
@@ -248,7 +248,7 @@ def run(call: Call, mark: int) -> torch.Tensor:
 
 
 def run_backward(
-    call: Call, mark: int, grad: torch.Tensor, needed: Sequence[bool]
+    call: LayerCall, mark: int, grad: torch.Tensor, needed: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of x, weights, w_in, w_out, b_in and b_out. Collective in the group's
     first call.
@@ -256,7 +256,7 @@ def run_backward(
     The last four are empty unless they are ``needed``. Gradients of x are rounded and summed as the
     results of :func:`run`.
     """
-    exchange, parted, sizes = _Exchange(call, mark), _Cut.of(call), call.sizes
+    exchange, parted, sizes = _Exchange(call, mark), _TokenCut.of(call), call.sizes
     peers, ranks, tokens = len(parted.peers), sizes.world_size, sizes.tokens
     x = call.x.contiguous()
     rows = x, grad.contiguous(), stock.routing_of(call)

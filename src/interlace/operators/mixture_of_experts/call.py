@@ -15,13 +15,13 @@ from interlace.errors import ArgumentError
 from interlace.gemm.invariance import is_invariant, name_in
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
-    Terms,
+    ExpertTerms,
     choose,
     choose_invariant,
     configuration,
 )
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import MAX_RANKS, Parameters, Sizes
+from interlace.operators.mixture_of_experts.layout import MAX_RANKS, ExpertSizes, Parameters
 from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
 from interlace.registry import operator_named
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclasses.dataclass(frozen=True)
-class Call:
+class LayerCall:
     """One call whose shapes and devices ``api`` has validated; see ``op`` for the fields.
 
     Attributes:
@@ -77,9 +77,9 @@ class Call:
         return group_named(self.group_name, self.x.device)
 
     @functools.cached_property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> ExpertSizes:
         ranks = self.group.world_size
-        return Sizes.of(self.x, self.experts, self.w_in, ranks, self.capacity)
+        return ExpertSizes.of(self.x, self.experts, self.w_in, ranks, self.capacity)
 
     def agree(self, operator: str) -> int:
         """Agree on this call with all ranks; return its mark (``Group.agree``)."""
@@ -112,9 +112,11 @@ class Call:
         return ranges.around(name, self.chosen[0], operands, lambda: None)
 
     @functools.cached_property
-    def terms(self) -> Terms:
+    def terms(self) -> ExpertTerms:
         """The properties of this call by which implementations may refuse it."""
-        return Terms(self.sizes, self.x.dtype, self.x.device.type, self.keeps, self.group.nodes)
+        return ExpertTerms(
+            self.sizes, self.x.dtype, self.x.device.type, self.keeps, self.group.nodes
+        )
 
     @functools.cached_property
     def chosen(self) -> tuple[str, MixtureOfExpertsConfig]:
@@ -176,7 +178,10 @@ class Saved:
 
     @staticmethod
     def empty(
-        sizes: Sizes, x: torch.Tensor, saves: bool, new: Callable[..., torch.Tensor] = torch.empty
+        sizes: ExpertSizes,
+        x: torch.Tensor,
+        saves: bool,
+        new: Callable[..., torch.Tensor] = torch.empty,
     ) -> Saved:
         """Return tensors of a call's shapes, not filled; or of none if it saves nothing.
 

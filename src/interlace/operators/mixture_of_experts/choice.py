@@ -21,7 +21,7 @@ from interlace.operators.mixture_of_experts.config import (
     decode_config,
     default_config,
 )
-from interlace.operators.mixture_of_experts.layout import MAX_DECODE_TOKENS, Sizes
+from interlace.operators.mixture_of_experts.layout import MAX_DECODE_TOKENS, ExpertSizes
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 
@@ -35,7 +35,7 @@ _ON_INTERPRETER: dict[str, Any] = {
 }
 
 
-class Terms(NamedTuple):
+class ExpertTerms(NamedTuple):
     """The properties of a call by which implementations may refuse it.
 
     Attributes:
@@ -46,7 +46,7 @@ class Terms(NamedTuple):
         nodes: Number of nodes that the ranks are on.
     """
 
-    sizes: Sizes
+    sizes: ExpertSizes
     dtype: torch.dtype
     device_type: str
     keeps: bool
@@ -64,7 +64,7 @@ class Terms(NamedTuple):
         return (not self.keeps, "no tensor that requires a gradient"), self.capacity_rule
 
 
-def decode_refusal(terms: Terms) -> str | None:
+def decode_refusal(terms: ExpertTerms) -> str | None:
     """Return what a call must have for ``impl="decode"`` and has not, or None."""
     # Each expert has a list with room for all slots of all ranks.
     few = terms.sizes.tokens <= MAX_DECODE_TOKENS
@@ -73,7 +73,7 @@ def decode_refusal(terms: Terms) -> str | None:
 
 
 @cached_by_profiles
-def choose(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
+def choose(terms: ExpertTerms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
     """Return the implementation that takes the least time, with its configuration.
 
     Where no time is predicted it is that of the tuned table, and without one the fused one, as on
@@ -94,7 +94,10 @@ def choose(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]
 
 
 def choose_invariant(
-    terms: Terms, device: torch.device, choice: Choice[MixtureOfExpertsConfig], named: str = ""
+    terms: ExpertTerms,
+    device: torch.device,
+    choice: Choice[MixtureOfExpertsConfig],
+    named: str = "",
 ) -> tuple[str, MixtureOfExpertsConfig]:
     """Return what runs a call whose rows must have the same bits in every batch.
 
@@ -128,13 +131,13 @@ def choose_invariant(
     return name, configuration(name, terms, device)
 
 
-def configuration(impl: str, terms: Terms, device: torch.device) -> MixtureOfExpertsConfig:
+def configuration(impl: str, terms: ExpertTerms, device: torch.device) -> MixtureOfExpertsConfig:
     """Return the configuration of an implementation for a call that gives none."""
     return _config_of(impl, terms, _tabulated(terms, device))
 
 
 @functools.lru_cache(maxsize=4096)
-def _tabulated(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
+def _tabulated(terms: ExpertTerms, device: torch.device) -> Choice[MixtureOfExpertsConfig]:
     """Return what the tuned table says of these sizes, whether the call may run it or not."""
     sizes = terms.sizes
     names = ("tokens", "hidden", "ffn", "experts", "top_k")
@@ -150,7 +153,7 @@ def _tabulated(terms: Terms, device: torch.device) -> Choice[MixtureOfExpertsCon
 
 
 def _config_of(
-    impl: str, terms: Terms, tabulated: Choice[MixtureOfExpertsConfig]
+    impl: str, terms: ExpertTerms, tabulated: Choice[MixtureOfExpertsConfig]
 ) -> MixtureOfExpertsConfig:
     """Return the configuration of an implementation: the table's, if it is of that one."""
     if (impl == "decode") == (tabulated.impl == "decode"):
@@ -169,7 +172,7 @@ def _config_of(
 
 def fastest(
     profile: MachineProfile,
-    terms: Terms,
+    terms: ExpertTerms,
     tabulated: Choice[MixtureOfExpertsConfig],
     times_us: dict[str, float],
 ) -> Choice[MixtureOfExpertsConfig]:
@@ -190,7 +193,7 @@ def fastest(
     )
 
 
-def predicted_times(profile: MachineProfile, terms: Terms) -> dict[str, float]:
+def predicted_times(profile: MachineProfile, terms: ExpertTerms) -> dict[str, float]:
     """Return the time of each implementation in microseconds.
 
     Implementations are missing whose times the profile does not compose, and those that refuse the

@@ -17,7 +17,7 @@ from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDER
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import Call
+    from interlace.operators.mixture_of_experts.call import LayerCall
 
 WORKSPACE = f"{OPERATOR}.decode"
 _RESULTS = f"{WORKSPACE}.results"
@@ -74,7 +74,7 @@ def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.devic
     return max(1, min(_MOST_RESIDENT, resident)) * processors(device)
 
 
-def prepare(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor]:
+def prepare(call: LayerCall, mark: int) -> tuple[list[Launch], torch.Tensor]:
     """Prepare the launches of a forward pass, in order, and y. Collective when memory must grow.
 
     They are: tokens and lists; first product; second product and sum.

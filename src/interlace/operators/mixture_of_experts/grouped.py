@@ -18,7 +18,7 @@ from interlace.operators.mixture_of_experts import layout, stock
 from interlace.units import ceil_div, next_power_of_2
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import Call
+    from interlace.operators.mixture_of_experts.call import LayerCall
 
 _PROGRAMS_OF_SM = 16
 _MOST_COLUMNS = 2048
@@ -41,7 +41,7 @@ class Passed(NamedTuple):
     rows: list[stock.ByExpert]
 
     @staticmethod
-    def of(call: Call) -> Passed:
+    def of(call: LayerCall) -> Passed:
         """Return memory for a call's parts, none of which has been computed."""
         sizes = call.sizes
         slots = sizes.world_size * sizes.slots
@@ -57,7 +57,9 @@ class Passed(NamedTuple):
         return self.inner[start:end], self.scaled[start:end]
 
 
-def sum_experts(call: Call, x: torch.Tensor, routing: torch.Tensor, sums: torch.Tensor) -> None:
+def sum_experts(
+    call: LayerCall, x: torch.Tensor, routing: torch.Tensor, sums: torch.Tensor
+) -> None:
     """Compute the parts of tokens' sums that are of this rank's experts, into ``sums [M, hidden]``.
 
     Within ``Group.running``. The products and the activation are rounded to the dtype of x; biases
@@ -85,7 +87,7 @@ def sum_experts(call: Call, x: torch.Tensor, routing: torch.Tensor, sums: torch.
 
 
 def sum_gradients(
-    call: Call,
+    call: LayerCall,
     passed: Passed,
     x: torch.Tensor,
     grad: torch.Tensor,
@@ -139,7 +141,7 @@ def sum_gradients(
 
 
 def gradients_of_parameters(
-    call: Call,
+    call: LayerCall,
     passed: Passed,
     needed: Sequence[bool],
     x: torch.Tensor,
@@ -202,7 +204,7 @@ def gradients_of_parameters(
 
 
 def _activation_of(
-    call: Call, products: torch.Tensor, rows: stock.ByExpert
+    call: LayerCall, products: torch.Tensor, rows: stock.ByExpert
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments and constants by which kernels read gate and up."""
     sizes, in_order = call.sizes, layout.order_of(call.w_in)
@@ -224,7 +226,7 @@ def _activation_of(
 
 
 def _sum_rows(
-    call: Call,
+    call: LayerCall,
     results: torch.Tensor,
     rows: stock.ByExpert,
     routing: torch.Tensor,
@@ -260,7 +262,7 @@ def _sum_rows(
 
 
 def _launch(
-    call: Call, kernel: str, items: int, arguments: dict[str, Any], constants: dict[str, Any]
+    call: LayerCall, kernel: str, items: int, arguments: dict[str, Any], constants: dict[str, Any]
 ) -> None:
     """Launch a kernel whose programs take so many items in turn."""
     require(call.group.backend)

@@ -22,7 +22,7 @@ from interlace.operators.mixture_of_experts import (
 )
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.backward_steps import BackwardSteps
-from interlace.operators.mixture_of_experts.call import Call, Saved
+from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import Parameters
 from interlace.operators.mixture_of_experts.steps import Steps
@@ -35,7 +35,7 @@ _AUTOGRAD = _C.DispatchKeySet(_C.DispatchKey.AutogradCPU) | _C.DispatchKeySet(
 )
 
 
-def run(call: Call) -> tuple[torch.Tensor, Saved]:
+def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
     """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass.
 
     Raises:
@@ -75,7 +75,7 @@ def run(call: Call) -> tuple[torch.Tensor, Saved]:
 
 
 def run_backward(
-    call: Call, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
+    call: LayerCall, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
     """Compute the gradients of x, weights, w_in, w_out, b_in and b_out.
 
@@ -98,13 +98,13 @@ def run_backward(
     return gradients
 
 
-def _new(call: Call) -> Callable[..., torch.Tensor]:
+def _new(call: LayerCall) -> Callable[..., torch.Tensor]:
     """Return what makes new tensors of a call."""
     # On the CPU backend memory without rows is zero, so that torch's checks compare equal numbers.
     return torch.zeros if call.group.backend == "cpu" else torch.empty
 
 
-def unused(call: Call) -> Saved:
+def unused(call: LayerCall) -> Saved:
     """Return the saved tensors of a call whose backward pass needs only their shapes."""
     return Saved.empty(call.sizes, call.x, call.saves, _new(call))
 
@@ -112,7 +112,7 @@ def unused(call: Call) -> Saved:
 # The forward pass
 
 
-def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
+def prepare_forward(call: LayerCall, mark: int) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
     """Prepare the launches of the forward pass, in order. Collective when memory must grow.
 
     They are: count, plan, dispatch and first product, second product and combine, sum.
@@ -199,7 +199,7 @@ def prepare_forward(call: Call, mark: int) -> tuple[list[Launch], torch.Tensor, 
 
 
 def prepare_backward(
-    call: Call, mark: int, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
+    call: LayerCall, mark: int, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
 ) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
     """Prepare the launches of the backward pass, in order.
 
@@ -250,14 +250,14 @@ def prepare_backward(
 # The unfused way
 
 
-def _unfused(call: Call) -> torch.Tensor:
+def _unfused(call: LayerCall) -> torch.Tensor:
     # The operator has a backward pass of its own, so nothing is recorded here.
     with torch.no_grad():
         return _reference(call, call.x, call.weights, call.parameters)
 
 
 def _reference(
-    call: Call, x: torch.Tensor, weights: torch.Tensor, parameters: Parameters
+    call: LayerCall, x: torch.Tensor, weights: torch.Tensor, parameters: Parameters
 ) -> torch.Tensor:
     activation = ExpertActivation.parse(call.activation)
     process_group = process_group_named(call.group_name)
@@ -267,7 +267,7 @@ def _reference(
 
 
 def _unfused_gradients(
-    call: Call, grad: torch.Tensor, needed: Sequence[bool]
+    call: LayerCall, grad: torch.Tensor, needed: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
     """Compute the gradients by running the forward pass again, which saved nothing."""
     x, weights = (tensor.detach().requires_grad_() for tensor in (call.x, call.weights))

@@ -54,7 +54,7 @@ TABLES: Final = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class Sizes:
+class ExpertSizes:
     """One call's sizes, the same on every rank.
 
     Attributes:
@@ -84,11 +84,13 @@ class Sizes:
         w_in: torch.Tensor,
         world_size: int,
         capacity: int,
-    ) -> Sizes:
+    ) -> ExpertSizes:
         """Return the sizes of a call of these tensors."""
         (tokens, hidden), (local, ffn, gates, _) = x.shape, w_in.shape
         count = world_size * local
-        return Sizes(tokens, experts.shape[1], count, hidden, ffn, world_size, capacity, gates)
+        return ExpertSizes(
+            tokens, experts.shape[1], count, hidden, ffn, world_size, capacity, gates
+        )
 
     @property
     def chosen(self) -> int:

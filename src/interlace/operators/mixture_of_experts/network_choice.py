@@ -24,11 +24,11 @@ from interlace.registry import operator_named
 from interlace.tuning.choice import NetworkTimes
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.choice import Terms
+    from interlace.operators.mixture_of_experts.choice import ExpertTerms
 
 
 @cached_by_profiles
-def times_between_nodes(terms: Terms, device: torch.device) -> NetworkTimes | None:
+def times_between_nodes(terms: ExpertTerms, device: torch.device) -> NetworkTimes | None:
     """Return the predicted times of the implementations that take a call.
 
     The nodes are taken to have equally many consecutive ranks, so that all ranks predict alike.
@@ -42,7 +42,7 @@ def times_between_nodes(terms: Terms, device: torch.device) -> NetworkTimes | No
     return None if profile is None else predicted_times(profile, terms)
 
 
-def predicted_times(profile: MachineProfile, terms: Terms) -> NetworkTimes | None:
+def predicted_times(profile: MachineProfile, terms: ExpertTerms) -> NetworkTimes | None:
     """Return the times of :func:`times_between_nodes` by a profile; None if it has no network."""
     network, sizes = profile.network, terms.sizes
     if network is None:
@@ -63,7 +63,7 @@ def predicted_times(profile: MachineProfile, terms: Terms) -> NetworkTimes | Non
     return NetworkTimes(network.network, predictions, network.margin(profile.margin))
 
 
-def slices_of(terms: Terms, device: torch.device) -> int | None:
+def slices_of(terms: ExpertTerms, device: torch.device) -> int | None:
     """Return the number of slices in which ``impl="chunked"`` takes the least time.
 
     It is the same on every rank. None means that no network was measured.

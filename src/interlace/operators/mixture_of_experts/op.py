@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
-from interlace.operators.mixture_of_experts.call import Call, Saved
+from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 from interlace.operators.mixture_of_experts.launch import run, run_backward
-from interlace.operators.mixture_of_experts.layout import Parameters, Sizes
+from interlace.operators.mixture_of_experts.layout import ExpertSizes, Parameters
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _INPUTS = (
@@ -67,8 +67,8 @@ class _Options(NamedTuple):
 _TENSORS, _NUMBERS = len(_Inputs._fields), len(_Options._fields)
 
 
-def _call(inputs: _Inputs, options: _Options, keeps: bool, saves: bool) -> Call:
-    return Call(*inputs, *options[1:], keeps, saves)
+def _call(inputs: _Inputs, options: _Options, keeps: bool, saves: bool) -> LayerCall:
+    return LayerCall(*inputs, *options[1:], keeps, saves)
 
 
 def _run(*arguments: Any) -> Tensors:
@@ -82,7 +82,7 @@ def _fake(*arguments: Any) -> Tensors:
     x, experts, _, w_in, *_ = arguments[:_TENSORS]
     *options, _, saves = arguments[_TENSORS:]
     world_size, capacity, *_ = options
-    saved = Saved.empty(Sizes.of(x, experts, w_in, world_size, capacity), x, saves)
+    saved = Saved.empty(ExpertSizes.of(x, experts, w_in, world_size, capacity), x, saves)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
     return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
 

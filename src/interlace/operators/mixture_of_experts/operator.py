@@ -12,14 +12,14 @@ from interlace.gemm import invariance
 from interlace.operators.mixture_of_experts import between_nodes, stock
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
-    Terms,
+    ExpertTerms,
     choose,
     choose_invariant,
     decode_refusal,
     tile_of,
 )
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import Sizes
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
 from interlace.operators.mixture_of_experts.validate import validate
 from interlace.registry import BATCH_INVARIANT, Implementation, Operator, operator
@@ -74,7 +74,7 @@ class MixtureOfExperts(Operator):
         ),
     )
 
-    def choose(self, *, terms: Terms, device: torch.device) -> Any:  # type: ignore[override]
+    def choose(self, *, terms: ExpertTerms, device: torch.device) -> Any:  # type: ignore[override]
         """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
         return choose(terms, device)
 
@@ -117,12 +117,12 @@ class MixtureOfExperts(Operator):
         tokens, hidden = x.shape
         count, ffn, top_k = world_size * w_in.shape[0], w_in.shape[1], experts.shape[1]
         capacity = max(1, tokens)
-        sizes = Sizes(tokens, top_k, count, hidden, ffn, world_size, capacity, w_in.shape[2])
+        sizes = ExpertSizes(tokens, top_k, count, hidden, ffn, world_size, capacity, w_in.shape[2])
         keeps = torch.is_grad_enabled() and any(
             tensor is not None and tensor.requires_grad
             for tensor in (x, weights, w_in, w_out, b_in, b_out)
         )
-        terms = Terms(sizes, x.dtype, x.device.type, keeps, nodes)
+        terms = ExpertTerms(sizes, x.dtype, x.device.type, keeps, nodes)
         choice = self.choose(terms=terms, device=x.device)
         choice = choice.between(self, nodes, times_between_nodes(terms, x.device), terms)
         chosen, config, reason = choice.impl, choice.config, choice.reason

@@ -21,12 +21,12 @@ from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExp
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import Call, Saved
+    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 
 _RESULTS = f"{OPERATOR}.results"
 
 
-def fits_descriptors(call: Call, config: MixtureOfExpertsConfig) -> bool:
+def fits_descriptors(call: LayerCall, config: MixtureOfExpertsConfig) -> bool:
     """Decide whether products load and store by tensor descriptors."""
     sizes, itemsize = call.sizes, call.x.dtype.itemsize
     return (
@@ -53,7 +53,7 @@ class Steps:
         scale_bytes, buffer_bytes: Bytes of a buffer's rows, and of the buffer with its scales.
     """
 
-    def __init__(self, call: Call, operator: str, mark: int) -> None:
+    def __init__(self, call: LayerCall, operator: str, mark: int) -> None:
         from interlace.gemm.kernels.tiles import Tiling
 
         group, sizes = call.group, call.sizes
@@ -156,7 +156,7 @@ class Steps:
             met: Backward: int32 ``[1]``, which becomes 1 once ranks have met.
         """
         from interlace.operators.mixture_of_experts.kernels.dispatch import (
-            Pushing,
+            RowPushing,
             dispatch_grouped_gemm,
         )
 
@@ -214,7 +214,7 @@ class Steps:
             "TILING": self.tiling._replace(w_along_k=along_k),
             "HALVES": halves,
             "FORM": self.call.form,
-            "PUSHING": Pushing(
+            "PUSHING": RowPushing(
                 config.push_programs,
                 push_rows,
                 rows,

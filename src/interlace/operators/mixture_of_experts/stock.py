@@ -13,8 +13,8 @@ from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import Call
-    from interlace.operators.mixture_of_experts.choice import Terms
+    from interlace.operators.mixture_of_experts.call import LayerCall
+    from interlace.operators.mixture_of_experts.choice import ExpertTerms
 
 _ALIGNMENT_BYTES = 16
 """PyTorch's grouped product takes rows of weights that are a multiple of so many bytes."""
@@ -24,7 +24,7 @@ _MOST_BYTES = 1 << 32
 """Every rank permutes the rows of all ranks; beyond this size they may not fit."""
 
 
-def refusal(terms: Terms) -> str | None:
+def refusal(terms: ExpertTerms) -> str | None:
     """Return what a call must have for ``impl="nccl"`` and has not, or None."""
     return unmet((*grouped_rules(terms), *terms.inference_rules))
 
@@ -34,7 +34,7 @@ def unmet(rules: Iterable[tuple[bool, str]]) -> str | None:
     return " and ".join(rule for holds, rule in rules if not holds) or None
 
 
-def grouped_rules(terms: Terms) -> tuple[tuple[bool, str], ...]:
+def grouped_rules(terms: ExpertTerms) -> tuple[tuple[bool, str], ...]:
     """Return what PyTorch's grouped products of all ranks' rows need, and whether it is so."""
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     widths = (sizes.hidden * itemsize, sizes.ffn * itemsize)
@@ -56,7 +56,7 @@ def grouped_rules(terms: Terms) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def run(call: Call) -> torch.Tensor:
+def run(call: LayerCall) -> torch.Tensor:
     """All-gather tokens and routing, multiply the rows of this rank's experts, reduce-scatter.
 
     The sum over a token's experts is in the dtype of x, unlike that of the other implementations.
@@ -68,7 +68,7 @@ def run(call: Call) -> torch.Tensor:
     return sum_rows(sums_of_experts(call, x, routing), splits, group)
 
 
-def routing_of(call: Call) -> torch.Tensor:
+def routing_of(call: LayerCall) -> torch.Tensor:
     """Return the experts of this rank's tokens and then their weights, float32 ``[T, 2 k]``."""
     # A dropped slot's weight may be NaN, which a result of 0 would not hide.
     is_named = (call.experts >= 0) & (call.experts < call.sizes.experts)
@@ -98,7 +98,7 @@ class ByExpert(NamedTuple):
         return places
 
 
-def by_expert(call: Call, routing: torch.Tensor) -> ByExpert:
+def by_expert(call: LayerCall, routing: torch.Tensor) -> ByExpert:
     """Sort the slots of tokens, whose experts and weights ``routing`` has."""
     top_k, local = call.sizes.top_k, call.sizes.local
     expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
@@ -113,7 +113,7 @@ def ends_of(experts: torch.Tensor, count: int) -> torch.Tensor:
     return torch.searchsorted(experts, numbers, right=True).to(torch.int32)
 
 
-def first_weight(call: Call) -> tuple[torch.Tensor, layout.Order]:
+def first_weight(call: LayerCall) -> tuple[torch.Tensor, layout.Order]:
     """Return w_in as a grouped product takes it, ``[experts, hidden, gates * F]``, and the order of
     its columns.
     """
@@ -125,13 +125,13 @@ def first_weight(call: Call) -> tuple[torch.Tensor, layout.Order]:
     return w_in.reshape(sizes.local, sizes.hidden, lines), in_order
 
 
-def second_weight(call: Call) -> torch.Tensor:
+def second_weight(call: LayerCall) -> torch.Tensor:
     """Return w_out as a grouped product takes it, ``[experts, F, hidden]``."""
     w_out, out_order = layout.in_memory_order(call.w_out)
     return w_out.transpose(1, 2) if out_order.along_k else w_out
 
 
-def sums_of_experts(call: Call, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+def sums_of_experts(call: LayerCall, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
     """Return the parts of tokens' sums that are of this rank's experts, ``[M, hidden]``.
 
     Args:

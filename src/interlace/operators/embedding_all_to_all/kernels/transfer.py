@@ -15,7 +15,7 @@ from interlace.operators.embedding_all_to_all.kernels.vectors import (
 _MAX_PIECES = tl.constexpr(MAX_PROGRAMS // MAX_RANKS.value)
 
 
-class Pushing(NamedTuple):
+class GradientPushing(NamedTuple):
     """The constants that say how gradients are sent.
 
     Attributes:

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.gemv import Matrices, multiply_tile, point_to_operands, tile_at
+from interlace.gemm.kernels.gemv import GemvMatrices, multiply_tile, point_to_operands, tile_at
 from interlace.gemm.kernels.words import agree, announce
 from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
-    Inputs, Meeting, Outputs, load_inputs, norm_and_store, place_of,
+    Inputs, Meeting, NormOutputs, load_inputs, norm_and_store, place_of,
 )
 
 
@@ -41,12 +41,12 @@ def multiply_sum_and_norm(
     """
     if tl.program_id(0) < producers:
         epoch, group = _multiply_and_send(
-            Matrices(x, w, N, B, K, stride_x, stride_w), words, epochs, ctx, call, half, slot, line,
+            GemvMatrices(x, w, N, B, K, stride_x, stride_w), words, epochs, ctx, call, half, slot, line,
             tiles, producers, WORLD_SIZE, ONE_TILE, TILING,
         )
     else:
         inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, N, B)
-        outputs = Outputs(y, new_residual, scales)
+        outputs = NormOutputs(y, new_residual, scales)
         epoch, group = _receive(
             inputs, outputs, words, epochs, ctx, call, half, slot, line, producers, WORLD_SIZE,
             COLUMNS, FORM, TILING,

@@ -10,7 +10,7 @@ import interlace.language as il
 _LARGEST_FLOAT8 = tl.constexpr(448.0)  # of float8_e4m3fn
 
 
-class Form(NamedTuple):
+class NormForm(NamedTuple):
     """The constants that say what is computed.
 
     Attributes:
@@ -37,7 +37,7 @@ class Inputs(NamedTuple):
     B: Any
 
 
-class Outputs(NamedTuple):
+class NormOutputs(NamedTuple):
     """Pointers to the results: y and the new residual ``[B, N]``, and a scale per row."""
 
     y: Any
@@ -45,7 +45,7 @@ class Outputs(NamedTuple):
     scales: Any
 
 
-class Place(NamedTuple):
+class NormPart(NamedTuple):
     """The part of the sums that a program has: some columns of some tokens, ``[columns, tokens]``.
 
     Attributes:
@@ -85,7 +85,7 @@ def place_of(section, columns_per_section, first_token, N, B, COLUMNS: tl.conste
     """Return the place of ``COLUMNS`` columns and ``TOKENS`` tokens."""
     columns = (section * columns_per_section + tl.arange(0, COLUMNS))[:, None]
     tokens = (first_token + tl.arange(0, TOKENS))[None, :]
-    return Place(columns, tokens, (columns < N) & (tokens < B), section)
+    return NormPart(columns, tokens, (columns < N) & (tokens < B), section)
 
 
 @triton.jit

@@ -7,7 +7,7 @@ import interlace.language as il
 from interlace.gemm.kernels.words import agree, announce
 from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
-    Inputs, Outputs, load_inputs, norm_and_store, place_of,
+    Inputs, NormOutputs, load_inputs, norm_and_store, place_of,
 )
 
 
@@ -58,7 +58,7 @@ def sum_and_norm_rows(
             total = il.sum_lamport(
                 slots + offsets, own, size, stamp, row, group, place.inside, WORLD_SIZE
             )
-            outputs = Outputs(y, new_residual, scales)
+            outputs = NormOutputs(y, new_residual, scales)
             norm_and_store(total, loaded, inputs, outputs, place, None, FORM)
     end_call(words, half, epochs, epoch, group)
 
@@ -76,5 +76,5 @@ def norm_rows(
     offsets = row.to(tl.int64) * N + place.columns
     value = tl.load(total + offsets, mask=place.inside, other=0.0).to(tl.float32)
     norm_and_store(
-        value, loaded, inputs, Outputs(y, new_residual, scales), place, None, FORM
+        value, loaded, inputs, NormOutputs(y, new_residual, scales), place, None, FORM
     )

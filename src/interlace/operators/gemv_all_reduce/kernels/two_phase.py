@@ -7,14 +7,14 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.gemv import (
-    Matrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
+    GemvMatrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
 )
 from interlace.gemm.kernels.words import (
     agree, announce, end_call, in_words, out_of_words, words_of,
 )
 
 
-class Slots(NamedTuple):
+class WordSlots(NamedTuple):
     """The symmetric memory that partial sums travel through in one call.
 
     Attributes:
@@ -56,7 +56,7 @@ def gemv_all_reduce_two_phase(
     VALUES: tl.constexpr = TILING.word_values
     OWNED: tl.constexpr = (BLOCK_N + WORLD_SIZE - 1) // WORLD_SIZE
     program, programs = tl.program_id(0), tl.num_programs(0)
-    matrices = Matrices(x, w, N, B, K, stride_x, stride_w)
+    matrices = GemvMatrices(x, w, N, B, K, stride_x, stride_w)
     result = Result(y, bias, N, B)
     if ONE_TILE:
         operands = point_to_operands(program, matrices, TILING)
@@ -71,7 +71,7 @@ def gemv_all_reduce_two_phase(
     # The two halves take turns, so that a peer may still read the words of the last call.
     calls = il.pointer(words, tl.int64) + tl.multiple_of((epoch & 1).to(tl.int64) * half, 16)
     first = calls + 16
-    slots = Slots(first, slot, first + WORLD_SIZE * slot, stamp)
+    slots = WordSlots(first, slot, first + WORLD_SIZE * slot, stamp)
     agreed = 1
     if (VALUES == 2) & (program == 0):
         announce(calls, stamp, group, WORLD_SIZE)

@@ -6,7 +6,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.tiles import add_bias, start_in_turn
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, RETURNS, Plan, completeness,
+    ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, RETURNS, ArrivalPlan, completeness,
     local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import multiply, tile_of
@@ -44,7 +44,7 @@ def grouped_gemm_combine(
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     lanes = tl.arange(0, L_LANES)
-    the_plan = Plan(plan, E, L)
+    the_plan = ArrivalPlan(plan, E, L)
     complete = completeness(plan, met, E, WORLD_SIZE)
     rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
     # If a rank is missing, its memory was not granted. Without rows nothing is multiplied or put.

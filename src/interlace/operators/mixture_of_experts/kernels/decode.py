@@ -156,7 +156,7 @@ def gather_tokens(
             tl.store(counts + L, complete.to(tl.int32))
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """Rows of an expert that a program multiplies at a time.
 
     Attributes:
@@ -207,7 +207,7 @@ def _rows(lists, expert, first, count, SIZE: tl.constexpr):
     row = first + tl.arange(0, SIZE)
     exists = row < count
     own = lists.entries + expert.to(tl.int64) * lists.length
-    return Rows(row, exists, tl.load(own + row, mask=exists, other=0))
+    return ExpertRows(row, exists, tl.load(own + row, mask=exists, other=0))
 
 
 @triton.jit

@@ -9,14 +9,14 @@ import interlace.language as il
 from interlace.gemm.kernels.tiles import add_bias
 from interlace.operators.mixture_of_experts.kernels.activation import activate
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, Plan, completeness, local_experts, pick,
+    ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, ArrivalPlan, completeness, local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import (
     multiply, multiply_halves, store_rows, tile_of,
 )
 
 
-class Pushing(NamedTuple):
+class RowPushing(NamedTuple):
     """The constants that say how rows are sent.
 
     Attributes:
@@ -37,7 +37,7 @@ class Pushing(NamedTuple):
     expert_lanes: Any
 
 
-class Rows(NamedTuple):
+class LeavingRows(NamedTuple):
     """The rows that leave: ``x [tokens, hidden]``, the slot of each row, the slots' scales or None.
     """
 
@@ -165,7 +165,7 @@ def dispatch_grouped_gemm(
     peers = tl.arange(0, R_LANES)
     flags = il.pointer(signals, tl.int32)
     hidden = hidden_groups * PUSHING.align
-    the_plan = Plan(plan, E, L)
+    the_plan = ArrivalPlan(plan, E, L)
     if program < PUSHERS:
         granted = completeness(plan, None, E, WORLD_SIZE) > 0
         if not FORWARD:
@@ -179,7 +179,7 @@ def dispatch_grouped_gemm(
                 tl.store(met, granted.to(tl.int32))
         # Step 2. Without every grant nothing is sent: the buffers may still be in use.
         if granted:
-            leaving = Rows(x, slot_at, scales, hidden)
+            leaving = LeavingRows(x, slot_at, scales, hidden)
             the_buffers = Buffers(buffers, buffer_bytes, scale_bytes, buffer_index, grants)
             _push(
                 leaving, the_plan, the_buffers, flags, group, stamp, WORLD_SIZE, DTYPE, PUSHING

@@ -9,7 +9,7 @@ from interlace.operators.mixture_of_experts.kernels.activation import (
     act, clamp_gate, clamp_up, times_slope,
 )
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS, RETURNS, Plan, completeness, local_experts, pick,
+    ARRIVALS, RETURNS, ArrivalPlan, completeness, local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
 
@@ -42,7 +42,7 @@ def activation_backward(
     group = il.join(ctx)
     rank = il.rank(group)
     lanes = tl.arange(0, L_LANES)
-    the_plan = Plan(plan, E, L)
+    the_plan = ArrivalPlan(plan, E, L)
     complete = completeness(plan, met, E, WORLD_SIZE)
     rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
     blocks = (rows + ROWS - 1) // ROWS
@@ -185,7 +185,7 @@ def grouped_gemm_gradient(
     BLOCK_K: tl.constexpr = TILING.block_k
     GROUP: tl.constexpr = TILING.group_m
     lanes = tl.arange(0, L_LANES)
-    rows, begin = local_experts(Plan(plan, E, L), rank, WORLD_SIZE, L_LANES)
+    rows, begin = local_experts(ArrivalPlan(plan, E, L), rank, WORLD_SIZE, L_LANES)
     tiles_m, tiles_n = (wide + BLOCK_M - 1) // BLOCK_M, (narrow + BLOCK_N - 1) // BLOCK_N
     if EVEN:
         target = out
@@ -241,7 +241,7 @@ def bias_gradient(
     the sum of both, whichever ranks they came from.
     """
     lanes = tl.arange(0, L_LANES)
-    rows, begin = local_experts(Plan(plan, E, L), rank, WORLD_SIZE, L_LANES)
+    rows, begin = local_experts(ArrivalPlan(plan, E, L), rank, WORLD_SIZE, L_LANES)
     source = il.pointer(rows_of, DTYPE)
     blocks = (width + COLS - 1) // COLS
     for item in range(tl.program_id(0), L * blocks, tl.num_programs(0)):

@@ -19,7 +19,7 @@ RETURNS = tl.constexpr(layout.RETURNS)
 TABLES = tl.constexpr(layout.TABLES)
 
 
-class Plan(NamedTuple):
+class ArrivalPlan(NamedTuple):
     """The plan (``layout``) in this rank's memory, with E experts of all ranks, L of each."""
 
     table: Any
@@ -27,7 +27,7 @@ class Plan(NamedTuple):
     L: Any
 
 
-class Exchange(NamedTuple):
+class PlanExchange(NamedTuple):
     """The symmetric memory in which ranks tell each other their counts.
 
     Attributes:
@@ -119,9 +119,9 @@ def plan_call(
     tl.store(slot_rows + slot, tl.where(kept, row, -1), mask=slot < slots)
     tl.store(slot_at + row, slot, mask=kept)
     if program == 0:
-        exchange = Exchange(numbers, half, signals, epochs, ctx, call)
+        exchange = PlanExchange(numbers, half, signals, epochs, ctx, call)
         _exchange(
-            counts, Plan(plan, E, L), exchange, grants, buffer_index, WORLD_SIZE, L_LANES, E_LANES
+            counts, ArrivalPlan(plan, E, L), exchange, grants, buffer_index, WORLD_SIZE, L_LANES, E_LANES
         )
 
 

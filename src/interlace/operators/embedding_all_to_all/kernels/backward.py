@@ -73,6 +73,67 @@ def _sum_partials(partials, begin, pieces, RUNS: tl.constexpr, VECTORS: tl.const
     return total
 
 
+class _Drawn(NamedTuple):
+    """The runs that a program has drawn, one in each lane, and the segments that they are of.
+
+    Attributes:
+        start: Number of the run's first lookup, int64.
+        opening: Number of the segment's first lookup, int64.
+        size: Lookups of the segment.
+        table: The segment's table.
+        row: The segment's row of the table, int64.
+    """
+
+    start: Any
+    opening: Any
+    size: Any
+    table: Any
+    row: Any
+
+
+@triton.jit
+def _finish_segments(
+    drawn, valid, total, tables, target, tickets, partials, arrived, rates, RUNS: tl.constexpr,
+    UPDATE: tl.constexpr, VECTORS: tl.constexpr,
+):
+    """Keep the sums of runs whose segments have several, and update the rows of those segments of
+    which all runs are there now.
+    """
+    LOOKUPS: tl.constexpr = RUNS.lookups
+    WIDTH: tl.constexpr = VECTORS.width
+    lane, columns = tl.arange(0, RUNS.block), tl.arange(0, WIDTH)
+    single = tl.arange(0, 1)
+    # At most two runs of long segments begin within as many lookups as a run has: the last of one
+    # segment and the first of another.
+    parts = (drawn.size + LOOKUPS - 1) // LOOKUPS
+    slot = 2 * (drawn.start // LOOKUPS) + (drawn.start == drawn.opening).to(tl.int64)
+    is_long = valid & (drawn.size > LOOKUPS)
+    mask = is_long[:, None] & (columns >= 0)[None, :]
+    cells = slot[:, None] * WIDTH + columns[None, :]
+    tl.store(partials + cells, total, mask=mask)
+    # All threads have stored before any of them counts the run.
+    tl.debug_barrier()
+    for position in range(RUNS.block):
+        chosen = is_long & (lane == position)
+        if tl.max(chosen.to(tl.int32), 0) > 0:
+            begin = tl.sum(tl.where(chosen, drawn.opening, 0), 0)
+            pieces = tl.sum(tl.where(chosen, parts, 0), 0)
+            # Releases this run's partial sum, and acquires those of the others.
+            counter = tickets + _ARRIVALS + 2 * (begin // LOOKUPS) + 1
+            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
+            tl.debug_barrier()
+            if before == pieces - 1:
+                segment_sum = _sum_partials(partials, begin, pieces, RUNS, VECTORS)
+                table = tl.sum(tl.where(chosen, drawn.table, 0), 0) + single * 0
+                row = tl.sum(tl.where(chosen, drawn.row, 0), 0) + single * 0
+                entry = tables + table * FIELDS
+                is_row = table >= 0
+                loaded = load_rows(entry, row, is_row, target, UPDATE, VECTORS)
+                update_rows(
+                    entry, loaded, segment_sum, is_row, arrived, rates, UPDATE, VECTORS
+                )
+
+
 @triton.jit(
     do_not_specialize=[
         "gradient", "landing", "target", "signals", "call", "B", "chunk", "column_groups",
@@ -123,7 +184,6 @@ def embedding_all_to_all_backward(
     UPDATE: tl.constexpr = WRITING.update
     UNROLL: tl.constexpr = RUNS.unroll
     LOOKUPS: tl.constexpr = RUNS.lookups
-    WIDTH: tl.constexpr = VECTORS.width
     DRAWN: tl.constexpr = RUNS.ticket * RUNS.block
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
@@ -153,8 +213,6 @@ def embedding_all_to_all_backward(
     if program >= PUSHING.programs:
         count = tl.load(run_count).to(tl.int32)
         lane = tl.arange(0, RUNS.block)
-        single = tl.arange(0, 1)
-        columns = tl.arange(0, WIDTH)
         ready = 0  # tables whose gradients have arrived
         arrived = 1
         first = tl.atomic_add(tickets, DRAWN, sem="relaxed", scope="gpu")
@@ -193,37 +251,11 @@ def embedding_all_to_all_backward(
                     entry, loaded, total, valid & is_short, arrived, rates, UPDATE, VECTORS
                 )
                 if tl.max((valid & (size > LOOKUPS)).to(tl.int32), 0) > 0:
-                    # At most two runs of long segments begin within as many lookups as a run has:
-                    # the last of one segment and the first of another.
-                    parts = (size + LOOKUPS - 1) // LOOKUPS
-                    slot = 2 * (start // LOOKUPS) + (start == opening).to(tl.int64)
-                    long_cells = (valid & (size > LOOKUPS))[:, None] & (columns >= 0)[None, :]
-                    cells = slot[:, None] * WIDTH + columns[None, :]
-                    tl.store(partials + cells, total, mask=long_cells)
-                    # All threads have stored before any of them counts the run.
-                    tl.debug_barrier()
-                    for position in range(RUNS.block):
-                        chosen = valid & (size > LOOKUPS) & (lane == position)
-                        if tl.max(chosen.to(tl.int32), 0) > 0:
-                            begin = tl.sum(tl.where(chosen, opening, 0), 0)
-                            pieces = tl.sum(tl.where(chosen, parts, 0), 0)
-                            # Releases this run's partial sum, and acquires those of the others.
-                            counter = tickets + _ARRIVALS + 2 * (begin // LOOKUPS) + 1
-                            before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
-                            tl.debug_barrier()
-                            if before == pieces - 1:
-                                segment_sum = _sum_partials(partials, begin, pieces, RUNS, VECTORS)
-                                table_index = tl.sum(tl.where(chosen, table, 0), 0) + single * 0
-                                row_index = tl.sum(tl.where(chosen, row, 0), 0) + single * 0
-                                long_entry = tables + table_index * FIELDS
-                                is_row = table_index >= 0
-                                long_row = load_rows(
-                                    long_entry, row_index, is_row, target, UPDATE, VECTORS
-                                )
-                                update_rows(
-                                    long_entry, long_row, segment_sum, is_row, arrived, rates,
-                                    UPDATE, VECTORS,
-                                )
+                    drawn = _Drawn(start, opening, size, table, row)
+                    _finish_segments(
+                        drawn, valid, total, tables, target, tickets, partials, arrived, rates,
+                        RUNS, UPDATE, VECTORS,
+                    )
             first = tl.atomic_add(tickets, DRAWN, sem="relaxed", scope="gpu")
         # Step 4. Tables without lookups are waited for too: their gradients still arrive.
         if WORLD_SIZE > 1:

@@ -69,7 +69,7 @@ def cases() -> list[str]:
     """The kernel and target of every case, from a process of its own."""
     command, environment = _command()
     done = subprocess.run(
-        command, env=environment, check=True, capture_output=True, text=True, timeout=300
+        command, env=environment, check=True, capture_output=True, text=True, timeout=1000
     )
     return done.stdout.splitlines()
 

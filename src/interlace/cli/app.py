@@ -43,11 +43,12 @@ class _Commands(TyperGroup):
         return [*super().list_commands(ctx), *sorted(entry_points(group=ENTRY_POINTS).names)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        for entry_point in entry_points(group=ENTRY_POINTS, name=cmd_name):
-            command = typer.main.get_command(entry_point.load())
-            command.name = cmd_name
-            return command
-        return super().get_command(ctx, cmd_name)
+        command = super().get_command(ctx, cmd_name)
+        if command is None:
+            for entry_point in entry_points(group=ENTRY_POINTS, name=cmd_name):
+                command = typer.main.get_command(entry_point.load())
+                command.name = cmd_name
+        return command
 
     def invoke(self, ctx: Any) -> Any:
         is_debugging = False

@@ -43,7 +43,6 @@ class TiledKernel:
         programs: number of its programs.
         tiles: tiles of one rank's rows.
         tile_bytes: bytes of a tile that travels.
-        waves: tiles that a program computes, one after another.
         tile_ns: time of a tile.
         put_ns: the part of it from the end of a tile's multiplications to its store.
     """
@@ -77,7 +76,6 @@ class TiledKernel:
         self.put_ns = round(1e3 * profile.product.tile_us)
         self._compute_ns = round(1e3 * max(tile_us, memory_us, loads_us)) - self.put_ns
         self.tile_ns = self._compute_ns + self.put_ns
-        self.waves = ceil_div(self.tiles * call.world_size, self.programs)
         self._spread_ns = self.tile_ns * tiling.stagger // 100
         self._efficiency = world.machine.collectives.fused_efficiency.value
         self._senders = [0] * world.ranks

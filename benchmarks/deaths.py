@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -248,9 +249,7 @@ def run(job: Job, context: Any) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="interlace-deaths-") as folder:
         place = f"file://{folder}/store"
         if job.store == "rank 0":
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                place = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            place = f"tcp://127.0.0.1:{_free_port(job.number)}"
         for rank in range(job.ranks):
             here, there = context.Pipe()
             process = context.Process(target=serve, args=(there, job, rank, place), daemon=True)
@@ -266,6 +265,15 @@ def run(job: Job, context: Any) -> dict[str, Any]:
                 process.join()
             for connection in connections:
                 connection.close()
+
+
+def _free_port(number: int) -> int:
+    """Return a port that nobody listens on, and that no connection of other jobs is given."""
+    for port in itertools.count(20_000 + number % 10_000):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise AssertionError
 
 
 def _watch(job: Job, processes: list[Any], connections: list[Connection]) -> dict[str, Any]:

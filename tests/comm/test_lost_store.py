@@ -60,7 +60,7 @@ def _after_the_death_of(victim: int) -> dict[str, Any] | None:
     found: dict[str, Any] = {"owners": owners}
     found["a call"] = _seen(interlace.gemm_all_reduce, x, w, group=called, impl="fused")
     found["the next call"] = _seen(interlace.gemm_all_reduce, x, w, group=called, impl="fused")
-    found["who does not wait"] = group_of(called).channel.first_not_waiting(_DEADLINE_S)
+    found["who does not wait"] = group_of(called).channel.first_not_waiting()
     found["recover"] = _seen(interlace.recover, recovered, _DEADLINE_S)
     with mock.patch.dict(os.environ, INTERLACE_DEADLINE_S=str(_DEADLINE_S)):
         found["joining"] = _seen(interlace.group_of, joined)

@@ -47,7 +47,7 @@ class _Machine:
             deadline_s=10.0, broken=False, broken_address=0x10, declare_broken=self._declare,
             explain=self._explain,
         )  # fmt: skip
-        watch._channel = SimpleNamespace(first_not_waiting=lambda seconds: 3, answer_s=1.0)
+        watch._channel = SimpleNamespace(first_not_waiting=lambda: 3)
         watch._members = SimpleNamespace(device="device")
         watch._network = SimpleNamespace(
             counter_addresses=lambda: [0x20, 0x24], carrier=SimpleNamespace(abort=self._abort)
@@ -113,7 +113,7 @@ def test_nothing_that_explains_stops_what_releases(monkeypatch, ends):
     """The store is gone with the rank that is late, or does not answer."""
     machine, going_on = _Machine(monkeypatch), threading.Event()
 
-    def ask(seconds):
+    def ask():
         if not ends:
             going_on.wait(30)
         raise ConnectionError("the store is gone")
@@ -249,7 +249,7 @@ def _waits_for_a_rank_that_waits():
         fields[ctx.RECORD_CODE] = ctx.LATE
         found = [error_of(group.check) for _ in range(2)]
     elif rank == 1:
-        found = group.channel.first_not_waiting(group.channel.answer_s)
+        found = group.channel.first_not_waiting()
     dist.barrier()
     return found
 

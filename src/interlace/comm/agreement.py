@@ -14,6 +14,7 @@ from typing import Any
 
 from interlace.comm import context as ctx
 from interlace.comm.cache import Answers, CallCache
+from interlace.comm.channel import GivenUpError
 from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.comm.health import Health
 from interlace.comm.members import Exchange, Members, by_rank
@@ -245,7 +246,7 @@ class Agreement:
             yield
         # An exchange in the body raises these on every rank, so no rank goes on to the exchange of
         # outcomes below.
-        except (PeerTimeoutError, RankMismatchError):
+        except (PeerTimeoutError, RankMismatchError, GivenUpError):
             raise
         except InterlaceError as error:
             failure = error

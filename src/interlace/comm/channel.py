@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -13,9 +13,14 @@ from interlace.comm import flight_recorder
 from interlace.comm.health import Health
 from interlace.comm.members import Members, by_rank
 from interlace.comm.rendezvous import ANSWER_S, meet, wait_for_keys
-from interlace.errors import InterlaceError, PeerTimeoutError, RankMismatchError
+from interlace.errors import InterlaceError, PeerTimeoutError, RankMismatchError, WorkspaceError
 
 _LEAST_ANSWER_S, _MOST_ANSWER_S = 2.0, 5.0
+_GIVEN_UP = "call given up"  # instead of the label of the exchange that the others come to
+
+
+class GivenUpError(WorkspaceError):
+    """Say that a rank has no memory for the call that all ranks make; raised on every rank."""
 
 
 class HostChannel:
@@ -142,32 +147,30 @@ class HostChannel:
         A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
         here on whom it gave up, and this rank follows what they say.
         """
-        try:
-            self._store.set(f"late/{self.rank}", str(peer))
-        except Exception:
-            # The store went before this rank gave up, perhaps with the rank for which others wait.
-            return self._without_store(peer)
-        chain = [self.rank]
-        while peer >= 0 and peer not in chain:
-            chain.append(peer)
-            try:
+
+        def follow() -> int:
+            chain, accused = [self.rank], peer
+            while accused >= 0 and accused not in chain:
+                chain.append(accused)
                 # Its own wait may have begun later than this rank's.
                 answer_s = max(ANSWER_S, self.deadline_s / 4)
-                if not wait_for_keys(self._store, [f"late/{peer}"], answer_s):
-                    return peer
-                accused = int(self._store.get(f"late/{peer}"))
-            except Exception:  # it went now, with a rank that has given up as well
-                return peer
-            if accused < 0:
-                return peer
-            peer = accused
-        # Ranks that accuse each other made different calls: the first of them that failed this one.
-        return chain[1] if peer == self.rank else peer
+                key = f"late/{accused}"
+                if not wait_for_keys(self._store, [key], answer_s):
+                    return accused
+                said = int(self._store.get(key))
+                if said < 0:
+                    return accused
+                accused = said
+            # Ranks that accuse each other made different calls: the first that failed this one.
+            return chain[1] if accused == self.rank else accused
 
-    def _without_store(self, peer: int) -> int:
-        """Return the rank that had the store, which is gone; ``peer`` if no rank had it."""
+        late = self._find_late(follow, accused=peer)
+        return peer if late < 0 else late
+
+    def _without_store(self) -> int:
+        """Return the rank that had the store, which is gone; -1 if no rank had it."""
         self._health.lost_store = True
-        return self._members.store_rank if self._members.store_rank >= 0 else peer
+        return self._members.store_rank
 
     @property
     def answer_s(self) -> float:
@@ -177,31 +180,65 @@ class HostChannel:
     def first_late(self, peer: int) -> int:
         """Return the rank that was late first, after a kernel has waited for ``peer`` in vain.
 
-        Between nodes a peer of this node may itself wait, for a rank of another node. It gives up
-        at about the same time, and says so; then the rank that does not is the late one.
+        A peer may itself wait, for another rank. It gives up at about the same time, and says so;
+        then the rank that does not is the late one.
         """
-        try:
-            self._store.set(f"waiting/{self.rank}", "")
-            if not wait_for_keys(self._store, [f"waiting/{peer}"], self.answer_s):
-                return peer
-        except Exception:
-            return self._without_store(peer)
-        first = self.first_not_waiting(self.answer_s)
-        return peer if first < 0 else first
 
-    def first_not_waiting(self, answer_s: float) -> int:
-        """Return the first rank that does not come here within seconds; -1 if all do.
+        def find() -> int:
+            is_waiting = wait_for_keys(self._store, [f"waiting/{peer}"], self.answer_s)
+            return self._first_absent() if is_waiting else peer
+
+        late = self._find_late(find)
+        return peer if late < 0 else late
+
+    def first_not_waiting(self) -> int:
+        """Return the first rank that does not come here soon; -1 if all do.
 
         For ranks that have given up waiting, without knowing for whom: the late rank is not there.
         If the store is gone, it is the rank that had it.
         """
+        return self._find_late(self._first_absent)
+
+    def _first_absent(self) -> int:
+        """Return the first rank that does not say within seconds that it waits; -1 if all do."""
         keys = [f"waiting/{rank}" for rank in range(self.world_size)]
+        wait_for_keys(self._store, keys, self.answer_s)
+        return self._first_without(keys)
+
+    def _find_late(self, find: Callable[[], int], accused: int | None = None) -> int:
+        """Return the rank of this machine whose process has ended, or else the rank that ``find``
+        finds among those that live; if the store is gone, the rank that had it.
+
+        Args:
+            find: Returns the late rank by what ranks say in the store; -1 if it is none.
+            accused: The rank that has failed this one, if that is known; others ask for it.
+        """
         try:
-            self._store.set(keys[self.rank], "")
-            wait_for_keys(self._store, keys, answer_s)
-            return self._first_without(keys)
+            if accused is not None:
+                self._store.set(f"late/{self.rank}", str(accused))
+            self._store.set(f"waiting/{self.rank}", "")
+            late = self._first_ended()
+            if late < 0:
+                late = find()
+            self._store.set(f"named/{self.rank}", "")
+            if self.rank == self._members.store_rank:
+                # This process may end by its error, and the store with it, before others have asked.
+                gone = {*self._members.ended_ranks(), late}
+                others = [rank for rank in range(self.world_size) if rank not in gone]
+                wait_for_keys(self._store, [f"named/{rank}" for rank in others], self.answer_s)
         except Exception:
-            return self._without_store(-1)
+            return self._without_store()
+        return late
+
+    def _first_ended(self) -> int:
+        """Return the first rank of this machine whose process has ended; -1 if none has.
+
+        Ranks that had given up waiting before do not count: their end was no cause.
+        """
+        for rank in self._members.ended_ranks():
+            if not self._store.check([f"waiting/{rank}"]):
+                return rank
+        return -1
 
     def _first_without(self, keys: list[str]) -> int:
         """Return the first rank whose key is not in the store; -1 if all are."""
@@ -220,6 +257,7 @@ class HostChannel:
         Raises:
             PeerTimeoutError: A peer did not join in time; the group is broken then.
             RankMismatchError: Ranks came to different exchanges; raised on every rank.
+            GivenUpError: A rank has given up the call; raised on every rank.
         """
         if self.world_size == 1:
             return [value]
@@ -229,12 +267,38 @@ class HostChannel:
         with self._health.indivisible(label):
             answers = self._exchange(label, text, deadline_s)
         labels = [answer_label for answer_label, _ in answers]
+        if _GIVEN_UP in labels:
+            raise _given_up(answers)
         if len(set(labels)) != 1:
             raise RankMismatchError(
                 f"ranks must make the same calls in the same order; got {by_rank(labels)}. "
                 f"Look for a call that depends on the rank."
             )
         return [answer for _, answer in answers]
+
+    def give_up(self, operator: str, error: Exception) -> NoReturn:
+        """Tell the ranks that come to an exchange of this call that it failed here before it.
+
+        Ranks whose call has no more exchanges do not learn of it: their kernels wait for this
+        rank's, and name it at their deadline.
+
+        Args:
+            operator: Name of the operator.
+            error: Says what has failed, such as memory.
+
+        Raises:
+            GivenUpError: All other ranks came to an exchange, and raise the same.
+            Exception: ``error``, as they did not; the group is broken.
+        """
+        text = json.dumps([_GIVEN_UP, f"{operator}: {error}"])
+        keys = [f"{self._sequence}/{rank}" for rank in range(self.world_size)]
+        with self._reaching_store(operator):
+            self._store.set(keys[self.rank], text)
+            have_come = wait_for_keys(self._store, keys, self.answer_s)
+        if not have_come:
+            self._health.declare_interrupted(operator, error)
+            raise error
+        raise _given_up(self._exchange(operator, text, self.deadline_s)) from error
 
     def _exchange(self, label: str, text: str, deadline_s: float) -> list[Any]:
         """Return the parsed JSON text of every rank."""
@@ -265,6 +329,7 @@ class HostChannel:
         else:
             late = self._first_without(keys)
             self._store.set(given_up, str(late))
+        self._store.set(f"waiting/{self.rank}", "")
         heard = [f"{sequence}/heard/{rank}" for rank in range(self.world_size)]
         self._store.set(heard[self.rank], "")
         if self.rank == self._members.store_rank:
@@ -272,3 +337,11 @@ class HostChannel:
             present = [heard[rank] for rank, key in enumerate(keys) if self._store.check([key])]
             wait_for_keys(self._store, present, ANSWER_S)
         return late
+
+
+def _given_up(answers: list[Any]) -> GivenUpError:
+    """Return the error of the first rank that has given up the call."""
+    rank, message = next(
+        (rank, message) for rank, (label, message) in enumerate(answers) if label == _GIVEN_UP
+    )
+    return GivenUpError(f"every rank must have memory for a call; rank {rank} has not. {message}")

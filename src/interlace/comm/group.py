@@ -101,8 +101,7 @@ class Group:
         self.agreement = Agreement(members, self.cache, self.health, self.exchange)
         meet_members(members, self.exchange, store)
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
-        # On the CPU backend the carrier's waits end on the host, which finds out by itself.
-        if self.spans_nodes and self.backend == "cuda":
+        if store is not None:
             self.health.trace_by(self.channel.first_late)
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
         self.agreement.compare("joining a group", settings())

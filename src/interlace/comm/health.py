@@ -36,7 +36,7 @@ from interlace.units import NS_PER_S
 _DEFAULT_DEADLINE_S = 30.0
 _STATE_LENGTH = 64
 _SCRATCH_OFFSET_BYTES = 128
-_EXPLANATION_S = 8.0  # in which it is known, or never, who was late
+_EXPLANATION_S = 12.0  # in which it is known, or never, who was late
 
 
 def default_deadline(ranks_per_gpu: int = 1) -> float:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.nodes import numbered, own_node
+from interlace.comm.processes import Process, lives, own_process
 from interlace.comm.store_owner import expected_owner, is_served_here
 from interlace.errors import BackendError, GroupError
 
@@ -41,6 +42,7 @@ class Members:
         node_of_rank: Number of each rank's node, from 0; empty if all ranks are on one node.
         store_rank: Rank whose process has the process group's store, which is gone when it ends; -1
             if no rank's process has it.
+        processes: The processes of ranks that this process can see; None for the others.
         backend: ``"cuda"`` or ``"cpu"``.
     """
 
@@ -51,6 +53,7 @@ class Members:
     ranks_per_gpu: int = 1
     node_of_rank: tuple[int, ...] = ()
     store_rank: int = -1
+    processes: tuple[Process | None, ...] = ()
     backend: str = dataclasses.field(init=False)
 
     def __post_init__(self) -> None:
@@ -83,6 +86,14 @@ class Members:
         """Return the ranks of other nodes, whose memory this rank cannot reach."""
         return tuple(rank for rank, node in enumerate(self.node_of_rank) if node != self.node)
 
+    def ended_ranks(self) -> list[int]:
+        """Return the ranks whose process has ended, of those that this process can see."""
+        return [
+            rank
+            for rank, process in enumerate(self.processes)
+            if process is not None and not lives(process)
+        ]
+
     def node_of(self, rank: int) -> int | None:
         """Return the node of a rank for error messages; None where there is only one node."""
         return self.node_of_rank[rank] if 0 <= rank < len(self.node_of_rank) else None
@@ -100,7 +111,8 @@ def members_of(process_group: dist.ProcessGroup | None, device: torch.device) ->
 def meet_members(members: Members, exchange: Exchange, store: dist.Store | None) -> None:
     """Learn the nodes and the GPUs of all ranks, and check that a node's GPUs reach each other.
 
-    Collective. It sets ``node_of_rank``, ``ranks_per_gpu`` and ``store_rank`` of ``members``.
+    Collective. It sets ``node_of_rank``, ``ranks_per_gpu``, ``store_rank`` and ``processes`` of
+    ``members``.
 
     Args:
         members: The group.
@@ -113,14 +125,18 @@ def meet_members(members: Members, exchange: Exchange, store: dist.Store | None)
     """
     gpu = gpu_id(members.device) if members.backend == "cuda" else ""
     node = own_node() if members.name else []
-    answers = exchange("joining a group", [node, gpu, store is not None and is_served_here(store)])
-    members.node_of_rank = numbered([node for node, _, _ in answers])
-    owners = [rank for rank, (_, _, serves) in enumerate(answers) if serves]
+    serves = store is not None and is_served_here(store)
+    answers = exchange("joining a group", [node, gpu, serves, own_process()])
+    members.node_of_rank = numbered([node for node, *_ in answers])
+    processes = [None if process is None else Process(*process) for *_, process in answers]
+    # Those of other machines and containers are not there from the beginning.
+    members.processes = tuple(each if each and lives(each) else None for each in processes)
+    owners = [rank for rank, (_, _, serves, _) in enumerate(answers) if serves]
     # Ranks of two machines may listen on a port of one number.
     if len(owners) <= 1:
         members.store_rank = owners[0] if owners else -1
     if members.backend == "cuda":
-        members.ranks_per_gpu = check_gpus(members, [gpu for _, gpu, _ in answers])
+        members.ranks_per_gpu = check_gpus(members, [gpu for _, gpu, *_ in answers])
 
 
 def check_gpus(members: Members, gpus: list[str]) -> int:

@@ -156,7 +156,8 @@ class Watch:
         begun, ended = map(int, self._view)
         if begun != ended or begun != self._seen:
             self._seen, self._since = (begun if begun == ended else -2), now
-        elif now - self._since > deadline_s:
+        # Where a kernel has waited in vain, the deadline is over already.
+        elif self._health.broken or now - self._since > deadline_s:
             self._give_up()
             self._stopped.set()
         return min(_LONGEST_PAUSE_S, deadline_s / _LOOKS_PER_DEADLINE)
@@ -182,7 +183,7 @@ class Watch:
         """Say which rank is late: all others have given up as well, and say so."""
         late = -1
         try:
-            late = self._channel.first_not_waiting(self._channel.answer_s)
+            late = self._channel.first_not_waiting()
         finally:
             self._health.explain(late)
 

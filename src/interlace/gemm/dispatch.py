@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named, ranges
+from interlace.comm.gpu_memory import is_out_of_memory
 from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError, InterlaceError, WorkspaceError
 from interlace.gemm import autotune
@@ -47,6 +48,7 @@ class Decision:
         worst_error: The factor by which they may be wrong.
         kind: What all ranks have agreed on.
         is_measured: Whether the order of the implementations was measured.
+        has_run: Whether such a call has run, so that its memory is there.
         config: The fused kernel's configuration.
     """
 
@@ -58,6 +60,7 @@ class Decision:
     worst_error: float
     kind: tuple[Hashable, ...]
     is_measured: bool = False
+    has_run: bool = False
 
 
 def run(
@@ -123,7 +126,9 @@ def run(
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
     results = (_run_if_memory(each, call, decision) for each in decision.implementations)
-    return next(result for result in results if result is not None)
+    result = next(result for result in results if result is not None)
+    decision.has_run = True
+    return result
 
 
 def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:
@@ -134,7 +139,7 @@ def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Dec
     first launch.
     """
     try:
-        return _run(implementation, call)
+        return _run_or_give_up(implementation, call, decision)
     except WorkspaceError:
         others = tuple(each for each in decision.implementations if each is not implementation)
         may_fall_back = others and not call.is_explicit and not call.group.broken
@@ -142,6 +147,20 @@ def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Dec
             raise
         decision.implementations = others
         return None
+
+
+def _run_or_give_up(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:
+    """Run one implementation. If torch has no memory for its first call here, ranks that allocate
+    symmetric memory meanwhile learn of it, and all raise a :class:`WorkspaceError`.
+    """
+    group = call.group
+    try:
+        return _run(implementation, call)
+    except RuntimeError as error:
+        meets_others = not decision.has_run and group.world_size > 1 and group.capture_id() is None
+        if not meets_others or not is_out_of_memory(error):
+            raise
+        group.channel.give_up(call.operator.name, error)
 
 
 def _run(implementation: Implementation, call: GemmCall) -> Any:

@@ -34,8 +34,9 @@ def operands(
     # Autocast converts the arguments of torch's own operators only, so a layer that calls
     # Interlace's must convert its operands itself.
     device = x.device.type
-    # Autocast knows some types of devices only, and the meta device is none of them.
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    # Autocast does not know the meta device; and Dynamo knows torch's question which ones autocast
+    # knows only since torch 2.12.
+    if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, *parameters = (  # type: ignore[assignment]
             tensor.to(dtype) if tensor is not None and tensor.dtype in FLOATS else tensor

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from interlace.comm import Group, process_group_named
+from interlace.comm.channel import GivenUpError
 from interlace.comm.replays import places
 from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
@@ -140,8 +141,8 @@ def _make_output(
             device=group.device,
             **output.settings,
         )
-    except (ArgumentError, BackendError, WorkspaceError):  # on every rank alike
-        if replace:
+    except (ArgumentError, BackendError, WorkspaceError) as error:  # on every rank alike
+        if replace or isinstance(error, GivenUpError):
             raise
         return None
     given_up = free[: max(0, len(free) + 1 - _MOST_OUTPUTS)]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.channel import GivenUpError
 from interlace.comm.gpu_memory import has_memory
 from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
@@ -123,8 +124,8 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
                 memory = symmetric_memory.empty(numel, dtype=dtype, device=group.device)
             with group.agreement.together("sharing memory of a stock pair"):
                 symmetric_memory.rendezvous(memory, name)
-        except (WorkspaceError, BackendError):  # on every rank alike
-            if call.is_explicit:
+        except (WorkspaceError, BackendError) as error:  # on every rank alike
+            if call.is_explicit or isinstance(error, GivenUpError):
                 raise
             memory = None
         group.kept[key] = memory

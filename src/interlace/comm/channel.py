@@ -188,7 +188,7 @@ class HostChannel:
             is_waiting = wait_for_keys(self._store, [f"waiting/{peer}"], self.answer_s)
             return self._first_absent() if is_waiting else peer
 
-        late = self._find_late(find)
+        late = self._find_late(find, accused=peer)
         return peer if late < 0 else late
 
     def first_not_waiting(self) -> int:
@@ -222,21 +222,26 @@ class HostChannel:
                 late = find()
             self._store.set(f"named/{self.rank}", "")
             if self.rank == self._members.store_rank:
-                # This process may end by its error, and the store with it, before others have asked.
+                # This process may end by its error, and the store with it, before the others have
+                # asked, whose deadlines may be later by one.
                 gone = {*self._members.ended_ranks(), late}
                 others = [rank for rank in range(self.world_size) if rank not in gone]
-                wait_for_keys(self._store, [f"named/{rank}" for rank in others], self.answer_s)
+                wait_for_keys(self._store, [f"named/{rank}" for rank in others], self.deadline_s)
         except Exception:
             return self._without_store()
         return late
 
-    def _first_ended(self) -> int:
+    def _first_ended(self, among: list[str] | None = None) -> int:
         """Return the first rank of this machine whose process has ended; -1 if none has.
 
         Ranks that had given up waiting before do not count: their end was no cause.
+
+        Args:
+            among: Each rank's key in an exchange; only ranks without it count.
         """
         for rank in self._members.ended_ranks():
-            if not self._store.check([f"waiting/{rank}"]):
+            keys = [f"waiting/{rank}", *([] if among is None else among[rank : rank + 1])]
+            if not any(self._store.check([key]) for key in keys):
                 return rank
         return -1
 
@@ -327,7 +332,10 @@ class HostChannel:
         if self._store.check([given_up]):
             late = int(self._store.get(given_up))
         else:
-            late = self._first_without(keys)
+            # A rank may be late because it still lets go of what it had with one that has ended.
+            late = self._first_ended(among=keys)
+            if late < 0:
+                late = self._first_without(keys)
             self._store.set(given_up, str(late))
         self._store.set(f"waiting/{self.rank}", "")
         heard = [f"{sequence}/heard/{rank}" for rank in range(self.world_size)]

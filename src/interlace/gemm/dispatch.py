@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import logging
 from collections.abc import Hashable, Mapping
 from typing import Any
@@ -146,7 +147,9 @@ def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Dec
         if not may_fall_back or call.group.capture_id() is not None:
             raise
         decision.implementations = others
-        return None
+    # Errors and frames that refer to each other keep the tensors of the call that has failed.
+    gc.collect()
+    return None
 
 
 def _run_or_give_up(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:

@@ -34,8 +34,8 @@ def operands(
     # Autocast converts the arguments of torch's own operators only, so a layer that calls
     # Interlace's must convert its operands itself.
     device = x.device.type
-    # Autocast does not know the meta device; and Dynamo knows torch's question which ones autocast
-    # knows only since torch 2.12.
+    # Autocast does not know the meta device, and torch 2.11 cannot trace the question whether it
+    # knows a device.
     if device in ("cpu", "cuda") and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
         x, weight, *parameters = (  # type: ignore[assignment]

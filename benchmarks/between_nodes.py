@@ -48,8 +48,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import carrier
-from interlace.comm.network_rates import SIZES, measure_network
+from interlace.comm.groups import carrier
+from interlace.comm.groups.network_rates import SIZES, measure_network
 from interlace.costs.known_profiles import adopt, profile_of
 from interlace.costs.network import NetworkRates
 from interlace.gemm.choice import Gpu
@@ -355,7 +355,7 @@ def time_kernel(workload: Workload) -> dict[str, float]:
             events.append((before, after))
             return [before.record, *prepare(*arguments), after.record]
 
-        enqueued = mock.patch("interlace.comm.slices.has_single_queue", return_value=True)
+        enqueued = mock.patch("interlace.comm.groups.slices.has_single_queue", return_value=True)
         with enqueued, around(), replaced(prepare=between_events):
             for _ in range(_CALLS + _SAMPLES):
                 workload.call()

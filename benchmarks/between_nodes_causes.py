@@ -48,8 +48,8 @@ from between_nodes import (
 )
 
 import interlace
-from interlace.comm import carrier
-from interlace.comm import network_rates as network
+from interlace.comm.groups import carrier
+from interlace.comm.groups import network_rates as network
 from interlace.operators.embedding_all_to_all import between_nodes
 
 _STACKS_S = 85.0

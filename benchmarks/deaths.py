@@ -41,7 +41,12 @@ from typing import Any
 MOMENTS = ("start", "first call", "between calls", "call", "new call", "recover", "graph")
 """What the other ranks do when a rank dies; "start" is before their first call."""
 
-_PRELOADED = ("torch", "interlace.operators", "interlace.comm.launcher", "interlace.gemm.autotune")
+_PRELOADED = (
+    "torch",
+    "interlace.operators",
+    "interlace.comm.groups.launcher",
+    "interlace.gemm.autotune",
+)
 _OPERATORS = {
     1: (
         ("gemm_all_reduce", "fused"),
@@ -138,7 +143,7 @@ def serve(connection: Connection, job: Job, rank: int, place: str) -> None:
     }
     try:
         # The numbers that ranks share GPUs by differ between jobs, so that all GPUs are used alike.
-        from interlace.comm.launcher import init_process_group
+        from interlace.comm.groups.launcher import init_process_group
 
         init_process_group(
             job.backend, rank=rank, world_size=job.ranks, init_method=place,

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 import interlace
 from interlace.bench.timing import Timing, measure
-from interlace.comm.machine_rates import sets_past_cache
+from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.gemm.few_rows import FewRowsConfig, default_config, is_faster
 from interlace.operators.linears import multiply
 from interlace.operators.linears.reference import linears as one_after_another

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
-from interlace.comm import recording as recordings
-from interlace.comm.kernels import Launch
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.replay import recording as recordings
 from interlace.testing.cases import Case
 from interlace.testing.cases.gemv import GemvCase
 from interlace.testing.cases.products import ProductCase

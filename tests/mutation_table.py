@@ -84,25 +84,25 @@ MUTANTS = [
     ),
     # comm
     Mutant(
-        "interlace/comm/memory.py",
+        "interlace/comm/replay/memory.py",
         "if merged and merged[-1][1] == span[0]:",
         "if merged and merged[-1][1] == span[1]:",
         "comm/test_memory.py",
     ),
     Mutant(
-        "interlace/comm/memory.py",
+        "interlace/comm/replay/memory.py",
         "first, last = start + self.gap, start + self.gap + nbytes",
         "first, last = start, start + nbytes",
         "comm/test_memory.py::test_free_list_with_gaps",
     ),
     Mutant(
-        "interlace/comm/descriptors.py",
+        "interlace/comm/host/descriptors.py",
         "if not secrets.compare_digest(token,",
         "if not secrets.compare_digest(token, token) and not secrets.compare_digest(token,",
         "comm/test_descriptors.py::test_strangers_hold_up_nobody",
     ),
     Mutant(
-        "interlace/comm/nodes.py",
+        "interlace/comm/host/nodes.py",
         "map(order.index, first_ranks)",
         "first_ranks",
         "nodes/test_groups.py::test_nodes_are_numbered_in_the_order_of_ranks",

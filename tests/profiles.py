@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from interlace.comm import common_profile
+from interlace.comm.host import common_profile
 from interlace.costs import known_profiles
 
 

@@ -9,7 +9,7 @@ from tests.house import PACKAGE, repeated_classes
 SHARED = {
     # A kernel's launch, and the record of one in a trace; what was found in graphs, and by the
     # explorer. Users have each of them from another module.
-    "Launch": ["comm/kernels.py", "tracing/events.py"],
+    "Launch": ["comm/launching/kernels.py", "tracing/events.py"],
     "Report": ["compile/report.py", "testing/report.py"],
 }
 

@@ -22,7 +22,7 @@ from interlace.bench import machine_profile
 from interlace.cache_folder import cache_folder
 from interlace.cli import bench
 from interlace.cli.tune_machine import is_between_nodes
-from interlace.comm import identity
+from interlace.comm.host import identity
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import keep_profile, profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime, fit_rates

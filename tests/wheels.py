@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from interlace.comm import nccl
 from interlace.errors import BackendError
+from interlace.gin import nccl
 
 
 def nccl_folder() -> Path:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
         set_deadline,
         synchronize,
     )
-    from interlace.comm.gin import open_gin
     from interlace.errors import (
         ArgumentError,
         BackendError,
@@ -36,6 +35,7 @@ if TYPE_CHECKING:
     from interlace.gemm.autotune import autotune
     from interlace.gemm.epilogue import Normed
     from interlace.gemm.invariance import batch_invariant
+    from interlace.gin.gin import open_gin
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
     from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
@@ -65,7 +65,7 @@ _PUBLIC = {
     "group_of": "interlace.comm",
     "inject": "interlace.comm",
     "launch": "interlace.comm",
-    "open_gin": "interlace.comm.gin",
+    "open_gin": "interlace.gin.gin",
     "recover": "interlace.comm",
     "set_deadline": "interlace.comm",
     "synchronize": "interlace.comm",

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, BackendError
-from interlace.comm import cache, process_group_named
-from interlace.comm.group import Group
-from interlace.comm.kernels import Launch
+from interlace.comm import process_group_named
+from interlace.comm.groups.group import Group
+from interlace.comm.host import cache
+from interlace.comm.launching.kernels import Launch
 from interlace.gemm import dispatch
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags
 from interlace.operators.gemm_all_reduce import GemmAllReduce

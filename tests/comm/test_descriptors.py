@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import descriptors
+from interlace.comm.host import descriptors
 from tests.errors import error_of
 
 _ALLOCATIONS = 10

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from interlace.comm import nccl
-from interlace.comm.gin_nccl import _Communicator, _NcclMemory
 from interlace.errors import BackendError, WorkspaceError
+from interlace.gin import nccl
+from interlace.gin.gin_nccl import _Communicator, _NcclMemory
 
 _SOURCE = """
 #include <stdio.h>

@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from interlace import BackendError, GroupError, WorkspaceError
-from interlace.comm import streams as module
-from interlace.comm.health import default_deadline
-from interlace.comm.members import Members, check_gpus, require_dedicated_gpus
-from interlace.comm.streams import Streams
+from interlace.comm.host.health import default_deadline
+from interlace.comm.host.members import Members, check_gpus, require_dedicated_gpus
+from interlace.comm.runtime import streams as module
+from interlace.comm.runtime.streams import Streams
 
 
 def _members(

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import interlace
 from interlace import ArgumentError, BackendError, Faults
-from interlace.comm import group as group_module
+from interlace.comm.groups import group as group_module
 from tests.errors import error_of
 
 

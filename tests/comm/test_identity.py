@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import group as group_module
-from interlace.comm import identity
+from interlace.comm.groups import group as group_module
+from interlace.comm.host import identity
 from tests.errors import error_of
 
 # Modules that decide how a call or a pair runs, in every layer, and a table that they read.
@@ -21,7 +21,7 @@ DECIDING = [
     "operators/gemm_all_reduce/fused.py",
     "operators/gemv_all_reduce/config.py",
     "compile/requirements.py",
-    "comm/group.py",
+    "comm/groups/group.py",
     "tuning/__init__.py",
     "tuning/tables/gemm_all_reduce.nvidia_h200.json",
 ]

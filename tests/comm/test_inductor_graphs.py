@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 import interlace.operators  # registers torch.ops.interlace
-from interlace.comm import Group, group_of, inductor_graphs
-from interlace.comm.ordinary import makes_ordinary_tensors
-from interlace.comm.outputs import LANDING
-from interlace.comm.replays import Replays
+from interlace.comm import Group, group_of
+from interlace.comm.groups.outputs import LANDING
+from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime import inductor_graphs
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 
 _TREES = "torch._inductor.cudagraph_trees"
 
@@ -94,7 +95,7 @@ def test_a_thread_without_a_manager(gpu: SimpleNamespace) -> None:
 
 
 def test_pytorch_has_what_is_asked_for() -> None:
-    """The names that :mod:`interlace.comm.inductor_graphs` reads in PyTorch."""
+    """The names that :mod:`interlace.comm.runtime.inductor_graphs` reads in PyTorch."""
     from torch._inductor import cudagraph_trees
 
     assert isinstance(cudagraph_trees.local.tree_manager_containers, dict)

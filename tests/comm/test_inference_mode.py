@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.constants import on_device
+from interlace.comm.launching.constants import on_device
 
 
 def _evaluate_then_train() -> list[str]:

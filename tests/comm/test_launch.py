@@ -20,7 +20,7 @@ from torch.distributed import distributed_c10d
 
 import interlace
 from interlace import ArgumentError, BackendError, LaunchError
-from interlace.comm import launcher
+from interlace.comm.groups import launcher
 from tests.pool import fork_server
 from tests.programs import run_program
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.comm import kernels
-from interlace.comm.kernels import Launch
+from interlace.comm.launching import kernels
+from interlace.comm.launching.kernels import Launch
 
 
 class _Kernel:

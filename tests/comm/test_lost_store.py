@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
-from interlace.comm.store_owner import expected_owner, is_served_here
+from interlace.comm.host.store_owner import expected_owner, is_served_here
 from tests.errors import error_of
 from tests.faults.scenarios import MortalPool
 

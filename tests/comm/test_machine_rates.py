@@ -16,8 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.comm import group_of, machine_rates
-from interlace.comm.group import Group
+from interlace.comm import group_of
+from interlace.comm.groups import machine_rates
+from interlace.comm.groups.group import Group
 from interlace.compile import choice
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace import WorkspaceError
-from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.memory import FreeList
+from interlace.comm.replay.memory import FreeList
+from interlace.comm.runtime.dlpack import bytes_at, view_as
 
 
 def test_free_list_example():

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 from interlace import BackendError, WorkspaceError
-from interlace.comm import memory_cuda, releases
-from interlace.comm.memory import Block
-from interlace.comm.memory_cuda import CudaHeap
+from interlace.comm.groups import memory_cuda
+from interlace.comm.groups.memory_cuda import CudaHeap
+from interlace.comm.replay import releases
+from interlace.comm.replay.memory import Block
 
 MIB = 2**20
 _PEERS = 10**6  # descriptors of the other rank begin here

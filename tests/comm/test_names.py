@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.group import Group, solo_group
+from interlace.comm.groups.group import Group, solo_group
 
 
 def _numbered_cpu() -> list[bool]:

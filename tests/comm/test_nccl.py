@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from interlace.comm import nccl
 from interlace.errors import BackendError
+from interlace.gin import nccl
 from tests.programs import run_program
 from tests.wheels import nccl_folder
 

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from interlace.comm.group import Group
-from interlace.comm.outputs import LANDING, Output
+from interlace.comm.groups.group import Group
+from interlace.comm.groups.outputs import LANDING, Output
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Ranks whose process has ended are known to have, and are named before those that wait for them."""
+"""Ranks whose process has ended are known, and are named before those that wait for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from interlace.comm import context as ctx
-from interlace.comm import processes
-from interlace.comm.group import group_of
-from interlace.comm.processes import Process, lives, own_process
+from interlace.comm.groups.group import group_of
+from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime import processes
+from interlace.comm.runtime.processes import Process, lives, own_process
 from tests.errors import error_of
 from tests.faults.scenarios import MortalPool
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import interlace
-from interlace.comm import flight_recorder, ranges
+from interlace.comm.host import flight_recorder
+from interlace.comm.runtime import ranges
 from interlace.registry import operators
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
 from interlace.testing.cases.gemv import GemvCase

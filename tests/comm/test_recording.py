@@ -8,8 +8,9 @@ from unittest import mock
 
 import torch
 
-from interlace.comm import context, recording
-from interlace.comm.recording import Recording
+from interlace.comm.replay import recording
+from interlace.comm.replay.recording import Recording
+from interlace.comm.runtime import context
 
 OWN = torch.arange(context.LENGTH)
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.interpreter import require
+from interlace.comm.runtime.interpreter import require
 from tests.errors import error_of
 
 

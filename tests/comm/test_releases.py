@@ -9,9 +9,9 @@ import threading
 import pytest
 import torch
 
-from interlace.comm import releases as module
-from interlace.comm.memory import FreeList
-from interlace.comm.releases import ReleaseQueue
+from interlace.comm.replay import releases as module
+from interlace.comm.replay.memory import FreeList
+from interlace.comm.replay.releases import ReleaseQueue
 
 GPU, OTHER_GPU, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from interlace import PeerTimeoutError
-from interlace.comm.rendezvous import meet
+from interlace.comm.host.rendezvous import meet
 
 
 def _all_meet(

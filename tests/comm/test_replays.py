@@ -9,10 +9,11 @@ from unittest import mock
 import pytest
 import torch
 
-from interlace.comm import constants, memory_cuda, tables
-from interlace.comm import replays as module
-from interlace.comm.group import Group
-from interlace.comm.replays import Replays
+from interlace.comm.groups.group import Group
+from interlace.comm.launching import constants
+from interlace.comm.replay import replays as module
+from interlace.comm.replay import tables
+from interlace.comm.replay.replays import Replays
 from interlace.errors import BackendError
 
 
@@ -61,7 +62,7 @@ def test_a_copy_is_not_replayed_to_another_allocation_at_the_same_address(
     """Its copies would go to the memory that lay there when it was captured."""
     received, nothing = torch.empty(1), torch.empty(0)
     allocations = iter([1, 1, 1, 2, 2])
-    monkeypatch.setattr(memory_cuda, "allocation_of", lambda _: next(allocations))
+    monkeypatch.setattr(module, "allocation_of", lambda _: next(allocations))
 
     def copy() -> None:
         done.append("enqueue copy")
@@ -81,7 +82,7 @@ def test_copies_of_memory_that_the_driver_does_not_know_are_enqueued(
     def unknown(_: int) -> int:
         raise BackendError("a CUDA driver call failed")
 
-    monkeypatch.setattr(memory_cuda, "allocation_of", unknown)
+    monkeypatch.setattr(module, "allocation_of", unknown)
 
     def copy() -> None:
         done.append("enqueue copy")

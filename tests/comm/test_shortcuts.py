@@ -15,7 +15,7 @@ import triton.runtime.interpreter as interpreter
 from triton.language import core, semantic
 from triton.runtime.errors import InterpreterError
 
-from interlace.comm import shortcuts
+from interlace.comm.cpu import shortcuts
 
 
 class _Counted:

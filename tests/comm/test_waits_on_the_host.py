@@ -15,14 +15,15 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import group_of, rendezvous
-from interlace.comm.channel import HostChannel
-from interlace.comm.cpu_faults import Traffic
-from interlace.comm.health import Health
-from interlace.comm.members import Members
-from interlace.comm.rendezvous import wait_for_keys
-from interlace.comm.replays import Replays
-from interlace.comm.streams import Streams
+from interlace.comm import group_of
+from interlace.comm.cpu.cpu_faults import Traffic
+from interlace.comm.host import rendezvous
+from interlace.comm.host.channel import HostChannel
+from interlace.comm.host.health import Health
+from interlace.comm.host.members import Members
+from interlace.comm.host.rendezvous import wait_for_keys
+from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime.streams import Streams
 
 DEADLINE_S, INTERRUPT_S, SOON_S = 30.0, 1.0, 10.0
 

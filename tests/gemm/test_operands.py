@@ -9,8 +9,8 @@ import torch
 
 import interlace
 from interlace import ArgumentError, BackendError, GemmReduceScatterConfig
-from interlace.comm import process_groups
-from interlace.comm.kernels import describe_matrix
+from interlace.comm.groups import process_groups
+from interlace.comm.launching.kernels import describe_matrix
 from interlace.gemm.choice import Choice
 from interlace.gemm.implementations import remote_stores
 from interlace.gemm.launch import describe_own

@@ -22,7 +22,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config
 
 import interlace
-from interlace.comm.group import _groups
+from interlace.comm.groups.group import _groups
 from interlace.compile import recording
 from tests.compile.programs import fuse_everything
 from tests.gpu.graphs import graphs_of_inductor

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.comm import machine_rates
+from interlace.comm.groups import machine_rates
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.product_fit import with_rates
 from interlace.costs.time import SizedCall

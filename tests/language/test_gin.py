@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.gin import open_gin
-from interlace.comm.gin_cpu import Put, engine_at
+from interlace.gin.gin import open_gin
+from interlace.gin.gin_cpu import Put, engine_at
 from tests.errors import error_of
 from tests.nodes.groups import process_group_of
 

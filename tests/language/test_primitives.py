@@ -486,7 +486,7 @@ def test_a_wait_lasts_one_deadline(ranks):
 
 
 def _epochs(start):
-    from interlace.comm.group import MAX_PROGRAMS
+    from interlace.comm.groups.group import MAX_PROGRAMS
     from tests.language import kernels
 
     epochs = torch.full((MAX_PROGRAMS,), start, dtype=torch.int32)
@@ -588,7 +588,7 @@ def _after_clearing(dtype, epoch, values):
     """Return signals of the right neighbour and of this rank, which has cleared its own."""
     import triton.language as tl
 
-    from interlace.comm.group import MAX_PROGRAMS
+    from interlace.comm.groups.group import MAX_PROGRAMS
     from tests.language import kernels
 
     group = interlace.group_of()

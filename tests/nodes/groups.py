@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.nodes import NODES_VARIABLE
+from interlace.comm.host.nodes import NODES_VARIABLE
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates
 from interlace.gemm import between_nodes

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.carrier import run_within
-from interlace.comm.nodes import numbered
+from interlace.comm.groups.carrier import run_within
+from interlace.comm.host.nodes import numbered
 from interlace.gemm.dispatch import resolve
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.terms import Terms
@@ -85,7 +85,7 @@ def test_nodes_are_numbered_in_the_order_of_ranks():
 
 
 def _launchers(environment):
-    from interlace.comm.nodes import _by_launcher
+    from interlace.comm.host.nodes import _by_launcher
 
     return _by_launcher(environment)
 

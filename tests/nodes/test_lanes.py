@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from interlace.comm import carrier as carrier_module
-from interlace.comm import slices
-from interlace.comm.carrier import Carrier, Message
-from interlace.comm.slices import SliceQueue, Step, Trigger
+from interlace.comm.groups import carrier as carrier_module
+from interlace.comm.groups import slices
+from interlace.comm.groups.carrier import Carrier, Message
+from interlace.comm.groups.slices import SliceQueue, Step, Trigger
 from interlace.operators.embedding_all_to_all.config import (
     MOST_STAGES,
     EmbeddingAllToAllConfig,

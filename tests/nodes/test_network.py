@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.cli import demo_nodes, doctor_network, tune_network
-from interlace.comm import machine_rates, network_rates
+from interlace.comm.groups import machine_rates, network_rates
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, parse_network, read_network
@@ -34,7 +34,7 @@ SIZES = (64, 256, 1024)
 
 
 def _measured(nodes):
-    from interlace.comm.network_rates import compare_with_all_to_all, measure_exchanges
+    from interlace.comm.groups.network_rates import compare_with_all_to_all, measure_exchanges
 
     with process_group_of(nodes) as process_group:
         group = interlace.group_of(process_group)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.nodes import ranks_of_nodes
+from interlace.comm.host.nodes import ranks_of_nodes
 from interlace.costs import find_cost
 from interlace.costs import gemm as product_costs
 from interlace.costs.gemm import STAMP_BYTES

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm import carrier as carrier_module
-from interlace.comm import context as ctx
-from interlace.comm import network as module
-from interlace.comm.carrier import Carrier
-from interlace.comm.cpu_faults import Traffic
-from interlace.comm.health import Health
-from interlace.comm.members import Members
-from interlace.comm.network import Watch
-from interlace.comm.replays import Replays
-from interlace.comm.streams import Streams
+from interlace.comm.cpu.cpu_faults import Traffic
+from interlace.comm.groups import carrier as carrier_module
+from interlace.comm.groups import network as module
+from interlace.comm.groups.carrier import Carrier
+from interlace.comm.groups.network import Watch
+from interlace.comm.host.health import Health
+from interlace.comm.host.members import Members
+from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime.streams import Streams
 from tests.errors import error_of
 
 RELEASED = [

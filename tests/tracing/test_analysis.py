@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from interlace.comm import context
-from interlace.comm.recording import RecordedLaunch
+from interlace.comm.replay.recording import RecordedLaunch
+from interlace.comm.runtime import context
 from interlace.tracing import clocks
 from interlace.tracing.events import Event, Launch, Packed, pack, unpack
 from interlace.tracing.libraries import Activity, beside

@@ -164,7 +164,7 @@ def test_a_trace_ends(ranks: Any) -> None:
 
 def test_more_events_than_a_ring_holds() -> None:
     """The last ones are kept, in order, and the others are counted."""
-    from interlace.comm import context
+    from interlace.comm.runtime import context
     from interlace.tracing.events import Packed, _packed, timer_step_ns, unpack
 
     source = random.Random(0)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from gemm_broadcast import ROOT
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch
-from interlace.comm.replays import places
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.launch import constants, operand_arguments, programs
 from interlace.units import ceil_div

@@ -18,8 +18,8 @@ from interlace.bench.embedding_calls import (
     EmbeddingCalls,
     TablesShape,
 )
-from interlace.comm.group import MAX_PROGRAMS
-from interlace.comm.kernels import Launch
+from interlace.comm.groups.group import MAX_PROGRAMS
+from interlace.comm.launching.kernels import Launch
 from interlace.costs import embedding_all_to_all as costs
 from interlace.operators.embedding_all_to_all import backward, launch
 from interlace.operators.embedding_all_to_all.config import (

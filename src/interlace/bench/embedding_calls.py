@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.bench.benchmark import Benchmark
-from interlace.comm.group import solo_group
+from interlace.comm.groups.group import solo_group
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import backward, launch
 from interlace.operators.embedding_all_to_all.api import embedding_all_to_all

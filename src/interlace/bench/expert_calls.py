@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import Benchmark
 from interlace.comm import Group
-from interlace.comm.group import solo_group
-from interlace.comm.kernels import Launch
+from interlace.comm.groups.group import solo_group
+from interlace.comm.launching.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import launch
 from interlace.operators.mixture_of_experts.activation import ExpertActivation

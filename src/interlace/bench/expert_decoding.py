@@ -26,7 +26,7 @@ from interlace.bench.benchmark import (
 )
 from interlace.bench.expert_calls import ExpertCalls, ExpertsShape
 from interlace.bench.kernel_times import kernels_of
-from interlace.comm.machine_rates import sets_past_cache
+from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError

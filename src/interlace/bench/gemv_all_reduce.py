@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant
 from interlace.bench.collectives import symmetric_all_reduces
-from interlace.comm.group import MAX_PROGRAMS, solo_group
+from interlace.comm.groups.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
 from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
 from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig

@@ -1,8 +1,8 @@
 """Make a machine's profile of what was measured on it.
 
-``interlace tune machine`` measures rates (:mod:`interlace.comm.machine_rates`) and calls of every
-operator. What the short stay cannot tell, how an implementation composes its time, is taken from
-the profile that is known, and scaled.
+``interlace tune machine`` measures rates (:mod:`interlace.comm.groups.machine_rates`) and calls of
+every operator. What the short stay cannot tell, how an implementation composes its time, is taken
+from the profile that is known, and scaled.
 """
 
 from __future__ import annotations

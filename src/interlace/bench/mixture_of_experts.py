@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import LeastWork, Step, Way, changes_along, constant, relative_error
 from interlace.bench.expert_calls import ROUTINGS, ExpertCalls, ExpertsShape
-from interlace.comm.group import solo_group
-from interlace.comm.kernels import Launch
+from interlace.comm.groups.group import solo_group
+from interlace.comm.launching.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
 from interlace.operators.mixture_of_experts import launch
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig

@@ -15,9 +15,9 @@ from interlace.bench import collectives
 from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant, relative_error
 from interlace.bench.carriers import carriers
 from interlace.bench.roles import PAIR_NAMES, Role
-from interlace.comm import torch_collectives
-from interlace.comm.group import solo_group
-from interlace.comm.machine_rates import sets_past_cache
+from interlace.comm.groups.group import solo_group
+from interlace.comm.groups.machine_rates import sets_past_cache
+from interlace.comm.runtime import torch_collectives
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig

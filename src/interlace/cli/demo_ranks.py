@@ -120,7 +120,7 @@ def _record_unfused(
 
     The compute is the kernel in a group of one.
     """
-    from interlace.comm.group import solo_group
+    from interlace.comm.groups.group import solo_group
 
     # A group of one has no puts and no waits; no columns have no products.
     solo = solo_group(x.device)

@@ -84,7 +84,7 @@ def _triggers(device: Any) -> Row:
     # The look itself goes through the driver's bindings.
     if not _importable("cuda.bindings.driver"):
         return Row(check, ABSENT, "not looked at: cuda-bindings is not installed")
-    from interlace.comm.copies import supports_triggers
+    from interlace.comm.groups.copies import supports_triggers
 
     if supports_triggers(device):
         return Row(check, OK, "copies can wait for a kernel's counters (triggered transfers)")
@@ -136,7 +136,7 @@ def _sharing(torch: Any, count: int) -> Row:
 
 def _queues() -> Row:
     """Say how many queues lead from a process to a GPU, and whether its SMs are limited."""
-    from interlace.comm.members import PROCESSOR_LIMIT, limits_processors
+    from interlace.comm.host.members import PROCESSOR_LIMIT, limits_processors
 
     check, limit = "queues to a GPU", os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "")
     if limits_processors():

@@ -154,7 +154,7 @@ def _pass_memory() -> None:
     """Do in one process what ranks do: write shared memory, send its descriptor through a socket,
     read it there.
     """
-    from interlace.comm.descriptors import connect, listening
+    from interlace.comm.host.descriptors import connect, listening
 
     with listening() as (directory, listener):
         sender = connect(directory, 0)

@@ -26,7 +26,7 @@ from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.cli.tables import make_table
 from interlace.comm import group_of
-from interlace.comm.network_rates import SIZES, TOGETHER, ExchangeTime, measure_exchanges
+from interlace.comm.groups.network_rates import SIZES, TOGETHER, ExchangeTime, measure_exchanges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import profile_on
 

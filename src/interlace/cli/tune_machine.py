@@ -20,7 +20,7 @@ from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
 from interlace.comm import group_of
-from interlace.comm.machine_rates import measure_rates
+from interlace.comm.groups.machine_rates import measure_rates
 from interlace.costs.known_profiles import keep_profile, profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime
 from interlace.costs.time import MachineProfile

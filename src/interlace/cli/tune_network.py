@@ -12,7 +12,7 @@ from interlace.cli.doctor_network import networks_in_use, run_measurement, times
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.comm import group_of
-from interlace.comm.network_rates import SIZES, ExchangeTime, measure_network
+from interlace.comm.groups.network_rates import SIZES, ExchangeTime, measure_network
 from interlace.costs.known_profiles import keep_profile, own_file, profile_of
 from interlace.gemm.choice import Gpu
 

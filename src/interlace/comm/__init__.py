@@ -1,17 +1,17 @@
 """Start ranks as processes, group them, and give each group its memory and its deadlines."""
 
-from interlace.comm.cpu_faults import Faults, Traffic, inject
-from interlace.comm.group import MAX_PROGRAMS, Group, Workspace, group_named, group_of
-from interlace.comm.launcher import init_process_group, launch
-from interlace.comm.process_groups import (
+from interlace.comm.cpu.cpu_faults import Faults, Traffic, inject
+from interlace.comm.groups.group import MAX_PROGRAMS, Group, Workspace, group_named, group_of
+from interlace.comm.groups.launcher import init_process_group, launch
+from interlace.comm.groups.process_groups import (
     default_device_type,
     default_name,
     process_group_named,
     rank_and_size,
     require_same_ranks,
 )
-from interlace.comm.recovery import recover, set_deadline, synchronize
-from interlace.comm.symmetric import SymmetricTensor, empty_symmetric
+from interlace.comm.groups.recovery import recover, set_deadline, synchronize
+from interlace.comm.groups.symmetric import SymmetricTensor, empty_symmetric
 
 __all__ = [
     "MAX_PROGRAMS",

@@ -14,8 +14,8 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
 from interlace.comm import default_device_type
-from interlace.comm.identity import PACKAGE, digest_of, identity
-from interlace.comm.interpreter import interpreting
+from interlace.comm.host.identity import PACKAGE, digest_of, identity
+from interlace.comm.runtime.interpreter import interpreting
 from interlace.compile import foreign, foreign_norms
 from interlace.compile.choice import nodes_of, ranks_of_a_node, require_common_profile
 from interlace.compile.findings import LeftAlone

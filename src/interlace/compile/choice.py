@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import process_group_named
-from interlace.comm.common_profile import settle_network, settle_profile
-from interlace.comm.group import known_nodes
-from interlace.comm.interpreter import interpreting
-from interlace.comm.nodes import declared_ranks_per_node
+from interlace.comm.groups.group import known_nodes
+from interlace.comm.host.common_profile import settle_network, settle_profile
+from interlace.comm.host.nodes import declared_ranks_per_node
+from interlace.comm.runtime.interpreter import interpreting
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.compile.shards import uneven_groups

@@ -140,7 +140,7 @@ _MODEL = "NVIDIA H200"
 def adopt(profile: MachineProfile) -> None:
     """Make a profile the user's own one, until the program ends.
 
-    All ranks of the program must do so (:mod:`interlace.comm.common_profile`).
+    All ranks of the program must do so (:mod:`interlace.comm.host.common_profile`).
     """
     _adopted[profile.gpu] = profile
     for cached in _by_profiles:

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from interlace import environment
 from interlace.cache_folder import cache_folder
-from interlace.comm import Group, inductor_graphs
-from interlace.comm.gpu_memory import has_memory
-from interlace.comm.identity import identity
-from interlace.comm.machine_rates import sets_past_cache
+from interlace.comm import Group
+from interlace.comm.groups.machine_rates import sets_past_cache
+from interlace.comm.host.identity import identity
+from interlace.comm.runtime import inductor_graphs
+from interlace.comm.runtime.gpu_memory import has_memory
 from interlace.costs.time import in_order
 from interlace.errors import PeerTimeoutError, RankMismatchError
 from interlace.gemm.call import GemmCall

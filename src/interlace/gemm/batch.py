@@ -8,8 +8,9 @@ from typing import Any, ClassVar, cast
 
 import torch
 
-from interlace.comm import Group, ranges
-from interlace.comm.replays import places
+from interlace.comm import Group
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime import ranges
 from interlace.costs.gemm import leaving
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.comm.replays import places
+from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import FLOAT8, FLOATS, require_device, require_tensor
 from interlace.registry import Operator

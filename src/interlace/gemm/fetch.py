@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm import Group, copies
-from interlace.comm.group import Workspace
-from interlace.comm.kernels import Launch
+from interlace.comm import Group
+from interlace.comm.groups import copies
+from interlace.comm.groups.group import Workspace
+from interlace.comm.launching.kernels import Launch
 from interlace.gemm.kernels import layout
 from interlace.gemm.launch import padded_columns, row_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
@@ -113,7 +114,7 @@ class OwnRows(NamedTuple):
 
 Arrivals = dict[int, torch.cuda.Event | None]
 """For each rank, an event after the copies of its rows, to be passed to
-:func:`interlace.comm.copies.wait_for`.
+:func:`interlace.comm.groups.copies.wait_for`.
 """
 
 

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, capability, describe_matrix
+from interlace.comm.launching.kernels import Launch, capability, describe_matrix
+from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
 from interlace.gemm.launch import moves_tiles, row_stride

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from interlace import environment
-from interlace.comm.kernels import capability
+from interlace.comm.launching.kernels import capability
 from interlace.errors import ArgumentError
 from interlace.registry import BATCH_INVARIANT, Implementation, Operator
 from interlace.tuning.choice import Choice

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
-from interlace.comm.constants import on_device
-from interlace.comm.group import Workspace
-from interlace.comm.kernels import (
+from interlace.comm.groups.group import Workspace
+from interlace.comm.groups.outputs import Destination
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     Launch,
     addressable,
@@ -22,8 +23,7 @@ from interlace.comm.kernels import (
     processors,
     triton_dtype,
 )
-from interlace.comm.outputs import Destination
-from interlace.comm.within_node import WithinNode
+from interlace.comm.launching.within_node import WithinNode
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension

@@ -12,7 +12,7 @@ import torch
 from torch import _C
 from torch._subclasses.fake_tensor import FakeTensor
 
-from interlace.comm.replays import places
+from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.reference import Factors
 from interlace.gemm.terms import Terms

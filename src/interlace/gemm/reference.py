@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from interlace.comm.process_groups import require_alone
+from interlace.comm.groups.process_groups import require_alone
 
 
 class Factors(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.comm.registration import OPERATOR_TAGS, UNCAPTURABLE_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, UNCAPTURABLE_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from interlace.comm.process_groups import rank_and_size
+from interlace.comm.groups.process_groups import rank_and_size
 from interlace.errors import ArgumentError, GroupError
 from interlace.gemm import invariance
 from interlace.gemm.gradients import all_replicated, summed

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from triton.language import core
 
-from interlace.comm.context import KINDS
+from interlace.comm.runtime.context import KINDS
 
 _LENGTH_WITHOUT_RINGS = 3  # of the value of join
 # Without a pause, polling slows the programs that still compute; 20 to 100 ns are alike

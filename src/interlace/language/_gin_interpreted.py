@@ -3,7 +3,7 @@
 import numpy as np
 import triton.language as tl
 
-from interlace.comm.gin_cpu import Put, engine_at
+from interlace.gin.gin_cpu import Put, engine_at
 from interlace.language._interpreted import plain
 
 

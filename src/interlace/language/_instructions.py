@@ -1,6 +1,6 @@
 """The operations that the primitives consist of, on the backend that runs this process."""
 
-from interlace.comm.interpreter import interpreting
+from interlace.comm.runtime.interpreter import interpreting
 
 # Triton compiles or interprets a function when it is decorated, so the choice is made once for all.
 if interpreting():

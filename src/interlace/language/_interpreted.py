@@ -15,9 +15,10 @@ import triton.language as tl
 from triton._C.libtriton import interpreter
 from triton.runtime.interpreter import interpreter_builder
 
-from interlace.comm import context, cpu_faults
-from interlace.comm.memory import memory_of
-from interlace.comm.pauses import pause_s
+from interlace.comm.cpu import cpu_faults
+from interlace.comm.runtime import context
+from interlace.comm.replay.memory import memory_of
+from interlace.comm.runtime.pauses import pause_s
 from interlace.errors import ArgumentError
 from interlace.units import MIB
 

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from interlace.comm import context
+from interlace.comm.runtime import context
 from interlace.language._instructions import asks_for_records
 from interlace.language.recording import BEGIN, NOBODY, append, rings_of_program
 

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from interlace.comm.group import MAX_PROGRAMS
+from interlace.comm.groups.group import MAX_PROGRAMS
 
 _UNITS = tl.constexpr(MAX_PROGRAMS)
 

@@ -7,8 +7,8 @@ of the rank see the flag and end, too; the host reads the record and raises ``Pe
 import triton
 import triton.language as tl
 
-from interlace.comm import context
-from interlace.comm.interpreter import interpreting
+from interlace.comm.runtime import context
+from interlace.comm.runtime.interpreter import interpreting
 from interlace.language._instructions import clock_ns, num_threads, pause
 from interlace.language.addresses import rank
 
@@ -98,7 +98,7 @@ def report(group, peer, slice, awaited, seen, CODE: tl.constexpr):
         slice: int32 scalar: the slice that was awaited.
         awaited: int32 scalar: the awaited stamp or number.
         seen: int32 scalar: the stamp or number that was there instead.
-        CODE: kind of failure, of ``interlace.comm.context``.
+        CODE: kind of failure, of ``interlace.comm.runtime.context``.
     """
     broken = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
     record = tl.load(group[0] + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))

@@ -8,9 +8,9 @@ number before it.
 import triton
 import triton.language as tl
 
-from interlace.comm import context
-from interlace.comm.group import MAX_PROGRAMS
-from interlace.comm.interpreter import interpreting
+from interlace.comm.runtime import context
+from interlace.comm.groups.group import MAX_PROGRAMS
+from interlace.comm.runtime.interpreter import interpreting
 from interlace.language._instructions import require_grid
 from interlace.language.addresses import join, peer_pointer, rank
 

@@ -11,7 +11,7 @@ On the CPU backend messages of Gloo carry the puts.
 import triton
 import triton.language as tl
 
-from interlace.comm.interpreter import interpreting
+from interlace.comm.runtime.interpreter import interpreting
 from interlace.language._instructions import num_threads, records, require_peers
 from interlace.language.deadlines import LATE, after_look, report
 from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append, append_range

@@ -8,7 +8,7 @@ in ``README.md``.
 import triton
 import triton.language as tl
 
-from interlace.comm import context
+from interlace.comm.runtime import context
 from interlace.language._instructions import (
     fence_system, load_acquire, num_threads, pause, records, require_memory, require_peers,
     signal_peer, store_to_peer,

@@ -1,14 +1,14 @@
 """Record what a program does and when, for a trace (``interlace.trace``).
 
 Kernels record events if the context that they are launched with asks for it, which is known when
-they are compiled (``interlace.comm.context``): without a trace nothing here becomes an instruction.
+they are compiled (``interlace.comm.runtime.context``): without a trace nothing here becomes an instruction.
 """
 
 import triton
 import triton.language as tl
 
-from interlace.comm import context
-from interlace.comm.interpreter import interpreting
+from interlace.comm.runtime import context
+from interlace.comm.runtime.interpreter import interpreting
 from interlace.language._instructions import (
     clock_ns, is_tile, kind_of_event, processor, records, tile_bytes,
 )
@@ -52,7 +52,7 @@ def record(KIND: tl.constexpr, number, group):
 
 @triton.jit
 def append(lane, kind: tl.constexpr, peer, number, group):
-    """Append an event to a ring of this program; see ``interlace.comm.context`` for the fields.
+    """Append an event to a ring of this program; see ``interlace.comm.runtime.context`` for the fields.
 
     Args:
         lane: int32: 0, or a tile that counts from 0: one event for each element, of which those

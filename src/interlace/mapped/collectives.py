@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.symmetric import require_dtype, sizes_of
+from interlace.comm.groups.symmetric import require_dtype, sizes_of
+from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.errors import ArgumentError
 from interlace.mapped.output import MappedOutput
 from interlace.mapped.triggered import TriggeredTransfers

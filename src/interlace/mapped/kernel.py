@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.comm.kernels import MOST_MOVERS
+from interlace.comm.launching.kernels import MOST_MOVERS
 from interlace.mapped.layout import BARRIERS
 
 _BARRIERS = tl.constexpr(BARRIERS)

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from interlace.comm import Group
-from interlace.comm.dlpack import bytes_at
-from interlace.comm.memory import Block, call_when_gone
+from interlace.comm.replay.memory import Block, call_when_gone
+from interlace.comm.runtime.dlpack import bytes_at
 from interlace.errors import ArgumentError
 from interlace.units import round_up
 

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, group_of
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
-from interlace.comm.memory import Block
-from interlace.comm.ordinary import makes_ordinary_tensors
-from interlace.comm.symmetric import require_dtype, sizes_of
+from interlace.comm.groups.symmetric import require_dtype, sizes_of
+from interlace.comm.launching.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
+from interlace.comm.replay.memory import Block
+from interlace.comm.runtime.interpreter import require
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import BARRIERS, Mapping, chunk_of_block, chunk_of_rows, tensor_at
 

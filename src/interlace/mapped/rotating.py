@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import group_of
-from interlace.comm.ordinary import makes_ordinary_tensors
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import Mapping, chunk_of_rows, tensor_at
 

@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm.constants import on_device
-from interlace.comm.group import Group
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, triton_dtype
-from interlace.comm.slices import Message, SliceQueue, Step
-from interlace.comm.workspace import Workspace
+from interlace.comm.groups.group import Group
+from interlace.comm.groups.slices import Message, SliceQueue, Step
+from interlace.comm.groups.workspace import Workspace
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import Launch, triton_dtype
+from interlace.comm.runtime.interpreter import require
 
 _STAMP_BYTES = 16
 

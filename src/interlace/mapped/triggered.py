@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from interlace.comm.copies import (
+from interlace.comm.groups.copies import (
     Transfer,
     TransferQueue,
     Triggered,
@@ -15,9 +15,9 @@ from interlace.comm.copies import (
     push,
     require_queues,
 )
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch
-from interlace.comm.ordinary import makes_ordinary_tensors
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.runtime.interpreter import require
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.output import MappedOutput
 from interlace.units import next_power_of_2

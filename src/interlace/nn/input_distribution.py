@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, require_same_ranks
-from interlace.comm.ordinary import makes_ordinary_tensors
-from interlace.comm.registration import once_differentiable
+from interlace.comm.groups.registration import once_differentiable
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, PeerTimeoutError
 from interlace.gemm.operands import has_values, require_device, require_values
 from interlace.nn.group_member import GroupMember

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.registration import once_differentiable
+from interlace.comm.groups.registration import once_differentiable
 from interlace.nn.input_distribution import Bags, InputDistribution
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm.group import known_nodes
-from interlace.comm.process_groups import rank_and_size
+from interlace.comm.groups.group import known_nodes
+from interlace.comm.groups.process_groups import rank_and_size
 from interlace.errors import ArgumentError
 from interlace.registry import operators
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from interlace.comm.interpreter import require
-from interlace.comm.nodes import numbered
+from interlace.comm.host.nodes import numbered
+from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
 from interlace.testing.memory import CellTable, FinerGrain
 from interlace.testing.ranks import Rank

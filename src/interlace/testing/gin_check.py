@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.gin import Gin, Window, open_gin
-from interlace.comm.group import Group
+from interlace.comm.groups.group import Group
 from interlace.errors import BackendError, InterlaceError, PeerTimeoutError
+from interlace.gin.gin import Gin, Window, open_gin
 
 SIZES = (64, 65536, 4 * 2**20)
 """Bytes of the ranges that are put; every size is compared, and timed on GPUs."""

@@ -16,7 +16,8 @@ import numpy as np
 import triton.language as tl
 import triton.runtime.interpreter as interpreter
 
-from interlace.comm import cpu_faults, shortcuts, slices
+from interlace.comm.cpu import cpu_faults, shortcuts
+from interlace.comm.groups import slices
 from interlace.errors import ArgumentError
 from interlace.language import lamport, packed, primitives
 from interlace.testing.host_operations import HostOperations

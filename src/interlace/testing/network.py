@@ -1,7 +1,7 @@
 """The network between explored ranks of several nodes: messages that arrive in order, at any time.
 
-It stands in for :class:`interlace.comm.network.Network`. A message is stored as packed words in a
-slot of its own in the receiver's simulated memory: whoever has seen it knows its contents, and
+It stands in for :class:`interlace.comm.groups.network.Network`. A message is stored as packed words
+in a slot of its own in the receiver's simulated memory: whoever has seen it knows its contents, and
 nothing of what else its sender had stored by then, since a slice may leave before that. The k-th
 message from one rank to another meets the k-th receive, as with NCCL, which has no tags.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from interlace.comm.slices import Message, SliceThread, has_reached
+from interlace.comm.groups.slices import Message, SliceThread, has_reached
 from interlace.errors import ArgumentError
 from interlace.testing.memory import PART_BYTES, Addresses, process_memory
 from interlace.testing.operations import Kind

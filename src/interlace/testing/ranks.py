@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from interlace.comm.group import Group, stand_in
+from interlace.comm.groups.group import Group, stand_in
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.testing.memory import PART_BYTES, Addresses, ExploredHeap, View
 from interlace.testing.network import ExploredNetwork

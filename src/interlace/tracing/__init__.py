@@ -13,8 +13,9 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from interlace.comm import cpu_faults, group_of
-from interlace.comm import recording as recordings
+from interlace.comm import group_of
+from interlace.comm.cpu import cpu_faults
+from interlace.comm.replay import recording as recordings
 from interlace.documents import to_json
 from interlace.errors import ArgumentError
 from interlace.tracing import clocks, libraries

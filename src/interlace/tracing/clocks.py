@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from interlace.comm import Group
-from interlace.comm.kernels import Launch
-from interlace.comm.workspace import Workspace
+from interlace.comm.groups.workspace import Workspace
+from interlace.comm.launching.kernels import Launch
 from interlace.units import NS_PER_S
 
 _NAME = "tracing"

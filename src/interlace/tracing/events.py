@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from interlace.comm import context
-from interlace.comm.recording import RecordedLaunch
+from interlace.comm.replay.recording import RecordedLaunch
+from interlace.comm.runtime import context
 from interlace.tracing.libraries import Activity
 
 NAMES = {

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.comm import Group
-from interlace.comm.replays import places
+from interlace.comm.replay.replays import places
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.outputs import (
     KeptOutput,

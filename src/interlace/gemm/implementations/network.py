@@ -19,10 +19,10 @@ from typing import Any, Protocol
 import torch
 
 from interlace.comm import Group
-from interlace.comm.carrier import CHANNELS
-from interlace.comm.leaving_sms import leaving_sms
-from interlace.comm.replays import places
-from interlace.comm.slices import Message, Step, Trigger, run_in_slices
+from interlace.comm.groups.carrier import CHANNELS
+from interlace.comm.groups.slices import Message, Step, Trigger, run_in_slices
+from interlace.comm.launching.leaving_sms import leaving_sms
+from interlace.comm.replay.replays import places
 from interlace.gemm.between_nodes import slices_of
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into

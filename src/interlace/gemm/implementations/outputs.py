@@ -12,8 +12,8 @@ from typing import Any, cast
 import torch
 
 from interlace.comm import Group, process_group_named
-from interlace.comm.channel import GivenUpError
-from interlace.comm.replays import places
+from interlace.comm.host.channel import GivenUpError
+from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.mapped import Fused, fuse

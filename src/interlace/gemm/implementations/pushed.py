@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.comm import Group
-from interlace.comm.constants import on_device
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import CPU_PROGRAMS, MOST_MOVERS, Launch, cut_rows
-from interlace.comm.replays import places
-from interlace.comm.within_node import WithinNode
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import CPU_PROGRAMS, MOST_MOVERS, Launch, cut_rows
+from interlace.comm.launching.within_node import WithinNode
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm.channel import GivenUpError
-from interlace.comm.gpu_memory import has_memory
+from interlace.comm.host.channel import GivenUpError
+from interlace.comm.runtime.gpu_memory import has_memory
 from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import unfused

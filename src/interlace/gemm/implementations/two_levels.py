@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from interlace.comm.nodes import ranks_of_nodes
-from interlace.comm.slices import Step
-from interlace.comm.within_node import WithinNode, distance
+from interlace.comm.groups.slices import Step
+from interlace.comm.host.nodes import ranks_of_nodes
+from interlace.comm.launching.within_node import WithinNode, distance
 from interlace.costs.gemm import exchanges_sums
 from interlace.gemm.call import GemmCall
 from interlace.gemm.choice import MAX_RANKS

@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Group, copies
-from interlace.comm.constants import on_device
-from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_matrix, describe_parts
-from interlace.comm.replays import places
+from interlace.comm import Group
+from interlace.comm.groups import copies
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig

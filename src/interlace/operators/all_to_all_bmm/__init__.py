@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from interlace.comm import Group
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm.batch import BatchOperator
 from interlace.operators.all_to_all_bmm import launch

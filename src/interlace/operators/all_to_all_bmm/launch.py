@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from interlace.comm import Group, copies, process_group_named
-from interlace.comm.interpreter import require
-from interlace.comm.replays import places
+from interlace.comm import Group, process_group_named
+from interlace.comm.groups import copies
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, few_rows, invariance
 from interlace.gemm.batch import BatchCall
 from interlace.gemm.fetch import OwnRows, Piece, Staging

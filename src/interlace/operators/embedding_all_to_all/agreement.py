@@ -12,8 +12,8 @@ import torch
 
 from interlace import environment
 from interlace.comm import Group, group_named
-from interlace.comm.group import Answers
-from interlace.comm.ordinary import makes_ordinary_tensors
+from interlace.comm.groups.group import Answers
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.record import MAX_RANKS

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
-from interlace.comm.constants import on_device
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, triton_dtype
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import Launch, triton_dtype
+from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.landing import describe_landing

@@ -8,13 +8,13 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm import Group
-from interlace.comm.constants import on_device
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, triton_dtype
-from interlace.comm.outputs import Destination
-from interlace.comm.replays import places
-from interlace.comm.slices import Message, SliceQueue, Step, Trigger, run_in_slices
-from interlace.comm.workspace import Workspace
+from interlace.comm.groups.outputs import Destination
+from interlace.comm.groups.slices import Message, SliceQueue, Step, Trigger, run_in_slices
+from interlace.comm.groups.workspace import Workspace
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import Launch, triton_dtype
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import (
     OPERATOR,

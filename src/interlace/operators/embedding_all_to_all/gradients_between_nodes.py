@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm.constants import on_device
-from interlace.comm.slices import Message, Step
+from interlace.comm.groups.slices import Message, Step
+from interlace.comm.launching.constants import on_device
 from interlace.costs.embedding_all_to_all import cut_tables
 from interlace.mapped.stamped import Landing, StampedQueue
 from interlace.operators.embedding_all_to_all.config import OPERATOR

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group
-from interlace.comm.kernels import describe_ranks
+from interlace.comm.launching.kernels import describe_ranks
 from interlace.operators.embedding_all_to_all.launch import MOST_TILE_BYTES
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import next_power_of_2

@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Group, group_named, process_group_named, ranges
-from interlace.comm.constants import on_device
-from interlace.comm.group import solo_group
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_ranks, processors, triton_dtype
-from interlace.comm.outputs import BUFFERS, Destination
-from interlace.comm.replays import places
+from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.groups.group import solo_group
+from interlace.comm.groups.outputs import BUFFERS, Destination
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import Launch, describe_ranks, processors, triton_dtype
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime import ranges
+from interlace.comm.runtime.interpreter import require
 from interlace.costs.embedding_all_to_all import floor_link_bytes
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import network_choice, record, reference

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.comm.constants import on_device
+from interlace.comm.launching.constants import on_device
 from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
 
 

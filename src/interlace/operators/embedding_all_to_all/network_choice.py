@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from interlace.comm import Group
-from interlace.comm.copies import has_single_queue, supports_triggers
+from interlace.comm.groups.copies import has_single_queue, supports_triggers
 from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
     SLICES_OF_VECTORS,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
+from interlace.comm.groups.registration import UNCAPTURABLE_TAGS, once_differentiable, register
 from interlace.gemm.operands import require_values
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, gradient, update
 from interlace.operators.embedding_all_to_all.config import OPERATOR

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from interlace.comm import Group
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_ranks
-from interlace.comm.outputs import BUFFERS, Destination
+from interlace.comm.groups.outputs import BUFFERS, Destination
+from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch

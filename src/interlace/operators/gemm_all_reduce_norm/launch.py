@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import CPU_PROGRAMS, Launch, processors
-from interlace.comm.replays import places
+from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply

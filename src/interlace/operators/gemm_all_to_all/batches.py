@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm import Group, process_group_named
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
 from interlace.gemm.dispatch import group_for

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm import Group
-from interlace.comm.constants import on_device
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_ranks
-from interlace.comm.outputs import BUFFERS, Destination
+from interlace.comm.groups.outputs import BUFFERS, Destination
+from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interlace.comm import process_group_named
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.operators.gemm_all_to_all import reference
 
 _library = torch.library.Library("interlace", "FRAGMENT")

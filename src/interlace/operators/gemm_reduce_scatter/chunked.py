@@ -10,12 +10,13 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm import Group, copies, process_group_named
-from interlace.comm.dlpack import bytes_at, view_as
-from interlace.comm.group import Workspace
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, describe_ranks
-from interlace.comm.replays import places
+from interlace.comm import Group, process_group_named
+from interlace.comm.groups import copies
+from interlace.comm.groups.group import Workspace
+from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm import dispatch, invariance, launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm import Group
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch
-from interlace.comm.replays import places
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.gemm.operands import Operands
 from interlace.gemm.splits import balanced_rows, rank_in
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatter, chunked

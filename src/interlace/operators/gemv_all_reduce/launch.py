@@ -8,10 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named, ranges
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch
-from interlace.comm.replays import places
+from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime import ranges
+from interlace.comm.runtime.interpreter import require
 from interlace.costs.gemv_all_reduce import floor_link_bytes
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError

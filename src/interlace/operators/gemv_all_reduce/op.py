@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.operators.gemv_all_reduce.launch import run
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.comm.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm import few_rows, invariance
 from interlace.gemm.few_rows import MOST_WEIGHTS, FewRowsConfig

@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name, process_group_named, rank_and_size
-from interlace.comm.group import known_nodes
-from interlace.comm.nodes import declared_ranks_per_node
+from interlace.comm.groups.group import known_nodes
+from interlace.comm.host.nodes import declared_ranks_per_node
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.operator import MixtureOfExperts

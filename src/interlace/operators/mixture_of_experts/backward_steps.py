@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.kernels import Launch, triton_dtype
+from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.steps import Steps
 from interlace.units import ceil_div, next_power_of_2

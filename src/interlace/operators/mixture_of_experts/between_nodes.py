@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from interlace.comm import Group
-from interlace.comm.carrier import CHANNELS
-from interlace.comm.leaving_sms import grouped_leaving_sms
-from interlace.comm.replays import places
-from interlace.comm.slices import Step, run_in_slices
+from interlace.comm.groups.carrier import CHANNELS
+from interlace.comm.groups.slices import Step, run_in_slices
+from interlace.comm.launching.leaving_sms import grouped_leaving_sms
+from interlace.comm.replay.replays import places
 from interlace.gemm.implementations.network import (
     Slices,
     counters_of,

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm import Group, group_named, ranges
+from interlace.comm import Group, group_named
+from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.invariance import is_invariant, name_in
 from interlace.operators.mixture_of_experts.activation import ExpertActivation

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from interlace.comm.group import MAX_PROGRAMS
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch, processors, triton_dtype
+from interlace.comm.groups.group import MAX_PROGRAMS
+from interlace.comm.launching.kernels import Launch, processors, triton_dtype
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import CPU_PROGRAMS, Launch, processors
+from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
+from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout, stock
 from interlace.units import ceil_div, next_power_of_2
 

@@ -10,8 +10,8 @@ import torch
 from torch import _C
 
 from interlace.comm import process_group_named
-from interlace.comm.interpreter import require
-from interlace.comm.kernels import Launch
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm.invariance import effective_impl
 from interlace.operators.mixture_of_experts import (
     between_nodes,

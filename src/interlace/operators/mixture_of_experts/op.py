@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm.registration import UNCAPTURABLE_TAGS, once_differentiable, register
+from interlace.comm.groups.registration import UNCAPTURABLE_TAGS, once_differentiable, register
 from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 from interlace.operators.mixture_of_experts.launch import run, run_backward
 from interlace.operators.mixture_of_experts.layout import ExpertSizes, Parameters

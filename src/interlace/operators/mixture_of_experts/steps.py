@@ -6,15 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from interlace.comm.group import MAX_PROGRAMS
-from interlace.comm.kernels import (
+from interlace.comm.groups.group import MAX_PROGRAMS
+from interlace.comm.groups.outputs import Output
+from interlace.comm.launching.kernels import (
     Launch,
     describe_memory,
     describe_ranks,
     processors,
     triton_dtype,
 )
-from interlace.comm.outputs import Output
 from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig

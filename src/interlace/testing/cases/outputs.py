@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
-from interlace.comm.context import EPOCH_BITS
+from interlace.comm.runtime.context import EPOCH_BITS
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 from interlace.units import next_power_of_2
 

@@ -1,0 +1,412 @@
+"""Give operators a process group: its identity, and the parts that work for it."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm.cpu.cpu_faults import Traffic
+from interlace.comm.groups.machine_rates import (
+    measure_unknown,
+    measure_unknown_network,
+    share_profile,
+)
+from interlace.comm.groups.network import Network
+from interlace.comm.groups.process_groups import (
+    default_group,
+    device_of_group,
+    note_default_group,
+    process_group_named,
+    require_alone,
+    require_member,
+)
+from interlace.comm.groups.symmetric_memory import SymmetricMemory
+from interlace.comm.groups.workspace import MAX_PROGRAMS, Workspace
+from interlace.comm.host.agreement import Agreement
+from interlace.comm.host.cache import Answers, CallCache
+from interlace.comm.host.channel import HostChannel
+from interlace.comm.host.health import Health, Running, default_deadline
+from interlace.comm.host.identity import identity, settings
+from interlace.comm.host.members import meet_members, members_of, require_dedicated_gpus
+from interlace.comm.replay import recording as recordings
+from interlace.comm.replay.memory import Block
+from interlace.comm.replay.releases import releases
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
+from interlace.comm.runtime.streams import Streams
+from interlace.errors import GroupError, WorkspaceError
+
+_RECOVERY_DEADLINES = 3  # a rank that has not noticed the failure does so one deadline later
+
+T = TypeVar("T")
+
+
+class Group:
+    """Represent a process group, with one device per rank; operators reach its parts through it.
+
+    Each part is constructed with the parts above it that it needs, and never with the group.
+
+    Attributes:
+        name: Name of the process group; ``""`` for a process on its own.
+        device: Device that runs this rank's kernels.
+        backend: ``"cuda"`` or ``"cpu"``.
+        members: The identity above with rank and size, as all parts know it.
+        nodes: Number of nodes that the ranks are on.
+        spans_nodes: Whether there are several. Ranks of one node reach each other's memory; a store
+            to the memory of a rank of another node faults.
+        traffic: Count of what this rank's kernels sent; kept on the CPU backend only.
+        streams: Order of calls on the GPU, side streams, and captures.
+        cache: Everything that earlier calls have left, with the life of each entry.
+        health: Deadline, first failure, and running calls.
+        channel: Exchange of values on the host.
+        agreement: Comparison of arguments, gathered values, and joint decisions.
+        memory: Symmetric memory: the heap, workspaces and outputs.
+        replays: CUDA graphs of calls that come again; part of the cache.
+        kept: Objects that operators keep until :meth:`release`; part of the cache.
+        outputs: Symmetric memory that operators return as tensors; part of the memory.
+    """
+
+    @makes_ordinary_tensors
+    def __init__(self, process_group: dist.ProcessGroup | None, device: torch.device) -> None:
+        """Join a group. Collective.
+
+        Args:
+            process_group: A process group that this rank belongs to; None for this process alone.
+            device: Device of this rank's kernels; a GPU has an index.
+
+        Raises:
+            GroupError: GPUs of one node do not reach each other.
+            PeerTimeoutError: A rank did not come.
+            RankMismatchError: Ranks have different versions, tuned tables or GPU models.
+        """
+        # The order of these steps matters: ranks meet when the channel is made, and each later step
+        # with an exchange comes at the same point on every rank.
+        self.members = members = members_of(process_group, device)
+        self.name, self.device, self.backend = members.name, device, members.backend
+        self.traffic = Traffic()
+        self.streams = Streams(device)
+        self.cache = CallCache(self.streams)
+        # Attributes and not properties, since every call asks for them.
+        self.replays, self.kept = self.cache.replays, self.cache.kept
+        self.health = Health(members, self.streams, self.cache.replays, self.traffic)
+        store = None if process_group is None else process_group.get_group_store()
+        self.channel = HostChannel(members, self.health, store)
+        # The method, not the channel's: interlace.testing overrides it with its own exchange.
+        self.agreement = Agreement(members, self.cache, self.health, self.exchange)
+        meet_members(members, self.exchange, store)
+        self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
+        if store is not None:
+            self.health.trace_by(self.channel.first_late)
+        self.health.deadline_s = default_deadline(members.ranks_per_gpu)
+        self.agreement.compare("joining a group", settings())
+        share_profile(members, self.exchange)
+        # Each rank chooses by itself, so all must choose by the same code, tables and profiles.
+        self.agreement.compare("joining a group", identity(device))
+        self.memory = SymmetricMemory(
+            self.channel, self.agreement, self.health, self.streams, self.cache.replays
+        )
+        self.outputs = self.memory.outputs
+        self._network: Network | None = None
+        measure_unknown(self)
+        measure_unknown_network(self)
+
+    # Identity
+
+    @property
+    def rank(self) -> int:
+        """Return the rank of this process in the group."""
+        return self.members.rank
+
+    @property
+    def world_size(self) -> int:
+        """Return the number of ranks in the group."""
+        return self.members.world_size
+
+    def require_own_gpus(self, activity: str) -> None:
+        """Refuse to measure on GPUs that ranks share; see :func:`require_dedicated_gpus`."""
+        require_dedicated_gpus(self.members, activity)
+
+    def require_size(self, operator: str, most: int) -> None:
+        """Refuse a group of one node with more ranks than an operator's kernels take.
+
+        A group of several nodes may have any number: its operators need not run those kernels.
+
+        Raises:
+            GroupError: The group has more than ``most`` ranks.
+        """
+        if self.world_size > most and not self.spans_nodes:
+            raise GroupError(
+                f"{operator}: a group must have at most {most} ranks; got {self.world_size}."
+            )
+
+    def require_one_node(self, subject: str) -> None:
+        """Refuse a group whose ranks do not all share memory.
+
+        Args:
+            subject: What needs shared memory, for the error.
+
+        Raises:
+            GroupError: The ranks are on several nodes.
+        """
+        if self.spans_nodes:
+            raise GroupError(
+                f"{subject}: ranks of the group must share memory; they are on {self.nodes} nodes "
+                f"({', '.join(map(str, self.members.node_of_rank))} by rank). Form a group per "
+                "node, by torch.distributed.new_group, and give that one."
+            )
+
+    # Agreement
+
+    def exchange(self, label: str, value: object, *, deadline_s: float | None = None) -> list[Any]:
+        """Return every rank's ``value``, in rank order; see :meth:`HostChannel.exchange`."""
+        return self.channel.exchange(label, value, deadline_s=deadline_s)
+
+    def agree(self, operator: str, **arguments: Hashable) -> int:
+        """Check that all ranks make this call, and return its mark; see :meth:`Agreement.agree`."""
+        return self.agreement.agree(operator, arguments)[0]
+
+    # Memory of earlier calls
+
+    def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
+        """Return the result of ``make()``, called once per ``key``; see :meth:`CallCache.once`."""
+        return self.cache.once(key, make)
+
+    # Symmetric memory
+
+    @property
+    def stride(self) -> int:
+        """Return the bytes between two ranks' copies of a symmetric address."""
+        return self.memory.heap.stride
+
+    @property
+    def granularity(self) -> int:
+        """Return the bytes of which pieces for :meth:`remap` must be multiples."""
+        return self.memory.heap.granularity
+
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """Allocate symmetric memory; see :meth:`SymmetricMemory.allocate`."""
+        return self.memory.allocate(nbytes, pieces)
+
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
+        """Map symmetric memory once more; see :meth:`SymmetricMemory.remap`."""
+        return self.memory.remap(addresses, nbytes)
+
+    def workspace(self, operator: str, half_bytes: int, signal_count: int = 1) -> Workspace:
+        """Return the memory of ``operator``; see :meth:`SymmetricMemory.workspace`."""
+        return self.memory.workspace(operator, half_bytes, signal_count)
+
+    def workspace_bytes(self) -> dict[str, int]:
+        """Return the symmetric bytes that each operator's workspace holds on this rank."""
+        return self.memory.workspace_bytes()
+
+    # Between nodes
+
+    def network(self) -> Network:
+        """Return what slices to other nodes need, made by the first call. Collective.
+
+        Raises:
+            WorkspaceError: It must be made, and a CUDA graph is being captured.
+            BackendError: A rank cannot connect; raised on every rank.
+        """
+        if self._network is None:
+            if self.streams.capturing():
+                raise WorkspaceError(
+                    "nodes must be connected before a CUDA graph is captured. Call the operator "
+                    "once with these shapes first, then capture."
+                )
+            with self.on_device(), self.agreement.together("connecting nodes"):
+                self._network = Network(self.members, self.health, self.channel, self.replays)
+        return self._network
+
+    # Health
+
+    @property
+    def deadline_s(self) -> float:
+        """Return the number of seconds that a wait of this group may last."""
+        return self.health.deadline_s
+
+    @deadline_s.setter
+    def deadline_s(self, seconds: float) -> None:
+        self.health.deadline_s = seconds
+
+    @property
+    def broken(self) -> bool:
+        """Return whether a call has failed, so that later results mean nothing."""
+        return self.health.broken
+
+    def check(self) -> None:
+        """Raise the error of the first failure, if there was one; see :meth:`Health.check`."""
+        self.health.check()
+
+    def context(self, operator: str) -> torch.Tensor:
+        """Return the ``ctx`` argument of ``operator``'s kernels; see :meth:`Health.context`."""
+        context = self.health.context(operator, self.stride)
+        recording = recordings.active()
+        return context if recording is None else recording.context(context, operator)
+
+    def indivisible(self, step: str) -> contextlib.AbstractContextManager[None]:
+        """Return a context whose interruption breaks the group; see :meth:`Health.indivisible`."""
+        return self.health.indivisible(step)
+
+    def running(self) -> Running:
+        """Return the context in which an operator launches its kernels.
+
+        It refuses a broken group, orders the call after the previous one on this GPU, and makes the
+        group's GPU the current one. An exception that leaves it after a launch breaks the group:
+        the epochs of this rank may no longer be those of its peers. On the CPU backend the kernels
+        have ended when the context exits, so an expired wait raises there.
+        """
+        return self.health.running(self.check)
+
+    # Streams
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the group's GPU is the current one."""
+        return self.streams.on_device()
+
+    def capture_id(self) -> int | None:
+        """Return the id of the capture of the GPU's current stream, or None."""
+        return self.streams.capture_id()
+
+    # What concerns all parts
+
+    def synchronize(self) -> None:
+        """Wait until this rank's kernels are done, then :meth:`check`."""
+        self.streams.synchronize()
+        self.check()
+
+    def release(self) -> None:
+        """Free all workspaces, and outputs that no tensor refers to.
+
+        Collective: every rank must call it, with no kernel of the group running. CUDA graphs
+        that were captured before must not be replayed afterwards.
+        """
+        self.streams.synchronize()
+        # A peer's kernel may write to this rank's memory until all ranks are idle.
+        self.exchange("release", "idle")
+        self._forget()
+        releases.empty()
+
+    def recover(self, timeout_s: float | None = None) -> None:
+        """Make a broken group usable again; see :func:`interlace.recover`."""
+        if self.streams.capturing():
+            raise WorkspaceError(
+                "a group must be recovered outside of a CUDA graph. Finish the capture first."
+            )
+        self.streams.synchronize()  # kernels that wait end by their deadline
+        if self.world_size > 1:
+            # Once all ranks have met, no rank has a kernel running that could write to a peer.
+            default_s = _RECOVERY_DEADLINES * self.deadline_s
+            self.channel.meet("recover", default_s if timeout_s is None else timeout_s)
+        self._forget()
+        for recoverable in self.cache.recoverable:
+            recoverable.reset()
+        self.health.reset()
+        self.streams.synchronize()
+        # No rank may write to a peer before that peer's memory is reset.
+        self.exchange("recover", "as new")
+        releases.empty()
+
+    def _forget(self) -> None:
+        """Let go of everything that calls have left, on every rank at once."""
+        self.cache.clear()
+        self.memory.clear()
+        if self._network is not None:
+            self._network.close()
+            self._network = None
+
+
+_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, Group]] = (
+    weakref.WeakKeyDictionary()
+)
+_solo: dict[torch.device, Group] = {}
+_lock = threading.Lock()
+
+
+def group_of(
+    process_group: dist.ProcessGroup | None = None, device: torch.device | str | None = None
+) -> Group:
+    """Return the :class:`Group` of a process group.
+
+    The first call for a process group and kind of device is collective.
+
+    Args:
+        process_group: A group that this rank belongs to. Default: the default process group; this
+            process on its own if there is none, and it is not one of several.
+        device: Device of the group's kernels. Default: the current CUDA device, or the CPU if there
+            is none.
+
+    Raises:
+        GroupError: This rank is not a member, the group cannot be used, or none was given and there
+            is no default one, though ``WORLD_SIZE`` is above 1 or there was one.
+    """
+    substitute: Group | None = default_group.get()
+    if process_group is None and substitute is not None:
+        return substitute
+    device = device_of_group(device)
+    if process_group is None and dist.is_available() and dist.is_initialized():
+        process_group = dist.group.WORLD
+    require_member(process_group)
+    if process_group is None:
+        require_alone()
+        return solo_group(device)
+    with _lock:
+        groups = _groups.setdefault(process_group, {})
+        if device not in groups:
+            note_default_group(dist.get_world_size())
+            groups[device] = Group(process_group, device)
+        return groups[device]
+
+
+def known_nodes(process_group: dist.ProcessGroup | None) -> int | None:
+    """Return the number of nodes that the ranks of a group are on; None before its first call.
+
+    Nothing is exchanged, so a rank may ask alone.
+    """
+    substitute: Group | None = default_group.get()
+    if process_group is None and substitute is not None:
+        return substitute.nodes
+    process_group = process_group or dist.group.WORLD
+    with _lock:
+        groups = _groups.get(process_group, {}) if process_group is not None else {}
+        return max((group.nodes for group in groups.values()), default=None)
+
+
+def stand_in(group: Group) -> contextvars.Token[Any]:
+    """Make ``group`` the default group of this thread, for ranks that are threads."""
+    return default_group.set(group)
+
+
+def solo_group(device: torch.device) -> Group:
+    """Return the group of this process alone on ``device``, regardless of process groups."""
+    device = device_of_group(device)
+    with _lock:
+        if device not in _solo:
+            _solo[device] = Group(None, device)
+        return _solo[device]
+
+
+def group_named(name: str, device: torch.device) -> Group:
+    """Return the group of a process group's name, which operators carry in graphs.
+
+    The name ``""`` stands for the default group.
+    """
+    return group_of(process_group_named(name), device)
+
+
+__all__ = [
+    "MAX_PROGRAMS",
+    "Answers",
+    "Group",
+    "Workspace",
+    "group_named",
+    "group_of",
+    "solo_group",
+    "stand_in",
+]

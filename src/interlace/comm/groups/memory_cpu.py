@@ -1,0 +1,107 @@
+"""Share memory between processes of one machine: unnamed files, mapped at fixed distances.
+
+The files have no name in any directory (``memfd_create``), and their descriptors pass between the
+ranks directly: the memory is gone when the last process that maps it ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import mmap
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+
+from interlace.comm.host.channel import HostChannel
+from interlace.comm.host.descriptors import exchanged_descriptors
+from interlace.comm.replay.memory import Block, Heap, Range
+from interlace.comm.replay.memory_map import map_again, map_file, reserve, unmap
+from interlace.errors import WorkspaceError
+from interlace.units import GIB, format_bytes, round_up
+
+
+class CpuHeap(Heap):
+    """Allocate shared mappings at fixed distances; see the module."""
+
+    def __init__(self, channel: HostChannel) -> None:
+        """Reserve 64 GiB of addresses per rank; ``channel`` passes descriptors between ranks."""
+        self.device = torch.device("cpu")
+        self.granularity = mmap.PAGESIZE
+        self.stride = 64 * GIB
+        self._channel = channel
+        size = self.stride * channel.world_size
+        self.base = base = reserve(size)
+        # A page without memory between blocks: a kernel that runs past the end of one is refused,
+        # and never reaches the next.
+        self._range = Range(
+            base, self.stride, self.device, functools.partial(unmap, base, size),
+            gap=self.granularity,
+        )  # fmt: skip
+
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """Allocate zeroed shared memory on every rank; see :meth:`Heap.allocate`."""
+        # Addresses of ranks of other nodes stay reserved and without memory: an access faults.
+        ranks, size = self._channel.local_ranks, pieces * round_up(max(nbytes, 1), self.granularity)
+        with contextlib.ExitStack() as undo:
+            offset, fds, failure = 0, [], None
+            try:
+                offset = self._range.offsets.take(size)
+                undo.callback(_unmap, self._range, ranks, offset, size)
+                fds = [_shared_file(size)]
+            except WorkspaceError as error:
+                # The peers must learn of the failure in the exchange before it is raised.
+                failure = error
+            with exchanged_descriptors(
+                self._channel, "empty_symmetric", fds, failure
+            ) as descriptors:
+                for rank in ranks:
+                    (descriptor,) = descriptors[rank]
+                    address = self._range.base + rank * self.stride + offset
+                    map_file(size, descriptor, address)
+            # Nothing can fail any more, and the block owns the mappings from here on.
+            undo.pop_all()
+        release = functools.partial(_unmap, self._range, ranks, offset, size)
+        return Block(self._range.base + offset, size, self.stride, self.device, release)
+
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
+        """Map shared memory once more, contiguously; see :meth:`Heap.remap`."""
+        size = len(addresses) * nbytes
+        base = reserve(size)
+        try:
+            for i, address in enumerate(addresses):
+                map_again(nbytes, address, base + i * nbytes)
+        except WorkspaceError:
+            unmap(base, size)
+            raise
+        return base, functools.partial(unmap, base, size)
+
+
+def _shared_file(nbytes: int) -> int:
+    """Return the descriptor of a new unnamed file of ``nbytes`` zeros.
+
+    Raises:
+        WorkspaceError: The operating system refuses.
+    """
+    try:
+        fd = os.memfd_create("interlace")
+        try:
+            os.ftruncate(fd, nbytes)
+        except OSError:
+            os.close(fd)
+            raise
+    except OSError as error:
+        raise WorkspaceError(
+            f"shared memory of {format_bytes(nbytes)} must be available; got {error.strerror}."
+        ) from error
+    return fd
+
+
+def _unmap(reserved: Range, ranks: Sequence[int], offset: int, size: int) -> None:
+    """Unmap ``size`` bytes per rank and free their offset; the addresses stay reserved."""
+    for rank in ranks:
+        # Reserving replaces the mapping. Unmapping alone would let the operating system give the
+        # addresses to somebody else while the range still counts on them.
+        reserve(size, reserved.base + rank * reserved.stride + offset)
+    reserved.offsets.give(offset, size)

@@ -1,0 +1,231 @@
+"""Return symmetric memory from operators: peers write into the tensor that a call returns.
+
+A group has a few buffers in one block. Each rank *takes* a free one for a call by itself, and tells
+its peers which one in the kernel (a *grant*); nothing is agreed on the host. A buffer is free again
+when the last view of the tensor over it is gone. One further buffer, the *landing*, is never handed
+out: it receives data that the same call copies or uses up.
+
+Stream order protects what the host cannot see: a tensor may be dropped while kernels still read it,
+and the next call of the group comes after them on their stream, as with torch's caching allocator.
+A tensor that is read on another stream must live until the group's stream has waited for that one.
+``Tensor.record_stream`` does nothing for such a tensor: its memory is not of torch's allocator.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from interlace.comm.host.channel import HostChannel
+from interlace.comm.host.health import Health
+from interlace.comm.replay.memory import Block
+from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime import inductor_graphs
+from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.streams import Streams
+from interlace.units import round_up
+
+BUFFERS = 2
+"""Number of tensors that may be alive at once before a call has to copy its result: the tensor of
+this step and that of the previous one.
+"""
+
+LANDING = BUFFERS
+"""The landing's index, after the buffers."""
+
+
+@dataclasses.dataclass
+class _Space:
+    """Hold one block of buffers.
+
+    Attributes:
+        block: Symmetric memory of all buffers, the landing last.
+        buffer_bytes: Bytes of one buffer.
+        in_use: Whether a tensor over the buffer is alive, per buffer without the landing.
+        capture: Id of the graph capture that a buffer belongs to for good, per buffer; None if it
+            belongs to none.
+    """
+
+    block: Block
+    buffer_bytes: int
+    in_use: list[bool]
+    capture: list[int | None]
+
+
+class _Lease:
+    """Hold a buffer for as long as a tensor over it lives."""
+
+    def __init__(self, space: _Space, index: int) -> None:
+        self._space, self._index = space, index
+        space.in_use[index] = True
+
+    def __del__(self) -> None:
+        self._space.in_use[self._index] = False
+
+
+class Destination(NamedTuple):
+    """Say which of several buffers a kernel's result goes to, and where they lie.
+
+    Attributes:
+        address: Address of rank 0's copy of the *first* buffer.
+        buffer_bytes: Bytes between two buffers.
+        own_index: Index of the buffer that this rank's result goes to.
+    """
+
+    address: int
+    buffer_bytes: int
+    own_index: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """Describe the buffer in which one call's result arrives.
+
+    Attributes:
+        address: Address of rank 0's copy of the *first* buffer, for kernels.
+        buffer_bytes: Bytes between two buffers.
+        index: Index of the buffer that this rank takes; :data:`LANDING` if none is free.
+    """
+
+    address: int
+    buffer_bytes: int
+    index: int
+    _local_address: int
+    _space: _Space
+
+    @property
+    def destination(self) -> Destination:
+        """Return the buffer as launches take it."""
+        return Destination(self.address, self.buffer_bytes, self.index)
+
+    @property
+    def lent(self) -> bool:
+        """Return whether the caller may keep the tensor; if not, it must copy it at once."""
+        return self.index != LANDING
+
+    def tensor(
+        self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a tensor ``[*shape]`` of ``dtype`` over the buffer.
+
+        The buffer is free again when the last view of the tensor is gone.
+        """
+        nbytes = math.prod(shape) * dtype.itemsize
+        owner: object = self._space.block
+        if self.index != LANDING:
+            owner = _Lease(self._space, self.index)
+        raw = bytes_at(self._local_address, (nbytes,), (1,), device, owner)
+        return view_as(raw, shape, dtype)
+
+
+class OutputPool:
+    """Manage the output buffers of one group; see the module."""
+
+    def __init__(
+        self,
+        channel: HostChannel,
+        health: Health,
+        streams: Streams,
+        replays: Replays,
+        allocate: Callable[[int], Block],
+        any_rank_now: Callable[[str, bool], bool],
+    ) -> None:
+        """Create an empty pool.
+
+        Args:
+            channel: Knows this process's rank.
+            health: Is told when growth is interrupted on this rank.
+            streams: Know the capture that a buffer may belong to.
+            replays: Know whether that capture is a graph of the group's own.
+            allocate: Allocates so many bytes of symmetric memory; collective.
+            any_rank_now: Returns whether an answer is True on any rank; collective.
+        """
+        self._channel, self._health, self._streams = channel, health, streams
+        self._replays, self._allocate, self._any_rank_now = replays, allocate, any_rank_now
+        self._space: _Space | None = None
+        self._retained: list[_Space] = []
+
+    def take(self, nbytes: int) -> Output:
+        """Return a free buffer of at least ``nbytes``, or the landing if none is free.
+
+        In a run of which Inductor makes a CUDA graph it is the landing: results belong to the
+        graph's pool there (``interlace.comm.runtime.inductor_graphs``).
+
+        Collective if the buffers must grow: every rank asks for equally many bytes.
+
+        Raises:
+            WorkspaceError: The buffers must grow while a CUDA graph is being captured, or do not
+                fit.
+        """
+        if inductor_graphs.is_running():
+            return self.landing(nbytes)
+        space = self._reserve(nbytes)
+        capture = self._capture()
+        index = LANDING
+        # The peers need not agree to it: the kernel tells them which buffer it is.
+        for i in range(BUFFERS):
+            # A buffer of a captured graph serves calls of the same capture only.
+            if not space.in_use[i] and space.capture[i] in (None, capture):
+                index = i
+                break
+        return self._output(space, index, capture)
+
+    def landing(self, nbytes: int) -> Output:
+        """Return the landing, of at least ``nbytes``; growth is collective, as in :meth:`take`.
+
+        Raises:
+            WorkspaceError: The buffers must grow while a CUDA graph is being captured, or do not
+                fit.
+        """
+        return self._output(self._reserve(nbytes), LANDING, self._capture())
+
+    def _capture(self) -> int | None:
+        """Return the program's capture that is going on, to which buffers belong from then on."""
+        return None if self._replays.capturing else self._streams.capture_id()
+
+    @property
+    def nbytes(self) -> int:
+        """Return the symmetric bytes that the pool holds on this rank."""
+        spaces = [*self._retained, *([self._space] if self._space else [])]
+        return sum(space.block.nbytes for space in spaces)
+
+    def release(self) -> None:
+        """Forget all buffers; memory stays mapped until the tensors over it are gone."""
+        self._space = None
+        self._retained.clear()
+
+    def _output(self, space: _Space, index: int, capture: int | None) -> Output:
+        """Return the output over a buffer, which belongs to ``capture`` from now on."""
+        if capture is not None:
+            # A captured graph writes to the same address whenever it is replayed. So the buffer
+            # belongs to the graph from now on, and the block outlives its replacement, even if only
+            # the landing was captured.
+            space.capture[index] = capture
+        address, size = space.block.address, space.buffer_bytes
+        local_address = address + self._channel.rank * space.block.stride + index * size
+        return Output(address, size, index, local_address, space)
+
+    def _reserve(self, nbytes: int) -> _Space:
+        """Return the oldest space with buffers of ``nbytes``; a new one if there is none.
+
+        All ranks keep the same spaces, so ranks that enqueue or capture a call meet peers that
+        replay an earlier capture of it.
+        """
+        previous = self._space
+        if previous is not None and previous.buffer_bytes >= nbytes:
+            kept = (space for space in self._retained if space.buffer_bytes >= nbytes)
+            return next(kept, previous)
+        size = round_up(max(nbytes, 1), 4096)
+        with self._health.indivisible("growing the memory of outputs"):
+            block = self._allocate((BUFFERS + 1) * size)
+            if previous is not None and self._any_rank_now(
+                "captured outputs", any(capture is not None for capture in previous.capture)
+            ):
+                self._retained.append(previous)
+            space = _Space(block, size, [False] * BUFFERS, [None] * (BUFFERS + 1))
+            self._space = space
+        return space

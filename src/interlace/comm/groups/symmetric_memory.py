@@ -1,0 +1,169 @@
+"""Manage the symmetric memory of a group: allocation, workspaces of operators, and outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from interlace.comm.groups.outputs import OutputPool
+from interlace.comm.groups.workspace import Workspace, make_workspace, rounded_sizes
+from interlace.comm.host.agreement import Agreement
+from interlace.comm.host.channel import HostChannel
+from interlace.comm.host.health import Health
+from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone
+from interlace.comm.replay.releases import releases
+from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime.ordinary import makes_ordinary_tensors
+from interlace.comm.runtime.streams import Streams
+from interlace.errors import WorkspaceError
+
+
+class SymmetricMemory:
+    """Allocate the symmetric memory of one group, and keep what its operators use.
+
+    Attributes:
+        heap: Allocator of the group's address range.
+        workspaces: The largest workspace of each operator, by the operator's name.
+        outputs: Symmetric memory that operators return as tensors.
+    """
+
+    def __init__(
+        self, channel: HostChannel, agreement: Agreement, health: Health, streams: Streams,
+        replays: Replays
+    ) -> None:  # fmt: skip
+        """Reserve an address range for all ranks.
+
+        Args:
+            channel: Passes descriptors of shared memory between the ranks.
+            agreement: Makes an allocation fail on every rank if it fails on one.
+            health: Is told when growth is interrupted on this rank.
+            streams: Give the device, and know whether a CUDA graph is being captured.
+            replays: Graphs that refer to workspaces; forgotten when one of those grows.
+        """
+        self._agreement, self._health = agreement, health
+        self._streams, self._replays = streams, replays
+        self.heap = make_heap(channel, streams)
+        self.workspaces: dict[str, Workspace] = {}
+        # Replaced, but captured in a graph of the program on any rank; the oldest first.
+        self._retained: dict[str, list[Workspace]] = {}
+        self.outputs = OutputPool(
+            channel, health, streams, replays, self.allocate, agreement.any_rank_now
+        )
+        # Kernels that are running when the group goes still use the workspaces.
+        held = [self.workspaces, self._retained]
+        call_when_gone(self, streams.device, held.clear)
+
+    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
+        """Allocate ``pieces`` times ``nbytes`` of symmetric memory. Collective.
+
+        Raises:
+            WorkspaceError: The memory does not fit on one rank, raised on every rank; or a CUDA
+                graph is being captured.
+        """
+        if self._streams.capturing():
+            raise WorkspaceError(
+                "symmetric memory must be allocated before a CUDA graph is captured. "
+                "Call the operator once with these shapes first, then capture."
+            )
+        releases.empty()
+        # All ranks have mapped and zeroed the memory when this ends, so any rank may write.
+        with self._streams.on_device(), self._agreement.together("allocating symmetric memory"):
+            return self.heap.allocate(nbytes, pieces)
+
+    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
+        """Map pieces of symmetric memory once more, consecutively. Collective; see ``Heap.remap``.
+
+        Raises:
+            WorkspaceError: A CUDA graph is being captured.
+        """
+        if self._streams.capturing():
+            raise WorkspaceError(
+                "memory must be mapped before a CUDA graph is captured. Create mapped outputs "
+                "first, then capture."
+            )
+        with self._streams.on_device(), self._agreement.together("mapping memory once more"):
+            return self.heap.remap(addresses, nbytes)
+
+    def workspace(self, operator: str, half_bytes: int, signal_count: int = 1) -> Workspace:
+        """Return the memory of ``operator``, allocated or grown on all ranks if it is too small.
+
+        Every rank must ask with equal numbers in the same order, which :meth:`Agreement.agree` has
+        checked. When a workspace grows, the previous one is kept if a graph that any rank has
+        captured refers to it, and is freed if not. A call gets the oldest one that is large enough:
+        so a rank that enqueues or captures a call meets peers that replay an earlier capture of it.
+
+        Args:
+            operator: Name of the operator.
+            half_bytes: Bytes that one call needs; the workspace has two such halves.
+            signal_count: Number of int32 signals that one call needs.
+
+        Raises:
+            WorkspaceError: The memory does not fit on one rank; raised on every rank. The previous
+                workspace stays in force.
+        """
+        workspace = self.workspaces.get(operator)
+        if workspace is None or not workspace.suffices(half_bytes, signal_count):
+            return self._grow(operator, half_bytes, signal_count)
+        for previous in self._retained.get(operator, ()):
+            if previous.suffices(half_bytes, signal_count):
+                workspace = previous
+                break
+        # The group's own graphs do not count: they are forgotten when the workspace goes.
+        workspace.captured |= self._streams.capturing() and not self._replays.capturing
+        return workspace
+
+    @makes_ordinary_tensors
+    def _grow(self, operator: str, half_bytes: int, signal_count: int) -> Workspace:
+        """Return a new workspace of at least these sizes and of the sizes of the previous one."""
+        previous = self.workspaces.get(operator)
+        if previous is not None:
+            half_bytes = max(half_bytes, previous.half_bytes)
+            signal_count = max(signal_count, previous.signal_count)
+        half_bytes, signal_count = rounded_sizes(half_bytes, signal_count)
+        step = f"growing the memory of {operator}"
+        with self._health.indivisible(step):
+            data, signals = self.allocate(2 * half_bytes), self.allocate(4 * signal_count)
+            with self._agreement.together(step):
+                workspace = make_workspace(
+                    data, half_bytes, signals, signal_count, self._streams.device
+                )
+            # Only a rank itself knows what it has captured, and all must keep the same memory.
+            is_captured = previous is not None and self._agreement.any_rank_now(
+                f"{step} (captured)", previous.captured
+            )
+            # Graphs of earlier calls refer to the previous workspace.
+            self._replays.clear()
+            self.workspaces[operator] = workspace
+            if previous is not None and is_captured:
+                self._retained.setdefault(operator, []).append(previous)
+        return workspace
+
+    def workspace_bytes(self) -> dict[str, int]:
+        """Return the symmetric bytes that each operator's workspace holds on this rank."""
+        return {
+            name: workspace.data.nbytes + workspace.signals.nbytes
+            for name, workspace in self.workspaces.items()
+        }
+
+    def clear(self) -> None:
+        """Let go of all workspaces and outputs; on every rank at once.
+
+        Outputs stay mapped until the tensors over them are gone.
+        """
+        self.workspaces.clear()
+        self._retained.clear()
+        self.outputs.release()
+
+
+def make_heap(channel: HostChannel, streams: Streams) -> Heap:
+    """Return the heap of a group on the device of ``streams``."""
+    device = streams.device
+    if channel.world_size == 1:
+        return SoloHeap(device)
+    # Only the heap of the group's own backend is imported, as the other one may lack its libraries.
+    if device.type == "cuda":
+        from interlace.comm.groups.memory_cuda import CudaHeap
+
+        return CudaHeap(channel, device)
+    from interlace.comm.groups.memory_cpu import CpuHeap
+
+    return CpuHeap(channel)

@@ -1,0 +1,1 @@
+"""What ranks exchange on the host: who they are, what they agree on, and who is late."""

@@ -1,0 +1,284 @@
+"""Let ranks agree on the host: compare arguments, gather values, and decide together.
+
+An exchange is collective, so whether one takes place must not depend on what only this rank knows.
+Every answer is remembered under a key that is equal on all ranks of a correct program, and is
+forgotten by ``Group.release`` and ``Group.recover`` alone, which are collective.
+docs/architecture.md lists every cache with its key.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+from interlace.comm.host.cache import Answers, CallCache
+from interlace.comm.host.channel import GivenUpError
+from interlace.comm.host.health import Health
+from interlace.comm.host.members import Exchange, Members, by_rank
+from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.errors import (
+    ArgumentError,
+    BackendError,
+    InterlaceError,
+    PeerTimeoutError,
+    RankMismatchError,
+    WorkspaceError,
+)
+
+_CHOICE = "the choice of rank 0"
+
+_MARKS = 127  # distinct marks of calls; 0 is no mark, and an int32 has 7 bits above the epoch
+
+
+class Agreement:
+    """Let the ranks of a group agree, and remember the outcome in the group's call cache."""
+
+    def __init__(
+        self, members: Members, cache: CallCache, health: Health, exchange: Exchange
+    ) -> None:
+        """Agree by ``exchange``.
+
+        Args:
+            members: The group.
+            cache: Remembers answers.
+            health: Is told when an agreement is interrupted on this rank.
+            exchange: The collective exchange of one value per rank.
+        """
+        self._members, self._cache = members, cache
+        self._health, self._exchange = health, exchange
+
+    def _ask(self, label: str, value: object) -> list[Any]:
+        """Exchange a value as a call's first step, which a broken group refuses.
+
+        Without that, each call would wait for a rank that is gone, and a rank that is late would
+        find answers of other calls than its own.
+        """
+        self._health.check()
+        return self._exchange(label, value)
+
+    def agree(
+        self,
+        operator: str,
+        arguments: Mapping[str, Hashable],
+        choose: Callable[[], Any] = lambda: None,
+    ) -> tuple[int, Any]:
+        """Check once per distinct ``arguments`` that all ranks call ``operator`` with equal ones,
+        and make rank 0's choice every rank's.
+
+        The first call with new arguments exchanges them on the host; later calls cost a dictionary
+        look-up. Arguments are equal on all ranks by contract, so in a correct program every rank
+        knows them or none does. Ranks that make different calls, all of them agreed on before, find
+        out by the deadline: their epochs carry different marks.
+
+        Args:
+            operator: Name of the calling operator.
+            arguments: What must be equal on all ranks.
+            choose: Returns the choice as JSON can hold it, or None. It is called on rank 0, with
+                the first call, before ranks have compared anything; so it exchanges nothing, and
+                leaves it to the ranks together to refuse the arguments.
+
+        Returns:
+            The mark for ``interlace.language.mark``: equal on all ranks, and different from the
+            marks of the previous 126 calls that were agreed on. And rank 0's choice at the first
+            call, whatever a rank would choose now.
+
+        Raises:
+            RankMismatchError: Arguments differ; raised on every rank, with their values.
+        """
+        key = (operator, *arguments.items())
+        agreed = self._cache.agreed.get(key)
+        if agreed is None:
+            with self._health.indivisible(operator):
+                chosen = choose() if self._members.rank == 0 else None
+                answers = self._compare(operator, arguments, {_CHOICE: chosen})
+                # All ranks have agreed on the same calls in the same order, so they count alike,
+                # and forget them in the same call.
+                number = self._cache.count_agreement()
+                agreed = (1 + number % _MARKS) << ctx.EPOCH_BITS, answers[0][_CHOICE]
+                self._cache.agreed[key] = agreed
+        return agreed
+
+    def gather(
+        self,
+        operator: str,
+        name: str,
+        shared: Mapping[str, Hashable],
+        local: Mapping[str, Any],
+        check: Callable[[Answers], None] | None = None,
+    ) -> Answers:
+        """Return every rank's ``local`` values (JSON), in rank order.
+
+        With a name, the values are exchanged once per ``operator``, ``name`` and ``shared``, which
+        are equal on all ranks by contract, and are remembered. The local values are not part of the
+        key: they may equal those of another call on one rank but not on the next, and then some
+        ranks would exchange and others would not. Without a name, the values are exchanged in every
+        call, which takes the host a fraction of a millisecond.
+
+        Args:
+            operator: Name of the calling operator, for errors.
+            name: Distinguishes calls; equal on all ranks. ``""``: exchange in every call.
+            shared: Values that must be equal on all ranks.
+            local: Values of this rank. Under one name they must not change.
+            check: Inspects the answers before they are remembered. An exception that it raises must
+                depend on the answers alone.
+
+        Raises:
+            RankMismatchError: ``name`` or ``shared`` differ; raised on every rank.
+            ArgumentError: ``local`` has changed under this name; raised on this rank only. Nothing
+                was sent.
+        """
+        key = (operator, name, *shared.items())
+        cached = self._cache.gathered.get(key) if name else None
+        if cached is not None:
+            previous, answers = cached
+            for field, value in local.items():
+                if previous[field] != value:
+                    raise ArgumentError(
+                        f"{operator}: calls named {name!r} must always have the same "
+                        f"{field.replace('_', ' ')} on this rank; "
+                        f"got {value!r}, and {previous[field]!r} before. Give other tables another "
+                        "name, on every rank."
+                    )
+            return answers
+        with self._health.indivisible(operator):
+            answers = self._ask(
+                f"{operator} (getting to know the ranks)", {"name": name, **shared, **local}
+            )
+            # One by one, so that the error names what differs.
+            for field in ("name", *shared):
+                _require_equal(operator, field, [answer[field] for answer in answers])
+            if check is not None:
+                check(answers)
+            if name:
+                self._cache.gathered[key] = dict(local), answers
+        return answers
+
+    def any_rank(self, question: str, answer: bool, *, final: bool = False) -> bool:
+        """Return whether ``answer`` is True on any rank, now or in an earlier call.
+
+        Earlier calls count if they had the same ``question``. True is remembered, by all ranks at
+        once. As long as the result is False, every call exchanges again on every rank: if a rank
+        asked only when its own answer changes, it would be alone in the exchange.
+
+        Args:
+            question: The question as text; equal on all ranks.
+            answer: This rank's answer.
+            final: Remember the result also if it is False. Whether a call is final must be equal on
+                all ranks.
+        """
+        settled = self._cache.settled.get(question)
+        if settled is None:
+            with self._health.indivisible(question):
+                settled = any(self._ask(question, answer))
+                if settled or final:
+                    self._cache.settled[question] = settled
+        return settled
+
+    def any_rank_now(self, question: str, answer: bool) -> bool:
+        """Return whether ``answer`` is True on any rank in this call. Collective; nothing is kept.
+
+        Args:
+            question: The question as text; equal on all ranks.
+            answer: This rank's answer.
+        """
+        return any(self._ask(question, answer))
+
+    def largest(
+        self, operator: str, key: tuple[Hashable, ...], values: Sequence[int]
+    ) -> tuple[int, ...]:
+        """Return the largest of all ranks' values, one by one, in the first call with this key.
+
+        Later calls with the key get the same result, whatever their values, and exchange nothing.
+
+        Args:
+            operator: Name of the calling operator, for errors.
+            key: Equal on all ranks by contract.
+            values: This rank's values, equally many on every rank.
+        """
+        known = self._cache.largest.get(key)
+        if known is None:
+            with self._health.indivisible(operator):
+                answers = self._ask(f"{operator} (sizes)", list(values))
+            known = tuple(map(max, zip(*answers, strict=True)))
+            self._cache.keep_largest(key, known)
+        return known
+
+    def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
+        """Exchange ``arguments`` on the host and check that they are equal on all ranks.
+
+        Raises:
+            RankMismatchError: Arguments differ; raised on every rank, with their values.
+        """
+        self._compare(operator, arguments, {})
+
+    def _compare(
+        self, operator: str, arguments: Mapping[str, object], others: Mapping[str, object]
+    ) -> Answers:
+        """Exchange both, check that ``arguments`` are equal on all ranks, and return all."""
+        answers: Answers = self._ask(operator, {**arguments, **others})
+        for name in arguments:
+            _require_equal(operator, name, [answer.get(name) for answer in answers])
+        return answers
+
+    @contextlib.contextmanager
+    def together(self, step: str) -> Iterator[None]:
+        """Make a local step of a collective call fail on every rank if it fails on one. Collective.
+
+        Without it, a rank that runs out of memory would leave its peers waiting, or let them go on
+        with another implementation than its own. A failure between two exchanges of the body must
+        be settled within the body.
+
+        An interrupt (Ctrl-C) of the step breaks the group: this rank does not tell the others.
+
+        Args:
+            step: Name of the step, for errors; equal on all ranks.
+
+        Raises:
+            ArgumentError, WorkspaceError, BackendError: Error of the first rank that failed, raised
+                on every rank; on the other ranks, the message names that rank. Running out of
+                memory is a WorkspaceError; all other foreign errors are BackendErrors.
+        """
+        self._health.check()
+        failure: InterlaceError | None = None
+        try:
+            yield
+        # An exchange in the body raises these on every rank, so no rank goes on to the exchange of
+        # outcomes below.
+        except (PeerTimeoutError, RankMismatchError, GivenUpError):
+            raise
+        except InterlaceError as error:
+            failure = error
+        except Exception as error:
+            kind = WorkspaceError if is_out_of_memory(error) else BackendError
+            failure = kind(f"{step} must succeed; got {type(error).__name__}: {error}")
+            failure.__cause__ = error
+        except BaseException as error:
+            self._health.declare_interrupted(step, error)
+            raise
+        # Also after a failure: the peers are on their way to this exchange.
+        outcome = None if failure is None else [type(failure).__name__, str(failure)]
+        try:
+            outcomes = self._exchange(f"{step} (outcome)", outcome)
+        except PeerTimeoutError as late:
+            # A peer that waits for this rank within the step gives up, and does not come here.
+            raise late from failure or late.__cause__
+        if failure is not None:
+            raise failure
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                name, message = outcome
+                kinds = {"ArgumentError": ArgumentError, "WorkspaceError": WorkspaceError}
+                raise kinds.get(name, BackendError)(
+                    f"{step} must succeed on every rank; got on rank {rank}: {message}"
+                )
+
+
+def _require_equal(operator: str, name: str, values: list[Any]) -> None:
+    """Raise RankMismatchError unless all ranks' values of the argument ``name`` are equal."""
+    if any(value != values[0] for value in values):
+        raise RankMismatchError(
+            f"{operator}: {name.replace('_', ' ')} must be the same on every rank; got "
+            f"{by_rank(values)}. Nothing was computed."
+        )

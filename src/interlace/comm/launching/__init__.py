@@ -1,0 +1,1 @@
+"""Launch kernels of a group: their arguments, their programs, and what all kernels know."""

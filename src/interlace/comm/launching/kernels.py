@@ -1,0 +1,286 @@
+"""Launch Triton kernels, and describe tensors and the memory of all ranks to them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from interlace.comm.groups.group import Group
+from interlace.comm.launching.within_node import WithinNode
+from interlace.comm.replay import recording as recordings
+from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.interpreter import interpreting
+from interlace.comm.runtime.launches import launches
+from interlace.units import ceil_div
+
+MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
+_MOVERS_OF_FEW_ROWS = 132  # one program per SM of an H200
+CPU_PROGRAMS = 4
+"""Programs of a kernel on the CPU, at most. The interpreter runs them one after another, so more
+only take longer; these are enough for programs to take turns and to have several tiles each.
+"""
+_TILE = {"ROWS": 4, "COLS": 1024}
+_SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no second rank
+_MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
+# Triton passes integers from here on as 64 bits. Addresses are among them; they differ in each
+# call, and Triton compiles for their alignment alone.
+_MIN_INT64 = 1 << 31
+
+
+@dataclasses.dataclass(frozen=True)
+class Launch:
+    """Describe a kernel launch with all its arguments.
+
+    An operator runs it, and the operator's tuner compiles it ahead.
+
+    Attributes:
+        kernel: The ``@triton.jit`` function.
+        grid: The number of programs.
+        arguments: The value of every parameter that is not a constant, by the parameter's name.
+        constants: The values of the ``tl.constexpr`` parameters, and Triton's own options such as
+            ``num_warps``.
+        keep: Tensors whose addresses are among the arguments; they live as long as the launch.
+    """
+
+    kernel: Any
+    grid: tuple[int]
+    arguments: Mapping[str, Any]
+    constants: dict[str, Any]
+    keep: tuple[Any, ...] = ()
+
+    def __call__(self) -> None:
+        """Enqueue the kernel on the current stream; on the CPU backend, run it.
+
+        If the kernel reaches peers, this must happen within ``Group.running``.
+
+        Raises:
+            TypeError: The names of the arguments are not the names of the kernel's parameters.
+        """
+        recording = recordings.active()
+        arguments = (
+            self.arguments
+            if recording is None
+            else recording.arguments(self.kernel, self.grid[0], self.arguments)
+        )
+        values = _in_order(self.kernel, arguments, self.constants)
+        # Triton looks at every argument to find the kernel that it has compiled, which takes the
+        # host longer than the launch itself. So compiled kernels are remembered here.
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        key = (self.kernel, self.grid, device, *map(_kind, values), *self.constants.items())
+        compiled_launch = _compiled.get(key)
+        # Counted before the launch: if that is interrupted, the kernel may be running.
+        launches.value += 1
+        if compiled_launch is not None:
+            launch, constants = compiled_launch
+            launch(*values, *constants)
+            return
+        try:
+            with _shortcuts():
+                compiled = self.kernel[self.grid](*values, **self.constants)
+        except Exception:
+            # A kernel that did not compile does not run, so it is not counted. A kernel that fails
+            # in the interpreter has run in part.
+            if not interpreting():
+                launches.value -= 1
+            raise
+        # The interpreter returns None instead of a compiled kernel.
+        if compiled is not None:
+            if len(_compiled) >= _MAX_COMPILED:
+                _compiled.clear()
+            names = self.kernel.arg_names[len(values) :]
+            constants = tuple(self.constants[name] for name in names)
+            _compiled[key] = (compiled[(*self.grid, 1, 1)], constants)
+
+    def compile(self) -> Any:
+        """Return Triton's compiled kernel, without running it."""
+        values = _in_order(self.kernel, self.arguments, self.constants)
+        return self.kernel.warmup(*values, grid=self.grid, **self.constants)
+
+
+def _shortcuts() -> contextlib.AbstractContextManager[None]:
+    """Return a context that makes Triton's interpreter faster, if the interpreter runs kernels."""
+    if not interpreting():
+        return contextlib.nullcontext()
+    from interlace.comm.cpu import shortcuts  # imports Triton
+
+    return shortcuts.taken()
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_orders: dict[Any, Callable[[Mapping[str, Any]], Any]] = {}
+
+
+def _in_order(
+    kernel: Any, arguments: Mapping[str, Any], constants: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Return the arguments' values in the order of the kernel's parameters."""
+    # Some launches still give their arguments by position.
+    order = _orders.get(kernel)
+    if order is None:
+        names = [name for name in kernel.arg_names if name not in constants]
+        # For a single name itemgetter returns the value itself, not a tuple.
+        order = (
+            operator.itemgetter(*names)
+            if len(names) > 1
+            else lambda arguments: (arguments[names[0]],)
+        )
+        _orders[kernel] = order
+    try:
+        values: tuple[Any, ...] = order(arguments)
+    except KeyError:
+        values = ()
+    if len(values) != len(arguments):
+        names = [name for name in kernel.arg_names if name not in constants]
+        absent = [name for name in names if name not in arguments]
+        unknown = [name for name in arguments if name not in names]
+        raise TypeError(
+            f"the launch of {getattr(kernel, '__name__', kernel)} must name all parameters of the "
+            f"kernel and no others; missing {absent}, unknown {unknown}."
+        )
+    return values
+
+
+def _kind(value: Any) -> Any:
+    """Return a key of all properties of an argument that Triton may compile a kernel for."""
+    if type(value) is int:
+        return value if value < _MIN_INT64 else _alignment(value)
+    if isinstance(value, torch.Tensor):
+        return value.dtype, _alignment(value.data_ptr())
+    if type(value) is float:
+        return float
+    # Only tensor descriptors have a block shape. TMA requires that their base is aligned.
+    block = getattr(value, "block_shape", None)
+    return value if block is None else (value.base.dtype, *block)
+
+
+def _alignment(address: int) -> str:
+    """Return whether 16 divides the address, as text that equals no integer argument."""
+    return "anywhere" if address % 16 else "aligned"
+
+
+@functools.cache  # torch's look-up is slow, and operators ask in every call
+def processors(device: torch.device) -> int:
+    """Return the number of streaming multiprocessors (SMs) of a GPU."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@functools.cache  # asked for in every call, as the number of SMs is
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU."""
+    return torch.cuda.get_device_capability(device)
+
+
+def cut_rows(rows: int, columns: int, group: Group | WithinNode) -> tuple[int, dict[str, int]]:
+    """Return the number of programs that move rows, and the tile that a program takes at a time.
+
+    Args:
+        rows: Number of rows.
+        columns: Elements of one row.
+        group: The group whose rows are moved.
+    """
+    tiles = ceil_div(rows, _TILE["ROWS"]) * ceil_div(columns, _TILE["COLS"])
+    # Each program has signals to send and to wait for, so few programs are faster if rows are few.
+    max_programs = (
+        CPU_PROGRAMS
+        if group.backend == "cpu"
+        else min(max(_MOVERS_OF_FEW_ROWS, tiles // 2), MOST_MOVERS)
+    )
+    return max(min(tiles, max_programs), 1), _TILE
+
+
+@functools.cache
+def triton_dtype(dtype: torch.dtype) -> Any:
+    """Return Triton's name of an element type; Triton is imported by this function."""
+    import triton.language as tl
+
+    return {
+        torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32,
+        torch.float8_e4m3fn: tl.float8e4nv,
+    }[dtype]  # fmt: skip
+
+
+def describe_matrix(matrix: torch.Tensor, stride: int, block: list[int]) -> Any:
+    """Return a tensor descriptor of a matrix whose rows are contiguous.
+
+    A descriptor must have an address, which a matrix without elements lacks, so such a matrix gets
+    a row that no kernel reads.
+
+    Args:
+        matrix: ``[rows, columns]``.
+        stride: Elements between the starts of two rows.
+        block: Rows and columns of a tile.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(
+        addressable(matrix, stride), [max(size, 1) for size in matrix.shape], [stride, 1], block
+    )
+
+
+def addressable(matrix: torch.Tensor, elements: int) -> torch.Tensor:
+    """Return ``matrix``, or an uninitialised vector of ``elements`` if it is empty."""
+    return matrix if matrix.numel() else matrix.new_empty(elements)
+
+
+def describe_parts(parts: torch.Tensor, block: list[int]) -> Any:
+    """Return a tensor descriptor of matrices of this rank.
+
+    A tile lies in one part and is masked at the part's end.
+
+    Args:
+        parts: ``[part, row, column]``.
+        block: Rows and columns of a tile.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(parts, list(parts.shape), list(parts.stride()), [1, *block])
+
+
+def describe_ranks(
+    group: Group,
+    address: int,
+    dtype: torch.dtype,
+    inner: Sequence[tuple[int, int]],
+    block: list[int],
+) -> Any:
+    """Return a tensor descriptor of every rank's memory: ``[rank, *inner sizes]``.
+
+    Args:
+        group: The group whose memory it is.
+        address: Address of rank 0's copy.
+        dtype: Element type.
+        inner: Size and stride, in elements, of each further dimension.
+        block: Rows and columns of a tile, in the last two dimensions.
+    """
+    outer = (group.world_size, group.stride // dtype.itemsize or _SOLO_STRIDE)
+    return describe_memory(address, group.device, dtype, (outer, *inner), tuple(block))
+
+
+@functools.lru_cache(maxsize=4096)  # calls describe the memory of earlier calls
+def describe_memory(
+    address: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    sizes: tuple[tuple[int, int], ...],
+    block: tuple[int, int],
+) -> Any:
+    """Return a tensor descriptor of memory, which the caller keeps alive.
+
+    Args:
+        address: Address of the first element.
+        device: Device whose kernels use the descriptor.
+        dtype: Element type.
+        sizes: Size and stride, in elements, of each dimension.
+        block: Rows and columns of a tile, in the last two dimensions.
+    """
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    base = view_as(bytes_at(address, (16,), (1,), device, None), (16 // dtype.itemsize,), dtype)
+    shape, strides = zip(*sizes, strict=True)
+    return TensorDescriptor(base, list(shape), list(strides), [1] * (len(shape) - 2) + list(block))

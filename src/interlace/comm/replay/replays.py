@@ -1,0 +1,313 @@
+"""Replay calls that come again with the same addresses: one launch in place of dozens.
+
+The host takes longer to enqueue a call of several kernels, products and copies than a GPU takes to
+run it. A program that repeats itself, as training does, gets the same memory from torch's allocator
+in each step, so the call of the previous step can be replayed.
+
+The kernels of a graph know a tensor by its address alone, and a call with equal addresses has the
+tensors that lie there now. So nothing is kept alive, and nothing is copied. Memory that a graph
+refers to and that is not the call's own belongs to the group, which forgets its graphs before such
+memory goes, or is a small table of numbers (``interlace.comm.replay.tables``), which is kept with
+the call.
+
+The copies of a graph know a tensor by its allocation as well: a copy between GPUs that was captured
+before torch has returned the memory to the driver and got other memory at the same address still
+reaches the pages of then, and with them whatever has them now. So a key holds the allocations of
+tensors that copy engines touch.
+
+Keys hold addresses and settings of this process alone, which does no harm: whether a rank replays a
+call or enqueues it, its peers see the same puts and signals, and neither of the two asks them
+anything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gc
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from interlace import environment
+from interlace.comm.replay import recording as recordings
+from interlace.comm.replay.releases import releases
+from interlace.comm.runtime import inductor_graphs
+from interlace.comm.runtime.gpu_memory import allocation_of, is_out_of_memory
+from interlace.comm.runtime.launches import launches
+from interlace.errors import BackendError
+
+_MAX_GRAPHS = 256
+_MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
+_IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
+
+
+def places(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
+    """Return address, shape, strides and dtype of each tensor, for a key of :meth:`Replays.run`."""
+    return tuple(
+        None if tensor is None else (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
+    )
+
+
+def library_settings() -> tuple[Hashable, ...]:
+    """Return torch's settings of matrix products, which a graph keeps from its capture."""
+    torch_c = torch._C
+    return (
+        torch_c._get_fp32_precision_getter("cuda", "matmul") == "tf32",
+        torch_c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch_c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch_c._get_cublas_allow_fp16_accumulation(),
+        torch_c._get_blas_preferred_backend(),
+        torch_c._get_deterministic_algorithms(),
+        torch_c._get_sm_carveout_experimental(),
+    )
+
+
+@dataclasses.dataclass
+class _Replayable:
+    """Hold a captured call.
+
+    Attributes:
+        graph: The CUDA graph.
+        last_run: Number of the run that replayed it last.
+        tables: Tables of numbers that the graph refers to.
+    """
+
+    graph: Any
+    last_run: int
+    tables: tuple[torch.Tensor, ...]
+
+
+class Replays:
+    """Capture and replay the calls of one group.
+
+    ``INTERLACE_REPLAY=0`` in the environment, when the group is made, turns replays off.
+
+    Attributes:
+        capturing: Whether the work that is enqueued now becomes one of these graphs.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Create a store of graphs for ``device``; on the CPU it always enqueues."""
+        self._device = device
+        self._enabled = (
+            device.type == "cuda" and environment.switch("INTERLACE_REPLAY") is not False
+        )
+        self._graphs: OrderedDict[Hashable, _Replayable] = OrderedDict()
+        self._candidates: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
+        # Tables of the call that is being enqueued for the first time; None at all other times.
+        self._tables: list[torch.Tensor] | None = None
+        self._runs = 0
+        self.capturing = False
+
+    def __len__(self) -> int:
+        return len(self._graphs)
+
+    def run(
+        self,
+        key: Hashable,
+        enqueue: Callable[[], None],
+        *,
+        with_libraries: bool = True,
+        copied: Sequence[torch.Tensor] = (),
+    ) -> bool:
+        """Enqueue the work of ``enqueue()`` on the current stream, within ``Group.running``.
+
+        The second call with ``key`` makes a graph, which later calls replay. No graph is made
+        within a CUDA graph of the program, nor in a run of which Inductor makes one, nor while as
+        many as are kept are all in use, nor where the driver does not tell allocations apart, nor
+        where there is no memory for it: this rank alone may lack it, and its peers wait for the
+        call.
+
+        Args:
+            key: Everything that the work depends on: the :func:`places` of the call's tensors, and
+                its numbers.
+            enqueue: Enqueues kernels and copies that begin and end on the current stream. What it
+                allocates means nothing when it ends: that memory is every graph's. Where a graph
+                of it cannot be made it is called again, and enqueues the same.
+            with_libraries: The work may contain products by cuBLAS, so it depends on
+                :func:`library_settings` as well.
+            copied: The tensors of torch's memory that copy engines or NCCL read or write.
+
+        Returns:
+            Whether ``enqueue`` was called.
+        """
+        # A launch that records its events has memory of its own for them, each time.
+        if (
+            not self._enabled
+            or recordings.active() is not None
+            or torch.cuda.is_current_stream_capturing()
+            or inductor_graphs.is_running()
+        ):
+            enqueue()
+            return True
+        if with_libraries:
+            key = (key, library_settings())
+        if copied:
+            allocations = _allocations_of(copied)
+            if allocations is None:
+                enqueue()
+                return True
+            key = (key, *allocations)
+        self._runs += 1
+        replayable = self._graphs.get(key)
+        is_new = replayable is None
+        if replayable is None:
+            tables = self._candidates.get(key)
+            if tables is None:
+                self._enqueue_candidate(key, enqueue)
+                return True
+            if not self._has_room():
+                enqueue()
+                return True
+            try:
+                graph = self._capture(enqueue)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                enqueue()
+                return True
+            replayable = self._graphs[key] = _Replayable(graph, 0, tables)
+        replayable.last_run = self._runs
+        self._graphs.move_to_end(key)
+        # Counted before the launch: if that is interrupted, the graph may be running.
+        launches.value += 1
+        replayable.graph.replay()
+        return is_new
+
+    def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of calls whose results nobody reads, as a measurement makes them.
+
+        The calls have run before. Memory that they take is not kept for the graph, as it would be
+        for a graph of the program: drop it before anything else is called.
+        """
+        return self._capture(enqueue, is_short_lived=True)
+
+    def refer_to(self, table: torch.Tensor) -> None:
+        """Keep ``table`` alive as long as the call that is being enqueued may come again."""
+        if self._tables is not None:
+            self._tables.append(table)
+
+    def clear(self) -> None:
+        """Wait until all graphs have run and forget them, as their memory is about to go."""
+        if self._graphs:
+            torch.cuda.synchronize(self._device)
+        self._graphs.clear()
+        self._candidates.clear()
+
+    def _enqueue_candidate(self, key: Hashable, enqueue: Callable[[], None]) -> None:
+        """Enqueue a call that is new, and remember it with the tables that it refers to."""
+        tables: list[torch.Tensor] = []
+        self._tables = tables
+        try:
+            enqueue()
+        finally:
+            self._tables = None
+        self._candidates[key] = tuple(tables)
+        if len(self._candidates) > _MAX_CANDIDATES:
+            self._candidates.popitem(last=False)
+
+    def _has_room(self) -> bool:
+        """Make room for one more graph if an idle one can go; return whether there is room."""
+        if len(self._graphs) < _MAX_GRAPHS:
+            return True
+        # A program that cycles through more addresses than are kept must not capture a graph in
+        # each call, so a graph makes room only after it was idle for many runs.
+        least_recent = next(iter(self._graphs.values()))
+        if self._runs - least_recent.last_run < _IDLE_RUNS:
+            return False
+        torch.cuda.synchronize(self._device)  # it may still run
+        self._graphs.popitem(last=False)
+        return True
+
+    def _capture(
+        self, enqueue: Callable[[], object], *, is_short_lived: bool = False
+    ) -> torch.cuda.CUDAGraph:
+        """Return a CUDA graph of the work of ``enqueue()``."""
+        self.capturing = True
+        launches_before = launches.value
+        try:
+            return _recorder(self._device).record(enqueue, is_short_lived=is_short_lived)
+        finally:
+            self.capturing = False
+            # Captured work does not run yet, so the launches were none.
+            launches.value = launches_before
+
+
+def _allocations_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:
+    """Return the driver's numbers of the allocations; None if it has none for one of them."""
+    try:
+        return [allocation_of(tensor.data_ptr()) for tensor in tensors if tensor.numel()]
+    except BackendError:
+        return None
+
+
+class _Recorder:
+    """Capture graphs on a stream of their own, with one pool of memory for all of them.
+
+    Torch allocates cuBLAS's workspace (32 MiB on Hopper) per stream on its first product and keeps
+    it, so it comes from the pool. Calls on a GPU follow each other, whatever their group, so all
+    graphs can share the workspace. Inductor makes torch forget all workspaces whenever it makes a
+    graph; those of lasting graphs then stay in this pool, where only such graphs find them. So
+    short-lived graphs, whose pools go, are captured on another stream.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream, self._pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._short_lived_stream = torch.cuda.Stream(device)
+        # PyTorch gives up a pool with its last graph; this graph is never run and keeps the pool.
+        self._anchor = self.record(lambda: torch.zeros(1, device=device))
+
+    def record(
+        self, enqueue: Callable[[], object], *, is_short_lived: bool = False
+    ) -> torch.cuda.CUDAGraph:
+        """Return a graph of the work of ``enqueue()``.
+
+        Args:
+            is_short_lived: Take the tensors that the work makes from a pool of the graph's own, so
+                that their memory goes with it.
+        """
+        graph = torch.cuda.CUDAGraph()
+        pool = torch.cuda.graph_pool_handle() if is_short_lived else self._pool
+        stream = self._short_lived_stream if is_short_lived else self._stream
+        with torch.cuda.stream(stream), releases.put_off(), _without_collection():
+            # Other threads, such as NCCL's watchdog, may go on calling the driver.
+            graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+            try:
+                enqueue()
+            except BaseException:
+                # What has failed says why; the end of the capture may fail as well.
+                with contextlib.suppress(RuntimeError):
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph
+
+
+@functools.cache
+def _recorder(device: torch.device) -> _Recorder:
+    """Return the recorder of a GPU.
+
+    There is one per GPU and process, since a recorder per group would leave a workspace of cuBLAS
+    behind with each group that goes.
+    """
+    return _Recorder(device)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """Collect no garbage within the context.
+
+    Finalizers of any library may call the driver, which would make the capture invalid.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,157 @@
+"""Order the calls of a GPU across its streams and groups, and report captures of CUDA graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+
+from interlace.comm.runtime.driver import driver
+from interlace.errors import GroupError, WorkspaceError
+
+
+class StreamOrder:
+    """Remember the streams of one GPU and the stream of the most recent call of any group.
+
+    Attributes:
+        streams: Stream objects by their CUDA handle.
+        executed: Stream of the most recent call that was enqueued to run.
+        captured: Stream of the most recent call that was captured in a CUDA graph.
+    """
+
+    def __init__(self) -> None:
+        self.streams: dict[int, torch.cuda.Stream] = {}
+        self.executed: torch.cuda.Stream | None = None
+        self.captured: torch.cuda.Stream | None = None
+
+
+_orders: dict[int, StreamOrder] = {}  # one per GPU and process, shared by all its groups
+
+
+class Streams:
+    """Provide the streams of a group's device, and keep the order of calls.
+
+    On the CPU backend nothing is captured and there is nothing to order.
+
+    Attributes:
+        device: The group's device.
+        on_gpu: Whether the device is a GPU; cheaper to read than the device's type.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Use the streams of ``device``.
+
+        Raises:
+            GroupError: The device is a GPU without an index.
+        """
+        if device.type == "cuda" and device.index is None:
+            raise GroupError(
+                f"a group's device must have an index; got {device}. Use torch.device('cuda', "
+                "local_rank)."
+            )
+        self.device = device
+        self.on_gpu = device.type == "cuda"
+        self._order = _orders.setdefault(
+            -1 if device.index is None else device.index, StreamOrder()
+        )
+        self._side_streams: dict[tuple[bool, int], torch.cuda.Stream] = {}
+
+    def current(self) -> torch.cuda.Stream:
+        """Return the current stream of the GPU; equal streams are the same object."""
+        # torch makes a new object in each call, which costs as much as a launch, and calls of
+        # operators ask many times. So stream objects are remembered by handle.
+        handle = torch._C._cuda_getCurrentRawStream(self.device.index)
+        streams = self._order.streams
+        if handle not in streams:
+            streams[handle] = torch.cuda.current_stream(self.device)
+        return streams[handle]
+
+    def side(self, first: bool, number: int = 0) -> torch.cuda.Stream:
+        """Return a stream for copies and exchanges that run concurrently with a kernel.
+
+        See ``interlace.comm.groups.copies`` and ``interlace.comm.groups.slices``.
+
+        Args:
+            first: Return a stream of high priority instead of one of default priority.
+            number: Which of these streams.
+        """
+        key = first, number
+        if key not in self._side_streams:
+            self._side_streams[key] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
+        return self._side_streams[key]
+
+    def synchronize(self) -> None:
+        """Wait until the GPU is idle; return at once on the CPU backend."""
+        if self.on_gpu:
+            torch.cuda.synchronize(self.device)
+
+    def current_device_differs(self) -> bool:
+        """Return whether torch's current device is a GPU that is not the group's."""
+        return self.on_gpu and torch._C._cuda_getDevice() != self.device.index
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Return a context in which the group's GPU is torch's current device."""
+        if self.current_device_differs():
+            return torch.cuda.device(self.device)
+        return contextlib.nullcontext()
+
+    def capturing(self) -> bool:
+        """Return whether the GPU's current stream is being captured in a CUDA graph."""
+        if not self.on_gpu:
+            return False
+        if self.current_device_differs():
+            with torch.cuda.device(self.device):
+                return torch.cuda.is_current_stream_capturing()
+        return torch.cuda.is_current_stream_capturing()
+
+    def capture_id(self) -> int | None:
+        """Return the driver's id of the capture of the GPU's current stream, or None."""
+        return _capture_of(self.current()) if self.capturing() else None
+
+    def follow_last_call(self) -> None:
+        """Order this call after the most recent call of any group on this GPU.
+
+        Two kernels that wait for peers must not overlap: with their order reversed on another rank,
+        each could occupy the SMs that the other's peer needs. During a capture, only calls within
+        the same capture can be ordered; a graph is ordered by its position when it is replayed.
+
+        Raises:
+            WorkspaceError: The stream of the most recent call is captured, and this one is not.
+        """
+        stream, order = self.current(), self._order
+        # Calls on one stream are in order already.
+        if stream is order.executed:
+            return
+        capture = self.capture_id()
+        if capture is not None:
+            # A wait for a stream outside of the capture would make the capture invalid.
+            for previous in (order.executed, order.captured):
+                if (
+                    previous is not None
+                    and previous is not stream
+                    and _capture_of(previous) == capture
+                ):
+                    stream.wait_stream(previous)
+            order.captured = stream
+            return
+        if order.executed is not None:
+            # A wait for a captured stream would pull this stream into that capture.
+            if _capture_of(order.executed) is not None:
+                raise WorkspaceError(
+                    "calls on one GPU must be ordered; got one while the stream of the last one "
+                    "captures a CUDA graph. Finish the capture first."
+                )
+            stream.wait_stream(order.executed)
+        order.executed = stream
+
+
+def _capture_of(stream: torch.cuda.Stream) -> int | None:
+    """Return the driver's id of the capture that ``stream`` is in, or None."""
+    cu = driver()
+    # The driver returns the error, the status and the id; the remaining values differ between
+    # versions of the bindings.
+    _, status, capture_id, *_ = cu.cuStreamGetCaptureInfo(stream.cuda_stream)
+    if status == cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
+        return int(capture_id)
+    return None

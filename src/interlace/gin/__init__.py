@@ -1,0 +1,1 @@
+"""GPU-initiated puts over the network, by NCCL's GIN; on the CPU backend, by the host."""

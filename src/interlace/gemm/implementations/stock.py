@@ -171,22 +171,21 @@ def _enabled(call: GemmCall) -> str:
 def _run_async(call: GemmCall, run: Callable[[GemmCall, str], Any]) -> Any:
     if call.group.world_size == 1:
         return call.operator.run_unfused(call)
-    if not _has_memory(call):
-        return None
+    _require_memory(call)
     name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
     with call.group.running():
         return run(call, name)
 
 
-def _has_memory(call: GemmCall) -> bool:
-    """Return whether all ranks have memory for asynchronous tensor parallelism; collective in calls
+def _require_memory(call: GemmCall) -> None:
+    """Check that all ranks have memory for asynchronous tensor parallelism; collective in calls
     that need more than any before.
 
     PyTorch allocates its symmetric memory in the first of these, and its rendezvous waits without a
     limit for a rank that has failed before it.
 
     Raises:
-        WorkspaceError: A rank has none, and the caller has asked for this implementation.
+        WorkspaceError: A rank has none; raised on every rank.
     """
     group, operands = call.group, call.operands
     # The rows of all ranks in symmetric memory and gathered; or the product there, and its parts.
@@ -195,16 +194,14 @@ def _has_memory(call: GemmCall) -> bool:
     needed = gathered + 3 * rows * operands.columns * operands.out_dtype.itemsize
     key = ("memory of async_tp",)
     # PyTorch refuses to allocate while a CUDA graph is captured, on every rank.
-    if needed > group.kept.get(key, 0) and group.capture_id() is None:
-        if not all(group.exchange(key[0], has_memory(needed, group.device))):
-            if not call.is_explicit:
-                return False
-            raise WorkspaceError(
-                f"{call.operator.name}: impl='async_tp' must have {needed} bytes of GPU memory on "
-                "every rank; a rank has less. Free memory there, or take impl='unfused'."
-            )
-        group.kept[key] = needed
-    return True
+    if needed <= group.kept.get(key, 0) or group.capture_id() is not None:
+        return
+    if not all(group.exchange(key[0], has_memory(needed, group.device))):
+        raise WorkspaceError(
+            f"{call.operator.name}: impl='async_tp' must have {needed} bytes of GPU memory on "
+            "every rank; a rank has less. Free memory there, or take impl='unfused'."
+        )
+    group.kept[key] = needed
 
 
 def _reduce_scatter(call: GemmCall, name: str) -> Any:

@@ -217,6 +217,13 @@ MUTANTS = [
         "return cells, (m <= rows)[:, None]",
         "gemm/test_fused.py::test_costs_are_the_counted_traffic",
     ),
+    # gin
+    Mutant(
+        "interlace/gin/gin_cpu.py",
+        "start + put.nbytes > window.numel()",
+        "start > window.numel()",
+        "language/test_gin.py::test_what_a_card_would_answer_with_damage_is_refused",
+    ),
     # integrations
     Mutant(
         "interlace/integrations/calls.py",

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from interlace.comm import group_of
 from interlace.comm.groups import machine_rates
 from interlace.comm.groups.group import Group
+from interlace.comm.host import common_profile
 from interlace.compile import choice
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
@@ -64,7 +65,7 @@ def _join(group: Any, measure: mock.Mock, program: str) -> list[str]:
     """
     properties = SimpleNamespace(multi_processor_count=100)
     with (
-        mock.patch.dict(os.environ, {machine_rates.VARIABLE: "1"}),
+        mock.patch.dict(os.environ, {common_profile.VARIABLE: "1"}),
         mock.patch("torch.cuda.get_device_name", return_value=_GPU),
         mock.patch("torch.cuda.get_device_properties", return_value=properties),
         mock.patch.object(machine_rates, "measure_rates", measure),
@@ -272,7 +273,7 @@ def test_a_measurement_fails_on_all_ranks(ranks: Any, step: str) -> None:
 
 
 def _different_settings() -> BaseException | None:
-    with mock.patch.dict(os.environ, {machine_rates.VARIABLE: str(dist.get_rank())}):
+    with mock.patch.dict(os.environ, {common_profile.VARIABLE: str(dist.get_rank())}):
         return error_of(group_of, dist.new_group())
 
 
@@ -283,5 +284,5 @@ def test_ranks_must_agree_on_the_setting(ranks: Any) -> None:
 
 @pytest.mark.parametrize("value", ["", "0"])
 def test_nothing_is_measured_unasked(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
-    monkeypatch.setenv(machine_rates.VARIABLE, value)
-    assert not machine_rates.is_asked_for()
+    monkeypatch.setenv(common_profile.VARIABLE, value)
+    assert not common_profile.is_asked_for()

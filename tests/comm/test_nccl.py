@@ -170,7 +170,7 @@ def test_a_version_that_torch_has_loaded_is_left_alone(tmp_path: Path) -> None:
     _library(tmp_path / "ours", 23007)
     program = tmp_path / "program.py"
     program.write_text(
-        "import ctypes, os; from interlace.comm import nccl\n"
+        "import ctypes, os; from interlace.gin import nccl\n"
         f"os.environ[nccl.FOLDER_VARIABLE] = {str(tmp_path / 'ours')!r}\n"
         f"ctypes.CDLL({str(others)!r}, mode=os.RTLD_NOW | os.RTLD_GLOBAL)\n"
         "print(nccl.nccl().version)"

@@ -17,7 +17,7 @@ from interlace import __version__, environment
 from interlace.comm.host.common_profile import is_asked_for, known_profile
 from interlace.costs.known_profiles import cached_by_profiles, text_of
 
-PACKAGE = Path(__file__).parents[1]
+PACKAGE = Path(__file__).parents[2]
 TABLES = PACKAGE / "tuning" / "tables"
 PROFILES = PACKAGE / "costs" / "profiles"
 _SOURCES = (".py", ".json")  # modules, and tuned tables

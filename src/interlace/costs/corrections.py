@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -93,14 +94,26 @@ class Corrections:
         weights = self.weights.get(implementation)
         if weights is None:
             return 1.0
-        position = place_of(call.size)
-        return math.exp(
-            math.fsum(
-                weight * nearness(position, place_of(tuple(known)))
-                for weight, known in zip(weights, self.calls, strict=True)
-                if weight
-            )
-        )
+        return math.exp(math.fsum(map(operator.mul, weights, self._nearness_to(tuple(call.size)))))
+
+    def _nearness_to(self, size: tuple[int, ...]) -> list[float]:
+        """Return the nearness of each measured call to a call of this size."""
+        # The implementations of a call are predicted one after another.
+        found = self._last.get(size)
+        if found is None:
+            place = place_of(size)
+            found = [nearness(place, known) for known in self._places]
+            self._last.clear()
+            self._last[size] = found
+        return found
+
+    @functools.cached_property
+    def _last(self) -> dict[tuple[int, ...], list[float]]:
+        return {}
+
+    @functools.cached_property
+    def _places(self) -> list[Place]:
+        return [place_of(tuple(known)) for known in self.calls]
 
     @functools.cached_property
     def _indices(self) -> dict[tuple[int, ...], int]:

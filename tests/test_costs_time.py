@@ -206,27 +206,28 @@ def test_a_fit_finds_the_compositions_that_made_the_times() -> None:
     assert profile_fit.fit(profile, points[:5]) == {}, "too few"
 
 
-def test_points_of_older_results() -> None:
-    """Results before November 2026 have former names, and configurations without names."""
+def test_points_of_results() -> None:
+    """Names that no implementation has are passed over; a pair is known by its display name too."""
     result = {
         "operator": "all_gather_gemm", "dtype": "bfloat16", "world_size": 4, "rows": 256,
-        "columns": 512, "inner": 64, "config": "128 64 32 4",
+        "columns": 512, "inner": 64, "config": "block_m=64, block_n=128, block_k=32",
         "times": {
-            "mapped": {"median_us": 7.0}, "cuBLAS + NCCL": {"median_us": 9.0},
-            "NCCL alone": {"median_us": 3.0},
+            "pushed": {"role": "ours", "impl": "pushed", "median_us": 7.0},
+            "pushed_with_signals": {
+                "role": "ours", "impl": "pushed_with_signals", "median_us": 5.0,
+            },
+            "torch async-TP": {"role": "pair", "median_us": 9.0},
+            "NCCL alone": {"role": "communication", "median_us": 3.0},
         },
     }  # fmt: skip
     call = SizedCall(256, 512, 64, 2, 4)
     exact = dataclasses.replace(call, itemsize=4, is_exact=True)
     found = profile_fit.points_of([{"results": [result, {**result, "dtype": "float32"}]}])
     assert found == [
-        profile_fit.MeasuredPoint("all_gather_gemm", impl, each, "whole", (128, 64), us)
+        profile_fit.MeasuredPoint("all_gather_gemm", impl, each, schedule, (64, 128), us)
         for each in (call, exact)
-        for impl, us in (("pushed", 7.0), ("unfused", 9.0))
+        for impl, schedule, us in (("pushed", "whole", 7.0), ("async_tp", "by_rank", 9.0))
     ]
-    # The kernel of "pushed" is another one since then.
-    dated = profile_fit.points_of([{"date": "2026-11-22T00:00:00+00:00", "results": [result]}])
-    assert [point.implementation for point in dated] == ["unfused"]
 
 
 def test_a_pair_comes_before_what_is_hardly_shorter() -> None:

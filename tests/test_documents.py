@@ -226,7 +226,7 @@ def test_the_table_of_the_readme() -> None:
         _times("2026-11-20-gemv_all_reduce-4xh200-one-token.json", "fused",
                "cuBLAS + torch two-shot", rows=8192, columns=2048),
         _times("2026-11-21-gemm_reduce_scatter-4xh200.json", "chunked",
-               "torch async-TP (cuBLAS + copies)", **products),
+               "torch async-TP", **products),
         _times("2026-11-21-gemm_all_to_all-4xh200.json", "fused", "cuBLAS + NCCL", **products),
         _times("2026-11-21-embedding_all_to_all-4xh200-forward.json", "fused", "our bags + NCCL",
                shape="64 x 200000 x 256, B = 4096, L = 8"),

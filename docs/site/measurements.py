@@ -78,7 +78,7 @@ def _rows_of_times(result: Mapping[str, Any]) -> Iterator[Row]:
         "dtype": result["dtype"],
     }
     for name, time in sorted(result["times"].items(), key=lambda item: item[1]["median_us"]):
-        role, impl = role_of(name, time)
+        role, impl = role_of(time)
         yield {
             **start,
             "what": f"`impl=\"{impl}\"`, {name}" if impl and impl != name else name,
@@ -96,8 +96,8 @@ def _call_of_a_model(result: Mapping[str, Any]) -> Row:
     times = report.impl_times(result)
     pairs = [
         report.median_us(time)
-        for name, time in result["times"].items()
-        if role_of(name, time)[0] == "pair"
+        for time in result["times"].values()
+        if role_of(time)[0] == "pair"
     ]
     best = min(times, key=times.__getitem__)
     auto = result["times"].get(result["auto"])

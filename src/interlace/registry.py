@@ -56,11 +56,8 @@ class Implementation:
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         spans_nodes: Whether it runs on groups of several nodes, whose ranks do not all share
             memory.
-        former_names: Words that meant this implementation in earlier versions.
         is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
             asks for that; see :mod:`interlace.gemm.invariance`.
-        times_since: The date and time in UTC, as ISO 8601 writes them, since which measured times
-            are those of what runs today; empty if all are. Predictions are fitted to no others.
     """
 
     name: str
@@ -72,9 +69,7 @@ class Implementation:
     ] = "whole"
     is_stock: bool = False
     spans_nodes: bool = False
-    former_names: tuple[str, ...] = ()
     is_batch_invariant: bool = False
-    times_since: str = ""
 
 
 class Operator(abc.ABC):
@@ -170,17 +165,11 @@ class Operator(abc.ABC):
         """Return the implementation of that name.
 
         Raises:
-            ArgumentError: There is none; the message names the new word for a former one.
+            ArgumentError: There is none.
         """
         for implementation in self.implementations:
             if implementation.name == name:
                 return implementation
-        for implementation in self.implementations:
-            if name in implementation.former_names:
-                raise ArgumentError(
-                    f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}, "
-                    f"which is called {implementation.name!r} now."
-                )
         raise ArgumentError(
             f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}."
         )

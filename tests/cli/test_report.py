@@ -16,7 +16,6 @@ from typer.testing import CliRunner
 
 from interlace import tuning
 from interlace.bench import report
-from interlace.bench.roles import role_of
 from interlace.cli import tuned
 from interlace.cli.app import app
 from interlace.errors import ArgumentError
@@ -43,8 +42,17 @@ def result(fused: float = 12.0, nccl: float = 30.0, **changes: Any) -> dict[str,
         "our GEMV alone": 10.5,
         "our exchange alone": 5.0,
     }
+    pairs = {"cuBLAS + NCCL": "unfused", "cuBLAS + torch one-shot": ""}
+    roles = {
+        "fused": {"role": "ours", "impl": "fused"},
+        **{name: {"role": "pair", "impl": impl} for name, impl in pairs.items()},
+        **{name: {"role": "communication"} for name in times if name.endswith("alone")},
+        **{name: {"role": "compute"} for name in ("cuBLAS mm alone", "cuBLAS mv alone")},
+        "our GEMV alone": {"role": "compute"},
+    }
     values = {
         name: {
+            **roles[name],
             "median_us": us,
             "p10_us": us - 0.5,
             "p90_us": us + 1,
@@ -136,8 +144,8 @@ def test_markdown(tmp_path: Path) -> None:
 def test_markdown_shows_the_fastest_of_several_implementations() -> None:
     times = result()["times"]
     times |= {
-        "chunked": {**times["fused"], "median_us": 11.0},
-        "remote_stores": {**times["fused"], "median_us": 13.0},
+        "chunked": {**times["fused"], "impl": "chunked", "median_us": 11.0},
+        "remote_stores": {**times["fused"], "impl": "remote_stores", "median_us": 13.0},
     }
     text = report.markdown([{"machine": MACHINE, "results": [result(times=times)]}])
     assert "| Interlace us | best unfused us | Interlace is |" in text
@@ -149,7 +157,7 @@ def test_markdown_shows_the_fastest_of_several_implementations() -> None:
 
 def test_of_two_as_fast_the_one_that_the_host_enqueues_sooner() -> None:
     times = result()["times"]
-    times["chunked"] = {**times["fused"], "median_us": 11.9}
+    times["chunked"] = {**times["fused"], "impl": "chunked", "median_us": 11.9}
     host = {"fused": 100.0, "chunked": 300.0, "cuBLAS + NCCL": 50.0}
     assert report.fastest_impl(result(times=times)) == ("chunked", 11.9)
     assert report.fastest_impl(result(times=times, host_us=host)) == ("fused", 12.0)
@@ -158,7 +166,7 @@ def test_of_two_as_fast_the_one_that_the_host_enqueues_sooner() -> None:
 
 
 def test_a_role_counts_more_than_a_name() -> None:
-    """Results carry roles since November 2026; a name is then only what tables show."""
+    """A name is only what tables show."""
     roles = {
         "fused": ("ours", "fused"),
         "cuBLAS + NCCL": ("pair", "unfused"),
@@ -193,19 +201,6 @@ def test_an_operator_whose_collective_no_library_has() -> None:
     assert "| **12.0** | 30.0 (unfused) | -60 % |" in report.markdown(
         [{"machine": MACHINE, "results": [found]}]
     )
-
-
-def test_results_without_roles_are_read_by_their_names() -> None:
-    expected = {
-        "fused": ("ours", "fused"),
-        "fused, product by product": ("ours", ""),
-        "unfused": ("pair", "unfused"),
-        "cuBLAS + NCCL": ("pair", "unfused"),
-        "torch async-TP (cuBLAS + copies)": ("pair", ""),
-        "both torch._grouped_mm alone": ("compute", ""),
-        "copy engines alone": ("communication", ""),
-    }
-    assert {name: role_of(name, {}) for name in expected} == expected
 
 
 def test_markdown_of_a_sweep(tmp_path: Path) -> None:
@@ -472,19 +467,16 @@ def test_embedding_results_make_tables_and_entries(tmp_path: Path) -> None:
         "shape": "64 x 200000 x 256, B = 4096, L = 20",
         **sizes,
     }
-    times = dict.fromkeys(
-        (
-            "fused",
-            "F.embedding_bag + NCCL + unpack",
-            "our bags + NCCL",
-            "our bags alone",
-            "NCCL alone",
-        ),
-        100.0,
-    )
+    roles = {
+        "fused": {"role": "ours", "impl": "fused"},
+        "F.embedding_bag + NCCL + unpack": {"role": "pair", "impl": "unfused"},
+        "our bags + NCCL": {"role": "pair"},
+        "our bags alone": {"role": "compute"},
+        "NCCL alone": {"role": "communication"},
+    }
     measured = {
-        name: {"median_us": time, "p10_us": time, "p90_us": time, "skew_us": 1.0}
-        for name, time in times.items()
+        name: {**role, "median_us": 100.0, "p10_us": 100.0, "p90_us": 100.0, "skew_us": 1.0}
+        for name, role in roles.items()
     }
     found = {**result(), **named, "times": measured}
     assert report.shape(found) == named["shape"]

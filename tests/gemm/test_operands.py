@@ -103,17 +103,6 @@ def test_an_implementation_that_does_not_exist(operator):
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
-def test_former_words_are_refused_with_the_new_ones(operator):
-    renamed = {"split": "chunked", "mapped": "remote_stores"}
-    if operator == "all_gather_gemm":
-        renamed["mapped"] = "pushed"
-    for former, word in renamed.items():
-        message = f"got '{former}', which is called '{word}' now\\.$"
-        with pytest.raises(ArgumentError, match=message):
-            getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl=former)
-
-
-@pytest.mark.parametrize("operator", OPERATORS)
 def test_stock_pairs_refuse_the_cpu_by_name(operator):
     declaration = operator_named(operator)
     stock = [

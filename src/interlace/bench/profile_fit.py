@@ -16,18 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from interlace.bench.roles import is_disturbed, role_of
+from interlace.bench.roles import PAIR_NAMES, is_disturbed, role_of
 from interlace.costs.corrections import Corrections, Schedule, TimedCall, place_of
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import Implementation, operator_matching, operators
-
-_PAIR_NAMES = {
-    "one_shot": ("cuBLAS + torch one-shot",),
-    "two_shot": ("cuBLAS + torch two-shot",),
-    "async_tp": ("torch async-TP (cuBLAS + copies)", "torch async-TP (copies + cuBLAS)"),
-}
-"""Display names of stock pairs in results before they were implementations."""
+from interlace.registry import operator_matching, operators
 
 _LEAST_POINTS = 8
 """Fewer measured points than this say too little about a composition."""
@@ -69,7 +62,7 @@ def points_of(
 
     A GEMV's are points of the operator around a GEMM that has the same collective: its fused kernel
     is that one's ``impl="gemv"``. Results of other operators are passed over, and so are times of
-    implementations that have changed since they were measured; results without a date are new.
+    implementations that no operator has, as of ``"pushed_with_signals"``.
 
     Args:
         with_disturbed: Whether times that other work on the machine has lengthened are points, too,
@@ -77,7 +70,6 @@ def points_of(
     """
     points = []
     for document in documents:
-        date = document.get("date")
         for result in document["results"]:
             declaration = operators().get(str(result.get("operator")))
             if declaration is None or "splits" in result:
@@ -97,12 +89,10 @@ def points_of(
                 continue
             for implementation in target.implementations:
                 name = implementation.name
-                if date is not None and date < implementation.times_since:
-                    continue
                 if is_gemv:
                     # The GEMV's result has its own kernel as "fused", and the stock pairs.
                     name = {"gemv": "fused", "fused": ""}.get(name, name)
-                us = _time_of(name, implementation, result.get("times", {}), with_disturbed)
+                us = _time_of(name, result.get("times", {}), with_disturbed)
                 if us is not None:
                     kind = target.name, implementation.name, call, implementation.schedule
                     own_tile = tile or target.timed_tile(implementation.name, call)
@@ -111,38 +101,32 @@ def points_of(
 
 
 def _time_of(
-    impl: str,
-    implementation: Implementation,
-    times: Mapping[str, Mapping[str, Any]],
-    with_disturbed: bool,
+    impl: str, times: Mapping[str, Mapping[str, Any]], with_disturbed: bool
 ) -> float | None:
     """Return the shortest median by which an implementation was measured, in microseconds; None if
     it was not, or only while the machine had other work.
 
+    A stock pair is also known by its display name: the GEMV's benchmark times pairs that are no
+    implementations of its operator.
+
     Args:
-        impl: Its name in the result.
+        impl: Its name in the result; empty if the result cannot have it.
         with_disturbed: Whether times count that were measured while the machine had other work.
     """
-    names = {impl, *implementation.former_names} - {""}
-    displayed = {*implementation.former_names, *_PAIR_NAMES.get(impl, ())}
     times_us = [
         float(time["median_us"])
         for name, time in times.items()
-        if (role_of(name, time)[1] in names or name in displayed)
+        if impl
+        and (role_of(time)[1] == impl or name == PAIR_NAMES.get(impl))
         and (with_disturbed or not is_disturbed(time))
     ]
     return min(times_us, default=None)
 
 
 def tile_of(config: str) -> tuple[int, int]:
-    """Return ``block_m`` and ``block_n`` of a configuration's text; of an older text, its first two
-    numbers.
-    """
+    """Return ``block_m`` and ``block_n`` of a configuration's text, 128 and 256 if it has none."""
     named = dict(re.findall(r"(block_[mn])=(\d+)", config))
-    is_named = len(named) == 2
-    numbers = [named["block_m"], named["block_n"]] if is_named else re.findall(r"\d+", config)[:2]
-    block_m, block_n = map(int, numbers or ("128", "256"))
-    return block_m, block_n
+    return int(named.get("block_m", 128)), int(named.get("block_n", 256))
 
 
 Compositions = dict[str, dict[str, dict[str, float]]]

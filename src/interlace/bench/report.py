@@ -65,13 +65,13 @@ def summarise(result: Result) -> Summary:
 
     def fastest(role: str, description: str) -> tuple[str, float]:
         times = result["times"].items()
-        chosen = [(median_us(time), name) for name, time in times if role_of(name, time)[0] == role]
+        chosen = [(median_us(time), name) for name, time in times if role_of(time)[0] == role]
         us, name = min(_require(chosen, description, result))
         return name, us
 
     # An operator of another package may have a collective that is in no library.
     has_communication = any(
-        role_of(name, time)[0] == "communication" for name, time in result["times"].items()
+        role_of(time)[0] == "communication" for time in result["times"].values()
     )
     times, own_names = impl_times(result), _require(own_impls(result), "fused", result)
     return Summary(
@@ -106,7 +106,7 @@ def median_us(time: Mapping[str, Any]) -> float:
 
 def names_of_impls(result: Result) -> dict[str, str]:
     """Return the display name of each implementation's time."""
-    named = {role_of(name, time)[1]: name for name, time in result["times"].items()}
+    named = {role_of(time)[1]: name for name, time in result["times"].items()}
     return {impl: name for impl, name in named.items() if impl}
 
 
@@ -119,9 +119,7 @@ def own_impls(result: Result) -> list[str]:
     """Return the implementations that are no pair of a compute step and a collective."""
     times = result["times"]
     return [
-        impl
-        for impl, name in names_of_impls(result).items()
-        if role_of(name, times[name])[0] == "ours"
+        impl for impl, name in names_of_impls(result).items() if role_of(times[name])[0] == "ours"
     ]
 
 
@@ -171,11 +169,11 @@ def table(operator: str, result: Result) -> Table:
     headings = ("what", "median us", "p10 - p90 us", "skew us", "fused is")
     view = _view(operator, result, headings, left=("what",))
     times: dict[str, Any] = result["times"]
-    order = {name: _order(name, time) for name, time in times.items()}
+    order = {name: _order(time) for name, time in times.items()}
     best = {summary.unfused[0], summary.compute[0]}
     for name in sorted(times, key=order.__getitem__):
         time = times[name]
-        is_fused = role_of(name, time)[1] == "fused"
+        is_fused = role_of(time)[1] == "fused"
         view.add_row(
             name,
             f"{time['median_us']:.2f}",
@@ -221,9 +219,9 @@ def _view(operator: str, result: Result, headings: Sequence[str], left: Collecti
     )
 
 
-def _order(name: str, time: Mapping[str, Any]) -> tuple[bool, bool, bool, float]:
+def _order(time: Mapping[str, Any]) -> tuple[bool, bool, bool, float]:
     """Return the sort key of a time: the fused kernel, pairs, compute, the others."""
-    role, impl = role_of(name, time)
+    role, impl = role_of(time)
     return impl != "fused", role != "pair", role != "compute", median_us(time)
 
 
@@ -234,7 +232,7 @@ def transports_table(operator: str, result: Result) -> Table:
     view = _view(operator, result, headings, left)
     alone = result["ways"]["cuBLAS alone"]["median_us"]
     for name, way in sorted(result["ways"].items(), key=lambda item: item[1]["median_us"]):
-        is_part = role_of(name, way)[0] in ("compute", "communication")
+        is_part = role_of(way)[0] in ("compute", "communication")
         view.add_row(
             name,
             f"{way['median_us']:.1f}",

@@ -1,8 +1,7 @@
 """The roles of the times in a benchmark result; no GPU, no torch.
 
 A time's role says which claims it counts for. Results carry it as ``"role"``, and as ``"impl"`` the
-value of ``impl`` by which the operator runs what was timed, if there is one. Results measured
-before November 2026 have neither, only the time's display name.
+value of ``impl`` by which the operator runs what was timed, if there is one.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ Role = Literal["ours", "pair", "compute", "communication"]
 Interlace would run; compute without communication; communication without compute.
 """
 
-_COMPUTE_WORDS = ("GEMV", "cuBLAS", "product", "bag", "update", "grouped")
 PAIR_NAMES = {
     "unfused": "cuBLAS + NCCL",
     "one_shot": "cuBLAS + torch one-shot",
@@ -23,15 +21,6 @@ PAIR_NAMES = {
     "async_tp": "torch async-TP",
 }
 """Display name of each stock pair, by the value of ``impl`` that runs it."""
-
-_FORMER_IMPLS = {
-    **{name: name for name in ("fused", "remote_stores", "chunked", "pushed")},
-    "unfused": "unfused",
-    "cuBLAS + NCCL": "unfused",
-    "F.embedding_bag + NCCL + unpack": "unfused",
-}
-"""Display name of a time in a result without roles -> the value of ``impl`` that it measured."""
-
 
 _DISTURBED = 1.15
 """Ratio of the median to the 10th percentile of a time's samples, above which most samples met
@@ -51,19 +40,10 @@ def is_disturbed(time: Mapping[str, Any]) -> bool:
     return bool(time["median_us"] > _DISTURBED * time.get("p10_us", time["median_us"]))
 
 
-def role_of(name: str, time: Mapping[str, Any]) -> tuple[str, str]:
+def role_of(time: Mapping[str, Any]) -> tuple[str, str]:
     """Return the role of a time and the value of ``impl`` that runs it; empty if none does.
 
     Args:
-        name: the time's display name.
         time: its entry in the result.
     """
-    if "role" in time:
-        return str(time["role"]), str(time.get("impl", ""))
-    impl = _FORMER_IMPLS.get(name, "")
-    if " + " in name or name == "unfused":
-        return "pair", impl
-    if not name.endswith(" alone"):
-        return "ours", impl
-    is_compute = any(word in name for word in _COMPUTE_WORDS)
-    return "compute" if is_compute else "communication", ""
+    return str(time["role"]), str(time.get("impl", ""))

@@ -88,7 +88,6 @@ CHUNKED = Implementation(
     run,
     needs(even_rows=True, same_dtype=True),
     schedule="by_rank",
-    former_names=("split",),
 )
 
 

@@ -34,9 +34,6 @@ and of an all-reduce each rank should sum a share.
 
 _CHUNK = 2048
 
-WITHOUT_SIGNALS = "2026-11-23T09:00:00+00:00"
-"""When rows began to travel without signals, which made them 1 to 4 us faster."""
-
 
 def push_rows(
     group: Group | WithinNode,
@@ -247,7 +244,6 @@ PUSHED_ALL_TO_ALL = Implementation(
     functools.partial(_run, prepare=_prepare_all_to_all),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
-    times_since=WITHOUT_SIGNALS,
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
@@ -255,5 +251,4 @@ PUSHED_REDUCE_SCATTER = Implementation(
     functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=True)),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
-    times_since=WITHOUT_SIGNALS,
 )

@@ -75,5 +75,4 @@ REMOTE_STORES = Implementation(
     run,
     needs(even_rows=True, same_dtype=True, no_bias=True),
     schedule="batch",
-    former_names=("mapped",),
 )

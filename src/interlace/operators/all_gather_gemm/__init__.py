@@ -17,7 +17,6 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.gradients import save_operands
 from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
-from interlace.gemm.implementations.pushed import WITHOUT_SIGNALS
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
 from interlace.gemm.implementations.unfused import UNFUSED
@@ -59,9 +58,7 @@ class AllGatherGemm(GemmOperator):
             "one kernel stores rows in all ranks' memory, then a product",
             fused.run_pushed,
             needs(same_dtype=True, dtypes=FLOATS),
-            former_names=("mapped",),
             is_batch_invariant=True,
-            times_since=WITHOUT_SIGNALS,
         ),
         network.across_nodes(
             Implementation(
@@ -70,7 +67,6 @@ class AllGatherGemm(GemmOperator):
                 fused.run_chunked,
                 needs(same_dtype=True),
                 schedule="by_rank",
-                former_names=("split",),
             ),
             two_levels.run_all_gather,
             two_levels.needs_rails,

@@ -41,13 +41,11 @@ class AllToAllBmm(BatchOperator):
             launch.run_chunked,
             schedule="by_rank",
             spans_nodes=True,
-            former_names=("fused", "split"),
         ),
         Implementation(
             "pushed",
             "one kernel stores rows where they are multiplied, then torch.bmm",
             launch.run_pushed,
-            former_names=("mapped",),
             is_batch_invariant=True,
         ),
         Implementation(

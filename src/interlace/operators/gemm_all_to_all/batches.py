@@ -92,7 +92,6 @@ class BmmAllToAll(BatchOperator):
             _run_chunked,
             schedule="by_rank",
             spans_nodes=True,
-            former_names=("split",),
         ),
         Implementation(
             "unfused", "torch.bmm, then all_to_all_single", _run_unfused, spans_nodes=True

@@ -50,7 +50,6 @@ class GemmReduceScatter(GemmOperator):
                 chunked.run,
                 needs(same_dtype=True),
                 schedule="by_peer",
-                former_names=("split",),
             ),
             two_levels.run_reduce_scatter,
             two_levels.needs_rails,

@@ -281,12 +281,8 @@ def demo(
     """
     from interlace.cli.demo import run
 
-    if nodes is not None:
-        from interlace.cli import demo_nodes
-
-        raise typer.Exit(demo_nodes.run(world_size, nodes, backend, Outputs(json=json_file)))
-    outputs = Outputs(json=json_file, plot=None if plot == "none" else Path(plot))
-    raise typer.Exit(run(world_size, backend, tokens, outputs))
+    picture = None if plot == "none" else Path(plot)
+    raise typer.Exit(run(world_size, backend, tokens, nodes, picture, json_file))
 
 
 @app.command()

@@ -255,7 +255,7 @@ def picture(
     width: Annotated[float, typer.Option(min=4, help="Inches.")] = 12,
 ) -> None:
     """Draw a trace: what programs, copies and links do, and who waits for whom."""
-    from interlace.cli.trace_picture import run_picture
+    from interlace.cli.trace import run_picture
 
     run_picture(trace_file, rows, width, Outputs(plot=plot))
 

@@ -404,12 +404,11 @@ def bench_table(
     files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")],
 ) -> None:
     """Render measurements as a Markdown table."""
-    from interlace.bench import report
-    from interlace.cli import bench_sweep
+    from interlace.bench import report, sweep_report
     from interlace.cli.bench import read_document
 
     documents = [read_document(file) for file in files]
     results = [result for document in documents for result in document["results"]]
     are_sweeps = bool(results) and all("model" in result for result in results)
-    render = bench_sweep.markdown if are_sweeps else report.markdown
+    render = sweep_report.markdown if are_sweeps else report.markdown
     typer.echo(render(documents), nl=False)

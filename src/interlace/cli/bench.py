@@ -15,13 +15,13 @@ from typing import Any
 from rich.table import Table
 
 from interlace import tuning
-from interlace.bench import report
+from interlace.bench import report, tuned
 from interlace.cache_folder import cache_folder
-from interlace.cli import tuned
 from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import command_line, make_console, now, run_ranks
 from interlace.cli.options import Run
-from interlace.cli.outputs import Outputs, read_json
+from interlace.cli.outputs import Outputs
+from interlace.documents import read_json
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 
 from interlace.bench.gemv_all_reduce import OPERATOR
+from interlace.bench.measures import measure_gemv
 from interlace.cli import bench
-from interlace.cli.bench_ranks import measure_gemv
 from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator

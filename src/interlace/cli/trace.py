@@ -12,9 +12,10 @@ from rich.console import Console
 from interlace.cli.bench import require_dtype
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.gpus import gpu_named
-from interlace.cli.outputs import Outputs, read_json
+from interlace.cli.outputs import Outputs
 from interlace.cli.trace_ranks import trace_rank
 from interlace.cli.trace_simulated import comparison, simulate, source_of
+from interlace.documents import read_json
 from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.choice import Gpu
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case

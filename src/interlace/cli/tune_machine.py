@@ -14,8 +14,8 @@ from rich.table import Table
 
 from interlace.bench import machine_profile, profile_fit
 from interlace.bench.draws import Draw, draws
+from interlace.bench.measures import measure_draw
 from interlace.cli import bench
-from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table

@@ -88,9 +88,7 @@ def run_script(options: argparse.Namespace, run: Callable[..., Report], **own: A
 def write(console: Any, report: Report, command: str, outputs: Any) -> None:
     """Write what was found, by which command and on which machine, to ``--json``."""
     from interlace.cli import machine
-    from interlace.cli.console import now
 
-    header = {"machine": machine.describe(), "command": command, "date": now()}
-    outputs.write_json(lambda: {**header, **report})
+    outputs.write_json(lambda: {**machine.header(), "command": command, **report})
     if outputs.json is not None:
         console.print(f"All numbers: {outputs.json}")

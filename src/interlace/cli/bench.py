@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +13,11 @@ from typing import Any
 
 from rich.table import Table
 
-from interlace import tuning
+from interlace import environment, tuning
 from interlace.bench import report, tuned
 from interlace.cache_folder import cache_folder
 from interlace.cli.bench_ranks import Measure, run_rank
-from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.console import make_console, run_ranks
 from interlace.cli.options import Run
 from interlace.cli.outputs import Outputs
 from interlace.documents import read_json
@@ -149,18 +148,12 @@ def nothing_measured() -> Iterator[None]:
     """Let ranks that start within the context measure every call, whatever this user's programs
     have measured before; the user's own machine profile stays known.
     """
-    profiles, before = cache_folder("profiles"), os.environ.get("INTERLACE_CACHE_DIR")
+    profiles = cache_folder("profiles")
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
         if profiles.is_dir():
             shutil.copytree(profiles, Path(folder) / "profiles")
-        os.environ["INTERLACE_CACHE_DIR"] = folder
-        try:
+        with environment.changed({"INTERLACE_CACHE_DIR": folder}):
             yield
-        finally:
-            if before is None:
-                del os.environ["INTERLACE_CACHE_DIR"]
-            else:
-                os.environ["INTERLACE_CACHE_DIR"] = before
 
 
 def measure_on_gpus(
@@ -199,7 +192,7 @@ def measure_on_gpus(
         )
     from interlace.cli import machine
 
-    header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    header = machine.header()
     # The file exists from the start, so a run that is cut off is no stale file of an earlier one.
     outputs.write_json(lambda: {**header, "results": []})
     file = None if outputs.json is None else str(outputs.json.absolute())

@@ -6,7 +6,7 @@ import dataclasses
 
 from rich.table import Table
 
-from interlace.cli.console import command_line, make_console, now
+from interlace.cli.console import make_console
 from interlace.cli.doctor_cuda import check_cuda
 from interlace.cli.doctor_host import ABSENT, MISSING, OK, Row, check_cpu, check_packages
 from interlace.cli.outputs import Outputs
@@ -21,7 +21,7 @@ def run(outputs: Outputs) -> int:
         rows = check_all()
         from interlace.cli import machine
 
-        described = machine.describe()
+        header = machine.header()
     usable = [
         name
         for name in ("cpu", "cuda")
@@ -47,9 +47,7 @@ def run(outputs: Outputs) -> int:
         )
     outputs.write_json(
         lambda: {
-            "machine": described,
-            "command": command_line(),
-            "date": now(),
+            **header,
             "usable": usable,
             "checks": [dataclasses.asdict(row) for row in rows],
         }

@@ -405,9 +405,8 @@ def bench_table(
 ) -> None:
     """Render measurements as a Markdown table."""
     from interlace.bench import report, sweep_report
-    from interlace.cli.bench import read_document
 
-    documents = [read_document(file) for file in files]
+    documents = [report.read_document(file) for file in files]
     results = [result for document in documents for result in document["results"]]
     are_sweeps = bool(results) and all("model" in result for result in results)
     render = sweep_report.markdown if are_sweeps else report.markdown

@@ -20,7 +20,6 @@ from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.options import Run
 from interlace.cli.outputs import Outputs
-from interlace.documents import read_json
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -119,20 +118,6 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     ):
         raise ArgumentError(f"a shape must be {meaning}; got {text!r}. Say {example}.")
     return tuple(map(int, parts))
-
-
-def read_document(file: Path) -> dict[str, Any]:
-    """Read a file that ``interlace bench --json`` wrote.
-
-    Raises:
-        ArgumentError: it is not one.
-    """
-    document: dict[str, Any] = read_json(file, "a JSON file that interlace bench wrote")
-    if not isinstance(document, dict) or not {"machine", "results"} <= document.keys():
-        raise ArgumentError(
-            f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."
-        )
-    return document
 
 
 def measure_run(

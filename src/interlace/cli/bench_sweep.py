@@ -39,7 +39,7 @@ def run_sweep(
 ) -> None:
     """Measure drawn calls, or add up files of earlier sweeps, and print the figures."""
     if add:
-        documents = [bench.read_document(file) for file in add]
+        documents = [report.read_document(file) for file in add]
         results = [
             today(result, document["machine"]["gpus"][0])
             for document in documents

@@ -63,12 +63,8 @@ def check_all() -> list[Row]:
     cpu_needs = _missing(rows, ignored=())
     cuda_needs = _missing([*rows, *cuda], ignored=("shared memory", "numpy"))
     if not cuda_present(cuda):
-        cuda_row = Row(
-            "backend cuda",
-            ABSENT,
-            "no GPU that torch can use: kernels cannot run at their speed here",
-            "",
-        )
+        meaning = "no GPU that torch can use: kernels cannot run at their speed here"
+        cuda_row = Row("backend cuda", ABSENT, meaning)
     else:
         cuda_row = _verdict("backend cuda", cuda_needs, "compiled kernels over peer access")
     return [
@@ -92,12 +88,8 @@ def _missing(rows: list[Row], ignored: tuple[str, ...]) -> list[str]:
 
 def _verdict(check: str, needs: list[str], works: str) -> Row:
     if needs:
-        return Row(
-            check,
-            MISSING,
-            f"not usable for want of: {', '.join(needs)}",
-            "see the rows marked missing",
-        )
+        meaning = f"not usable for want of: {', '.join(needs)}"
+        return Row(check, MISSING, meaning, "see the rows marked missing")
     return Row(check, OK, works)
 
 

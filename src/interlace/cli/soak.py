@@ -15,8 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from interlace.bench.report import machine_line
-from interlace.cli.bench import read_document
+from interlace.bench.report import machine_line, read_document
 from interlace.cli.console import command_line, make_console, run_ranks
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, BackendError

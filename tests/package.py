@@ -35,13 +35,17 @@ assert not profile_of("NVIDIA H200").is_guess
 """
 
 
-def files_of_package() -> set[str]:
-    """Return the names of all files that a wheel must have, as the wheel names them."""
-    source = ROOT / "src"
+def files_of_package() -> dict[str, Path]:
+    """Return all files that a wheel must have, by the names that they have in the wheel."""
+    folders = {
+        "interlace": ROOT / "src" / "interlace",
+        "interlace_sim": ROOT / "src" / "interlace_sim",
+        "interlace/demos": ROOT / "examples" / "demos",
+    }
     return {
-        file.relative_to(source).as_posix()
-        for package in ("interlace", "interlace_sim")
-        for file in (source / package).rglob("*")
+        f"{name}/{file.relative_to(folder).as_posix()}": file
+        for name, folder in folders.items()
+        for file in folder.rglob("*")
         if file.is_file() and "__pycache__" not in file.parts
     }
 

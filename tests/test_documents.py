@@ -77,7 +77,7 @@ def test_signatures_of_the_language() -> None:
         assert ast.unparse(ast.parse(f"def f({arguments}): pass").body[0].args) == expected
 
 
-@pytest.mark.parametrize("folder", ["", "integrations", "notebooks"])
+@pytest.mark.parametrize("folder", ["", "demos", "integrations", "notebooks"])
 def test_every_example_has_its_line(folder: str) -> None:
     text = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     listed = set(re.findall(r"\]\(([\w/]+\.(?:py|ipynb))\)", text))

@@ -81,8 +81,10 @@ PUBLIC_NAMES = (
     "from interlace.integrations import sglang, symm_mem, torchrec, transformers, vllm; "
     "import interlace; [getattr(interlace, name) for name in interlace.__all__]"
 )
-RANKS_OF_COMMANDS = "import " + ", ".join(
-    f"interlace.cli.{name}" for name in ("demo_ranks", "demo_dlrm_ranks", "bench_ranks")
+DEMOS = Path(__file__).parents[1] / "examples" / "demos"
+RANKS_OF_COMMANDS = (
+    f"import sys; sys.path.insert(0, {str(DEMOS)!r}); import interlace.cli.bench_ranks, "
+    + ", ".join(file.stem for file in sorted(DEMOS.glob("*.py")))
 )
 
 

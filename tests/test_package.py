@@ -38,8 +38,8 @@ def test_what_is_wrong_with_a_wheel(tmp_path: Path) -> None:
 
 
 def test_what_a_wheel_must_have() -> None:
-    files = files_of_package()
     assert {
+        "interlace/demos/down_projection.py",
         "interlace/py.typed",
         "interlace/bench/models.json",
         "interlace/costs/profiles/nvidia_h100_80gb_hbm3.json",
@@ -47,11 +47,10 @@ def test_what_a_wheel_must_have() -> None:
         "interlace/language/README.md",
         "interlace_sim/presets/machines/h200-node.yaml",
         "interlace/tuning/tables/gemm_reduce_scatter.nvidia_h200.json",
-    } <= files
+    } <= files_of_package().keys()
 
 
 def test_no_file_of_the_package_names_this_machine() -> None:
-    source = Path(__file__).parents[1] / "src"
-    for name in files_of_package():
-        content = (source / name).read_bytes()
+    for name, file in files_of_package().items():
+        content = file.read_bytes()
         assert not [place for place in places_of_this_machine() if place.encode() in content], name

@@ -1,11 +1,14 @@
-"""JSON as every parser takes it: the standard has no NaN and no infinity."""
+"""JSON as every parser takes it, as the standard has no NaN and no infinity; and JSON files."""
 
 from __future__ import annotations
 
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+from interlace.errors import ArgumentError
 
 
 def to_json(
@@ -21,6 +24,22 @@ def to_json(
         default: function that makes one of these of any other value.
     """
     return json.dumps(_finite(document), allow_nan=False, indent=indent, default=default) + "\n"
+
+
+def read_json(file: Path, meaning: str) -> Any:
+    """Read a document.
+
+    Args:
+        file: the file.
+        meaning: what the file must be, for the message.
+
+    Raises:
+        ArgumentError: the file cannot be read, or is no JSON.
+    """
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{file} must be {meaning}; {error}.") from error
 
 
 def _finite(value: Any) -> Any:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator, Mapping
 
 from interlace.errors import ArgumentError
 
@@ -46,3 +48,18 @@ def whole_number(variable: str, default: int | None = None, *, least: int = 0) -
             f"{variable} must be {rule}; got {text!r}. Unset it, or leave it to the launcher."
         )
     return int(text)
+
+
+@contextlib.contextmanager
+def changed(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables within this context, for processes that start in it, too."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

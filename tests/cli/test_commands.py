@@ -17,9 +17,10 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import interlace
-from interlace.cli import doctor, doctor_cuda, operator_commands, picture
+from interlace.cli import doctor, doctor_cuda, operator_commands
 from interlace.cli.app import app
 from interlace.cli.console import make_console
+from interlace.cli.demo import load
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 
@@ -263,8 +264,7 @@ def _check_dlrm(found: dict[str, Any]) -> None:
 def _document(
     error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: int = 2
 ) -> dict[str, Any]:
-    from interlace.cli.demo import MODELS, _judge
-
+    demo = load("down_projection")
     ranks: list[dict[str, Any]] = [
         {
             "rank": rank,
@@ -283,7 +283,7 @@ def _document(
         }
         for rank in range(2)
     ]
-    model = _judge(MODELS[0], 32, (128, 112), 1, ranks)
+    model = demo._judge(demo.MODELS[0], 32, (128, 112), 1, ranks)
     return {
         "backend": "cpu",
         "world_size": 2,
@@ -308,22 +308,23 @@ def test_demo_does_not_pass_what_is_wrong(
 ) -> None:
     from rich.console import Console
 
-    from interlace.cli.demo import _show
-
     assert _document()["passed"]
     document = _document(**fault)
     assert not document["passed"]
-    _show(Console(width=200), document, Outputs())
+    load("down_projection")._show(Console(width=200), document, Outputs())
     assert what in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_pictures(backend: str, tmp_path: Path) -> None:
-    picture.draw({**_document(), "backend": backend}, tmp_path / "picture.png")
+    load("down_projection_picture").draw(
+        {**_document(), "backend": backend}, tmp_path / "picture.png"
+    )
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
 
 
 def test_picture_as_text() -> None:
+    picture = load("down_projection_picture")
     lines = picture.timeline_text(_document()["models"][0], width=10, blocks=False)
     assert lines[1] == "  fused    rank 0  _@_______@  2 puts"
     assert lines[3] == "  unfused  rank 0  ______@__@  2 puts"

@@ -15,8 +15,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from interlace import tuning
-from interlace.bench import report
-from interlace.cli import tuned
+from interlace.bench import report, tuned
 from interlace.cli.app import app
 from interlace.errors import ArgumentError
 
@@ -409,6 +408,7 @@ def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path)
 def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails at the second shape leaves the first one's result in the file."""
     from interlace.bench import gemv_all_reduce as operator
+    from interlace.bench.measures import measure_gemv
     from interlace.cli import bench_ranks
 
     def bench(shape: operator.GemvShape, config: object) -> dict[str, Any]:
@@ -423,7 +423,7 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         bench_ranks.run_rank(
             str(tmp_path),
             [(1, 64, 32), (2, 64, 32)],
-            functools.partial(bench_ranks.measure_gemv, dtype="bfloat16", tunes=False),
+            functools.partial(measure_gemv, dtype="bfloat16", tunes=False),
             math.inf,
             {"machine": MACHINE},
             str(file),

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.bench import report
-from interlace.cli import tuned
+from interlace.bench import report, tuned
 from interlace.registry import operator_named
 from tests.untimed import untimed
 

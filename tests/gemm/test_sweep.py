@@ -13,14 +13,8 @@ import torch
 
 from interlace.bench.draws import PATTERNS, Draw, draws, models
 from interlace.bench.roles import is_disturbed
-from interlace.cli.bench_sweep import (
-    draw_curves,
-    geometric_mean,
-    markdown,
-    ratios_of,
-    summary_table,
-    today,
-)
+from interlace.bench.sweep_report import draw_curves, geometric_mean, markdown, ratios_of, today
+from interlace.cli.bench_sweep import summary_table
 from interlace.registry import operator_matching
 
 SWEEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*sweep*seed*.json"))

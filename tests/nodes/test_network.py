@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.cli import demo_nodes, doctor_network, tune_network
+from interlace.cli import console, doctor_network, tune_network
 from interlace.comm.groups import machine_rates, network_rates
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
@@ -176,7 +176,7 @@ def test_demo_between_nodes(tmp_path, monkeypatch):
             assert each["counted"] == each["predicted"] > 0
     wrong = document["ranks"][1]["operators"][0] | {"same": False}
     monkeypatch.setattr(
-        demo_nodes, "run_ranks", lambda *_, **__: [{**document["ranks"][0], "operators": [wrong]}]
+        console, "run_ranks", lambda *_, **__: [{**document["ranks"][0], "operators": [wrong]}]
     )
     failed = run_command(*arguments)
     assert failed.exit_code == 1

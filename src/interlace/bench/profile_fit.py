@@ -377,3 +377,28 @@ def errors(profile: MachineProfile, points: Iterable[MeasuredPoint]) -> list[flo
             us *= corrections.common_factor(point.implementation, point.call)
         ratios.append(us / point.us)
     return ratios
+
+
+def deviations(
+    profile: MachineProfile, points: Sequence[MeasuredPoint]
+) -> dict[tuple[str, str], list[float]]:
+    """Return how far a profile is from each measured time, as a share of it, in ascending order, by
+    operator and implementation, in the profile's order.
+    """
+    found = {
+        (operator, name): sorted(
+            abs(ratio - 1)
+            for ratio in errors(
+                profile,
+                [
+                    point
+                    for point in points
+                    if (point.operator, point.implementation) == (operator, name)
+                ],
+            )
+        )
+        for operator, implementations in profile.compositions.items()
+        for name in implementations
+    }
+    # What was not measured comes from the profile that a fit began with.
+    return {key: wrong for key, wrong in found.items() if wrong}

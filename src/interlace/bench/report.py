@@ -12,9 +12,11 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from interlace.bench.roles import role_of
+from interlace.documents import read_json
 from interlace.errors import ArgumentError
 
 if TYPE_CHECKING:
@@ -246,6 +248,20 @@ def transports_table(operator: str, result: Result) -> Table:
         )
     view.caption = f"configuration {result['config']}; kernels by the profiler, on rank 0"
     return view
+
+
+def read_document(file: Path) -> dict[str, Any]:
+    """Read a file that ``interlace bench --json`` wrote.
+
+    Raises:
+        ArgumentError: it is not one.
+    """
+    document: dict[str, Any] = read_json(file, "a JSON file that interlace bench wrote")
+    if not isinstance(document, dict) or not {"machine", "results"} <= document.keys():
+        raise ArgumentError(
+            f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."
+        )
+    return document
 
 
 def markdown(documents: Iterable[Mapping[str, Any]]) -> str:

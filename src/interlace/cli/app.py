@@ -255,7 +255,7 @@ def picture(
     width: Annotated[float, typer.Option(min=4, help="Inches.")] = 12,
 ) -> None:
     """Draw a trace: what programs, copies and links do, and who waits for whom."""
-    from interlace.cli.trace_picture import run_picture
+    from interlace.cli.trace import run_picture
 
     run_picture(trace_file, rows, width, Outputs(plot=plot))
 
@@ -281,12 +281,8 @@ def demo(
     """
     from interlace.cli.demo import run
 
-    if nodes is not None:
-        from interlace.cli import demo_nodes
-
-        raise typer.Exit(demo_nodes.run(world_size, nodes, backend, Outputs(json=json_file)))
-    outputs = Outputs(json=json_file, plot=None if plot == "none" else Path(plot))
-    raise typer.Exit(run(world_size, backend, tokens, outputs))
+    picture = None if plot == "none" else Path(plot)
+    raise typer.Exit(run(world_size, backend, tokens, nodes, picture, json_file))
 
 
 @app.command()
@@ -408,12 +404,10 @@ def bench_table(
     files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")],
 ) -> None:
     """Render measurements as a Markdown table."""
-    from interlace.bench import report
-    from interlace.cli import bench_sweep
-    from interlace.cli.bench import read_document
+    from interlace.bench import report, sweep_report
 
-    documents = [read_document(file) for file in files]
+    documents = [report.read_document(file) for file in files]
     results = [result for document in documents for result in document["results"]]
     are_sweeps = bool(results) and all("model" in result for result in results)
-    render = bench_sweep.markdown if are_sweeps else report.markdown
+    render = sweep_report.markdown if are_sweeps else report.markdown
     typer.echo(render(documents), nl=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +13,13 @@ from typing import Any
 
 from rich.table import Table
 
-from interlace import tuning
-from interlace.bench import report
+from interlace import environment, tuning
+from interlace.bench import report, tuned
 from interlace.cache_folder import cache_folder
-from interlace.cli import tuned
 from interlace.cli.bench_ranks import Measure, run_rank
-from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.console import make_console, run_ranks
 from interlace.cli.options import Run
-from interlace.cli.outputs import Outputs, read_json
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -122,20 +120,6 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def read_document(file: Path) -> dict[str, Any]:
-    """Read a file that ``interlace bench --json`` wrote.
-
-    Raises:
-        ArgumentError: it is not one.
-    """
-    document: dict[str, Any] = read_json(file, "a JSON file that interlace bench wrote")
-    if not isinstance(document, dict) or not {"machine", "results"} <= document.keys():
-        raise ArgumentError(
-            f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."
-        )
-    return document
-
-
 def measure_run(
     command: str, title: str, work: Sequence[Any], measure: Callable[..., Any], run: Run
 ) -> dict[str, Any]:
@@ -149,18 +133,12 @@ def nothing_measured() -> Iterator[None]:
     """Let ranks that start within the context measure every call, whatever this user's programs
     have measured before; the user's own machine profile stays known.
     """
-    profiles, before = cache_folder("profiles"), os.environ.get("INTERLACE_CACHE_DIR")
+    profiles = cache_folder("profiles")
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
         if profiles.is_dir():
             shutil.copytree(profiles, Path(folder) / "profiles")
-        os.environ["INTERLACE_CACHE_DIR"] = folder
-        try:
+        with environment.changed({"INTERLACE_CACHE_DIR": folder}):
             yield
-        finally:
-            if before is None:
-                del os.environ["INTERLACE_CACHE_DIR"]
-            else:
-                os.environ["INTERLACE_CACHE_DIR"] = before
 
 
 def measure_on_gpus(
@@ -199,7 +177,7 @@ def measure_on_gpus(
         )
     from interlace.cli import machine
 
-    header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    header = machine.header()
     # The file exists from the start, so a run that is cut off is no stale file of an earlier one.
     outputs.write_json(lambda: {**header, "results": []})
     file = None if outputs.json is None else str(outputs.json.absolute())

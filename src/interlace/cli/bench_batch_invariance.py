@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from interlace.bench import report
+from interlace.bench.measures import measure_batch_invariance
 from interlace.cli import bench
-from interlace.cli.bench_gemv_all_reduce import parse_tokens
-from interlace.cli.bench_ranks import measure_batch_invariance
+from interlace.cli.bench_gemv_all_reduce import parse_work
 from interlace.cli.console import make_console
 from interlace.cli.options import Run
 from interlace.cli.tables import make_table
@@ -34,16 +33,8 @@ def run_comparison(
     names: Sequence[str], tokens: str, shapes: Sequence[str] | None, run: Run
 ) -> None:
     """Measure every operator at every number of tokens, and print the ratios."""
-    sizes = [
-        bench.parse_sizes(shape, "NxK, the sizes of one rank's weight", "8192x2048")
-        for shape in shapes or SHAPES
-    ]
-    counts = parse_tokens(tokens)
-    bench.require_dtype(run.dtype)
-    work = [
-        (name, count, *size)
-        for name, size, count in itertools.product(names or compared(), sizes, counts)
-    ]
+    sizes = parse_work(tokens, shapes or SHAPES, run.dtype)
+    work = [(name, *size) for name in names or compared() for size in sizes]
     document = bench.measure_run(
         "bench", "Measuring batch invariance", work, measure_batch_invariance, run
     )

@@ -7,9 +7,9 @@ import functools
 import typer
 
 from interlace.bench.batches import CASES
+from interlace.bench.measures import measure_batch
 from interlace.cli import bench
 from interlace.cli.bench_products import add_tune_command, parse_work
-from interlace.cli.bench_ranks import measure_batch
 from interlace.cli.operator_commands import title_of
 from interlace.cli.options import HalfDtype, Run, shape_option, takes_run
 from interlace.registry import Operator

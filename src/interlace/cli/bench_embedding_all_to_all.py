@@ -8,8 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from interlace.bench.embedding_all_to_all import OPERATOR
+from interlace.bench.measures import measure_embeddings
 from interlace.cli import bench
-from interlace.cli.bench_ranks import measure_embeddings
 from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator

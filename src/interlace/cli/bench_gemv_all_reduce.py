@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from interlace.bench.gemv_all_reduce import OPERATOR
+from interlace.bench.measures import measure_gemv
 from interlace.cli import bench
-from interlace.cli.bench_ranks import measure_gemv
 from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -65,7 +66,7 @@ def tune_operator(
     bench.run_tune(OPERATOR, work, functools.partial(measure_gemv, tunes=True), run)
 
 
-def parse_work(tokens: str, shapes: list[str] | None, dtype: str) -> list[tuple[int, int, int]]:
+def parse_work(tokens: str, shapes: Sequence[str] | None, dtype: str) -> list[tuple[int, int, int]]:
     """Return the tokens, rows and columns of every shape at every number of tokens."""
     sizes = [
         bench.parse_sizes(shape, "NxK, the sizes of one rank's weight", "8192x2048")

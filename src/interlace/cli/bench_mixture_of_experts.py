@@ -10,9 +10,9 @@ import typer
 
 from interlace.bench.expert_calls import FORMS
 from interlace.bench.expert_decoding import TOKENS
+from interlace.bench.measures import measure_experts
 from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
 from interlace.cli import bench
-from interlace.cli.bench_ranks import measure_experts
 from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from interlace.bench import report
+from interlace.bench.measures import measure_product
 from interlace.cli import bench
-from interlace.cli.bench_ranks import measure_product
 from interlace.cli.operator_commands import title_of
 from interlace.cli.options import HalfDtype, Run, shape_option, takes_run
 from interlace.errors import ArgumentError

@@ -6,7 +6,7 @@ import dataclasses
 
 from rich.table import Table
 
-from interlace.cli.console import command_line, make_console, now
+from interlace.cli.console import make_console
 from interlace.cli.doctor_cuda import check_cuda
 from interlace.cli.doctor_host import ABSENT, MISSING, OK, Row, check_cpu, check_packages
 from interlace.cli.outputs import Outputs
@@ -21,7 +21,7 @@ def run(outputs: Outputs) -> int:
         rows = check_all()
         from interlace.cli import machine
 
-        described = machine.describe()
+        header = machine.header()
     usable = [
         name
         for name in ("cpu", "cuda")
@@ -47,9 +47,7 @@ def run(outputs: Outputs) -> int:
         )
     outputs.write_json(
         lambda: {
-            "machine": described,
-            "command": command_line(),
-            "date": now(),
+            **header,
             "usable": usable,
             "checks": [dataclasses.asdict(row) for row in rows],
         }
@@ -65,12 +63,8 @@ def check_all() -> list[Row]:
     cpu_needs = _missing(rows, ignored=())
     cuda_needs = _missing([*rows, *cuda], ignored=("shared memory", "numpy"))
     if not cuda_present(cuda):
-        cuda_row = Row(
-            "backend cuda",
-            ABSENT,
-            "no GPU that torch can use: kernels cannot run at their speed here",
-            "",
-        )
+        meaning = "no GPU that torch can use: kernels cannot run at their speed here"
+        cuda_row = Row("backend cuda", ABSENT, meaning)
     else:
         cuda_row = _verdict("backend cuda", cuda_needs, "compiled kernels over peer access")
     return [
@@ -94,12 +88,8 @@ def _missing(rows: list[Row], ignored: tuple[str, ...]) -> list[str]:
 
 def _verdict(check: str, needs: list[str], works: str) -> Row:
     if needs:
-        return Row(
-            check,
-            MISSING,
-            f"not usable for want of: {', '.join(needs)}",
-            "see the rows marked missing",
-        )
+        meaning = f"not usable for want of: {', '.join(needs)}"
+        return Row(check, MISSING, meaning, "see the rows marked missing")
     return Row(check, OK, works)
 
 

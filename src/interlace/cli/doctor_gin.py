@@ -32,7 +32,7 @@ def sentences(outcome: dict[str, Any] | None) -> list[str]:
             "Nothing uses them unless it is asked to."
         ]
     times = ", ".join(
-        f"{_size(int(nbytes))} in {us:.0f} us" for nbytes, us in outcome["exchange_us"].items()
+        f"{size(int(nbytes))} in {us:.0f} us" for nbytes, us in outcome["exchange_us"].items()
     )
     return [
         f"GPU-initiated puts (gin) passed their self-test, by {outcome['carrier']}: one exchange "
@@ -41,9 +41,9 @@ def sentences(outcome: dict[str, Any] | None) -> list[str]:
     ]
 
 
-def _size(nbytes: int) -> str:
-    """Return bytes in words; those of the self-test are powers of two."""
-    for unit, size in (("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= size:
-            return f"{nbytes // size} {unit}"
+def size(nbytes: int) -> str:
+    """Return a power of two of bytes in words."""
+    for unit, unit_bytes in (("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= unit_bytes:
+            return f"{nbytes // unit_bytes} {unit}"
     return f"{nbytes} B"

@@ -72,34 +72,19 @@ def check_packages() -> list[Row]:
         return rows
     triton, numpy = package_version("triton"), package_version("numpy")
     if not triton:
-        rows.append(
-            Row(
-                "triton",
-                MISSING,
-                "compiles the kernels, and interprets them on the CPU",
-                "pip install triton (Linux only)",
-            )
-        )
+        meaning = "compiles the kernels, and interprets them on the CPU"
+        rows.append(Row("triton", MISSING, meaning, "pip install triton (Linux only)"))
     elif _version(triton) < (3, 6):
-        rows.append(
-            Row(
-                "triton",
-                MISSING,
-                f"{triton}; kernels are written for 3.6 and later",
-                "pip install -U triton",
-            )
-        )
+        meaning = f"{triton}; kernels are written for 3.6 and later"
+        rows.append(Row("triton", MISSING, meaning, "pip install -U triton"))
     else:
         rows.append(Row("triton", OK, triton))
     if not numpy:
         rows.append(Row("numpy", MISSING, "the interpreter computes with it", "pip install numpy"))
     elif triton and _version(triton) < (3, 7) and _version(numpy) >= (2, 4):
         meaning = f"{numpy}; the interpreter of Triton {triton} needs a version below 2.4"
-        rows.append(
-            Row(
-                "numpy", MISSING, meaning, "pip install 'numpy<2.4' (only the cpu backend needs it)"
-            )
-        )
+        action = "pip install 'numpy<2.4' (only the cpu backend needs it)"
+        rows.append(Row("numpy", MISSING, meaning, action))
     else:
         rows.append(Row("numpy", OK, f"{numpy}, which fits Triton {triton or '(none)'}"))
     return rows
@@ -139,14 +124,8 @@ def check_cpu() -> list[Row]:
         )
     except (OSError, AttributeError, ValueError, BackendError) as error:
         meaning = f"processes cannot share memory: {first_line(error)}"
-        rows.append(
-            Row(
-                "shared memory",
-                MISSING,
-                meaning,
-                "use Linux; in a sandbox, allow memfd_create and Unix sockets",
-            )
-        )
+        action = "use Linux; in a sandbox, allow memfd_create and Unix sockets"
+        rows.append(Row("shared memory", MISSING, meaning, action))
     return rows
 
 

@@ -19,9 +19,10 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from interlace import environment
 from interlace.bench.report import machine_line
 from interlace.cli import doctor_gin, machine
-from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.cli.console import make_console, run_ranks
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.cli.tables import make_table
@@ -53,9 +54,7 @@ def run(
         console, run_rank, world_size, deadline_s, backend=backend, nodes=nodes
     )
     document = {
-        "machine": machine.describe(),
-        "command": command_line(),
-        "date": now(),
+        **machine.header(),
         "ranks": [report["rank"] for report in reports],
         "networks": sorted({name for report in reports for name in report["networks"]}),
         "exchanges": reports[0]["exchanges"],
@@ -168,16 +167,8 @@ def nccl_logs() -> Iterator[Path]:
         added = {**_LOG, "NCCL_DEBUG_FILE": f"{folder}/nccl.%p"}
         if "NCCL_DEBUG_FILE" in os.environ:
             added = {}
-        before = {name: os.environ.get(name) for name in added}
-        os.environ.update(added)
-        try:
+        with environment.changed(added):
             yield Path(folder)
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 def networks_in_use(backend: str, logs: Path) -> list[str]:
@@ -218,17 +209,12 @@ def times_table(times: Sequence[ExchangeTime], networks: Sequence[str]) -> Table
     for nbytes, messages in by_size:
         if messages > 1:
             continue
-        cells = [_size(nbytes)]
+        cells = [doctor_gin.size(nbytes)]
         for count in (1, TOGETHER):
             time = by_size.get((nbytes, count))
             cells += ["", ""] if time is None else _cells(time)
         table.add_row(*cells)
     return table
-
-
-def _size(nbytes: int) -> str:
-    """Return a power of two of bytes as KiB or MiB."""
-    return f"{nbytes >> 20} MiB" if nbytes >= 1 << 20 else f"{nbytes >> 10} KiB"
 
 
 def _cells(time: ExchangeTime) -> list[str]:

@@ -1,4 +1,4 @@
-"""Versions and devices of this machine, as measurements record them."""
+"""What measurements record: versions and devices of this machine, the command, the time."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from interlace import __version__
+from interlace.cli.console import command_line, now
 
 
 def package_version(name: str) -> str:
@@ -52,3 +53,8 @@ def describe() -> dict[str, Any]:
         "python": platform.python_version(),
         "interlace": __version__,
     }
+
+
+def header() -> dict[str, Any]:
+    """Return the first entries of a command's document: the machine, the command and the time."""
+    return {"machine": describe(), "command": command_line(), "date": now()}

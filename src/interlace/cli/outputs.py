@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -136,22 +135,6 @@ class Outputs:
         # A command that writes its document twice, at its start and its end, names it once.
         if file not in self.written:
             self.written.append(file)
-
-
-def read_json(file: Path, meaning: str) -> Any:
-    """Read a document.
-
-    Args:
-        file: the file.
-        meaning: what the file must be, for the message.
-
-    Raises:
-        ArgumentError: the file cannot be read, or is no JSON.
-    """
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArgumentError(f"{file} must be {meaning}; {error}.") from error
 
 
 def _write_text(file: Path, text: str) -> None:

@@ -15,9 +15,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Column, Table
 
-from interlace.bench.report import machine_line
-from interlace.cli.bench import read_document
-from interlace.cli.console import command_line, make_console, now, run_ranks
+from interlace.bench.report import machine_line, read_document
+from interlace.cli.console import command_line, make_console, run_ranks
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, BackendError
 
@@ -99,7 +98,7 @@ def run(
         operators=tuple(operators),
         deadline_s=deadline_s or _DEADLINE_S,
     )
-    header = {"machine": machine.describe(), "command": command_line(), "date": now()}
+    header = machine.header()
     # The file exists from the start, so a run that is cut off is no stale file of an earlier one.
     outputs.write_json(lambda: {**header, "results": []})
     console = make_console()

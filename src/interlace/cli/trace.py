@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,13 +13,14 @@ from interlace.cli.bench import require_dtype
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.gpus import gpu_named
 from interlace.cli.outputs import Outputs
-from interlace.cli.trace_picture import draw_trace
 from interlace.cli.trace_ranks import trace_rank
 from interlace.cli.trace_simulated import comparison, simulate, source_of
+from interlace.documents import read_json
 from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.choice import Gpu
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
 from interlace.tracing import simulated_document
+from interlace.tracing.picture import draw_trace
 from interlace.units import format_ns
 
 _MODEL = "h200"
@@ -131,6 +133,17 @@ def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
 def _write(document: dict[str, Any], outputs: Outputs) -> None:
     outputs.write_trace(lambda: document)
     outputs.write_plot(lambda file: draw_trace(document, file))
+
+
+def run_picture(file: Path, rows: int, width: float, outputs: Outputs) -> None:
+    """Draw the trace of a file.
+
+    Raises:
+        ArgumentError: The file holds no trace of ``interlace trace``.
+    """
+    document = read_json(file, "a trace that `interlace trace` has written")
+    outputs.write_plot(lambda plot: draw_trace(document, plot, rows=rows, width=width))
+    outputs.say_written(make_console())
 
 
 def case_of(request: Request, ranks: int) -> Case:

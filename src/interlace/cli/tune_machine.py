@@ -14,8 +14,8 @@ from rich.table import Table
 
 from interlace.bench import machine_profile, profile_fit
 from interlace.bench.draws import Draw, draws
+from interlace.bench.measures import measure_draw
 from interlace.cli import bench
-from interlace.cli.bench_ranks import measure_draw
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
@@ -94,17 +94,6 @@ def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:
     """Return how far the profile is from what was measured, by implementation."""
     table = make_table("operator", "implementation", "times", "median error")
     points = profile_fit.points_of([{"results": results}])
-    for operator, compositions in profile.compositions.items():
-        for name in compositions:
-            matching = [
-                point
-                for point in points
-                if (point.operator, point.implementation) == (operator, name)
-            ]
-            if matching:
-                table.add_row(operator, name, str(len(matching)), _median_error(profile, matching))
+    for (operator, name), wrong in profile_fit.deviations(profile, points).items():
+        table.add_row(operator, name, str(len(wrong)), f"{statistics.median(wrong):.1%}")
     return table
-
-
-def _median_error(profile: MachineProfile, points: Sequence[profile_fit.MeasuredPoint]) -> str:
-    return f"{statistics.median(abs(r - 1) for r in profile_fit.errors(profile, points)):.1%}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cli import machine
-from interlace.cli.console import command_line, make_console, now
+from interlace.cli.console import make_console, now
 from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
@@ -40,12 +40,7 @@ def run_network(
     report, *_ = run_measurement(
         console, run_rank, world_size, deadline_s, backend="cuda", nodes=nodes
     )
-    document = {
-        "machine": machine.describe(),
-        "command": command_line(),
-        "date": now(),
-        "results": [report],
-    }
+    document = {**machine.header(), "results": [report]}
     outputs.write_json(lambda: document)
     times = [ExchangeTime(**fields) for fields in report["exchanges"]]
     console.print(times_table(times, [report["network"]["network"]]))

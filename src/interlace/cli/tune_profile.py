@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from interlace.bench import profile_fit
-from interlace.cli.bench import read_document
+from interlace.bench.report import read_document
 from interlace.cli.bench_sweep import summary_table
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
@@ -43,18 +43,9 @@ def run_profile(files: Sequence[Path], outputs: Outputs) -> None:
         results=sorted(file.name for file in files),
     )
     table = make_table("operator", "implementation", "times", "median error", "90 % below")
-    for operator, implementations in profile.compositions.items():
-        for name in implementations:
-            matching = [
-                each for each in points if (each.operator, each.implementation) == (operator, name)
-            ]
-            if not matching:  # taken from the profile that the fit began with
-                continue
-            wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(profile, matching))
-            figures = statistics.median(wrong), wrong[int(0.9 * (len(wrong) - 1))]
-            table.add_row(
-                operator, name, str(len(matching)), *(f"{value:.1%}" for value in figures)
-            )
+    for (operator, name), wrong in profile_fit.deviations(profile, points).items():
+        figures = statistics.median(wrong), wrong[int(0.9 * (len(wrong) - 1))]
+        table.add_row(operator, name, str(len(wrong)), *(f"{value:.1%}" for value in figures))
     console = make_console()
     console.print(table)
     trusted = {*points}

@@ -23,7 +23,7 @@ from interlace.tracing.account import PHASES, Account, account
 from interlace.tracing.clocks import Clock
 from interlace.tracing.events import Event, Launch, Packed, first_times, pack, timer_step_ns, unpack
 from interlace.tracing.libraries import Activity
-from interlace.tracing.perfetto import Json, Timeline, to_perfetto
+from interlace.tracing.perfetto import UNTIMED, Json, Timeline, to_perfetto
 from interlace.tracing.summary import summary
 from interlace.tracing.work import Flow, Place, Sent, Span, Wait, Work, work_of
 
@@ -45,8 +45,6 @@ __all__ = [
     "trace",
 ]
 
-
-_UNTIMED = "order of events only"
 
 _STORE_NS = 200.0  # between a store and the record of it, at most
 
@@ -135,7 +133,7 @@ class Trace:
         facts = {
             "title": title,
             "finding": self.finding(),
-            "clock": "device" if self.is_timed else _UNTIMED,
+            "clock": "device" if self.is_timed else UNTIMED,
             "clock_offsets_ns": [clock.offset_ns for clock in self.clocks],
             "timer_step_ns": self.timer_step_ns,
             "clock_errors_ns": [clock.error_ns for clock in self.clocks],

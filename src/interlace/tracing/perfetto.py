@@ -17,7 +17,8 @@ from interlace.tracing.libraries import Activity
 from interlace.tracing.work import Place, Span, Work, arrivals
 
 _LINKS = 1000  # the process of the links
-_SIMULATED = 2000  # is added to a process's number if it is simulated
+SIMULATED = 2000  # is added to a process's number if it is simulated
+UNTIMED = "order of events only"  # the clock of a document whose times mean nothing else
 _LAUNCHES = 1_000_000  # the row of the launches
 _STREAMS = 2_000_000  # the rows of other kernels and copies
 _PROGRAMS_PER_LAUNCH = 10_000
@@ -53,7 +54,7 @@ def to_perfetto(measured: Timeline | None, facts: Json, simulated: Timeline | No
         events += _events(measured)
     if simulated is not None:
         for event in _events(simulated):
-            event["pid"] += _SIMULATED
+            event["pid"] += SIMULATED
             if event["ph"] in ("s", "f"):
                 event["id"] += _SIMULATED_FLOWS
             if event["name"] == "process_name":

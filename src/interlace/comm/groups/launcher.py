@@ -26,7 +26,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from interlace.comm.host.nodes import NODES_VARIABLE
 from interlace.comm.host.rendezvous import meet
-from interlace.environment import whole_number
+from interlace.environment import changed, whole_number
 from interlace.errors import ArgumentError, BackendError, LaunchError, PeerTimeoutError
 
 _UNGUARDED = (
@@ -92,7 +92,7 @@ def launch(
         )
     declared = {} if nodes is None else {NODES_VARIABLE: str(nodes)}
     if dist.is_initialized() or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        with _environment(declared):
+        with changed(declared):
             return _run_as_rank(worker, world_size, args, backend, join_timeout_s)
     _require_importable(worker)
     gpus = torch.cuda.device_count()
@@ -101,7 +101,7 @@ def launch(
     if backend == "cuda" and gpus == 0:
         raise BackendError("launch: backend cuda must have a GPU; got none. Use backend='cpu'.")
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:  # readable by this user only
-        with _environment(_child_environment(backend) | declared):
+        with changed(_child_environment(backend) | declared):
             processes = mp.start_processes(
                 _child,
                 args=(worker, world_size, args, backend, folder),
@@ -259,21 +259,6 @@ def _child_environment(backend: str) -> dict[str, str]:
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         environment["GLOO_SOCKET_IFNAME"] = "lo"  # no socket listens beyond this machine
     return environment
-
-
-@contextlib.contextmanager
-def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Set environment variables within the context."""
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _child(

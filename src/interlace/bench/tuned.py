@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.bench.report import fastest_impl, impl_times, own_impls, summarise
-from interlace.cli.outputs import read_json
+from interlace.documents import read_json
 from interlace.errors import ArgumentError
 from interlace.registry import operator_named
 

@@ -1,4 +1,4 @@
-"""``interlace picture``: a trace as a picture that is read in ten seconds."""
+"""A trace as a picture that is read in ten seconds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from interlace.cli.console import make_console
-from interlace.cli.outputs import Outputs, read_json
 from interlace.errors import ArgumentError
 from interlace.figure import open_figure, time_unit
+from interlace.tracing.perfetto import SIMULATED, UNTIMED
 from interlace.units import format_bytes
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart.
@@ -29,8 +28,6 @@ _COLOURS = {
     "other": ("#D3D9DF", "sums, stores, other"),
 }
 _LINK = "#8C6D31"
-_SIMULATED = 2000  # processes of a simulated timeline have numbers from here on
-_UNTIMED = "order of events only"
 _MOST_RANKS = 2  # that are drawn of a timeline
 _KEY_ARROWS, _MOST_ARROWS = 4, 6
 _ROW = re.compile(r"^(?P<kernel>.+) (?P<launch>\d+), program (?P<program>\d+), SM \d+$")
@@ -64,17 +61,6 @@ class _Trace:
     facts: dict[str, Any]
 
 
-def run_picture(file: Path, rows: int, width: float, outputs: Outputs) -> None:
-    """Draw the trace of a file.
-
-    Raises:
-        ArgumentError: The file holds no trace of ``interlace trace``.
-    """
-    document = read_json(file, "a trace that `interlace trace` has written")
-    outputs.write_plot(lambda plot: draw_trace(document, plot, rows=rows, width=width))
-    outputs.say_written(make_console())
-
-
 def draw_trace(document: dict[str, Any], file: Path, *, rows: int = 12, width: float = 12) -> None:
     """Draw a document of :meth:`interlace.tracing.Trace.to_perfetto`.
 
@@ -86,25 +72,23 @@ def draw_trace(document: dict[str, Any], file: Path, *, rows: int = 12, width: f
         ArgumentError: The document is no such trace, or the picture cannot be written.
     """
     trace = _read(document)
-    ranks = _ranks(trace, is_timed=trace.facts.get("clock") != _UNTIMED)
+    ranks = _ranks(trace, is_timed=trace.facts.get("clock") != UNTIMED)
     arrows = _key_arrows(trace, ranks)
     chosen = {pid: _chosen(trace, pid, rows, arrows) for pid in ranks}
-    drawn = {pid // _SIMULATED for pid in ranks}
-    links = {
-        pid: _links(trace, pid, ranks) for pid in trace.processes if pid // _SIMULATED in drawn
-    }
+    drawn = {pid // SIMULATED for pid in ranks}
+    links = {pid: _links(trace, pid, ranks) for pid in trace.processes if pid // SIMULATED in drawn}
     links = {pid: names for pid, names in links.items() if names}
     panels: list[tuple[int, bool]] = []
     for pid in ranks:
         panels.append((pid, False))
         # The links of a timeline come below its ranks.
-        following = [link for link in links if pid < link < pid + _SIMULATED]
-        is_last = pid == max(peer for peer in ranks if peer // _SIMULATED == pid // _SIMULATED)
+        following = [link for link in links if pid < link < pid + SIMULATED]
+        is_last = pid == max(peer for peer in ranks if peer // SIMULATED == pid // SIMULATED)
         panels += [(link, True) for link in following if is_last]
     heights = [
         0.35 + 0.26 * (len(links[pid]) if is_link else len(chosen[pid])) for pid, is_link in panels
     ]
-    timing = _order(trace, chosen) if trace.facts.get("clock") == _UNTIMED else None
+    timing = _order(trace, chosen) if trace.facts.get("clock") == UNTIMED else None
     with open_figure(file, width, 1.9 + sum(heights)) as figure:
         axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False, height_ratios=heights)[
             :, 0
@@ -199,7 +183,7 @@ def _ranks(trace: _Trace, *, is_timed: bool) -> list[int]:
 
 def _links(trace: _Trace, pid: int, ranks: Sequence[int]) -> list[str]:
     """Return the links of a process between the ranks that are drawn, or some that leave one."""
-    numbers = {str(rank % _SIMULATED) for rank in ranks if rank // _SIMULATED == pid // _SIMULATED}
+    numbers = {str(rank % SIMULATED) for rank in ranks if rank // SIMULATED == pid // SIMULATED}
     links = sorted(name for process, name in trace.flights if process == pid)
     inside = [name for name in links if set(name.split(" to ")) <= numbers]
     return inside or [name for name in links if name.split()[0] in numbers][:_MOST_RANKS]
@@ -356,7 +340,7 @@ def _headline(figure: Any, trace: _Trace, width: float) -> None:
     """Write the finding, and below it what was traced."""
     facts = trace.facts
     findings = [("", facts.get("finding")), ("simulated: ", facts.get("simulated_finding"))]
-    if facts.get("clock") == _UNTIMED:
+    if facts.get("clock") == UNTIMED:
         findings = findings[:1]
     if not facts.get("finding"):
         findings = [("", facts.get("simulated_finding"))]

@@ -1,9 +1,13 @@
-"""Pictures of the demo: who sent what when (CPU), how long it took (CUDA); as PNG and as text."""
+"""Pictures of the down projection: who sent what when (CPU), how long it took (CUDA); as PNG and as
+text.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+
+from demo_script import count
 
 from interlace.figure import open_figure
 
@@ -48,7 +52,7 @@ def _timeline(document: dict[str, Any], figure: Any) -> None:
     figure.suptitle(
         f"gemv_all_reduce: who sent what when\n{model['name']} down projection at "
         f"1/{model['scale']}, "
-        f"{_count(len(ranks), 'rank')}, {_count(document['tokens'], 'token')}, "
+        f"{count(len(ranks), 'rank')}, {count(document['tokens'], 'token')}, "
         f"w [{model['rows_run']}, {model['columns_run_per_rank']}] a rank",
         fontsize=12,
     )
@@ -163,8 +167,8 @@ def _bars(document: dict[str, Any], figure: Any) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_title(
         "gemv_all_reduce: down projection of one decoding "
-        f"step\n{_count(document['tokens'], 'token')}, bfloat16, "
-        f"{_count(len(models[0]['ranks']), 'rank')} on {document['machine']['gpus'][0]}",
+        f"step\n{count(document['tokens'], 'token')}, bfloat16, "
+        f"{count(len(models[0]['ranks']), 'rank')} on {document['machine']['gpus'][0]}",
         fontsize=12,
     )
     axes.legend(frameon=False, fontsize=9)
@@ -208,7 +212,3 @@ def _cells(counts: list[int], end: float, blocks: bool) -> str:
         marks[1 + (len(marks) - 2) * count // top] if count else idle if i <= end else " "
         for i, count in enumerate(counts)
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -1,4 +1,10 @@
-"""The work of each rank in ``interlace demo --nodes``: two operators in slices, and their pairs."""
+"""Two operators between nodes: what one node has for another leaves in slices, while the kernel
+still computes.
+
+    python examples/demos/between_nodes.py --world-size 4 --nodes 2
+
+The ranks count as so many nodes, also on one machine; PyTorch's pairs must give the same bits.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +12,9 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import demo_script
 import torch
 import torch.distributed as dist
 
@@ -15,9 +22,14 @@ from interlace.cli.ranks import advance
 from interlace.comm import Group, group_of
 from interlace.costs.embedding_all_to_all import forward
 from interlace.costs.gemm_all_to_all import network_traffic
+from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
 from interlace.operators.gemm_all_to_all import gemm_all_to_all
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
 
 _REPEATS = 9
 
@@ -49,6 +61,88 @@ ON_CPU = SliceSizes(
     (32, 24, 16),
 )  # fmt: skip
 ON_CUDA = SliceSizes(8, 500_000, 128, 8192, 64, None, (4096, 2048, 8192))
+
+
+def run(console: Console, world_size: int, backend: str, *, nodes: int) -> dict[str, Any]:
+    """Run two operators between nodes; return a report for JSON, with ``"passed"``: whether slices
+    brought what they should.
+
+    Args:
+        console: Where the report is shown.
+        world_size: Number of ranks.
+        backend: ``"cpu"`` or ``"cuda"``.
+        nodes: Number of nodes that the ranks count as.
+
+    Raises:
+        ArgumentError: There are less than two nodes.
+    """
+    from interlace.cli.console import run_ranks
+
+    if nodes < 2:
+        raise ArgumentError(f"demo: --nodes must be at least 2; got {nodes}. Leave it out for one.")
+    sizes = ON_CPU if backend == "cpu" else ON_CUDA
+    ranks = run_ranks(
+        console,
+        f"{world_size} ranks of {nodes} nodes on {backend}",
+        2,
+        run_rank,
+        world_size,
+        sizes,
+        backend=backend,
+        nodes=nodes,
+    )
+    document: dict[str, Any] = {
+        "backend": backend,
+        "world_size": world_size,
+        "nodes": nodes,
+        "passed": all(map(_is_right, ranks)),
+        "ranks": ranks,
+    }
+    _show(console, document)
+    return document
+
+
+def _is_right(rank: dict[str, Any]) -> bool:
+    """Return whether a rank has the pair's bits, and sent the bytes that were predicted."""
+    return all(
+        call["same"] and call.get("counted") == call.get("predicted") for call in rank["operators"]
+    )
+
+
+def _show(console: Console, document: dict[str, Any]) -> None:
+    from interlace.cli.tables import make_table
+
+    ranks = document["ranks"]
+    parts = {rank["node"]: rank["shares_memory_with"] for rank in ranks}
+    console.print(
+        "[bold]Between nodes[/bold] nothing is mapped: "
+        + "; ".join(
+            f"ranks {', '.join(map(str, members))} share memory on node {node}"
+            for node, members in parts.items()
+        )
+        + ". What one node has for another leaves in slices, while the kernel still computes."
+    )
+    on_cpu = document["backend"] == "cpu"
+    columns = ("sent to other nodes", "predicted") if on_cpu else ("in slices, ms", "pair, ms")
+    table = make_table("operator", "the pair's bits", *columns, left=("operator",))
+    for number, first in enumerate(ranks[0]["operators"]):
+        calls = [rank["operators"][number] for rank in ranks]
+        if on_cpu:
+            figures = [f"{sum(call[key] for call in calls)} B" for key in ("counted", "predicted")]
+        else:
+            figures = [
+                f"{max(call['times_ms'][key] for call in calls):.2f}" for key in ("slices", "pair")
+            ]
+        answer = "yes" if all(call["same"] for call in calls) else "NO"
+        table.add_row(first["operator"], answer, *figures)
+    console.print(table)
+    if document["passed"]:
+        console.print("Every rank holds what PyTorch's pair gives, bit by bit.", style="green")
+    else:
+        console.print("WRONG: a rank holds or sent something else.", style="bold red")
+
+
+# What each rank does
 
 
 def run_rank(folder: str, sizes: SliceSizes) -> dict[str, Any]:
@@ -170,3 +264,14 @@ def _once(group: Group, step: Callable[[], object]) -> float:
     step()
     group.synchronize()
     return 1e3 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    """Run the demo with the options of the command line."""
+    nodes = {"type": int, "default": 2, "help": "nodes that the ranks count as (default: 2)"}
+    options = demo_script.parse_options(__doc__, ("--nodes", nodes))
+    demo_script.run_script(options, run, nodes=options.nodes)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,10 +1,17 @@
-"""The work of each rank in the second half of ``interlace demo``: it trains a model."""
+"""A recommendation model (DLRM) with tables sharded over the ranks trains for some steps, with
+fused kernels and without.
+
+    python examples/demos/train_small_dlrm.py --world-size 4
+
+Its loss must fall, the same in both ways. For a model of real size see ``examples/train_dlrm.py``.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import demo_script
 import torch
 
 from interlace.cli.ranks import advance
@@ -17,6 +24,16 @@ from interlace.costs.embedding_all_to_all import (
 from interlace.data import Batch, BatchStream, SyntheticClicks
 from interlace.models import DLRM, Trainer, measure_step
 from interlace.nn import EmbeddingTable
+from interlace.units import ceil_div
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+TOLERANCE = 1e-4
+"""The relative difference between losses of the fused and the unfused run that is allowed.
+
+Both sum float32, in different orders, over some steps.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +57,94 @@ ON_CUDA = ModelSizes(
     tables=26, rows=100_000, width=128, batch=8192, fused_steps=20, steps=100, cardinality=1000,
     layers=(512, 256),
 )  # fmt: skip
+
+
+def run(console: Console, world_size: int, backend: str) -> dict[str, Any]:
+    """Train on all ranks; return a report for JSON, with ``"passed"``."""
+    from interlace.cli.console import run_ranks
+
+    sizes = ON_CPU if backend == "cpu" else ON_CUDA
+    sizes = dataclasses.replace(sizes, batch=ceil_div(sizes.batch, world_size) * world_size)
+    ranks = run_ranks(
+        console,
+        f"training on {backend}",
+        steps_of(sizes),
+        run_rank,
+        world_size,
+        sizes,
+        backend=backend,
+    )
+    first = ranks[0]
+    difference = max(
+        abs(fused - unfused) / abs(unfused)
+        for fused, unfused in zip(first["fused_losses"], first["unfused_losses"], strict=True)
+    )  # fmt: skip
+    start, end = _mean(first["losses"][:3]), _mean(first["losses"][-3:])
+    traffic = all(rank.get("counted") == rank.get("predicted") for rank in ranks)
+    # Not `difference > TOLERANCE`: a NaN must not pass.
+    passed = difference <= TOLERANCE and end < start and traffic
+    report = {
+        "sizes": {
+            name: getattr(sizes, name)
+            for name in ("tables", "rows", "width", "batch", "fused_steps", "steps")
+        },
+        "difference": difference,
+        "tolerance": TOLERANCE,
+        "loss": [start, end],
+        "held_out": first["held_out"],
+        "traffic_as_predicted": traffic,
+        "passed": passed,
+        "ranks": ranks,
+    }
+    _show(console, report)
+    return report
+
+
+def _show(console: Console, report: dict[str, Any]) -> None:
+    sizes, ranks = report["sizes"], report["ranks"]
+    console.print(
+        f"\n[bold]A recommendation model (DLRM)[/bold]: {sizes['tables']} tables of "
+        f"{sizes['rows']} rows and {sizes['width']} "
+        f"columns, shared out over the ranks, are pooled for a batch of {sizes['batch']} and sent "
+        "in one kernel; gradients go "
+        f"back and update the tables in another."
+    )
+    console.print(
+        f"Loss of {sizes['steps']} steps: {report['loss'][0]:.4f} -> {report['loss'][1]:.4f} "
+        "(means of three)."
+    )
+    console.print(
+        f"The first {sizes['fused_steps']} steps, fused and unfused: relative difference of the "
+        f"losses {report['difference']:.1e}."
+    )
+    if "counted" in ranks[0]:
+        counted, predicted = (sum(rank[key] for rank in ranks) for key in ("counted", "predicted"))
+        console.print(
+            f"Bytes that left all ranks in a fused step, counted: {counted}; interlace.costs "
+            f"predicts {predicted}."
+        )
+    else:
+        for impl, times in ranks[0]["times_ms"].items():
+            console.print(
+                f"{impl:>8}: a step takes {times['step']:.2f} ms, computing alone "
+                f"{times['compute']:.2f} ms; "
+                f"{times['exposed']:.2f} ms of communication are not hidden"
+            )
+    if report["passed"]:
+        console.print("The loss falls, and fused and unfused learn the same.", style="green")
+    else:
+        console.print(
+            f"WRONG: DLRM: {report['difference']=}, {report['loss']=}, "
+            f"{report['traffic_as_predicted']=}",
+            style="bold red",
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+# What each rank does
 
 
 def run_rank(folder: str, sizes: ModelSizes) -> dict[str, Any]:
@@ -135,3 +240,12 @@ def _times(trainer: Trainer, batch: Batch, impl: str) -> dict[str, float]:
     trainer.model.embeddings.impl = impl
     times = measure_step(trainer, batch)
     return {"step": times.step_ms, "compute": times.compute_ms, "exposed": times.exposed_ms}
+
+
+def main() -> None:
+    """Run the demo with the options of the command line."""
+    demo_script.run_script(demo_script.parse_options(__doc__), run)
+
+
+if __name__ == "__main__":
+    main()

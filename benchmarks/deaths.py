@@ -73,16 +73,16 @@ class Job:
     """One start of ranks, of which one dies.
 
     Attributes:
-        number: number of the job; its choices follow from it and the seed.
+        number: Number of the job; its choices follow from it and the seed.
         backend: ``"cpu"`` or ``"cuda"``.
-        ranks, nodes: number of ranks, and of nodes that they count as.
-        victim: the rank that dies; -1 for none, to compile what the other jobs run.
-        moment: one of :data:`MOMENTS`.
-        delay_s: time from the beginning of that moment to the death.
-        operator, impl: what the ranks call.
+        ranks, nodes: Number of ranks, and of nodes that they count as.
+        victim: The rank that dies; -1 for none, to compile what the other jobs run.
+        moment: One of :data:`MOMENTS`.
+        delay_s: Time from the beginning of that moment to the death.
+        operator, impl: What the ranks call.
         store: ``"file"``, or ``"rank 0"`` for a TCP store.
-        leaves: whether the other ranks end their processes as soon as they have their error.
-        deadline_s: the deadline.
+        leaves: Whether the other ranks end their processes as soon as they have their error.
+        deadline_s: The deadline.
     """
 
     number: int

@@ -39,7 +39,7 @@ class Compiler:
     """What compiles: a process of this or of another process that runs tests.
 
     Attributes:
-        folder: where its log and its failures are.
+        folder: Where its log and its failures are.
         process: None if another process that runs tests has started it.
     """
 
@@ -78,8 +78,8 @@ def start(folder: Path, compiled: Path) -> Compiler:
     """Start to compile, unless another process has already started with the same ``folder``.
 
     Args:
-        folder: for logs and temporary files.
-        compiled: remembers what has compiled.
+        folder: For logs and temporary files.
+        compiled: Remembers what has compiled.
     """
     try:
         folder.mkdir()

@@ -13,11 +13,11 @@ class Mutant(NamedTuple):
     """One mistake.
 
     Attributes:
-        file: the file, below ``src``.
-        old: text that occurs exactly once in it.
-        new: what stands there instead.
-        tests: the file below ``tests`` of which a test must fail, or the test, as pytest takes it.
-        survives: why no test fails; empty where one does.
+        file: The file, below ``src``.
+        old: Text that occurs exactly once in it.
+        new: What stands there instead.
+        tests: The file below ``tests`` of which a test must fail, or the test, as pytest takes it.
+        survives: Why no test fails; empty where one does.
     """
 
     file: str

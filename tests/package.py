@@ -62,9 +62,9 @@ def faults_of(wheel: Path, expected: Iterable[str], places: Iterable[str]) -> li
     """Return what is wrong with a wheel, one line each.
 
     Args:
-        wheel: the file.
-        expected: names of the files that it must have beside its metadata.
-        places: texts that none of its files may contain.
+        wheel: The file.
+        expected: Names of the files that it must have beside its metadata.
+        places: Texts that none of its files may contain.
     """
     with zipfile.ZipFile(wheel) as archive:
         contents = {name: archive.read(name) for name in archive.namelist()}

@@ -55,11 +55,11 @@ class Pool:
     """``world_size`` processes with a default process group, waiting for functions to run.
 
     Args:
-        world_size: number of processes.
+        world_size: Number of processes.
         backend: ``"cpu"``: kernels run in Triton's interpreter, and the process group is Gloo.
             ``"cuda"``: the ranks are dealt to the machine's GPUs round robin, and the process group
             has NCCL for tensors on GPUs and Gloo for others.
-        store: where the process group's store is: ``"file"``, or ``"rank 0"``, with which it dies.
+        store: Where the process group's store is: ``"file"``, or ``"rank 0"``, with which it dies.
     """
 
     def __init__(self, world_size: int, backend: str = "cpu", store: str = "file") -> None:

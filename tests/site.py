@@ -45,7 +45,7 @@ def faults_of(site: Path) -> list[str]:
     """Return what is wrong with a site, one line each.
 
     Args:
-        site: the folder of the site.
+        site: The folder of the site.
     """
     faults = []
     for path in sorted(site.rglob("*.html")):

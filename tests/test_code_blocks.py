@@ -44,10 +44,10 @@ class Program:
     """The rest of a program, some lines of which are a page's blocks.
 
     Attributes:
-        text: the program; in place of a line ``# block 0`` comes the page's first block, with the
+        text: The program; in place of a line ``# block 0`` comes the page's first block, with the
             line's indentation. A function ``worker`` is called on ``ranks`` ranks.
-        ranks: number of ranks; 0 if the program does it itself.
-        smaller: sizes of the page's blocks, and what they are replaced by.
+        ranks: Number of ranks; 0 if the program does it itself.
+        smaller: Sizes of the page's blocks, and what they are replaced by.
     """
 
     text: str

@@ -75,7 +75,7 @@ def run_with_options(main: Callable[[Any, int, str], None], settings: type) -> N
     ``main`` gets the settings, the number of ranks and the backend; its docstring is the help.
 
     Args:
-        settings: the dataclass. Each field has a default and a type annotated by ``typer.Option``.
+        settings: The dataclass. Each field has a default and a type annotated by ``typer.Option``.
     """
 
     def command(**values: Any) -> None:

@@ -29,7 +29,7 @@ class Judge:
     """The errors that rounding explains: four times those of the first way.
 
     Attributes:
-        failures: errors of later ways that are larger.
+        failures: Errors of later ways that are larger.
     """
 
     def __init__(self, dtype: str) -> None:

@@ -46,12 +46,12 @@ def run_ways(
     """Run a module eagerly and compiled, on this rank.
 
     Args:
-        step: forward and backward pass.
-        module: the module.
-        x: its input.
-        exact: the results of ``step`` in higher precision.
-        times: whether Inductor compiles the module too and, on GPUs, steps are timed.
-        steps: number of steps to time.
+        step: Forward and backward pass.
+        module: The module.
+        x: Its input.
+        exact: The results of ``step`` in higher precision.
+        times: Whether Inductor compiles the module too and, on GPUs, steps are timed.
+        steps: Number of steps to time.
     """
     ways = []
     for name, make in _ways(times).items():
@@ -137,10 +137,10 @@ def print_ways(console: Console, ranks: Sequence[Sequence[Way]], dtype: str, tit
     """Print a row for each way to run a module, of its worst rank.
 
     Args:
-        console: where to print.
-        ranks: for each rank what :func:`run_ways` has returned.
-        dtype: the module's dtype.
-        title: the module, for a failure.
+        console: Where to print.
+        ranks: For each rank what :func:`run_ways` has returned.
+        dtype: The module's dtype.
+        title: The module, for a failure.
 
     Raises:
         AssertionError: an error is larger than rounding explains.

@@ -19,9 +19,9 @@ def to_json(
     A number that is not finite becomes null, such as the AUC of samples of one class.
 
     Args:
-        document: dicts, lists, tuples, text, numbers, booleans and None.
-        indent: spaces of indentation; None writes one line.
-        default: function that makes one of these of any other value.
+        document: Dicts, lists, tuples, text, numbers, booleans and None.
+        indent: Spaces of indentation; None writes one line.
+        default: Function that makes one of these of any other value.
     """
     return json.dumps(_finite(document), allow_nan=False, indent=indent, default=default) + "\n"
 
@@ -30,8 +30,8 @@ def read_json(file: Path, meaning: str) -> Any:
     """Read a document.
 
     Args:
-        file: the file.
-        meaning: what the file must be, for the message.
+        file: The file.
+        meaning: What the file must be, for the message.
 
     Raises:
         ArgumentError: the file cannot be read, or is no JSON.

@@ -96,7 +96,7 @@ class LaunchError(InterlaceError):
     """A rank started by :func:`interlace.launch` failed; ``__cause__`` is its error, if known.
 
     Attributes:
-        rank: number of the first rank that failed.
+        rank: Number of the first rank that failed.
     """
 
     def __init__(self, message: str, rank: int) -> None:
@@ -121,16 +121,16 @@ class PeerTimeoutError(InterlaceError, TimeoutError):
     rank of the group had the store.
 
     Attributes:
-        operator: name of the operator that waited.
-        rank: the rank that waited.
-        peer: the rank that it waited for; -1 if several may be late.
-        slice: the slice that it waited for (see the operator's README); of slices over the network
+        operator: Name of the operator that waited.
+        rank: The rank that waited.
+        peer: The rank that it waited for; -1 if several may be late.
+        slice: The slice that it waited for (see the operator's README); of slices over the network
             the first is 1.
-        wanted: the epoch that it waited for (24 bits); 0 for a wait on the host.
-        seen: the epoch that it saw instead; 0 for a wait on the host.
+        wanted: The epoch that it waited for (24 bits); 0 for a wait on the host.
+        seen: The epoch that it saw instead; 0 for a wait on the host.
         different_call: True if the peer did come, but with other arguments.
-        deadline_s: time that it waited, in s.
-        node: number of the peer's node; None in a group of one node.
+        deadline_s: Time that it waited, in s.
+        node: Number of the peer's node; None in a group of one node.
         lost_store: True if the process group's store was gone, which tells ranks who is late.
     """
 
@@ -191,10 +191,10 @@ class MiscountError(InterlaceError):
     peers raise :class:`PeerTimeoutError`, because this rank does not announce its output to them.
 
     Attributes:
-        rank: the rank whose kernel has miscounted.
-        piece: the first piece of the output with a wrong count.
-        wanted: number of tiles that the piece has.
-        seen: number of tiles that were counted.
+        rank: The rank whose kernel has miscounted.
+        piece: The first piece of the output with a wrong count.
+        wanted: Number of tiles that the piece has.
+        seen: Number of tiles that were counted.
     """
 
     def __init__(self, *, rank: int, piece: int, wanted: int, seen: int) -> None:
@@ -215,7 +215,7 @@ class ProtocolError(InterlaceError):
 
     Attributes:
         kind: ``"wrong result"``, ``"deadlock"``, ``"race"``, ``"two writers"`` or ``"error"``.
-        schedule: the schedule, for ``explore(..., replay=schedule)``.
+        schedule: The schedule, for ``explore(..., replay=schedule)``.
     """
 
     def __init__(self, kind: str, message: str, schedule: str) -> None:

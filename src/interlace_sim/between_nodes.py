@@ -50,12 +50,12 @@ class Comparison:
     """One measured time and ours, in microseconds.
 
     Attributes:
-        lookups: rows per bag.
-        name: the implementation as the document calls it.
-        slices: the slices in words, such as ``"4"`` or ``"1/4 + 3/4"``; empty for the pair.
-        measured_us: the measured time.
-        simulated_us: the simulator's time.
-        predicted_us: the time that ``impl="auto"`` would go by.
+        lookups: Rows per bag.
+        name: The implementation as the document calls it.
+        slices: The slices in words, such as ``"4"`` or ``"1/4 + 3/4"``; empty for the pair.
+        measured_us: The measured time.
+        simulated_us: The simulator's time.
+        predicted_us: The time that ``impl="auto"`` would go by.
     """
 
     lookups: int
@@ -156,11 +156,11 @@ def compare(
     """Return every measured pair and every measured call in slices, beside what we expect.
 
     Args:
-        document: what ``benchmarks/between_nodes.py --json`` wrote.
-        machine: two GPUs in a network.
-        profile: the GPU's profile.
-        network: the network between the nodes.
-        source: the document's name, for errors.
+        document: What ``benchmarks/between_nodes.py --json`` wrote.
+        machine: Two GPUs in a network.
+        profile: The GPU's profile.
+        network: The network between the nodes.
+        source: The document's name, for errors.
 
     Raises:
         ConfigError: the document is of something else.
@@ -205,8 +205,8 @@ def _shares_of(name: str, default: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Return the relative sizes of a measurement's slices; none if it is neither pair nor fused.
 
     Args:
-        name: the measurement's name.
-        default: the sizes of calls without a configuration.
+        name: The measurement's name.
+        default: The sizes of calls without a configuration.
     """
     if name in ("pair", "pair, graph"):
         return [_PAIR]

@@ -31,8 +31,8 @@ class Bound:
         """Refuse a result that is faster than physics.
 
         Args:
-            total_ns: the result's time in nanoseconds.
-            name: the result's name, for the message.
+            total_ns: The result's time in nanoseconds.
+            name: The result's name, for the message.
 
         Raises:
             UnphysicalError: ``total_ns`` is below the bound.

@@ -65,9 +65,9 @@ class Fit:
 
     Attributes:
         quantity: ``"matrix products"`` or ``"collectives"``.
-        values: fitted values by their key in a machine file.
-        points: number of points that the fit used.
-        held_out: number of points that the errors come from.
+        values: Fitted values by their key in a machine file.
+        points: Number of points that the fit used.
+        held_out: Number of points that the errors come from.
     """
 
     quantity: str
@@ -331,10 +331,10 @@ def machine_document(
     the reduction.
 
     Args:
-        base: machine of the values that were not fitted.
-        fits: fitted values.
-        source: source of the measurements.
-        name: the machine's name.
+        base: Machine of the values that were not fitted.
+        fits: Fitted values.
+        source: Source of the measurements.
+        name: The machine's name.
         gpus: GPUs of the measured collectives; the base's network between them has the latency.
     """
     # The simulator adds the links' latency to each step by itself, so it must not count twice.

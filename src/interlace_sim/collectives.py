@@ -61,8 +61,8 @@ class Round:
     Attributes:
         sends: (displacement, bytes) of each message; the displacement is the destination's within
             the group.
-        reduced: bytes that each rank adds to its own when all messages have arrived.
-        exchange: whether displacements are the bits in which the destination's index in the group
+        reduced: Bytes that each rank adds to its own when all messages have arrived.
+        exchange: Whether displacements are the bits in which the destination's index in the group
             differs from the sender's, instead of distances.
     """
 
@@ -75,12 +75,12 @@ class Group:
     """Ranks that differ in some coordinates of a topology only: its rows, its planes, or all of it.
 
     Args:
-        topology: the network.
-        axes: the coordinates; None is all of them.
+        topology: The network.
+        axes: The coordinates; None is all of them.
 
     Attributes:
-        axes: the coordinates in which members differ.
-        size: how many ranks a group has.
+        axes: The coordinates in which members differ.
+        size: How many ranks a group has.
     """
 
     def __init__(self, topology: Topology, axes: Sequence[int] | None = None) -> None:
@@ -133,11 +133,11 @@ def schedule(kind: str, algorithm: str, size: int, group: Group) -> list[Round]:
     """List the rounds of a collective.
 
     Args:
-        kind: key of :data:`ALGORITHMS`.
-        algorithm: one of the kind's algorithms.
-        size: bytes of the larger buffer: the input of a reduce-scatter, the output of an
+        kind: Key of :data:`ALGORITHMS`.
+        algorithm: One of the kind's algorithms.
+        size: Bytes of the larger buffer: the input of a reduce-scatter, the output of an
             all-gather.
-        group: the ranks that take part.
+        group: The ranks that take part.
 
     Raises:
         ConfigError: no such collective or algorithm, or the group does not fit it.

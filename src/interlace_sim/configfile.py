@@ -154,9 +154,9 @@ def parse(model: type[Model], data: Any, source: str) -> Model:
     """Validate ``data`` as a ``model``.
 
     Args:
-        model: class of the configuration.
-        data: contents of a file.
-        source: name of the file or preset, for errors.
+        model: Class of the configuration.
+        data: Contents of a file.
+        source: Name of the file or preset, for errors.
 
     Raises:
         ConfigError: a key or value is wrong; the message names the source, the key, the rule and

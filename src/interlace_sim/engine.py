@@ -32,8 +32,8 @@ class Engine:
     """A clock and the events still to come.
 
     Attributes:
-        now: the current time in nanoseconds.
-        events: how many events were called.
+        now: The current time in nanoseconds.
+        events: How many events were called.
     """
 
     __slots__ = ("_heap", "_sequence", "events", "now")
@@ -82,8 +82,8 @@ class Server:
     copy engine.
 
     Attributes:
-        free_ns: time at which all reserved work will be done.
-        busy_ns: nanoseconds of work in all.
+        free_ns: Time at which all reserved work will be done.
+        busy_ns: Nanoseconds of work in all.
     """
 
     __slots__ = ("busy_ns", "free_ns", "name")

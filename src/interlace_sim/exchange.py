@@ -149,12 +149,12 @@ class Slices:
         """Cut what leaves for each peer.
 
         Args:
-            setting: the engine, machine and topology.
-            rank: this rank.
-            shared: what has arrived at all ranks of the group.
-            block: bytes for each peer.
-            slices: number of slices.
-            shares: relative sizes of the slices; by default they are equal.
+            setting: The engine, machine and topology.
+            rank: This rank.
+            shared: What has arrived at all ranks of the group.
+            block: Bytes for each peer.
+            slices: Number of slices.
+            shares: Relative sizes of the slices; by default they are equal.
         """
         self.setting, self.rank, self.shared = setting, rank, shared
         self.block, self.slices = block, slices
@@ -177,9 +177,9 @@ class Slices:
         """Send the remote slices first, round the peers; the rank's own block is computed last.
 
         Args:
-            launch: nanoseconds before the computation begins.
-            body: nanoseconds of the computation; slices leave evenly spread over it.
-            complete: called when the computation is done and the peers' slices have arrived; None
+            launch: Nanoseconds before the computation begins.
+            body: Nanoseconds of the computation; slices leave evenly spread over it.
+            complete: Called when the computation is done and the peers' slices have arrived; None
                 if no one waits.
         """
         start = self.setting.engine.now + launch
@@ -195,9 +195,9 @@ class Slices:
         """Send each remote slice when it is computed.
 
         Args:
-            start: time at which the computation begins.
-            body: nanoseconds of the computation.
-            round_of: function from a slice's number to the round under which it arrives.
+            start: Time at which the computation begins.
+            body: Nanoseconds of the computation.
+            round_of: Function from a slice's number to the round under which it arrives.
         """
         # The kernel computes one slice per rank and number, in the order of the numbers.
         total = (self.peers + 1) * self.ends[-1]
@@ -226,11 +226,11 @@ class Slices:
         sums of one slice travel while the next one is computed.
 
         Args:
-            launch: nanoseconds before the computation begins.
-            body: nanoseconds of the computation; slices are spread evenly over it.
-            receive: nanoseconds of adding up, spread evenly over the own slices.
-            block: bytes of the sums that this rank sends to each peer.
-            complete: called when the last sums are sent and the peers' have arrived.
+            launch: Nanoseconds before the computation begins.
+            body: Nanoseconds of the computation; slices are spread evenly over it.
+            receive: Nanoseconds of adding up, spread evenly over the own slices.
+            block: Bytes of the sums that this rank sends to each peer.
+            complete: Called when the last sums are sent and the peers' have arrived.
         """
         engine, rank, arrived = self.setting.engine, self.rank, self.shared.arrived
         start = engine.now + launch
@@ -301,10 +301,10 @@ class Slices:
         """Compute the rank's own block first, then each slice in the order of arrival.
 
         Args:
-            launch: nanoseconds before the computation begins.
-            body: nanoseconds of the computation, spread evenly over the slices.
-            end: called when the last slice is done.
-            send: whether this task also sends the slices.
+            launch: Nanoseconds before the computation begins.
+            body: Nanoseconds of the computation, spread evenly over the slices.
+            end: Called when the last slice is done.
+            send: Whether this task also sends the slices.
         """
         engine, rank = self.setting.engine, self.rank
         total = (self.peers + 1) * self.slices

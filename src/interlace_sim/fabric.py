@@ -29,7 +29,7 @@ class Fabric:
     """The links of a topology, and the messages on them.
 
     Attributes:
-        sent_bytes: bytes per link class: one rank's if mirrored, else all ranks'.
+        sent_bytes: Bytes per link class: one rank's if mirrored, else all ranks'.
     """
 
     def __init__(
@@ -44,11 +44,11 @@ class Fabric:
         """Prepare the links of a topology; none is occupied.
 
         Args:
-            engine: the clock.
-            topology: ranks and links.
-            mirrored: let rank 0 stand for all ranks.
-            store_and_forward: begin a hop when the last byte has arrived, instead of the first.
-            observe: called with (link class, kind of traffic, start, end, bytes) for every use of
+            engine: The clock.
+            topology: Ranks and links.
+            mirrored: Let rank 0 stand for all ranks.
+            store_and_forward: Begin a hop when the last byte has arrived, instead of the first.
+            observe: Called with (link class, kind of traffic, start, end, bytes) for every use of
                 one rank's links.
         """
         self.engine, self.topology, self.mirrored = engine, topology, mirrored
@@ -78,10 +78,10 @@ class Fabric:
         In a mirrored fabric ``source`` is 0 and ``destination`` the displacement.
 
         Args:
-            traffic: name of the traffic in results.
-            efficiency: share of the links' bandwidth that the sender reaches; below 1 it occupies
+            traffic: Name of the traffic in results.
+            efficiency: Share of the links' bandwidth that the sender reaches; below 1 it occupies
                 the links for longer.
-            overhead_ns: nanoseconds by which the message occupies each link beside its bytes; none
+            overhead_ns: Nanoseconds by which the message occupies each link beside its bytes; none
                 of the links inside a node.
         """
         paths = self._ways(source, destination)

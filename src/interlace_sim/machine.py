@@ -272,8 +272,8 @@ class Machine(Strict):
         """Build the network of ``ranks`` GPUs.
 
         Args:
-            ranks: number of GPUs.
-            text: short name of the topology between nodes; the machine's by default.
+            ranks: Number of GPUs.
+            text: Short name of the topology between nodes; the machine's by default.
 
         Raises:
             ConfigError: the topology does not fit ``ranks``, or they are more than 2^20.
@@ -341,8 +341,8 @@ def load_machine(name: str, changes: dict[str, Any] | None = None) -> Machine:
     """Load a machine from a preset or file, with values replaced.
 
     Args:
-        name: a preset of ``presets/machines``, or a YAML file.
-        changes: dotted key -> number or text, say ``{"network.latency_ns": 500}``.
+        name: A preset of ``presets/machines``, or a YAML file.
+        changes: Dotted key -> number or text, say ``{"network.latency_ns": 500}``.
 
     Raises:
         ConfigError: unknown name or key, a value that no machine can have, or one that changes
@@ -366,9 +366,9 @@ def load_changed(
     """Load a configuration with values replaced by dotted key.
 
     Args:
-        model: class of the configuration.
+        model: Class of the configuration.
         file: YAML or JSON file.
-        changes: dotted key -> value.
+        changes: Dotted key -> value.
 
     Raises:
         ConfigError: the file, a key or a value is wrong.
@@ -391,10 +391,10 @@ def replace(data: Any, key: str, value: Any, source: str) -> None:
     """Set a dotted key in nested mappings; a sourced value gets the user as its source.
 
     Args:
-        data: contents of a file; changed in place.
-        key: dotted key.
-        value: number or text.
-        source: the file's name, for errors.
+        data: Contents of a file; changed in place.
+        key: Dotted key.
+        value: Number or text.
+        source: The file's name, for errors.
 
     Raises:
         ConfigError: there is no such key.

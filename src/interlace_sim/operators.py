@@ -38,9 +38,9 @@ class Operator:
     """An operator in both forms.
 
     Attributes:
-        name: title of the fused kernel in results.
-        fused: work of the fused kernel.
-        unfused: name, row and work of each task of the chain that the fused kernel replaces.
+        name: Title of the fused kernel in results.
+        fused: Work of the fused kernel.
+        unfused: Name, row and work of each task of the chain that the fused kernel replaces.
     """
 
     name: str
@@ -68,12 +68,12 @@ def product_operator(
     """Build the timelines of an operator around one matrix product.
 
     Args:
-        operator: name under which the operator's cost is declared.
-        axes: coordinates of the ranks that take part; None is all ranks.
-        algorithm: the library's algorithm; by default the collective's first in
+        operator: Name under which the operator's cost is declared.
+        axes: Coordinates of the ranks that take part; None is all ranks.
+        algorithm: The library's algorithm; by default the collective's first in
             :data:`interlace_sim.collectives.ALGORITHMS`.
-        slices: slices in which the fused kernel's output for one rank leaves.
-        sizes: arguments of the operator's cost formula: ``rows``, ``columns``, ``inner``,
+        slices: Slices in which the fused kernel's output for one rank leaves.
+        sizes: Arguments of the operator's cost formula: ``rows``, ``columns``, ``inner``,
             ``itemsize`` and ``world_size``.
 
     Raises:
@@ -127,16 +127,16 @@ def embedding_all_to_all(
     the owners of the samples.
 
     Args:
-        bags: bags of this rank's tables over the global batch.
-        pooling_factor: lookups per bag on average.
-        dim: columns of a table.
-        itemsize: bytes of an element of a table.
-        exchange_itemsize: bytes of an element that travels.
-        index_itemsize: bytes of an index and of an offset.
-        axes: coordinates of the ranks that take part; None is all ranks.
-        algorithm: the library's All-to-All.
-        unpack: whether a kernel that orders its output follows the unfused exchange.
-        slices: slices in which the fused kernel's output for one rank leaves.
+        bags: Bags of this rank's tables over the global batch.
+        pooling_factor: Lookups per bag on average.
+        dim: Columns of a table.
+        itemsize: Bytes of an element of a table.
+        exchange_itemsize: Bytes of an element that travels.
+        index_itemsize: Bytes of an index and of an offset.
+        axes: Coordinates of the ranks that take part; None is all ranks.
+        algorithm: The library's All-to-All.
+        unpack: Whether a kernel that orders its output follows the unfused exchange.
+        slices: Slices in which the fused kernel's output for one rank leaves.
     """
     exchanged = round(bags * dim * exchange_itemsize)
     # The declared formula counts each table's own lookups; a workload knows their average only.
@@ -174,14 +174,14 @@ def gemv_all_reduce(
     over ranks, on every rank.
 
     Args:
-        columns: columns of this rank's shard of w.
-        itemsize: bytes of an element of x, w and the result.
-        protocol: protocol of the fused kernel: ``"one_shot"`` (every rank sends its parts, as
+        columns: Columns of this rank's shard of w.
+        itemsize: Bytes of an element of x, w and the result.
+        protocol: Protocol of the fused kernel: ``"one_shot"`` (every rank sends its parts, as
             packed words, to every peer) or ``"two_phase"`` (parts go to the owner of a row, whose
             sum goes to every peer).
-        axes: coordinates of the ranks that take part; None is all ranks.
-        algorithm: the library's AllReduce.
-        slices: slices in which the fused kernel's output for one rank leaves.
+        axes: Coordinates of the ranks that take part; None is all ranks.
+        algorithm: The library's AllReduce.
+        slices: Slices in which the fused kernel's output for one rank leaves.
     """
     memory = gemv_costs.floor_memory_bytes(
         tokens=tokens, rows=rows, columns=columns, itemsize=itemsize

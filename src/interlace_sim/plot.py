@@ -170,11 +170,11 @@ def tornado(
 
     Args:
         rows: (assumption, value at low, value at high, name of low, name of high).
-        base: value with all assumptions as in the presets.
-        published: value of the paper.
-        title: heading.
-        label: title of the horizontal axis.
-        file: picture file.
+        base: Value with all assumptions as in the presets.
+        published: Value of the paper.
+        title: Heading.
+        label: Title of the horizontal axis.
+        file: Picture file.
     """
     from matplotlib.patches import Patch
 

@@ -74,8 +74,8 @@ class Study:
     """The savings of all scenarios of ``reproduce sc24``.
 
     Attributes:
-        base: the step with the presets as they are.
-        bases: savings of that step against each unfused all-to-all.
+        base: The step with the presets as they are.
+        bases: Savings of that step against each unfused all-to-all.
         table: (network, algorithm, saving).
         assumptions: (unfused all-to-all, name, low's name, high's name, saving at low, saving at
             high).
@@ -142,10 +142,10 @@ def sc24(
     """Run the study.
 
     Args:
-        workers: number of processes; None is all processors, 1 runs in this process.
-        cache_folder: folder of remembered outcomes; None remembers nothing.
-        nodes: node counts of the curve.
-        progress: called after every run.
+        workers: Number of processes; None is all processors, 1 runs in this process.
+        cache_folder: Folder of remembered outcomes; None remembers nothing.
+        nodes: Node counts of the curve.
+        progress: Called after every run.
     """
     base = Scenario("dlrm")
     # The table varies network and unfused algorithm together, since they depend on each other.

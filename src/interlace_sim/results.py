@@ -102,7 +102,7 @@ class TaskTime:
     """Start and end of a task on the rank that ended last, and the task that it waited for last.
 
     Attributes:
-        compute_ns: nanoseconds in which the task computed; a fused one also waits.
+        compute_ns: Nanoseconds in which the task computed; a fused one also waits.
     """
 
     name: str
@@ -118,19 +118,19 @@ class Result:
     """Outcome of a simulated step.
 
     Attributes:
-        total_ns: nanoseconds from the start to the end of the last task on the last rank,
+        total_ns: Nanoseconds from the start to the end of the last task on the last rank,
             ``added_ns`` included.
-        exposed_ns: part of ``total_ns`` in which that rank computed nothing: exposed communication
+        exposed_ns: Part of ``total_ns`` in which that rank computed nothing: exposed communication
             and waiting.
-        busy_ns: nanoseconds that each resource of a rank worked: computation, and each kind of
+        busy_ns: Nanoseconds that each resource of a rank worked: computation, and each kind of
             link.
-        sent_bytes: bytes that a rank's traffic put on each kind of link.
-        traffic_bytes: bytes that leave a rank, by collective.
-        memory_bytes: bytes that a rank's kernels read and write in its device memory, without those
+        sent_bytes: Bytes that a rank's traffic put on each kind of link.
+        traffic_bytes: Bytes that leave a rank, by collective.
+        memory_bytes: Bytes that a rank's kernels read and write in its device memory, without those
             of the library's collectives.
-        bound: the physical lower bound; ``total_ns`` is not below it.
-        events: number of events that the engine called.
-        added_ns: time that is not in the tasks: a pipeline's fill and drain.
+        bound: The physical lower bound; ``total_ns`` is not below it.
+        events: Number of events that the engine called.
+        added_ns: Time that is not in the tasks: a pipeline's fill and drain.
     """
 
     name: str

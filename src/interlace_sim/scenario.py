@@ -44,13 +44,13 @@ class Scenario(Choices):
     """Everything that determines a result, the choices of :class:`Choices` among it.
 
     Attributes:
-        kind: one of :data:`KINDS`.
-        model, machine: a preset's name or a YAML file.
-        nodes: number of nodes; a node has one or several of the machine's GPUs.
-        topology: network between nodes; None is the machine's.
-        collective, algorithm, size: kind, algorithm and bytes of a ``collective``.
-        all_ranks: simulate every rank instead of one that stands for all.
-        model_changes, machine_changes: pairs of a dotted key and its value.
+        kind: One of :data:`KINDS`.
+        model, machine: A preset's name or a YAML file.
+        nodes: Number of nodes; a node has one or several of the machine's GPUs.
+        topology: Network between nodes; None is the machine's.
+        collective, algorithm, size: Kind, algorithm and bytes of a ``collective``.
+        all_ranks: Simulate every rank instead of one that stands for all.
+        model_changes, machine_changes: Pairs of a dotted key and its value.
     """
 
     kind: str
@@ -166,7 +166,7 @@ class Scenario(Choices):
         """Simulate the scenario; errors are those of :meth:`step`.
 
         Args:
-            watch: as :func:`interlace_sim.step.run` takes it.
+            watch: As :func:`interlace_sim.step.run` takes it.
         """
         return self.step().run(self.load_machine(), all_ranks=self.all_ranks, watch=watch)
 

@@ -51,14 +51,14 @@ def run(
 
     Args:
         machine: GPUs, collective library and links.
-        topology: network of the machine's ranks.
-        tasks: one rank's program in the order in which it issues the tasks; every rank has it.
-        name: the result's name.
-        all_ranks: keep every rank and every link instead of one of each kind; slower by as many
+        topology: Network of the machine's ranks.
+        tasks: One rank's program in the order in which it issues the tasks; every rank has it.
+        name: The result's name.
+        all_ranks: Keep every rank and every link instead of one of each kind; slower by as many
             times, and needed for ``double_binary_tree``.
-        extra_ns: function from the result to the nanoseconds that are added to it in the end (a
+        extra_ns: Function from the result to the nanoseconds that are added to it in the end (a
             pipeline's fill and drain).
-        watch: called before the run with a function that a thread may call during the run: it
+        watch: Called before the run with a function that a thread may call during the run: it
             returns about which share of the run is done, from 0 to 1.
 
     Raises:

@@ -41,10 +41,10 @@ class Point:
     """One combination and its outcome.
 
     Attributes:
-        parameters: the combination.
-        saved_percent: time saved in percent of the scenario with nothing fused; 0 for that one.
-        error: reason for which the combination cannot be run; the figures are 0 then.
-        cached: whether the outcome was remembered.
+        parameters: The combination.
+        saved_percent: Time saved in percent of the scenario with nothing fused; 0 for that one.
+        error: Reason for which the combination cannot be run; the figures are 0 then.
+        cached: Whether the outcome was remembered.
     """
 
     parameters: dict[str, Any]
@@ -68,11 +68,11 @@ def sweep(
     """Run every combination of the parameters' values, the last parameter varying fastest.
 
     Args:
-        parameters: name -> values; names as in :meth:`interlace_sim.scenario.Scenario.change`.
-        base: the scenario whose parameters vary.
-        workers: number of processes; None is all processors, 1 runs in this process.
-        cache_folder: folder of remembered outcomes; None remembers nothing.
-        progress: called after every run.
+        parameters: Name -> values; names as in :meth:`interlace_sim.scenario.Scenario.change`.
+        base: The scenario whose parameters vary.
+        workers: Number of processes; None is all processors, 1 runs in this process.
+        cache_folder: Folder of remembered outcomes; None remembers nothing.
+        progress: Called after every run.
 
     Raises:
         ConfigError: a parameter does not exist, or has no values.
@@ -149,10 +149,10 @@ def map_processes(
     """Call a function on every item, in several processes, and yield the outcomes in order.
 
     Args:
-        function: a function of a module, which processes can import.
-        items: its arguments.
-        workers: number of processes; None is all processors, 1 runs in this process.
-        progress: called before the first outcome and after each.
+        function: A function of a module, which processes can import.
+        items: Its arguments.
+        workers: Number of processes; None is all processors, 1 runs in this process.
+        progress: Called before the first outcome and after each.
     """
     count = min(len(items), workers or os.cpu_count() or 1)
     with contextlib.ExitStack() as stack:

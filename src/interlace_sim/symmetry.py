@@ -24,10 +24,10 @@ class LinkClass:
     """Links that a shift of ranks permutes.
 
     Attributes:
-        name: name in results.
-        bytes_per_s: bytes per second of one link, in this direction.
-        latency_ns: nanoseconds from the first byte in to the first byte out.
-        count: number of links.
+        name: Name in results.
+        bytes_per_s: Bytes per second of one link, in this direction.
+        latency_ns: Nanoseconds from the first byte in to the first byte out.
+        count: Number of links.
     """
 
     name: str
@@ -53,9 +53,9 @@ class Topology(abc.ABC):
     """A network of ``ranks``.
 
     Attributes:
-        name: name as a user writes it, ``"torus:8x16"``.
-        shape: the number of ranks along each coordinate, the first varying fastest.
-        classes: the kinds of links.
+        name: Name as a user writes it, ``"torus:8x16"``.
+        shape: The number of ranks along each coordinate, the first varying fastest.
+        classes: The kinds of links.
     """
 
     name: str

@@ -301,11 +301,11 @@ def build(
     oversubscribed).
 
     Args:
-        text: the short name, with sizes or without.
-        ranks: number of ranks that the topology must have.
-        bytes_per_s: bytes per second of a link, in one direction.
-        latency_ns: nanoseconds per hop.
-        ties: way of messages on a torus whose two ways are equally long.
+        text: The short name, with sizes or without.
+        ranks: Number of ranks that the topology must have.
+        bytes_per_s: Bytes per second of a link, in one direction.
+        latency_ns: Nanoseconds per hop.
+        ties: Way of messages on a torus whose two ways are equally long.
 
     Raises:
         ConfigError: the name is unknown, or its sizes do not make ``ranks``.

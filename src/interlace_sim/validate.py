@@ -43,11 +43,11 @@ class Case:
 
     Attributes:
         source: ``"astra-sim"`` or ``"measured"``.
-        quantity: the figure's name and unit.
-        bound_ns: the network's physical bound.
-        unphysical: whether ours lies under that bound, as the recorded figure does, because
+        quantity: The figure's name and unit.
+        bound_ns: The network's physical bound.
+        unphysical: Whether ours lies under that bound, as the recorded figure does, because
             ASTRA-sim's congestion-unaware network lets messages share links for nothing.
-        problem: reason for which the case could not be run; it has no figures then, and has not
+        problem: Reason for which the case could not be run; it has no figures then, and has not
             passed.
     """
 

@@ -25,12 +25,12 @@ class Kernel:
     """A computation.
 
     Attributes:
-        flops: multiplications and additions.
-        memory_bytes: bytes that this GPU's memory reads and writes.
-        given_ns: nanoseconds of the kernel, if they are known instead.
-        product: sizes of the matrix product that the kernel computes, by which a machine with a
+        flops: Multiplications and additions.
+        memory_bytes: Bytes that this GPU's memory reads and writes.
+        given_ns: Nanoseconds of the kernel, if they are known instead.
+        product: Sizes of the matrix product that the kernel computes, by which a machine with a
             profile times it; None for all other kernels.
-        products: number of such products, each with its own operands.
+        products: Number of such products, each with its own operands.
     """
 
     flops: float = 0.0
@@ -50,9 +50,9 @@ def matrix_product(
     machine with a profile knows the difference.
 
     Args:
-        itemsize: bytes of an element of the operands and the result.
-        products: number of such products, each with its own operands.
-        world_size: number of ranks whose rows these are; no tile of a fused kernel has rows of two
+        itemsize: Bytes of an element of the operands and the result.
+        products: Number of such products, each with its own operands.
+        world_size: Number of ranks whose rows these are; no tile of a fused kernel has rows of two
             ranks.
     """
     # Models may give sizes that do not divide evenly over ranks, and tiles have whole ones.
@@ -67,9 +67,9 @@ class Collective:
     """A library's collective over a group.
 
     Attributes:
-        kind, algorithm: see :data:`interlace_sim.collectives.ALGORITHMS`.
-        size: bytes per rank of the larger buffer.
-        axes: coordinates in which the group's ranks differ; None is all ranks.
+        kind, algorithm: See :data:`interlace_sim.collectives.ALGORITHMS`.
+        size: Bytes per rank of the larger buffer.
+        axes: Coordinates in which the group's ranks differ; None is all ranks.
     """
 
     kind: str
@@ -83,11 +83,11 @@ class Exchanging:
     """A kernel that exchanges slices with its peers while it computes.
 
     Attributes:
-        kernel: the computation.
-        kind: name of the collective.
-        size: bytes per rank of the collective's buffer.
-        axes: coordinates in which the group's ranks differ; None is all ranks.
-        slices: slices in which the data of one rank travels.
+        kernel: The computation.
+        kind: Name of the collective.
+        size: Bytes per rank of the collective's buffer.
+        axes: Coordinates in which the group's ranks differ; None is all ranks.
+        slices: Slices in which the data of one rank travels.
     """
 
     kernel: Kernel
@@ -102,11 +102,11 @@ class Fused(Exchanging):
     """A kernel whose output goes into an all-to-all, a reduce-scatter or an all-reduce.
 
     Attributes:
-        receive_bytes: memory traffic after the peers' slices have arrived, such as adding slots.
-        waits: whether the kernel waits for the peers' slices; otherwise a consuming task does.
-        gather_size: bytes of the sum that the owners of an all-reduce then send to every rank;
+        receive_bytes: Memory traffic after the peers' slices have arrived, such as adding slots.
+        waits: Whether the kernel waits for the peers' slices; otherwise a consuming task does.
+        gather_size: Bytes of the sum that the owners of an all-reduce then send to every rank;
             ``size`` by default.
-        shares: relative sizes of the slices of an all-to-all; by default they are equal.
+        shares: Relative sizes of the slices of an all-to-all; by default they are equal.
     """
 
     receive_bytes: float = 0.0
@@ -120,7 +120,7 @@ class Consuming(Exchanging):
     """An all-to-all or all-gather whose output a kernel computes on slice by slice, as it arrives.
 
     Attributes:
-        sent_by: name of a fused task of equal sizes that does not wait; without one, every slice
+        sent_by: Name of a fused task of equal sizes that does not wait; without one, every slice
             is sent when this task starts.
     """
 

@@ -58,12 +58,12 @@ class Outcome:
     """What a rank saw.
 
     Attributes:
-        kind: the type of the error that was raised; empty if there was none.
-        peer: the rank that a PeerTimeoutError names; -1 otherwise.
-        seconds: from the call to its end or its error.
-        wrong: wrong numbers in the results of calls that ended without an error; NaN is not one.
-        free: whether the device does other work at once afterwards.
-        broken: whether the group is broken afterwards.
+        kind: The type of the error that was raised; empty if there was none.
+        peer: The rank that a PeerTimeoutError names; -1 otherwise.
+        seconds: From the call to its end or its error.
+        wrong: Wrong numbers in the results of calls that ended without an error; NaN is not one.
+        free: Whether the device does other work at once afterwards.
+        broken: Whether the group is broken afterwards.
     """
 
     kind: str = ""

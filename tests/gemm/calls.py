@@ -37,7 +37,7 @@ class Call:
     Attributes:
         splits: None, or ``splits[s][d]`` rows from rank s to rank d (all-to-all), or a rank's rows
             (reduce-scatter, all-gather).
-        w_along: what w is contiguous along, ``"K"`` or ``"N"``.
+        w_along: What w is contiguous along, ``"K"`` or ``"N"``.
         scale: float8's scales, one ``"tensor"`` or one a ``"row"``.
     """
 

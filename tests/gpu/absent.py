@@ -18,8 +18,8 @@ def call_without(
     """Make a call on a new group on all ranks, and then again on all but one.
 
     Args:
-        absent: the rank that does not make the second call; None is returned there.
-        make: makes the call on a group.
+        absent: The rank that does not make the second call; None is returned there.
+        make: Makes the call on a group.
 
     Returns:
         The type of the error, the peer that it names, the share of the result that is NaN, and

@@ -16,8 +16,8 @@ class Reference:
 
     Args:
         dense: ``state_dict`` of the model's ``dense``.
-        tables: whole, by name, in the order of the model.
-        mode: of all tables.
+        tables: Whole, by name, in the order of the model.
+        mode: Of all tables.
     """
 
     def __init__(

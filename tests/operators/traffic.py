@@ -40,10 +40,10 @@ def check_traffic(
     """Check what :func:`with_traffic` has returned on each rank.
 
     Args:
-        calls: the calls.
-        answers: for each rank, the answer of each call.
-        check_all: checks each rank's results of the calls.
-        cost: returns the cost of a call on a rank.
+        calls: The calls.
+        answers: For each rank, the answer of each call.
+        check_all: Checks each rank's results of the calls.
+        cost: Returns the cost of a call on a rank.
     """
     check_all(calls, [[answer[0] for answer in answers_of_rank] for answers_of_rank in answers])
     for rank, answers_of_rank in enumerate(answers):

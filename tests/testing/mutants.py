@@ -31,15 +31,15 @@ class Mutant:
     """One protocol with one mistake.
 
     Attributes:
-        protocol: of ``programs.PROGRAMS``.
-        where: the function that is changed, ``module:name``, below ``interlace``.
+        protocol: Of ``programs.PROGRAMS``.
+        where: The function that is changed, ``module:name``, below ``interlace``.
         mistake: ``"no release"``: a signal becomes relaxed; ``"no fence"``; ``"signal before
             put"``; ``"half reused"``: both halves are the same; ``"wrong epoch"``: a wait is for
             the epoch two calls before; ``"no wait"``: a wait or a barrier is left out; ``"not
             counted"``: so is the count of a slice's block; ``"not freed"``: memory that has been
             read is not set to zero.
-        which: the primitive that it is made at, and the number of its call in that function.
-        ranks: how many it takes.
+        which: The primitive that it is made at, and the number of its call in that function.
+        ranks: How many it takes.
     """
 
     protocol: str

@@ -35,9 +35,9 @@ class Model:
     """The sizes of a transformer's layer.
 
     Attributes:
-        intermediate: columns of the feed-forward network's first product; of an expert's, if there
+        intermediate: Columns of the feed-forward network's first product; of an expert's, if there
             are experts.
-        experts, top_k: number of experts, and of those that a token is sent to; 0 if there are
+        experts, top_k: Number of experts, and of those that a token is sent to; 0 if there are
             none.
     """
 
@@ -56,10 +56,10 @@ class Draw:
     """One call of an operator.
 
     Attributes:
-        pattern: the operator's computation and collective in their order.
-        model: name of the model.
-        layer: the product's place in the model.
-        shards: number of ranks among which the model's weights are split. It need not be the number
+        pattern: The operator's computation and collective in their order.
+        model: Name of the model.
+        layer: The product's place in the model.
+        shards: Number of ranks among which the model's weights are split. It need not be the number
             of ranks that measure: the sizes of one rank's product are what counts.
         rows, columns, inner: M, N and K of the product on one rank.
     """
@@ -86,8 +86,8 @@ def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]
     third of the numbers are odd, a third are multiples of 128, and the others are multiples of 8.
 
     Args:
-        seed: the same calls come for the same seed.
-        world_size: number of ranks that measure; all-gather and all-to-all need rows that it
+        seed: The same calls come for the same seed.
+        world_size: Number of ranks that measure; all-gather and all-to-all need rows that it
             divides.
         dtype: dtype of the operands, on which the largest product depends.
     """

@@ -35,7 +35,7 @@ def is_disturbed(time: Mapping[str, Any]) -> bool:
     like any other: what made it so may be the implementation itself.
 
     Args:
-        time: its entry in the result.
+        time: Its entry in the result.
     """
     return bool(time["median_us"] > _DISTURBED * time.get("p10_us", time["median_us"]))
 
@@ -44,6 +44,6 @@ def role_of(time: Mapping[str, Any]) -> tuple[str, str]:
     """Return the role of a time and the value of ``impl`` that runs it; empty if none does.
 
     Args:
-        time: its entry in the result.
+        time: Its entry in the result.
     """
     return str(time["role"]), str(time.get("impl", ""))

@@ -105,7 +105,7 @@ def host_us(
     A program without CUDA graphs is as slow as its host where that takes longer than the GPU.
 
     Args:
-        calls: in a row, as many as fit in the GPU's queue.
+        calls: In a row, as many as fit in the GPU's queue.
     """
     times = []
     for _ in range(samples):

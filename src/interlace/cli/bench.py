@@ -38,12 +38,12 @@ def run_bench(
     """Measure an operator for ``interlace bench``, and print every result as a table.
 
     Args:
-        operator: the operator's name.
-        work: sizes of each measured shape.
-        measure: function that every rank calls with the sizes of a shape and a ``dtype``.
-        run: the ranks, the dtype and the files of the command.
-        verb: first word of the progress bar.
-        table: function that makes a result's table.
+        operator: The operator's name.
+        work: Sizes of each measured shape.
+        measure: Function that every rank calls with the sizes of a shape and a ``dtype``.
+        run: The ranks, the dtype and the files of the command.
+        verb: First word of the progress bar.
+        table: Function that makes a result's table.
     """
     document = measure_run("bench", f"{verb} {operator}", work, measure, run)
     console = make_console()
@@ -105,9 +105,9 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     """Parse the value of ``--shape``, such as ``"8192x2048"``, as positive numbers.
 
     Args:
-        text: the option's value.
-        meaning: the sizes and what they are of, for the message.
-        example: a value that is right; it has as many sizes as ``text`` must have.
+        text: The option's value.
+        meaning: The sizes and what they are of, for the message.
+        example: A value that is right; it has as many sizes as ``text`` must have.
 
     Raises:
         ArgumentError: ``text`` has other than so many positive numbers.

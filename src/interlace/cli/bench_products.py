@@ -87,13 +87,13 @@ def add_tune_command(
     """Add ``interlace tune`` of an operator around products.
 
     Args:
-        app: the group of the command.
-        operator: the operator's name.
-        description: the command's help.
-        shapes: the option that :func:`shape_option` has made.
-        parse: function of the shapes and the dtype that returns the work.
-        measure: function that measures one piece of work with a ``dtype``, on every rank.
-        verb: first word of the progress bar.
+        app: The group of the command.
+        operator: The operator's name.
+        description: The command's help.
+        shapes: The option that :func:`shape_option` has made.
+        parse: Function of the shapes and the dtype that returns the work.
+        measure: Function that measures one piece of work with a ``dtype``, on every rank.
+        verb: First word of the progress bar.
     """
 
     @app.command(operator, help=description)

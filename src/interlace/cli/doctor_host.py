@@ -36,10 +36,10 @@ def needed(check: str, is_there: object, works: str, missing: str, action: str) 
     """Return the row of a thing that a backend cannot do without.
 
     Args:
-        check: the thing.
-        is_there: whether it is there.
-        works, missing: the meaning if it is there, and if it is not.
-        action: the advice if it is not.
+        check: The thing.
+        is_there: Whether it is there.
+        works, missing: The meaning if it is there, and if it is not.
+        action: The advice if it is not.
     """
     return Row(check, OK, works) if is_there else Row(check, MISSING, missing, action)
 

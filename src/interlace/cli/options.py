@@ -43,8 +43,8 @@ def shape_option(names: str, description: str) -> Any:
     """Return the option ``--shape``, which may be given several times.
 
     Args:
-        names: the sizes' names in order, such as ``"MxNxK"``.
-        description: the option's help.
+        names: The sizes' names in order, such as ``"MxNxK"``.
+        description: The option's help.
     """
     # A default rather than an annotation: commands that are made in a loop have names of their own.
     return typer.Option(None, "--shape", metavar=names, help=description)
@@ -61,9 +61,9 @@ class Run:
     """Hold the options that every ``interlace bench`` and ``interlace tune`` of an operator has.
 
     Attributes:
-        world_size: number of ranks; None for all GPUs, at most 8.
+        world_size: Number of ranks; None for all GPUs, at most 8.
         dtype: dtype of shapes that name none.
-        outputs: the files of the command.
+        outputs: The files of the command.
     """
 
     world_size: int | None
@@ -77,9 +77,9 @@ def takes_run(
     """Give a command, whose first argument is a :class:`Run`, that run's options after its own.
 
     Args:
-        dtype: default of ``--dtype``.
+        dtype: Default of ``--dtype``.
         dtypes: ``Dtype`` or ``HalfDtype``.
-        makes_table: whether the command has ``--table``, which must then be given.
+        makes_table: Whether the command has ``--table``, which must then be given.
     """
     shared = [
         declare("world_size", Ranks),

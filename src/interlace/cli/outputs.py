@@ -26,16 +26,16 @@ class Outputs:
     first rank of torchrun or Slurm writes; its peers run the same command.
 
     Args:
-        json: file for everything, as JSON.
-        csv: file for a table.
-        plot: file for a picture: PNG, SVG or PDF.
-        trace: file for a trace that Perfetto shows, as JSON.
-        table: file for a tuned table.
-        folder: folder that is created for files of :meth:`write`, under names of the command's own.
+        json: File for everything, as JSON.
+        csv: File for a table.
+        plot: File for a picture: PNG, SVG or PDF.
+        trace: File for a trace that Perfetto shows, as JSON.
+        table: File for a tuned table.
+        folder: Folder that is created for files of :meth:`write`, under names of the command's own.
 
     Attributes:
-        json, csv, plot, trace, table, folder: the arguments.
-        written: files that were written, in order.
+        json, csv, plot, trace, table, folder: The arguments.
+        written: Files that were written, in order.
 
     Raises:
         ArgumentError: a file or the folder cannot be written; nothing has been computed yet.
@@ -102,8 +102,8 @@ class Outputs:
         """Draw a picture to ``--plot``.
 
         Args:
-            draw: function that draws the picture to a file.
-            name: ending of the file's name before its suffix, for a second picture of a command.
+            draw: Function that draws the picture to a file.
+            name: Ending of the file's name before its suffix, for a second picture of a command.
         """
         # The second picture lies next to the first: step.png and step-bars.png.
         file = self.plot and self.plot.with_name(f"{self.plot.stem}{name}{self.plot.suffix}")
@@ -113,8 +113,8 @@ class Outputs:
         """Write a file in ``folder``.
 
         Args:
-            name: the file's name.
-            content: text, a function that draws a picture to a file, or a document for JSON.
+            name: The file's name.
+            content: Text, a function that draws a picture to a file, or a document for JSON.
         """
         assert self.folder is not None
         if callable(content):

@@ -51,7 +51,7 @@ def run(
     """Make calls until ``seconds`` or ``calls`` are spent; return 1 if anything was wrong.
 
     Args:
-        nodes: number of nodes that the ranks count as; None for those that they are on.
+        nodes: Number of nodes that the ranks count as; None for those that they are on.
 
     Raises:
         ArgumentError: an operator or a start that there is not, or none between nodes.

@@ -14,11 +14,11 @@ def make_table(
     """Make a table without borders.
 
     Args:
-        columns: headings in order.
-        left: headings of the columns that are aligned to the left; the first column by default.
+        columns: Headings in order.
+        left: Headings of the columns that are aligned to the left; the first column by default.
             The other columns, which hold numbers, are aligned to the right.
-        title: heading above the table.
-        options: further arguments of every ``rich.table.Table.add_column``. A name or number that
+        title: Heading above the table.
+        options: Further arguments of every ``rich.table.Table.add_column``. A name or number that
             is too long for a narrow terminal goes on in the next line, and loses nothing.
     """
     table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")

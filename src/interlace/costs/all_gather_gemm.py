@@ -23,7 +23,7 @@ def fused(
 
     Args:
         sizes: ``rows`` are those of x on all ranks together.
-        splits: rows of x on each rank; evenly split by default.
+        splits: Rows of x on each rank; evenly split by default.
     """
     # Rows travel with their padding, so the padded row counts on links and in the buffer.
     row_bytes = round_up(sizes.inner * sizes.itemsize, 16)

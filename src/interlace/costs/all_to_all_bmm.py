@@ -27,8 +27,8 @@ def fused(sizes: ProductSizes, *, batch: int = 1) -> ProductCost:
     16 bytes.
 
     Args:
-        sizes: those of one product; ``rows`` come from all ranks together.
-        batch: number of products.
+        sizes: Those of one product; ``rows`` come from all ranks together.
+        batch: Number of products.
     """
     # As in all_gather_gemm, rows travel with their padding to 16 bytes.
     size = batch * sizes.rows * round_up(sizes.inner * sizes.itemsize, 16)

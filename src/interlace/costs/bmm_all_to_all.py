@@ -14,8 +14,8 @@ def fused(sizes: ProductSizes, *, batch: int = 1) -> ProductCost:
     columns]``, of whose rows every rank gets an equal part.
 
     Args:
-        sizes: those of one product.
-        batch: number of products.
+        sizes: Those of one product.
+        batch: Number of products.
     """
     size = batch * sizes.output_bytes
     memory_bytes = batch * sizes.operand_bytes + size

@@ -41,8 +41,8 @@ class TimedCall(Protocol):
         """Return the parts of an implementation's time, in microseconds.
 
         Args:
-            schedule: how the implementation computes its product, or what it sends.
-            tile: rows and columns of the tiles of its kernel.
+            schedule: How the implementation computes its product, or what it sends.
+            tile: Rows and columns of the tiles of its kernel.
         """
 
 
@@ -69,8 +69,8 @@ class Corrections:
     calls that were measured, which are predicted to take the time that they took.
 
     Attributes:
-        calls: the sizes of the measured calls; of a product, rows, columns, inner and ranks.
-        weights: for each implementation, the weight of each of these calls; 0 where it was not
+        calls: The sizes of the measured calls; of a product, rows, columns, inner and ranks.
+        weights: For each implementation, the weight of each of these calls; 0 where it was not
             measured. A call's weight times its :func:`nearness` to another one is what it says of
             the common part there, and the weight itself is the call's own part.
     """

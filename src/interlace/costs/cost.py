@@ -10,13 +10,13 @@ class Cost:
     """Work and traffic of one rank in one call.
 
     Attributes:
-        flops: multiplications and additions.
-        memory_bytes: bytes that this GPU's memory reads and writes, writes by peers included.
-        link_bytes: bytes of the puts that leave this rank.
-        messages: number of puts; a put that a program sends to several peers counts once per peer.
-        signals: number of signals that leave this rank.
-        network_bytes: bytes among ``link_bytes`` that go to ranks of other nodes.
-        network_messages: messages among ``messages`` that go there.
+        flops: Multiplications and additions.
+        memory_bytes: Bytes that this GPU's memory reads and writes, writes by peers included.
+        link_bytes: Bytes of the puts that leave this rank.
+        messages: Number of puts; a put that a program sends to several peers counts once per peer.
+        signals: Number of signals that leave this rank.
+        network_bytes: Bytes among ``link_bytes`` that go to ranks of other nodes.
+        network_messages: Messages among ``messages`` that go there.
     """
 
     flops: int
@@ -33,12 +33,12 @@ class NetworkCost:
     """The traffic of one rank between nodes, from which the time of a call follows.
 
     Attributes:
-        network_bytes: bytes that go to ranks of other nodes.
-        network_messages: messages that go there.
-        slices: exchanges that the messages leave in, one after another; 1 for a collective.
-        remote_share: fraction of the computation after which the last of them is complete.
-        landing_bytes: bytes that memory reads and writes to copy what has arrived to its place.
-        shares: relative sizes of the exchanges; empty if they are equal.
+        network_bytes: Bytes that go to ranks of other nodes.
+        network_messages: Messages that go there.
+        slices: Exchanges that the messages leave in, one after another; 1 for a collective.
+        remote_share: Fraction of the computation after which the last of them is complete.
+        landing_bytes: Bytes that memory reads and writes to copy what has arrived to its place.
+        shares: Relative sizes of the exchanges; empty if they are equal.
     """
 
     network_bytes: int

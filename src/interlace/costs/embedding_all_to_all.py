@@ -50,8 +50,8 @@ def cut_tables(widths: Sequence[int], count: int) -> list[int]:
     """Cut a rank's tables into slices of about as many columns, in order.
 
     Args:
-        widths: width of each table.
-        count: number of slices; some have no tables if there are fewer tables.
+        widths: Width of each table.
+        count: Number of slices; some have no tables if there are fewer tables.
 
     Returns:
         The first table of each slice, and the number of tables.
@@ -85,10 +85,10 @@ def floor_memory_bytes(
     written once, most of it by its peers.
 
     Args:
-        lookups: number of lookups in each of ``rank``'s tables.
-        itemsize: bytes of an element of the tables.
-        output_itemsize: bytes of an element of the output.
-        index_itemsize: bytes of an index and of an offset.
+        lookups: Number of lookups in each of ``rank``'s tables.
+        itemsize: Bytes of an element of the tables.
+        output_itemsize: Bytes of an element of the output.
+        index_itemsize: Bytes of an index and of an offset.
     """
     rows = sum(count * width * itemsize for count, width in zip(lookups, widths[rank], strict=True))
     numbers = index_itemsize * (sum(lookups) + len(widths[rank]) * batch + 1)
@@ -118,15 +118,15 @@ def forward(
         protocol: ``"direct"``, ``"tiles"``, or ``"between_nodes"`` in a group that spans nodes;
             ``"pooled"`` for the kernel without peers and torch's all-to-all, whose messages are
             counted as they reach it.
-        lookups: number of lookups in each of ``rank``'s tables.
-        itemsize: bytes of an element of the tables.
-        output_itemsize: bytes of an element of the output.
-        index_itemsize: bytes of an index and of an offset.
-        block_bags: bags per block; a block is one put.
-        slice_blocks: blocks per slice between nodes; a slice is one message with the blocks of all
+        lookups: Number of lookups in each of ``rank``'s tables.
+        itemsize: Bytes of an element of the tables.
+        output_itemsize: Bytes of an element of the output.
+        index_itemsize: Bytes of an index and of an offset.
+        block_bags: Bags per block; a block is one put.
+        slice_blocks: Blocks per slice between nodes; a slice is one message with the blocks of all
             tables.
-        weighted: whether lookups have weights, which cost one more operation per element.
-        node_of_rank: number of each rank's node, between nodes.
+        weighted: Whether lookups have weights, which cost one more operation per element.
+        node_of_rank: Number of each rank's node, between nodes.
     """
     sizes = samples(batch, len(widths))
     pooled = sum(count * width for count, width in zip(lookups, widths[rank], strict=True))
@@ -193,9 +193,9 @@ def pooling_us(memory_bytes: float, launch_us: float, copied_bytes_per_s: float)
     """Return the microseconds that our kernel takes to pool the tables of one rank.
 
     Args:
-        memory_bytes: bytes that it reads and writes, as of :func:`floor_memory_bytes`.
-        launch_us: time of a kernel that does nothing.
-        copied_bytes_per_s: rate at which memory is read and written by copies.
+        memory_bytes: Bytes that it reads and writes, as of :func:`floor_memory_bytes`.
+        launch_us: Time of a kernel that does nothing.
+        copied_bytes_per_s: Rate at which memory is read and written by copies.
     """
     return launch_us + POOLING_FACTOR * 1e6 * memory_bytes / copied_bytes_per_s
 
@@ -209,10 +209,10 @@ def stock_pooling_us(
     of as many bytes, of 256 float32 elements 1.9 times.
 
     Args:
-        memory_bytes: bytes that our kernel reads and writes.
-        launch_us: time of a kernel that does nothing.
-        copied_bytes_per_s: rate at which memory is read and written by copies.
-        itemsize: bytes of an element of the tables.
+        memory_bytes: Bytes that our kernel reads and writes.
+        launch_us: Time of a kernel that does nothing.
+        copied_bytes_per_s: Rate at which memory is read and written by copies.
+        itemsize: Bytes of an element of the tables.
     """
     factor = 3.3 if itemsize <= 2 else 1.9
     return factor * (launch_us + 1e6 * memory_bytes / copied_bytes_per_s)
@@ -234,7 +234,7 @@ def fused_between_nodes(
     The samples of this rank's node are pooled last, and what has arrived is copied to its columns.
 
     Args:
-        shares: relative sizes of the slices, one of :data:`SLICES_OF_VECTORS`.
+        shares: Relative sizes of the slices, one of :data:`SLICES_OF_VECTORS`.
     """
     sizes, ranks = samples(batch, len(widths)), range(len(widths))
     far = [r for r in ranks if node_of_rank[r] != node_of_rank[rank]]
@@ -265,10 +265,10 @@ def slices_of(count: int, row_bytes: int, first: int, further: int) -> list[int]
     """Return the bytes of each slice that one rank sends to another one of another node.
 
     Args:
-        count: samples of the destination.
-        row_bytes: bytes of a sample's vectors of all tables of the source.
-        first: samples of the first slice, if it is full.
-        further: samples of every other full slice.
+        count: Samples of the destination.
+        row_bytes: Bytes of a sample's vectors of all tables of the source.
+        first: Samples of the first slice, if it is full.
+        further: Samples of every other full slice.
     """
     bounds = [0, *range(first, count, further), count] if count else []
     full = [end - begin for begin, end in itertools.pairwise(bounds)]
@@ -293,10 +293,10 @@ def backward_floor_memory_bytes(
     of samples, which fit a cache. Each lookup's row number and each distinct row count as well.
 
     Args:
-        distinct_rows: number of distinct rows that were looked up in each of ``rank``'s tables.
-        lookups: number of lookups in each of ``rank``'s tables.
-        row_accesses: accesses per row: 1 for a gradient that is written, 2 for an update in place.
-        state_bytes: bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
+        distinct_rows: Number of distinct rows that were looked up in each of ``rank``'s tables.
+        lookups: Number of lookups in each of ``rank``'s tables.
+        row_accesses: Accesses per row: 1 for a gradient that is written, 2 for an update in place.
+        state_bytes: Bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
     """
     local_width = sum(widths[rank])
     owned = samples(batch, len(widths))[rank]
@@ -330,16 +330,16 @@ def backward(
     The sort of the row numbers before the kernel is not counted.
 
     Args:
-        lookups: number of lookups in each of ``rank``'s tables.
-        distinct_rows: number of distinct rows that were looked up in each of ``rank``'s tables.
-        itemsize: bytes of an element of the tables.
-        gradient_itemsize: bytes of an element of the output's gradient.
-        push_rows: samples of one table that one put sends.
-        row_accesses: accesses per row: 1 for a gradient that is written, 2 for an update in place.
-        state_bytes: bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
-        node_of_rank: number of each rank's node in a group that spans nodes, where each peer gets
+        lookups: Number of lookups in each of ``rank``'s tables.
+        distinct_rows: Number of distinct rows that were looked up in each of ``rank``'s tables.
+        itemsize: Bytes of an element of the tables.
+        gradient_itemsize: Bytes of an element of the output's gradient.
+        push_rows: Samples of one table that one put sends.
+        row_accesses: Accesses per row: 1 for a gradient that is written, 2 for an update in place.
+        state_bytes: Bytes of optimizer state moved per distinct row: 8 for row-wise Adagrad.
+        node_of_rank: Number of each rank's node in a group that spans nodes, where each peer gets
             its gradients in slices, and a stamp; else empty.
-        slices: number of these slices, each of some of the peer's tables.
+        slices: Number of these slices, each of some of the peer's tables.
     """
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)

@@ -25,13 +25,13 @@ class ExpertsCall:
     """The sizes of one forward pass through a layer of experts.
 
     Attributes:
-        tokens: tokens of each rank.
-        hidden: width of a token.
-        ffn: inner width of an expert.
-        experts: experts of all ranks.
-        top_k: experts per token.
-        world_size: number of ranks.
-        itemsize: bytes of an element.
+        tokens: Tokens of each rank.
+        hidden: Width of a token.
+        ffn: Inner width of an expert.
+        experts: Experts of all ranks.
+        top_k: Experts per token.
+        world_size: Number of ranks.
+        itemsize: Bytes of an element.
         gates: 2 if experts have gate and up, 1 if they have no gate.
     """
 
@@ -66,10 +66,10 @@ class ExpertsCall:
         does.
 
         Args:
-            schedule: which rows travel: ``"by_slot"``, one per token and expert; ``"by_token"``, a
+            schedule: Which rows travel: ``"by_slot"``, one per token and expert; ``"by_token"``, a
                 token once to each rank that has one of its experts, and a result per slot back;
                 ``"to_all"``, all tokens to all ranks, and a sum of all of them back.
-            tile: rows and columns of the tiles of the products.
+            tile: Rows and columns of the tiles of the products.
         """
         bytes_per_us = profile.product.memory_bytes_per_s / 1e6
         row_bytes = self.hidden * self.itemsize
@@ -114,7 +114,7 @@ class ExpertsCall:
         """Return how long stock PyTorch's computation takes on one rank, without any exchange.
 
         Args:
-            share: fraction of all ranks' tokens that are multiplied by the rank's experts.
+            share: Fraction of all ranks' tokens that are multiplied by the rank's experts.
 
         Returns:
             Microseconds; None if the profile does not compose the stock implementation's time.

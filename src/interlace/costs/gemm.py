@@ -26,9 +26,9 @@ class ProductSizes:
     """Sizes of one rank's product ``x [rows, inner] @ w[columns, inner].T``, and of the group.
 
     Attributes:
-        itemsize: bytes of an element of x and w.
-        world_size: number of ranks.
-        output_itemsize: bytes of an element of the result.
+        itemsize: Bytes of an element of x and w.
+        world_size: Number of ranks.
+        output_itemsize: Bytes of an element of the result.
     """
 
     rows: int
@@ -59,13 +59,13 @@ class ProductCost:
     """Work and traffic of one rank in one call.
 
     Attributes:
-        flops: multiplications and additions of the product.
-        memory_bytes: bytes that this GPU's memory reads and writes for the product: every operand
+        flops: Multiplications and additions of the product.
+        memory_bytes: Bytes that this GPU's memory reads and writes for the product: every operand
             once, and the bytes that peers write into this memory.
-        link_bytes: bytes that leave this rank.
-        receive_bytes: memory traffic after the peers' parts have arrived: the slots are read, and
+        link_bytes: Bytes that leave this rank.
+        receive_bytes: Memory traffic after the peers' parts have arrived: the slots are read, and
             their sum is written.
-        size: bytes of each rank's buffer that the collective exchanges.
+        size: Bytes of each rank's buffer that the collective exchanges.
     """
 
     flops: int
@@ -124,13 +124,13 @@ def rail_cost(
     slices.
 
     Args:
-        rows: rows of one exchange with one rank of the rail.
-        row_bytes: bytes of a row.
-        slices: number of slices of these rows; a slice without rows is not sent.
-        node_of_rank: number of each rank's node; every node has as many ranks.
-        remote_share: fraction of the computation after which the last slice is complete.
-        landing_bytes: bytes that memory moves for what has arrived.
-        exchanges: how many such exchanges a call has, one after the other.
+        rows: Rows of one exchange with one rank of the rail.
+        row_bytes: Bytes of a row.
+        slices: Number of slices of these rows; a slice without rows is not sent.
+        node_of_rank: Number of each rank's node; every node has as many ranks.
+        remote_share: Fraction of the computation after which the last slice is complete.
+        landing_bytes: Bytes that memory moves for what has arrived.
+        exchanges: How many such exchanges a call has, one after the other.
     """
     peers, sent = len(set(node_of_rank)) - 1, exchanges * rows * row_bytes
     return NetworkCost(
@@ -150,10 +150,10 @@ def exchanges_sums(*, rows: int, row_bytes: int, nodes: int, node_ranks: int) ->
     bytes if there are more than two nodes.
 
     Args:
-        rows: rows of the product.
-        row_bytes: bytes of a row.
-        nodes: number of nodes.
-        node_ranks: number of ranks of each node.
+        rows: Rows of the product.
+        row_bytes: Bytes of a row.
+        nodes: Number of nodes.
+        node_ranks: Number of ranks of each node.
     """
     node_sum = rows // node_ranks * row_bytes
     in_shares = 2 * (nodes - 1) * (node_sum // nodes)

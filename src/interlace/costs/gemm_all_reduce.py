@@ -28,7 +28,7 @@ def fused(sizes: ProductSizes, *, part_itemsize: int | None = None) -> ProductCo
 
     Args:
         sizes: ``inner`` is this rank's share of K.
-        part_itemsize: bytes of an element of a part; the result's by default.
+        part_itemsize: Bytes of an element of a part; the result's by default.
     """
     first = gemm_reduce_scatter.fused(**dataclasses.asdict(sizes), part_itemsize=part_itemsize)
     # The peers write their sums into this rank's output, on top of the reduce-scatter's traffic.
@@ -49,7 +49,7 @@ def chunked_between_nodes(
     :func:`interlace.costs.gemm.exchanges_sums`.
 
     Args:
-        slices: number of slices of the rows of one exchange.
+        slices: Number of slices of the rows of one exchange.
     """
     nodes = len(set(node_of_rank))
     node_ranks = sizes.world_size // nodes

@@ -16,7 +16,7 @@ def fused(sizes: ProductSizes, *, part_itemsize: int | None = None) -> ProductCo
 
     Args:
         sizes: ``inner`` is this rank's share of K; ``output_itemsize`` is that of the residual.
-        part_itemsize: bytes of an element of a part that travels: 4 from the fused kernel, and the
+        part_itemsize: Bytes of an element of a part that travels: 4 from the fused kernel, and the
             residual's (the default) of rows that cuBLAS has computed.
     """
     peers = sizes.world_size - 1

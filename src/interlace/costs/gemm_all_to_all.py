@@ -18,11 +18,11 @@ def network_traffic(
     Each peer gets a stamp, and its rows in as many messages as there are slices with rows.
 
     Args:
-        rank: the rank that sends.
-        sent: rows from rank s to rank d, as ``sent[s][d]``.
-        row_bytes: bytes of a row of the product.
-        slices: number of slices of each pair of ranks.
-        node_of_rank: number of each rank's node.
+        rank: The rank that sends.
+        sent: Rows from rank s to rank d, as ``sent[s][d]``.
+        row_bytes: Bytes of a row of the product.
+        slices: Number of slices of each pair of ranks.
+        node_of_rank: Number of each rank's node.
     """
     far = [rows for peer, rows in enumerate(sent[rank]) if node_of_rank[peer] != node_of_rank[rank]]
     messages = sum(
@@ -49,8 +49,8 @@ def fused(
 
     Args:
         sizes: ``rows`` are those of this rank's x.
-        input_splits: rows that ``rank`` sends to each rank; evenly split by default.
-        output_splits: rows that ``rank`` gets from each rank; evenly split by default.
+        input_splits: Rows that ``rank`` sends to each rank; evenly split by default.
+        output_splits: Rows that ``rank`` gets from each rank; evenly split by default.
     """
     row_bytes = sizes.columns * sizes.output_itemsize
     received = sizes.rows if output_splits is None else sum(output_splits)

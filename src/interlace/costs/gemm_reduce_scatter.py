@@ -27,8 +27,8 @@ def fused(
 
     Args:
         sizes: ``inner`` is this rank's share of K.
-        part_itemsize: bytes of an element of a part; the result's by default.
-        splits: rows that each rank owns; evenly split by default.
+        part_itemsize: Bytes of an element of a part; the result's by default.
+        splits: Rows that each rank owns; evenly split by default.
     """
     ranks = sizes.world_size
     row_bytes = sizes.columns * (part_itemsize or sizes.output_itemsize)

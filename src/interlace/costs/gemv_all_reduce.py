@@ -61,10 +61,10 @@ def fused(
     Args:
         protocol: ``"one_shot"`` (every rank sends its part to every peer) or ``"two_phase"`` (the
             owner of a row reduces it, and sends the sum to every peer).
-        columns: columns of this rank's shard of the weight, K/R.
-        itemsize: bytes of an element of x, w and y.
-        block_n: rows of a tile.
-        block_tokens: tokens of a tile.
+        columns: Columns of this rank's shard of the weight, K/R.
+        itemsize: Bytes of an element of x, w and y.
+        block_n: Rows of a tile.
+        block_tokens: Tokens of a tile.
     """
     peers = world_size - 1
     flops = 2 * tokens * rows * columns

@@ -54,8 +54,8 @@ def profile_of(gpu: str, processors: int = 132) -> MachineProfile:
     implementations rather than times them.
 
     Args:
-        gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
-        processors: its number of streaming multiprocessors, for a guess without a data sheet.
+        gpu: The GPU's name, as ``torch.cuda.get_device_name`` has it.
+        processors: Its number of streaming multiprocessors, for a guess without a data sheet.
     """
     measured = own_profile(gpu)
     if measured is not None:

@@ -13,10 +13,10 @@ class Machine:
     """Ceilings of one GPU in a node.
 
     Attributes:
-        memory_bytes_per_s: bytes per second that device memory reads and writes in a copy.
-        link_bytes_per_s: bytes per second that leave a GPU for all its peers together.
+        memory_bytes_per_s: Bytes per second that device memory reads and writes in a copy.
+        link_bytes_per_s: Bytes per second that leave a GPU for all its peers together.
         flops_per_s: FLOPs per second of dense 16-bit products.
-        source: source of the figures.
+        source: Source of the figures.
     """
 
     name: str

@@ -72,8 +72,8 @@ def floor_memory_bytes(
     read there; y is written.
 
     Args:
-        tokens: tokens of this rank.
-        trains: whether gate and up are written as well, for the backward pass.
+        tokens: Tokens of this rank.
+        trains: Whether gate and up are written as well, for the backward pass.
     """
     # The inner layer is written and read; training writes gate and up as well.
     rows, back = arrivals(counts, rank), sum(counts[rank])
@@ -117,10 +117,10 @@ def forward(
     per source and expert; those rows are not counted.
 
     Args:
-        tokens: tokens of this rank.
-        push_tile: rows and columns of tokens that one put sends.
-        product_tile: rows and columns of results that one put sends.
-        trains: whether gate and up are written for the backward pass.
+        tokens: Tokens of this rank.
+        push_tile: Rows and columns of tokens that one put sends.
+        product_tile: Rows and columns of results that one put sends.
+        trains: Whether gate and up are written for the backward pass.
     """
     peers, row_bytes = len(counts) - 1, hidden * itemsize
     sent = _pushes(counts, rank, push_tile[0]) * ceil_div(hidden, push_tile[1])
@@ -156,9 +156,9 @@ def exchanges_between_nodes(
     travel, too, and the gradients of weights come back with those of tokens.
 
     Args:
-        tokens: tokens of this rank, not fewer than slices.
-        slices: number of slices of the tokens, and of the sums.
-        backward: whether it is the backward pass.
+        tokens: Tokens of this rank, not fewer than slices.
+        slices: Number of slices of the tokens, and of the sums.
+        backward: Whether it is the backward pass.
     """
     far = sum(node != node_of_rank[rank] for node in node_of_rank)
     rows, numbers = tokens * hidden * itemsize, tokens * top_k * NUMBER_BYTES
@@ -208,10 +208,10 @@ def backward(
     """Compute the cost of the fused backward kernels on ``rank``.
 
     Args:
-        tokens: tokens of this rank.
-        push_tile: rows and columns of gradients that one put sends.
-        product_tile: rows and columns of results that one put sends.
-        number_rows: rows whose weights' gradients one put sends.
+        tokens: Tokens of this rank.
+        push_tile: Rows and columns of gradients that one put sends.
+        product_tile: Rows and columns of results that one put sends.
+        number_rows: Rows whose weights' gradients one put sends.
     """
     # Every row travels with one number: its slot's weight, or that weight's gradient.
     peers, row_bytes = len(counts) - 1, hidden * itemsize + NUMBER_BYTES
@@ -241,7 +241,7 @@ def copies(chosen: Sequence[Sequence[Sequence[int]]], rank: int, local: int) -> 
     Args:
         chosen: ``chosen[s][t]`` are the experts of rank s's token t; numbers beyond the experts
             stand for none.
-        local: experts per rank.
+        local: Experts per rank.
     """
     peers = set(range(len(chosen))) - {rank}
     return sum(
@@ -257,11 +257,11 @@ def decode(
     """Compute the cost of ``impl="decode"`` on ``rank``.
 
     Args:
-        copies: tokens that leave; see :func:`copies`.
-        tokens: tokens of this rank.
-        senders: programs that send tokens.
-        columns: columns of a token that one put sends.
-        product_tile: rows and columns of results that one put sends.
+        copies: Tokens that leave; see :func:`copies`.
+        tokens: Tokens of this rank.
+        senders: Programs that send tokens.
+        columns: Columns of a token that one put sends.
+        product_tile: Rows and columns of results that one put sends.
     """
     peers, row_bytes = len(counts) - 1, hidden * itemsize
     results = _puts(counts, rank, product_tile[0]) * ceil_div(hidden, product_tile[1])

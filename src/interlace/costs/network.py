@@ -49,16 +49,16 @@ class NetworkRates:
     """Measured times of exchanges between nodes, while all ranks exchange at once.
 
     Attributes:
-        network: the network, such as ``"NCCL over NET/Socket"``.
-        source: where and when it was measured.
-        ranks, nodes: the group that it was measured on.
-        slice_us: times of one exchange by the carrier of slices: one message to a rank of another
+        network: The network, such as ``"NCCL over NET/Socket"``.
+        source: Where and when it was measured.
+        ranks, nodes: The group that it was measured on.
+        slice_us: Times of one exchange by the carrier of slices: one message to a rank of another
             node and one from it.
-        collective_us: times of torch's all-to-all, by the bytes for ranks of other nodes.
-        collective_factors: names of torch's other collectives, and by which factor they take longer
+        collective_us: Times of torch's all-to-all, by the bytes for ranks of other nodes.
+        collective_factors: Names of torch's other collectives, and by which factor they take longer
             than an all-to-all of as many bytes for other nodes; 1 for those that are missing.
-        further_message_us: time of each further message of an exchange, beside its bytes.
-        spread: by how much the ratio of the two kinds of times varied between samples, as a
+        further_message_us: Time of each further message of an exchange, beside its bytes.
+        spread: By how much the ratio of the two kinds of times varied between samples, as a
             fraction: slices that are predicted to gain less than that may gain nothing.
     """
 
@@ -110,7 +110,7 @@ class NetworkRates:
         """Return the fraction by which slices must be predicted to be faster than a stock pair.
 
         Args:
-            least: the margin of predictions over a network whose times do not vary.
+            least: The margin of predictions over a network whose times do not vary.
         """
         return min(max(least, self.spread), _LARGEST_MARGIN)
 
@@ -126,8 +126,8 @@ class NetworkRates:
         """Return the time of one exchange of slices.
 
         Args:
-            nbytes: bytes that a rank sends to other nodes, in all messages together.
-            messages: number of these messages.
+            nbytes: Bytes that a rank sends to other nodes, in all messages together.
+            messages: Number of these messages.
         """
         return _interpolated(self._slice_us, nbytes) + self.further_message_us * max(
             0, messages - 1
@@ -138,7 +138,7 @@ class NetworkRates:
         meanwhile: it has begun, and its bytes take the rate of the largest message.
 
         Args:
-            nbytes, messages: those of the next one, as for :meth:`exchange_us`.
+            nbytes, messages: Those of the next one, as for :meth:`exchange_us`.
         """
         largest, us = self._slice_us[-1]
         return nbytes * us / largest + self.further_message_us * max(0, messages - 1)
@@ -147,7 +147,7 @@ class NetworkRates:
         """Return the time of one of torch's collectives that sends ``nbytes`` to other nodes.
 
         Args:
-            collective: its name, as for :func:`collective_bytes`.
+            collective: Its name, as for :func:`collective_bytes`.
         """
         return self.all_to_all_us(nbytes) * dict(self.collective_factors).get(collective, 1.0)
 
@@ -196,9 +196,9 @@ class Prediction:
     """The predicted time of an implementation between nodes.
 
     Attributes:
-        us: the time in microseconds.
-        slices: number of slices; 0 for a computation and a collective one after the other.
-        shares: relative sizes of the slices; empty if they are equal.
+        us: The time in microseconds.
+        slices: Number of slices; 0 for a computation and a collective one after the other.
+        shares: Relative sizes of the slices; empty if they are equal.
     """
 
     us: float
@@ -247,10 +247,10 @@ def in_slices(
     stays in the node is computed last, beside the last exchanges.
 
     Args:
-        network: the network.
-        compute_us: time of the computation alone.
-        cost: the traffic of one call.
-        memory_bytes_per_s: rate at which what has arrived is copied to its place.
+        network: The network.
+        compute_us: Time of the computation alone.
+        cost: The traffic of one call.
+        memory_bytes_per_s: Rate at which what has arrived is copied to its place.
     """
     shares = cost.shares or (1,) * cost.slices
     messages = cost.network_messages / len(shares)
@@ -285,13 +285,13 @@ def there_and_back(
     one is computed.
 
     Args:
-        network: the network.
-        own_us: time of the computation on what this rank has itself.
-        slice_us: time of the computation on one slice of all others.
-        there: the traffic of the slices.
-        back: the traffic of their results, in as many slices; after the last of them, memory reads
+        network: The network.
+        own_us: Time of the computation on what this rank has itself.
+        slice_us: Time of the computation on one slice of all others.
+        there: The traffic of the slices.
+        back: The traffic of their results, in as many slices; after the last of them, memory reads
             and writes ``landing_bytes``.
-        memory_bytes_per_s: rate at which it does.
+        memory_bytes_per_s: Rate at which it does.
     """
     slices = there.slices
     out_us, back_us = (
@@ -315,9 +315,9 @@ def best_in_slices(
     hardly more with fewer slices.
 
     Args:
-        compute_us: function from a number of slices to the time of the computation alone, in
+        compute_us: Function from a number of slices to the time of the computation alone, in
             microseconds.
-        cost_of: function from a number of slices to the traffic of a call.
+        cost_of: Function from a number of slices to the traffic of a call.
     """
 
     def predict(slices: int) -> Prediction:
@@ -335,8 +335,8 @@ def best_number_of_slices(
     hardly more with fewer slices.
 
     Args:
-        predict: function from a number of slices to the prediction.
-        most: largest number of slices.
+        predict: Function from a number of slices to the prediction.
+        most: Largest number of slices.
     """
     numbers = itertools.takewhile(
         lambda slices: slices <= min(most, MOST_SLICES), (1 << power for power in itertools.count())
@@ -358,9 +358,9 @@ def collective_bytes(collective: str, size: int, rank: int, node_of_rank: tuple[
 
     Args:
         collective: ``"all_to_all"``, ``"reduce_scatter"``, ``"all_gather"`` or ``"all_reduce"``.
-        size: bytes of the rank's buffer that the collective exchanges.
-        rank: the rank.
-        node_of_rank: number of each rank's node.
+        size: Bytes of the rank's buffer that the collective exchanges.
+        rank: The rank.
+        node_of_rank: Number of each rank's node.
     """
     ranks, near = len(node_of_rank), node_of_rank.count(node_of_rank[rank])
     if collective == "all_to_all":

@@ -23,15 +23,15 @@ class OperatorCost:
     """Declaration of one operator's cost.
 
     Attributes:
-        operator: the operator's public name.
-        formula: cost of the fused forward kernel on one rank; its arguments are the operator's
+        operator: The operator's public name.
+        formula: Cost of the fused forward kernel on one rank; its arguments are the operator's
             sizes, by keyword.
-        computation: kind of computation that the operator fuses with its collective.
-        collective: name of the collective: ``"all_to_all"``, ``"all_reduce"``,
+        computation: Kind of computation that the operator fuses with its collective.
+        collective: Name of the collective: ``"all_to_all"``, ``"all_reduce"``,
             ``"reduce_scatter"`` or ``"all_gather"``.
-        collective_first: whether the collective feeds the computation instead of taking its output.
-        gradient: cost of the fused backward kernel; None if the operator has none of its own.
-        between_nodes: traffic of each implementation whose results leave for other nodes in slices,
+        collective_first: Whether the collective feeds the computation instead of taking its output.
+        gradient: Cost of the fused backward kernel; None if the operator has none of its own.
+        between_nodes: Traffic of each implementation whose results leave for other nodes in slices,
             by its name; see :func:`network_cost_of`.
     """
 

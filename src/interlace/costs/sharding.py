@@ -14,10 +14,10 @@ class ShardCost:
     """Traffic of one step that follows the shard to its owner, and the storage that it takes there.
 
     Attributes:
-        memory_bytes: bytes read and written in the owner's memory.
-        link_bytes: bytes of pooled rows that leave the owner (forward); in training, plus the bytes
+        memory_bytes: Bytes read and written in the owner's memory.
+        link_bytes: Bytes of pooled rows that leave the owner (forward); in training, plus the bytes
             of gradients that reach it (backward).
-        storage_bytes: bytes of the rows and of the optimizer's state.
+        storage_bytes: Bytes of the rows and of the optimizer's state.
     """
 
     memory_bytes: float
@@ -58,17 +58,17 @@ def shard_cost(
     bound, as rows that occur several times in a batch are updated once.
 
     Args:
-        rows: rows of the table.
+        rows: Rows of the table.
         width: D, columns of the shard.
-        itemsize: bytes of an element of the table.
+        itemsize: Bytes of an element of the table.
         pooling_factor: P, lookups per bag.
         batch: B, samples of all ranks.
         world_size: R, the number of ranks.
-        output_itemsize: bytes of a pooled element.
-        index_itemsize: bytes of an index.
-        state_bytes_per_row: bytes of the optimizer's state per row.
-        copies: copies of the shard that the owner holds: 2 with dense gradients.
-        training: whether to count the backward pass as well.
+        output_itemsize: Bytes of a pooled element.
+        index_itemsize: Bytes of an index.
+        state_bytes_per_row: Bytes of the optimizer's state per row.
+        copies: Copies of the shard that the owner holds: 2 with dense gradients.
+        training: Whether to count the backward pass as well.
     """
     lookups = batch * pooling_factor
     # Pooled rows are the traffic that leaves the owner: lookups themselves stay local.

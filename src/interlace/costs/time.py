@@ -51,10 +51,10 @@ class SizedCall:
     Attributes:
         rows, columns, inner: M, N and K of the product on one rank, ``x [M, K] @ w[N, K].T``. For
             an all-gather, M counts the rows of all ranks.
-        itemsize: bytes of an element of x and w.
-        world_size: number of ranks.
-        output_itemsize: bytes of an element of the result; ``itemsize`` if it is None.
-        is_exact: whether the product is of float32 without tensor cores.
+        itemsize: Bytes of an element of x and w.
+        world_size: Number of ranks.
+        output_itemsize: Bytes of an element of the result; ``itemsize`` if it is None.
+        is_exact: Whether the product is of float32 without tensor cores.
     """
 
     rows: int
@@ -96,15 +96,15 @@ class ProductRates:
     tile each at a time, of the shape and with the split of K that take the least time.
 
     Attributes:
-        flops_per_s: dense FLOPs per second of 16-bit operands that large tiles reach.
-        memory_bytes_per_s: bytes per second that operands and results are read and written with.
-        small_tile_efficiency: fraction of ``flops_per_s`` that tiles of 64 x 64 reach.
-        launch_us: time of a product that is nearly empty.
-        tile_us: time of a tile beside its multiplications.
-        split_us: time of adding up the parts, where K is split.
+        flops_per_s: Dense FLOPs per second of 16-bit operands that large tiles reach.
+        memory_bytes_per_s: Bytes per second that operands and results are read and written with.
+        small_tile_efficiency: Fraction of ``flops_per_s`` that tiles of 64 x 64 reach.
+        launch_us: Time of a product that is nearly empty.
+        tile_us: Time of a tile beside its multiplications.
+        split_us: Time of adding up the parts, where K is split.
         float32_flops_per_s: FLOPs per second of float32 operands without tensor cores, in the
             library's kernels.
-        own_float32_flops_per_s: the same in ours, which are not made for that.
+        own_float32_flops_per_s: The same in ours, which are not made for that.
     """
 
     flops_per_s: float
@@ -122,9 +122,9 @@ def in_order(times_us: Mapping[str, float], pairs: Collection[str], margin: floa
     hardly shorter.
 
     Args:
-        times_us: times by implementation.
-        pairs: names of those that are stock pairs.
-        margin: the fraction by which others must be shorter.
+        times_us: Times by implementation.
+        pairs: Names of those that are stock pairs.
+        margin: The fraction by which others must be shorter.
     """
     return sorted(
         times_us, key=lambda name: times_us[name] * (1 - margin if name in pairs else 1.0)
@@ -136,21 +136,21 @@ class MachineProfile:
     """A GPU, its links, and how implementations compose the times of both.
 
     Attributes:
-        gpu: the GPU's name, as ``torch.cuda.get_device_name`` has it.
-        source: where the figures come from.
-        results: names of the files of results to which the compositions were fitted.
-        processors: number of streaming multiprocessors.
-        product: rates of products.
-        link_bytes_per_s: bytes per second that leave a GPU for all its peers together.
-        compositions: the composition of each implementation for 16-bit operands, by operator and
+        gpu: The GPU's name, as ``torch.cuda.get_device_name`` has it.
+        source: Where the figures come from.
+        results: Names of the files of results to which the compositions were fitted.
+        processors: Number of streaming multiprocessors.
+        product: Rates of products.
+        link_bytes_per_s: Bytes per second that leave a GPU for all its peers together.
+        compositions: The composition of each implementation for 16-bit operands, by operator and
             name.
-        other_compositions: those for operands of other sizes, by the bytes of an element; what is
+        other_compositions: Those for operands of other sizes, by the bytes of an element; what is
             missing is as for 16-bit operands.
-        corrections: what measured calls of 16-bit operands say beside the compositions, by
+        corrections: What measured calls of 16-bit operands say beside the compositions, by
             operator.
-        is_guess: whether the figures are another GPU's, scaled.
-        is_alike: of a guess, whether that GPU has the same architecture, and links of a like rate.
-        network: the network between nodes; None where none was measured.
+        is_guess: Whether the figures are another GPU's, scaled.
+        is_alike: Of a guess, whether that GPU has the same architecture, and links of a like rate.
+        network: The network between nodes; None where none was measured.
     """
 
     gpu: str
@@ -203,7 +203,7 @@ class MachineProfile:
         """Return the FLOPs per second of large tiles of a call's product.
 
         Args:
-            own: in our kernels, not the library's.
+            own: In our kernels, not the library's.
         """
         if call.is_exact:
             rates = self.product
@@ -217,8 +217,8 @@ class MachineProfile:
         """Return how long the library takes for a call's product, in microseconds.
 
         Args:
-            rows: rows of the product, if they are not all of the call's.
-            products: number of such products with the same w, as one batch.
+            rows: Rows of the product, if they are not all of the call's.
+            products: Number of such products with the same w, as one batch.
         """
         rows, columns, inner = call.rows if rows is None else rows, call.columns, call.inner
         bytes_per_us = self.product.memory_bytes_per_s / 1e6
@@ -258,9 +258,9 @@ class MachineProfile:
         the launch. No tile covers two ranks' rows.
 
         Args:
-            tile: rows and columns of a tile.
-            ranks: number of ranks whose rows are computed; all of them by default.
-            products: number of such products in one kernel.
+            tile: Rows and columns of a tile.
+            ranks: Number of ranks whose rows are computed; all of them by default.
+            products: Number of such products in one kernel.
         """
         block_m, block_n = tile
         ranks = call.world_size if ranks is None else ranks
@@ -301,8 +301,8 @@ class MachineProfile:
         """Return how long an implementation takes for a call, in microseconds.
 
         Args:
-            schedule: how the implementation computes its product.
-            tile: rows and columns of the tiles of a tiled schedule.
+            schedule: How the implementation computes its product.
+            tile: Rows and columns of the tiles of a tiled schedule.
 
         Returns:
             The time; None if the profile has no composition for the implementation.

@@ -60,11 +60,11 @@ def collate(
     data: hashes of the id and a position.
 
     Args:
-        records: n records.
-        rows: rows of each table; at most 26 tables, each of at least 2 rows (row 0 is for missing
+        records: N records.
+        rows: Rows of each table; at most 26 tables, each of at least 2 rows (row 0 is for missing
             categories).
-        lookups: lookups per bag, for each table or for all.
-        jagged: whether bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the
+        lookups: Lookups per bag, for each table or for all.
+        jagged: Whether bags of table t have 0 to ``2 * lookups[t] - 1`` lookups, depending on the
             id, instead of ``lookups[t]``.
 
     Raises:
@@ -132,14 +132,14 @@ class BatchStream:
     single batch is an error; only of those that are held out there may be none.
 
     Args:
-        source: an iterable of :class:`Records` that repeats them each time it is iterated over.
-        batch: samples of a global batch; R must divide it.
-        rows, lookups, jagged: arguments of :func:`collate`.
-        rank: number of this process among the data-parallel ranks.
+        source: An iterable of :class:`Records` that repeats them each time it is iterated over.
+        batch: Samples of a global batch; R must divide it.
+        rows, lookups, jagged: Arguments of :func:`collate`.
+        rank: Number of this process among the data-parallel ranks.
         world_size: R, the number of data-parallel ranks.
         last: ``"drop"`` or ``"pad"``.
-        held_out_every: interval in global batches at which one is held out; 0 holds out none.
-        held_out: whether to give the batches that are held out instead of all others.
+        held_out_every: Interval in global batches at which one is held out; 0 holds out none.
+        held_out: Whether to give the batches that are held out instead of all others.
 
     Raises:
         ArgumentError: R does not divide the batch, or an option has an unknown value.

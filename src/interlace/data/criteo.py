@@ -76,11 +76,11 @@ class CriteoFiles:
     record is an error, which says what it looks like; for a file without lines there is a warning.
 
     Args:
-        paths: the files.
-        strict: whether to refuse corrupt lines.
+        paths: The files.
+        strict: Whether to refuse corrupt lines.
 
     Attributes:
-        corrupt: number of skipped lines by file.
+        corrupt: Number of skipped lines by file.
 
     Raises:
         ArgumentError: a path is not a file.

@@ -23,7 +23,7 @@ class Records:
     """A number n of records.
 
     Attributes:
-        labels: uint8 ``[n]``: 1 for clicked, 0 for not.
+        labels: Uint8 ``[n]``: 1 for clicked, 0 for not.
         integers: int64 ``[n, 13]``; a missing integer is 0, as in the DLRM reference.
         categories: int64 ``[n, 26]``: the 32-bit ids; a missing id is :data:`MISSING`.
     """

@@ -25,11 +25,11 @@ class SyntheticClicks:
     each category; the weights are drawn from the seed as well.
 
     Args:
-        samples: number of records in the stream; None makes it endless.
-        seed: seed of the records; streams of one ``model_seed`` differ by it.
-        model_seed: seed of the hidden model; ``seed`` by default. Held-out records need the
+        samples: Number of records in the stream; None makes it endless.
+        seed: Seed of the records; streams of one ``model_seed`` differ by it.
+        model_seed: Seed of the hidden model; ``seed`` by default. Held-out records need the
             training records' model and another ``seed``.
-        cardinality: number of categories of a feature.
+        cardinality: Number of categories of a feature.
 
     Raises:
         ArgumentError: there is less than one category, or a negative number of samples.

@@ -156,7 +156,7 @@ def slices_of(
     It is the same on every rank. None means that no network was measured.
 
     Args:
-        sizes: rows, columns, inner, dtype and world_size as for :func:`times_between_nodes`.
+        sizes: Rows, columns, inner, dtype and world_size as for :func:`times_between_nodes`.
     """
     times = times_between_nodes(operator, nodes, device=device, **sizes)
     return None if times is None else times.slices_of(implementation)

@@ -49,7 +49,7 @@ class GemmCall:
 
     Attributes:
         operator: The operator's declaration.
-        operands: x, w, bias and scales of this rank.
+        operands: X, w, bias and scales of this rank.
         rows: How rows are shared out.
         gather: Whether the gathered x is a result, too (all-gather only).
         group: The ranks, and what they share.

@@ -14,15 +14,15 @@ class GemmConfig(Configuration):
     """One way to run a fused kernel. Every rank must use the same one in a call.
 
     Attributes:
-        block_m, block_n: rows and columns of the result that a tile covers; powers of two, at least
+        block_m, block_n: Rows and columns of the result that a tile covers; powers of two, at least
             16.
-        block_k: of K, that a program loads at a time; a power of two, at least 16.
-        num_warps: warps per program.
-        num_stages: loads in flight in the software pipeline.
-        max_programs: programs at most, each taking several tiles; 0 for one per SM.
-        group_m: rows of tiles that are computed together, so that weights stay in the L2.
-        interleave: tiles for one rank before the next rank's turn.
-        stagger: over how much of the time that a tile takes programs begin one after another, in
+        block_k: Of K, that a program loads at a time; a power of two, at least 16.
+        num_warps: Warps per program.
+        num_stages: Loads in flight in the software pipeline.
+        max_programs: Programs at most, each taking several tiles; 0 for one per SM.
+        group_m: Rows of tiles that are computed together, so that weights stay in the L2.
+        interleave: Tiles for one rank before the next rank's turn.
+        stagger: Over how much of the time that a tile takes programs begin one after another, in
             percent.
     """
 

@@ -115,7 +115,7 @@ class Epilogue:
         """Return uninitialised results.
 
         Args:
-            like: x, whose device and dtype count.
+            like: X, whose device and dtype count.
         """
         scales = [rows, 1] if self.quantization == "row" else [0]
         return Normed(

@@ -36,13 +36,13 @@ class FewRowsConfig(Configuration):
     """One way to cut products of few rows into tiles, of which a program has one.
 
     Attributes:
-        rows: rows of x that a tile covers; a power of two, at least 16, or 1 to multiply one row
+        rows: Rows of x that a tile covers; a power of two, at least 16, or 1 to multiply one row
             without the matrix unit.
-        columns: rows of the weight, which are columns of the result, that a tile covers; a power of
+        columns: Rows of the weight, which are columns of the result, that a tile covers; a power of
             two, at least 16 unless ``rows`` is 1.
-        block_k: of K, that a program loads at a time; a power of two, at least 16.
-        num_warps: warps per program.
-        num_stages: loads in flight in the software pipeline.
+        block_k: Of K, that a program loads at a time; a power of two, at least 16.
+        num_warps: Warps per program.
+        num_stages: Loads in flight in the software pipeline.
         weight_first: 1 if the weight is the matrix unit's first operand, whose tiles have at least
             64 rows on Hopper; 0 if x is, as for any weight that is contiguous along N.
     """

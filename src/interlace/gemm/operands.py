@@ -252,7 +252,7 @@ class Operands:
         bias: ``[N]`` of ``out_dtype``, or None. It is copied unless it is contiguous.
         x_scale, w_scale: float32 ``[1]``, or ``[M]`` and ``[N]``; None unless x and w are float8.
             They are copied unless they are contiguous.
-        out_dtype: of the result, and of parts that travel.
+        out_dtype: Of the result, and of parts that travel.
     """
 
     x: torch.Tensor

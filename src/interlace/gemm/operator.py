@@ -127,7 +127,7 @@ class GemmOperator(Operator):
         """Return the work and traffic of one rank by the formula that :mod:`interlace.costs` has.
 
         Args:
-            sizes: rows, columns, inner, itemsize and world_size, and what the formula takes beside
+            sizes: Rows, columns, inner, itemsize and world_size, and what the formula takes beside
                 them.
         """
         cost: ProductCost = find_cost(self.name).formula(**sizes)

@@ -122,7 +122,7 @@ def fence_system(scratch):
     """Order this program's stores before its later ones: acquire-release, system scope.
 
     Args:
-        scratch: pointer to an int32 of this rank that nothing reads.
+        scratch: Pointer to an int32 of this rank that nothing reads.
     """
     if is_cuda():
         _fence_every_thread()
@@ -150,7 +150,7 @@ def load_acquire(ptr, mask):
     """Load int32 signals; stores that were released before them are visible to the loading thread.
 
     Args:
-        ptr: tile of int32 pointers.
+        ptr: Tile of int32 pointers.
         mask: bool tile; signals outside it are 0.
     """
     if is_cuda():

@@ -82,7 +82,7 @@ def pause(looks):
     """Pause between two looks at a signal: let stores be delivered, and other ranks compute.
 
     Args:
-        looks: number of looks that this wait has made; pauses grow with it.
+        looks: Number of looks that this wait has made; pauses grow with it.
     """
     cpu_faults.progress()
     time.sleep(pause_s(np.asarray(plain(looks)).item()))
@@ -111,10 +111,10 @@ def require_peers(primitive, peer, mask, group):
     """Refuse ranks that the group does not have: there is no memory of theirs to access.
 
     Args:
-        primitive: name of the primitive, for the error.
-        peer: ranks, a scalar or a tile.
-        mask: tile that broadcasts with ``peer``, or None; ranks outside it are not used.
-        group: the value of :func:`interlace.language.join`.
+        primitive: Name of the primitive, for the error.
+        peer: Ranks, a scalar or a tile.
+        mask: Tile that broadcasts with ``peer``, or None; ranks outside it are not used.
+        group: The value of :func:`interlace.language.join`.
 
     Raises:
         ArgumentError: a rank within the mask is below 0, or not below the number of ranks.
@@ -141,7 +141,7 @@ def require_grid(most):
     """Refuse a launch whose programs have not each an epoch cell of their own.
 
     Args:
-        most: number of epoch cells.
+        most: Number of epoch cells.
 
     Raises:
         ArgumentError: the grid has another dimension, or too many programs.
@@ -159,11 +159,11 @@ def require_memory(primitive, ptr, peer, mask, group):
     """Refuse addresses that are not symmetric memory of the peer whose copy they shall be.
 
     Args:
-        primitive: name of the primitive, for the error.
-        ptr: pointer, or tile of pointers, at which this rank sees the peer's copy.
-        peer: ranks of the group, a scalar or a tile that broadcasts with ``ptr``.
-        mask: tile that broadcasts with ``ptr``, or None; addresses outside it are not used.
-        group: the value of :func:`interlace.language.join`.
+        primitive: Name of the primitive, for the error.
+        ptr: Pointer, or tile of pointers, at which this rank sees the peer's copy.
+        peer: Ranks of the group, a scalar or a tile that broadcasts with ``ptr``.
+        mask: Tile that broadcasts with ``ptr``, or None; addresses outside it are not used.
+        group: The value of :func:`interlace.language.join`.
 
     Raises:
         ArgumentError: an address within the mask is of no block of the peer.
@@ -182,11 +182,11 @@ def require_addresses(
     """Refuse elements of ``itemsize`` bytes outside of the symmetric memory of their ranks.
 
     Args:
-        primitive: name of the primitive, for the error.
-        addresses: uint64 array.
-        peers: rank whose memory each element shall be in: a scalar, or an array of that shape.
-        itemsize: bytes of an element.
-        group: the value of :func:`interlace.language.join`.
+        primitive: Name of the primitive, for the error.
+        addresses: Uint64 array.
+        peers: Rank whose memory each element shall be in: a scalar, or an array of that shape.
+        itemsize: Bytes of an element.
+        group: The value of :func:`interlace.language.join`.
 
     Raises:
         ArgumentError: an element lies, in part or whole, in no block of its rank.

@@ -70,9 +70,9 @@ def peer_pointer(ptr, peer, group):
     """Return the address at which this rank sees ``peer``'s copy of ``ptr``.
 
     Args:
-        ptr: pointer, or tile of pointers, to rank 0's copy.
+        ptr: Pointer, or tile of pointers, to rank 0's copy.
         peer: int32 scalar, or a tile that broadcasts with ``ptr``.
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
     """
     # All ranks' copies lie in one range of addresses, one constant stride apart.
     stride = group[2] // (ptr.dtype.element_ty.primitive_bitwidth // 8)
@@ -85,7 +85,7 @@ def other_ranks(this_rank, WORLD_SIZE: tl.constexpr):
 
     Args:
         this_rank: int32 scalar, the value of :func:`rank`.
-        WORLD_SIZE: number of ranks.
+        WORLD_SIZE: Number of ranks.
 
     Returns:
         Two tiles of as many elements as the next power of 2: int32, counting from 0, and bool.

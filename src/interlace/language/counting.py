@@ -16,7 +16,7 @@ def arrive_last(counter, member, members):
     (acquire-release, system scope), which may then signal on behalf of all.
 
     Args:
-        counter: pointer to one int32 of this rank, zero at first, used by nothing else.
+        counter: Pointer to one int32 of this rank, zero at first, used by nothing else.
         member: int32 scalar: this program's number among the members, from 0.
         members: int32 scalar: number of members in this round, at most ``MAX_PROGRAMS``.
     """
@@ -41,7 +41,7 @@ def count(counter):
     stored through a descriptor must be complete (:func:`complete_tiles`) before they are counted.
 
     Args:
-        counter: pointer to one int32, plain memory of this rank.
+        counter: Pointer to one int32, plain memory of this rank.
     """
     # One thread makes the atomic operation; the barrier brings the other threads' stores into its
     # past.

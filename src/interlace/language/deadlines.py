@@ -71,10 +71,10 @@ def after_look(absent_count, looks, start, expired, group):
     the wait must end.
 
     Args:
-        absent_count: number of elements that were absent (int32 scalar).
-        looks: number of looks before this one.
-        start, expired: as the last call has returned them; 0 at first.
-        group: the value of :func:`join`.
+        absent_count: Number of elements that were absent (int32 scalar).
+        looks: Number of looks before this one.
+        start, expired: As the last call has returned them; 0 at first.
+        group: The value of :func:`join`.
 
     Returns:
         The same four for the next look; ``absent_count`` is 0 if there is to be none.
@@ -93,12 +93,12 @@ def report(group, peer, slice, awaited, seen, CODE: tl.constexpr):
     """Record a failure if it is the first: a flag for this rank's programs, a record for the host.
 
     Args:
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
         peer: int32 scalar: the rank that did not do its part.
         slice: int32 scalar: the slice that was awaited.
         awaited: int32 scalar: the awaited stamp or number.
         seen: int32 scalar: the stamp or number that was there instead.
-        CODE: kind of failure, of ``interlace.comm.runtime.context``.
+        CODE: Kind of failure, of ``interlace.comm.runtime.context``.
     """
     broken = tl.load(group[0] + _BROKEN_ADDRESS).to(tl.pointer_type(tl.int32))
     record = tl.load(group[0] + _RECORD_ADDRESS).to(tl.pointer_type(tl.int32))
@@ -134,7 +134,7 @@ def report_late(group, peer, slice, awaited, seen):
     """Record for the host that a peer's data are of another call; breaks the group.
 
     Args:
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
         peer: int32 scalar: the rank that sent them.
         slice: int32 scalar: the slice that was awaited.
         awaited: int32 scalar: the stamp that the data should carry.
@@ -148,7 +148,7 @@ def report_miscount(group, piece, wanted, seen):
     """Record for the host that a kernel has counted a wrong number of tiles; breaks the group.
 
     Args:
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
         piece: int32 scalar: the piece of the output.
         wanted: int32 scalar: the number of tiles that the piece has.
         seen: int32 scalar: the number of tiles that were counted.
@@ -162,7 +162,7 @@ def nan_unless(arrived, value):
 
     Args:
         arrived: int32 scalar.
-        value: tile of a floating-point dtype.
+        value: Tile of a floating-point dtype.
     """
     # By way of float32, because the interpreter of Triton 3.6 has no constants of bfloat16.
     nan = tl.full(value.shape, float("nan"), tl.float32).to(value.dtype)
@@ -174,8 +174,8 @@ def fill_nan(target, count):
     """Fill memory of this rank with NaN: a result that could not be computed.
 
     Args:
-        target: pointer to the first element, of a floating-point dtype.
-        count: number of elements (int scalar).
+        target: Pointer to the first element, of a floating-point dtype.
+        count: Number of elements (int scalar).
     """
     lanes = tl.arange(0, 1024)
     for start in range(0, count, 1024):

@@ -88,7 +88,7 @@ def enter(epochs, ctx, call):
 
     Args:
         epochs: int32 pointer to the operator's ``MAX_PROGRAMS`` epoch cells.
-        ctx: the group's context; see :func:`join`.
+        ctx: The group's context; see :func:`join`.
         call: int32 scalar: the value of ``Group.agree`` for the call's arguments.
 
     Returns:
@@ -112,9 +112,9 @@ def in_turn(ptr, epoch, count):
     """Return a pointer to this call's set of signals: the first of two sets in even calls.
 
     Args:
-        ptr: pointer to two sets of ``count`` signals (or numbers), one after the other.
+        ptr: Pointer to two sets of ``count`` signals (or numbers), one after the other.
         epoch: int32 scalar: the epoch or the stamp of this call.
-        count: number of signals in one set.
+        count: Number of signals in one set.
     """
     # A rank may be one call ahead of another, and then sets its signals of the next call before the
     # other rank has seen those of this call. With one set, it would overwrite them.
@@ -148,11 +148,11 @@ def clear_old(ptr, count, epoch, group):
     costs a comparison.
 
     Args:
-        ptr: pointer to int32 signals or int64 packed words (rank 0's copy, as always); no counters
+        ptr: Pointer to int32 signals or int64 packed words (rank 0's copy, as always); no counters
             may be among them.
-        count: number of signals (int32 scalar); the programs of a launch share them out.
+        count: Number of signals (int32 scalar); the programs of a launch share them out.
         epoch: int32 scalar: the number of this call.
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
     """
     # Epochs come again after 2**24 calls. A signal that was last set exactly as long ago would
     # then pass for a signal of this call.

@@ -52,7 +52,7 @@ def gin_put(
         nbytes: int64 scalar: length of the range, above 0.
         peer: int32 scalar.
         signal: int32 scalar: the number of the signal, below ``Gin.signals``.
-        group: the value of :func:`interlace.language.join`.
+        group: The value of :func:`interlace.language.join`.
         counter: int32 scalar: the number of a counter of this rank for :func:`gin_sent`, below
             ``Gin.counters``; -1: none.
     """
@@ -94,7 +94,7 @@ def gin_wait(gin, signal, puts, peer, slice, group):
         puts: int scalar: how many puts are awaited, 1 or more.
         peer: int32 scalar: the rank that puts, for the error; -1 if they are several.
         slice: int32 scalar: number of the awaited slice, from 0, for the error.
-        group: the value of :func:`interlace.language.join`.
+        group: The value of :func:`interlace.language.join`.
 
     Returns:
         True once they have arrived (bool scalar). False after the deadline, or once the group is
@@ -123,7 +123,7 @@ def gin_sent(gin, counter, puts, peer, slice, group):
             ``gin_sent`` of it.
         peer: int32 scalar: the rank that they go to, for the error; -1 if they are several.
         slice: int32 scalar: number of the slice, from 0, for the error.
-        group: the value of :func:`interlace.language.join`.
+        group: The value of :func:`interlace.language.join`.
 
     Returns:
         True once they have been sent (bool scalar); False as :func:`gin_wait`.

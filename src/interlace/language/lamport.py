@@ -27,11 +27,11 @@ def put_lamport(ptr, value, peer, group, mask=None):
     them.
 
     Args:
-        ptr: tile of pointers (rank 0's copy) to elements of 16 or 32 bits, which are zero.
-        value: tile of the shape of ``ptr``, converted to its dtype. -0.0 arrives as 0.0.
+        ptr: Tile of pointers (rank 0's copy) to elements of 16 or 32 bits, which are zero.
+        value: Tile of the shape of ``ptr``, converted to its dtype. -0.0 arrives as 0.0.
         peer: int32 scalar, or a tile that broadcasts with ``ptr``.
-        group: the value of :func:`join`.
-        mask: elements outside it are not stored.
+        group: The value of :func:`join`.
+        mask: Elements outside it are not stored.
     """
     words = _as_integers(ptr)
     BITS: tl.constexpr = words.dtype.element_ty
@@ -45,17 +45,17 @@ def sum_lamport(ptr, own, stride, epoch, slice, group, mask, WORLD_SIZE: tl.cons
     """Wait for one tile of values from every rank, add them in rank order, and free their memory.
 
     Args:
-        ptr: tile of pointers to rank 0's values on this rank, at least as many as the program has
+        ptr: Tile of pointers to rank 0's values on this rank, at least as many as the program has
             threads; rank s's values are at ``ptr + s * stride``.
         own: float32 tile: this rank's part, kept in registers; or None if this rank has put its
             part as its peers have.
-        stride: number of elements between two ranks' tiles.
+        stride: Number of elements between two ranks' tiles.
         epoch: int32 scalar: the stamp of the call, for the error.
         slice: int32 scalar: number of the awaited slice, for the error.
-        group: the value of :func:`join`.
-        mask: tile of the shape of ``ptr``; elements outside it are not awaited and count as zero.
+        group: The value of :func:`join`.
+        mask: Tile of the shape of ``ptr``; elements outside it are not awaited and count as zero.
             None: all of them.
-        WORLD_SIZE: number of ranks.
+        WORLD_SIZE: Number of ranks.
 
     Returns:
         The sum (float32 tile); NaN after the deadline, or once the group is broken.
@@ -69,12 +69,12 @@ def get_lamport(ptr, epoch, peer, slice, group, mask=None):
     """Wait for one tile of values that :func:`put_lamport` stores here, and free their memory.
 
     Args:
-        ptr: tile of pointers (rank 0's copy), at least as many as the program has threads.
+        ptr: Tile of pointers (rank 0's copy), at least as many as the program has threads.
         epoch: int32 scalar: the stamp of the call, for the error.
         peer: int32 scalar: the rank that puts them, for the error.
         slice: int32 scalar: number of the awaited slice, for the error.
-        group: the value of :func:`join`.
-        mask: tile of the shape of ``ptr``; elements outside it are not awaited and are zero.
+        group: The value of :func:`join`.
+        mask: Tile of the shape of ``ptr``; elements outside it are not awaited and are zero.
 
     Returns:
         The values (float32 tile); NaN after the deadline, or once the group is broken.
@@ -88,9 +88,9 @@ def sum_values(ptr, own, stride, first, epoch, slice, group, mask, SOURCES: tl.c
     """Add, over s, the values at ``ptr + s * stride``, which rank ``first + s`` puts.
 
     Args:
-        ptr, own, stride, epoch, slice, group, mask: as :func:`sum_lamport` takes them.
+        ptr, own, stride, epoch, slice, group, mask: As :func:`sum_lamport` takes them.
         first: int32 scalar: the rank that puts the first values; 0 if there is an ``own``.
-        SOURCES: number of values per sum.
+        SOURCES: Number of values per sum.
     """
     # In a smaller tile several threads would load the same element, and could disagree about it.
     tl.static_assert(

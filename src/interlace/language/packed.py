@@ -28,12 +28,12 @@ def put_packed(ptr, value, epoch, peer, group, mask=None, VALUES: tl.constexpr =
     both save the signal's round trip.
 
     Args:
-        ptr: tile of int64 pointers (rank 0's copy).
+        ptr: Tile of int64 pointers (rank 0's copy).
         value: float32 tile of the shape of ``ptr``; with two values per word, ``[*shape, 2]``.
         epoch: int32 scalar: the stamp or the number that the peer waits for.
         peer: int32 scalar, or a tile that broadcasts with ``ptr``.
-        group: the value of :func:`join`.
-        mask: words outside it are not stored.
+        group: The value of :func:`join`.
+        mask: Words outside it are not stored.
         VALUES: 1: all 32 bits of the value and of the stamp. 2: each value rounded to 20 bits
             (sign, 8 of exponent, 11 of mantissa, so that values of float16 and bfloat16 are kept
             exactly), and 24 bits of the epoch, without its mark.
@@ -112,10 +112,10 @@ def get_packed(ptr, epoch, peer, slice, group, mask=None, VALUES: tl.constexpr =
         peer: int32 scalar, or a tile that broadcasts with ``ptr``: the ranks that put the words,
             for the error.
         slice: int32 scalar: number of the awaited slice, for the error.
-        group: the value of :func:`join`.
-        mask: tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
+        group: The value of :func:`join`.
+        mask: Tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
             None: all of them.
-        VALUES: number of values per word, as they were put.
+        VALUES: Number of values per word, as they were put.
 
     Returns:
         The values: a float32 tile of the shape of ``ptr``, or ``[*shape, 2]``. NaN after the
@@ -138,14 +138,14 @@ def sum_packed(
             + s * stride``.
         own: float32 tile: this rank's part, kept in registers; or None if this rank has put its
             part as its peers have.
-        stride: number of words between two ranks' tiles.
+        stride: Number of words between two ranks' tiles.
         epoch: int32 scalar: the stamp or the number that is awaited.
         slice: int32 scalar: number of the awaited slice, for the error.
-        group: the value of :func:`join`.
-        mask: tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
+        group: The value of :func:`join`.
+        mask: Tile of the shape of ``ptr``; words outside it are not awaited and count as zero.
             None: all of them.
-        WORLD_SIZE: number of ranks.
-        VALUES: number of values per word, as they were put. With two, ``own`` and the result are
+        WORLD_SIZE: Number of ranks.
+        VALUES: Number of values per word, as they were put. With two, ``own`` and the result are
             ``[*shape, 2]``.
 
     Returns:
@@ -175,10 +175,10 @@ def sum_words(
     """Add, over s, the values of the words at ``ptr + s * stride``, which rank ``first + s`` puts.
 
     Args:
-        ptr, stride, epoch, slice, group, mask, VALUES: as :func:`sum_packed` takes them.
-        kept: this rank's part as a float32 tile, or None if it is among the words.
+        ptr, stride, epoch, slice, group, mask, VALUES: As :func:`sum_packed` takes them.
+        kept: This rank's part as a float32 tile, or None if it is among the words.
         first: int32 tile of the shape of ``ptr``: the rank that puts the first word.
-        SOURCES: number of words per sum.
+        SOURCES: Number of words per sum.
     """
     # A tile that is smaller than the program is held several times over, each copy loaded by
     # another thread. While words arrive, the copies differ, and threads that judge by their own
@@ -247,9 +247,9 @@ def _report_absent_words(
     Args:
         words: 3-D tile of int64 pointers: the words of the first source, with a dimension of
             copies.
-        stride, epoch, slice, group, SOURCES, VALUES: as :func:`sum_words` takes them.
+        stride, epoch, slice, group, SOURCES, VALUES: As :func:`sum_words` takes them.
         first: int32 tile of the shape of ``words``: the rank that puts the first word.
-        mask: tile of the shape of ``words``; words outside it are not awaited.
+        mask: Tile of the shape of ``words``; words outside it are not awaited.
     """
     late = NO_RANK
     seen = 0

@@ -40,11 +40,11 @@ def put(ptr, value, peer, group, mask=None):
     :func:`fence` orders it. The program does not wait for it.
 
     Args:
-        ptr: tile of pointers (rank 0's copy).
-        value: tile of the shape of ``ptr``.
+        ptr: Tile of pointers (rank 0's copy).
+        value: Tile of the shape of ``ptr``.
         peer: int32 scalar, or a tile: then each element goes to its own peer.
-        group: the value of :func:`join`.
-        mask: elements outside it are not stored.
+        group: The value of :func:`join`.
+        mask: Elements outside it are not stored.
     """
     require_peers("put", peer, mask, group)
     target = peer_pointer(ptr, peer, group)
@@ -63,11 +63,11 @@ def get(ptr, peer, group, mask=None, other=None):
     The load is relaxed, and usually comes after a :func:`wait` for the data.
 
     Args:
-        ptr: tile of pointers (rank 0's copy).
+        ptr: Tile of pointers (rank 0's copy).
         peer: int32 scalar, or a tile that broadcasts with ``ptr``.
-        group: the value of :func:`join`.
-        mask: elements outside it are ``other``.
-        other: value of the elements outside the mask.
+        group: The value of :func:`join`.
+        mask: Elements outside it are ``other``.
+        other: Value of the elements outside the mask.
     """
     require_peers("get", peer, mask, group)
     source = peer_pointer(ptr, peer, group)
@@ -100,11 +100,11 @@ def signal(ptr, epoch, peer, group, mask=None, ORDER: tl.constexpr = _RELEASE):
     set in every call therefore come in two sets (:func:`in_turn`).
 
     Args:
-        ptr: pointer (rank 0's copy), or a tile of them: several signals at once.
+        ptr: Pointer (rank 0's copy), or a tile of them: several signals at once.
         epoch: int32 scalar: the stamp or the number that the peer waits for.
         peer: int32 scalar, or a tile that broadcasts with ``ptr``.
-        group: the value of :func:`join`.
-        mask: signals outside it are not set.
+        group: The value of :func:`join`.
+        mask: Signals outside it are not set.
         ORDER: ``"release"`` (system scope): a rank that has waited for the signal sees every
             earlier put of this program, by any of its threads. ``"relaxed"``: no order.
     """
@@ -123,11 +123,11 @@ def put_signal(ptr, value, signal_ptr, epoch, peer, group, mask=None):
     """Store a tile in ``peer``'s copy of ``ptr``, and then set a signal there with release order.
 
     Args:
-        ptr, value, mask: as :func:`put` takes them.
-        signal_ptr: pointer to one int32 signal (rank 0's copy).
+        ptr, value, mask: As :func:`put` takes them.
+        signal_ptr: Pointer to one int32 signal (rank 0's copy).
         epoch: int32 scalar: the stamp or the number that the peer waits for.
         peer: int32 scalar.
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
     """
     put(ptr, value, peer, group, mask)
     # The signal must follow the put: its release covers only stores that this program has made
@@ -149,7 +149,7 @@ def wait(ptr, epoch, peer, slice, group, mask=None):
         peer: int32 scalar, if one rank sets all the signals, or a tile of the shape of ``ptr``, the
             rank that sets each signal. Only the error needs it: the signals are always this rank's.
         slice: int32 scalar: number of the awaited slice, for the error.
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
         mask: bool scalar, or a tile of the shape of ``ptr``; signals outside it are not awaited.
 
     Returns:
@@ -248,8 +248,8 @@ def barrier(ptr, epoch, group, WORLD_SIZE: tl.constexpr):
             turns by the epoch's parity, because a rank may be one barrier ahead of another.
         epoch: int32 scalar: the stamp or the number of this barrier; consecutive ones differ in
             parity.
-        group: the value of :func:`join`.
-        WORLD_SIZE: number of ranks.
+        group: The value of :func:`join`.
+        WORLD_SIZE: Number of ranks.
 
     Returns:
         True once all ranks have come; False after the deadline (bool scalar, as :func:`wait`).

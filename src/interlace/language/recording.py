@@ -40,7 +40,7 @@ def record(KIND: tl.constexpr, number, group):
         KIND: ``"tile"``: the program begins to compute tile ``number``. ``"computed"``: it has
             computed it. ``"mark"``: anything else; the trace shows ``number``.
         number: int32 scalar.
-        group: the value of :func:`join`.
+        group: The value of :func:`join`.
     """
     tl.static_assert(
         KIND == "tile" or KIND == "computed" or KIND == "mark",

@@ -32,11 +32,11 @@ def put_tile(descriptor, place, value, group=None):
     orders it.
 
     Args:
-        descriptor: tensor descriptor whose first dimension is the peer.
-        place: list of int32 scalars: the tile's first element in each dimension.
-        value: tile of the descriptor's block shape; elements outside the descriptor's shape are
+        descriptor: Tensor descriptor whose first dimension is the peer.
+        place: List of int32 scalars: the tile's first element in each dimension.
+        value: Tile of the descriptor's block shape; elements outside the descriptor's shape are
             left out.
-        group: the value of :func:`join`, so that a trace has this put; None for a store that does
+        group: The value of :func:`join`, so that a trace has this put; None for a store that does
             not leave this rank.
     """
     descriptor.store(place, value)

@@ -217,21 +217,21 @@ def fuse(
     to write to ``out``.
 
     Args:
-        producer: called with the arguments of the result, and ``out=``: ``torch.mm``,
+        producer: Called with the arguments of the result, and ``out=``: ``torch.mm``,
             ``torch.bmm``, a function that launches your kernel, a compiled graph. It must write
             every element of ``out`` and only store there.
         collective: ``"all_to_all"``, ``"reduce_scatter"``, ``"all_reduce"`` (sums), ``"gather"``
             (to ``root``), ``"scatter"`` (from ``root``, whose producer alone is called).
-        shape: shape of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R,
+        shape: Shape of the producer's output: ``(M, N)``, M / R rows for each rank, or ``(R,
             ...)``, for sums ``(R, M/R, N)``; any shape for gather.
-        dtype: element type of the output; for sums float16, bfloat16 or float32.
-        order: see :class:`MappedOutput`; the producer's rows must be in that order.
+        dtype: Element type of the output; for sums float16, bfloat16 or float32.
+        order: See :class:`MappedOutput`; the producer's rows must be in that order.
         transport: ``"stores"``: the producer's own stores go to the peers. ``"copy_engine"``: it
             stores to memory of this rank, and copies take each part away once it is complete; see
             :class:`TriggeredTransfers`. It then also gets ``send=``, to be called with each part
             that it has completed, or, with tiles, ``counters=``. Not for gather and scatter.
-        tiles, pieces: see :class:`TriggeredTransfers`.
-        group, device: see :class:`MappedOutput`.
+        tiles, pieces: See :class:`TriggeredTransfers`.
+        group, device: See :class:`MappedOutput`.
 
     Returns:
         A callable that returns the collective's result; see :meth:`Fused.__call__`.

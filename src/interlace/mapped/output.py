@@ -60,15 +60,15 @@ class MappedOutput:
                 boundaries of mappings (every 2 MiB on CUDA), so ``stride(0)`` may be above N. Or
                 ``(R, ...)``, a part for each rank, with padding between parts. With ``root``, the
                 shape of the single part.
-            dtype: element type.
+            dtype: Element type.
             order: ``"natural"``: part i is for rank i. ``"rotated"``: part i is for rank ``rank + 1
                 + i``, this rank's own part the last, so that ranks do not all write to rank 0
                 first; see :func:`interlace.mapped.empty_rotating` for the input.
-            root: every rank writes a single part, for this rank (a gather); default: a part for
+            root: Every rank writes a single part, for this rank (a gather); default: a part for
                 each rank (an all-to-all).
             group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
                 group.
-            device: default: the current CUDA device, or the CPU if there is none.
+            device: Default: the current CUDA device, or the CPU if there is none.
 
         Raises:
             ArgumentError: the shape does not divide, or would be padded to more than twice its

@@ -43,7 +43,7 @@ def empty_rotating(
 
     Args:
         shape: M, which the ranks divide, and K; rows may be padded, as in :class:`MappedOutput`.
-        dtype, group, device: see :class:`MappedOutput`.
+        dtype, group, device: See :class:`MappedOutput`.
 
     Raises:
         ArgumentError: The ranks do not divide M, or padding would take more than half.

@@ -66,11 +66,11 @@ class TriggeredTransfers(MappedOutput):
         """Allocate an output of ``shape``. Collective: every rank gives the same arguments.
 
         Args:
-            shape, dtype, order, group, device: see :class:`MappedOutput`.
-            tiles: the number of tiles that kernels count in each piece: one number for all pieces,
+            shape, dtype, order, group, device: See :class:`MappedOutput`.
+            tiles: The number of tiles that kernels count in each piece: one number for all pieces,
                 or one for each, in the order of the tensor's rows. None: parts are sent by
                 :meth:`send`.
-            pieces: the number of pieces that the rows for one rank are cut into; must divide them.
+            pieces: The number of pieces that the rows for one rank are cut into; must divide them.
 
         Raises:
             BackendError: The driver has no stream memory operations, which counting needs; or any

@@ -61,13 +61,13 @@ def save_checkpoint(
     The checkpoint appears under that name when it is complete.
 
     Args:
-        folder: folder on a file system that all ranks see; made if it does not exist.
-        model: model to save, with its tables' optimizer states.
-        optimizer: optimizer of ``model.dense``.
-        step: number of steps that the model has been trained for.
-        extra: values for JSON, which has no NaN and no infinity; :func:`load_checkpoint` returns
+        folder: Folder on a file system that all ranks see; made if it does not exist.
+        model: Model to save, with its tables' optimizer states.
+        optimizer: Optimizer of ``model.dense``.
+        step: Number of steps that the model has been trained for.
+        extra: Values for JSON, which has no NaN and no infinity; :func:`load_checkpoint` returns
             them.
-        deadline_s: time, in seconds, that a rank waits for the others once it has written its own
+        deadline_s: Time, in seconds, that a rank waits for the others once it has written its own
             files.
 
     Returns:
@@ -149,10 +149,10 @@ def load_checkpoint(
     into memory, not read completely.
 
     Args:
-        path: the checkpoint's folder, as :func:`save_checkpoint` returned it.
-        model: model to load into.
-        optimizer: optimizer of ``model.dense``; None ignores the saved optimizer.
-        deadline_s: time, in seconds, that a rank waits for the others once it has read its files.
+        path: The checkpoint's folder, as :func:`save_checkpoint` returned it.
+        model: Model to load into.
+        optimizer: Optimizer of ``model.dense``; None ignores the saved optimizer.
+        deadline_s: Time, in seconds, that a rank waits for the others once it has read its files.
 
     Returns:
         ``{"step": ..., "world_size": ..., "extra": ...}`` as saved.
@@ -240,10 +240,10 @@ def _on_all_ranks(
     """Run ``action`` and wait for the other ranks; if it fails on one rank, every rank raises.
 
     Args:
-        group: the ranks.
-        operation: name of the public function, for errors.
-        action: this rank's part.
-        deadline_s: time, in seconds, that a rank waits for the others once its action has ended.
+        group: The ranks.
+        operation: Name of the public function, for errors.
+        action: This rank's part.
+        deadline_s: Time, in seconds, that a rank waits for the others once its action has ended.
 
     Raises:
         DataError: the action failed on a rank, which the message names.

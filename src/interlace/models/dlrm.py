@@ -48,20 +48,20 @@ class DLRM(GroupMember, nn.Module):
     :class:`interlace.nn.ShardedEmbeddingBags` for the state dicts that may be loaded.
 
     Args:
-        tables: tables of one width D.
+        tables: Tables of one width D.
         dense_features: F.
-        bottom: widths of the bottom MLP's hidden layers; its output has width D.
-        top: widths of the top MLP's hidden layers; its output has width 1.
-        group: process group; default: the default process group, or this process alone if it is
+        bottom: Widths of the bottom MLP's hidden layers; its output has width D.
+        top: Widths of the top MLP's hidden layers; its output has width 1.
+        group: Process group; default: the default process group, or this process alone if it is
             not one of several.
-        device: device; default: the current CUDA device, or the CPU if there is none.
-        seed: seed of all first weights.
-        options: further arguments of :class:`ShardedEmbeddingBags`: ``gradient``,
+        device: Device; default: the current CUDA device, or the CPU if there is none.
+        seed: Seed of all first weights.
+        options: Further arguments of :class:`ShardedEmbeddingBags`: ``gradient``,
             ``learning_rate``, ``plan`` ...
 
     Attributes:
-        dense: the MLPs and the interaction; its parameters are for one of torch's optimizers.
-        embeddings: the tables.
+        dense: The MLPs and the interaction; its parameters are for one of torch's optimizers.
+        embeddings: The tables.
 
     Raises:
         ArgumentError: tables have different widths, or :class:`ShardedEmbeddingBags` refuses an
@@ -122,8 +122,8 @@ class DLRM(GroupMember, nn.Module):
         """Compute the logits ``[n]``. Collective, on the current stream.
 
         Args:
-            dense: dense features ``[n, F]``.
-            features, offsets, weights: arguments of :meth:`ShardedEmbeddingBags.forward`.
+            dense: Dense features ``[n, F]``.
+            features, offsets, weights: Arguments of :meth:`ShardedEmbeddingBags.forward`.
         """
         return self.logits(dense, self.embeddings.pool(features, offsets, weights).stacked())
 
@@ -247,7 +247,7 @@ def _pairs(order: Sequence[int], device: torch.device | str) -> torch.Tensor:
 
     Args:
         order: ``order[p]`` is the table whose embeddings are at position p of the stack.
-        device: device of the result.
+        device: Device of the result.
 
     Returns:
         int64 ``[T (T + 1) / 2]``, pairs in the order of the model's tables.

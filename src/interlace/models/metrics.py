@@ -66,7 +66,7 @@ def gather_rows(values: torch.Tensor, group: dist.ProcessGroup | None = None) ->
 
     Args:
         values: ``[n_r, ...]``; ranks may have different numbers of rows.
-        group: process group; default: the default one.
+        group: Process group; default: the default one.
 
     Returns:
         ``[sum of n_r, ...]``.

@@ -26,9 +26,9 @@ class Evaluation:
     """Quality of a model over all ranks' valid samples.
 
     Attributes:
-        loss: mean binary cross entropy, nats.
-        auc: area under the ROC curve.
-        samples: number of samples.
+        loss: Mean binary cross entropy, nats.
+        auc: Area under the ROC curve.
+        samples: Number of samples.
     """
 
     loss: float
@@ -40,12 +40,12 @@ class Trainer:
     """A model, the optimizer of its dense part, and the number of steps done.
 
     Args:
-        model: model whose tables are updated by the backward pass (``gradient`` ``"sgd"`` or
+        model: Model whose tables are updated by the backward pass (``gradient`` ``"sgd"`` or
             ``"rowwise_adagrad"``).
-        optimizer: optimizer of ``model.dense.parameters()``.
+        optimizer: Optimizer of ``model.dense.parameters()``.
 
     Attributes:
-        steps: number of steps done.
+        steps: Number of steps done.
 
     Raises:
         ArgumentError: the model leaves the tables' gradients to an optimizer.
@@ -76,7 +76,7 @@ class Trainer:
         The host waits for nothing if all bags have a fixed length.
 
         Args:
-            batch: this rank's samples, on the model's device.
+            batch: This rank's samples, on the model's device.
 
         Returns:
             This rank's mean loss, detached, on the device.
@@ -94,7 +94,7 @@ class Trainer:
         """Average each of the losses over the ranks. Collective; waits for the device.
 
         Args:
-            losses: scalars, as many on every rank.
+            losses: Scalars, as many on every rank.
         """
         if not losses:
             return []
@@ -151,8 +151,8 @@ class StepTimes:
     """Times of a step: medians of the slowest rank, in milliseconds.
 
     Attributes:
-        step_ms: time of the complete step.
-        compute_ms: time of the same work without any peer: this rank's tables pooled and updated
+        step_ms: Time of the complete step.
+        compute_ms: Time of the same work without any peer: this rank's tables pooled and updated
             for the whole batch into its own memory, the MLPs forward and backward, the optimizer.
         meaningful: False on the CPU, where the interpreter's times say nothing about a GPU's.
     """
@@ -176,9 +176,9 @@ def measure_step(trainer: Trainer, batch: Batch, repeats: int = 10) -> StepTimes
     On CUDA, events measure the time.
 
     Args:
-        trainer: trainer whose model, optimizer and ``impl`` are measured.
-        batch: this rank's samples, on the model's device.
-        repeats: number of measurements of each; the median counts.
+        trainer: Trainer whose model, optimizer and ``impl`` are measured.
+        batch: This rank's samples, on the model's device.
+        repeats: Number of measurements of each; the median counts.
     """
     with _restored(trainer):
         step = _slowest_median(trainer, lambda: trainer.step(batch), repeats)

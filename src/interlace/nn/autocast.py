@@ -18,10 +18,10 @@ def operands(
     The conversions are part of the graph, so each tensor gets its gradient in its own dtype.
 
     Args:
-        layer: name of the layer, for errors.
-        x: input.
-        weight: parameter that x is multiplied with.
-        parameters: further parameters; None for a parameter that the layer does not have.
+        layer: Name of the layer, for errors.
+        x: Input.
+        weight: Parameter that x is multiplied with.
+        parameters: Further parameters; None for a parameter that the layer does not have.
 
     Returns:
         x, weight and the further parameters.

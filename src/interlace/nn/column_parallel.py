@@ -58,15 +58,15 @@ class ColumnParallelLinear(ParallelLinear):
     Args:
         in_features: K.
         out_features: N, of the full layer.
-        bias: if True, the layer has a bias, of which every rank holds its N/R.
-        parts: output features of several projections whose weights are stacked, gate and up or
+        bias: If True, the layer has a bias, of which every rank holds its N/R.
+        parts: Output features of several projections whose weights are stacked, gate and up or
             queries, keys and values; they sum to N, and R must divide every part. Parts are
             sharded one by one: ``y.split([part // R for part in parts], -1)``. Default: one part,
                 N.
-        sequence_parallel: if True, x is sharded along its first dimension, on all ranks alike.
-        group: the ranks that share the layer; default: the default process group, or this process
+        sequence_parallel: If True, x is sharded along its first dimension, on all ranks alike.
+        group: The ranks that share the layer; default: the default process group, or this process
             alone.
-        device, dtype: device and dtype of the parameters; float16, bfloat16 or float32.
+        device, dtype: Device and dtype of the parameters; float16, bfloat16 or float32.
 
     Attributes:
         weight: ``[N/R, K]``: of each part, rows ``rank * part/R`` to ``(rank + 1) * part/R``.

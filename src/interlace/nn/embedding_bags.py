@@ -65,26 +65,26 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
     columns; so splitting changes the update a little.)
 
     Args:
-        tables: the model's tables, the same on every rank.
-        group: process group; default: the default process group, or this process alone if it is
+        tables: The model's tables, the same on every rank.
+        group: Process group; default: the default process group, or this process alone if it is
             not one of several.
-        device: default: the current CUDA device, or the CPU if there is none; ``"meta"`` allocates
+        device: Default: the current CUDA device, or the CPU if there is none; ``"meta"`` allocates
             no memory.
         gradient: ``"dense"``, ``"sparse"``, ``"sgd"`` or ``"rowwise_adagrad"``.
-        learning_rate, epsilon: parameters of the fused optimizers. The attribute
+        learning_rate, epsilon: Parameters of the fused optimizers. The attribute
             ``learning_rate`` may be set at any time, on all ranks alike.
-        average_gradients: divide gradients by R.
+        average_gradients: Divide gradients by R.
         output_dtype: dtype of y; default: float32.
-        plan: sharding plan; default: one that balances the ranks (:func:`interlace.nn.make_plan`).
-        batch: approximate number of samples in the global batch; only for balancing.
-        memory_bytes: memory for tables on each rank, in bytes; default: 90 % of the free memory on
+        plan: Sharding plan; default: one that balances the ranks (:func:`interlace.nn.make_plan`).
+        batch: Approximate number of samples in the global batch; only for balancing.
+        memory_bytes: Memory for tables on each rank, in bytes; default: 90 % of the free memory on
             the rank that has least.
-        seed: seed of the first weights, uniform within ``1 / sqrt(rows)``; they do not depend on
+        seed: Seed of the first weights, uniform within ``1 / sqrt(rows)``; they do not depend on
             the plan.
-        machine: machine whose memory and links the plan weighs against each other.
+        machine: Machine whose memory and links the plan weighs against each other.
 
     Attributes:
-        plan: the sharding plan.
+        plan: The sharding plan.
         impl: ``"auto"`` (default), ``"fused"``, ``"pooled"`` or ``"unfused"``; may be set at any
             time, on all ranks alike.
 
@@ -216,12 +216,12 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         once per call for the lengths from the other ranks.
 
         Args:
-            features: the indices, 1-D, int32 or int64, table-major (all bags of table 0, then of
+            features: The indices, 1-D, int32 or int64, table-major (all bags of table 0, then of
                 table 1), or an object with the interface of torchrec's ``KeyedJaggedTensor`` whose
                 keys include the tables' names.
             offsets: ``[T n + 1]``; None if every table has a ``bag_length``, or with a
                 ``KeyedJaggedTensor``.
-            per_sample_weights: one weight per index, for tables of mode ``"sum"``. They may require
+            per_sample_weights: One weight per index, for tables of mode ``"sum"``. They may require
                 a gradient, on all ranks alike; ``average_gradients`` does not concern it.
 
         Raises:
@@ -271,8 +271,8 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         It is :meth:`look_up` without its communication, to measure the cost of communication.
 
         Args:
-            bags: the bags that :meth:`look_up` would take.
-            group: a process group of this rank alone.
+            bags: The bags that :meth:`look_up` would take.
+            group: A process group of this rank alone.
 
         Returns:
             ``[B, columns of this rank]`` for each of the plan's kinds.
@@ -387,8 +387,8 @@ def permuted(features: Any, order: list[int]) -> Any:
     """Return a ``KeyedJaggedTensor`` with other keys, or the same in another order.
 
     Args:
-        features: the ``KeyedJaggedTensor``.
-        order: the index in ``features.keys()`` of each key of the result.
+        features: The ``KeyedJaggedTensor``.
+        order: The index in ``features.keys()`` of each key of the result.
 
     Raises:
         ArgumentError: its own method loses the gradient of its weights.

@@ -68,8 +68,8 @@ class ShardParameters(ShardHolder):
         """Draw the weight, uniform within ``1 / sqrt(rows)``, and set the state to 0.
 
         Args:
-            seed: of the module.
-            table: the table's index in the model.
+            seed: Of the module.
+            table: The table's index in the model.
         """
         # Blocks of rows are drawn at the table's full width, each from a seed of its own, and this
         # shard keeps its columns: so the weights do not depend on the plan.

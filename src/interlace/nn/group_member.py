@@ -56,10 +56,10 @@ class _Reference:
     """The part of a group that a pickle holds.
 
     Attributes:
-        name: name of the process group; ``""`` for the default one.
-        rank: this process's rank in the group.
-        world_size: number of ranks in the group.
-        device: device on which a ``Group`` runs its kernels; None for a process group.
+        name: Name of the process group; ``""`` for the default one.
+        rank: This process's rank in the group.
+        world_size: Number of ranks in the group.
+        device: Device on which a ``Group`` runs its kernels; None for a process group.
     """
 
     name: str

@@ -40,9 +40,9 @@ class Bags:
         indices: 1-D, int32 or int64: shard by shard, and within a shard sample by sample of the
             global batch.
         offsets: int64 ``[S * B + 1]``: the first index of each bag.
-        per_sample_weights: one weight per index, or None.
+        per_sample_weights: One weight per index, or None.
         batch: B.
-        sizes: number of indices of each shard.
+        sizes: Number of indices of each shard.
     """
 
     indices: torch.Tensor
@@ -57,9 +57,9 @@ class _Layout:
     """Bags of fixed lengths: the results that depend on the plan and the batch size alone.
 
     Attributes:
-        positions: the value of :func:`_positions`; None with one rank.
+        positions: The value of :func:`_positions`; None with one rank.
         offsets: int64 ``[S * B + 1]``.
-        sizes: number of indices of each of this rank's shards.
+        sizes: Number of indices of each of this rank's shards.
     """
 
     positions: torch.Tensor | None
@@ -106,7 +106,7 @@ class InputDistribution(GroupMember):
         Args:
             indices: 1-D, int32 or int64, table-major: bags of table 0, then bags of table 1 ...
             offsets: ``[T * n + 1]``; None if every table has a ``bag_length``.
-            per_sample_weights: one weight per index, or None. Their gradients come back the same
+            per_sample_weights: One weight per index, or None. Their gradients come back the same
                 way, in a backward pass that is collective.
 
         Raises:
@@ -366,8 +366,8 @@ class InputDistribution(GroupMember):
             batch: B.
             indices: 1-D, shard by shard.
             offsets: ``[S * B + 1]``.
-            weights: one weight per index, or None.
-            sizes: number of indices of each local shard.
+            weights: One weight per index, or None.
+            sizes: Number of indices of each local shard.
         """
         if len(self.plan.kinds) == 1:
             return [Bags(indices, offsets, weights, batch, sizes)]
@@ -440,7 +440,7 @@ def _positions(sizes: torch.Tensor, total: int) -> torch.Tensor:
 
     Args:
         sizes: ``[R, S]``: number of elements of each shard from each source.
-        total: sum of ``sizes``, known on the host.
+        total: Sum of ``sizes``, known on the host.
 
     Returns:
         int64 ``[total]``: ``received[positions]`` is shard by shard.

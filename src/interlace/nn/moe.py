@@ -87,18 +87,18 @@ class MoE(ShardHolder):
         hidden: H.
         ffn: F.
         experts: E, of all ranks; R must divide it.
-        top_k: k, from 1 to 16.
+        top_k: K, from 1 to 16.
         capacity_factor: None: no token is dropped. A number: an expert takes at most the first
             ``ceil(capacity_factor * T * k / E)`` of a rank's T tokens. That bounds memory; without
             a factor there must be memory for all tokens on one rank.
-        normalize: if True, the k weights of a token add up to 1.
-        activation: what stands for ``silu(gate) * up``; see :func:`interlace.mixture_of_experts`.
-        bias: whether both products of an expert have a bias.
-        gated: whether experts have a gate; without, they are ``w_down @ activation(w_up @ x)``.
-        group: the ranks that share the experts; default: the default process group, or this process
+        normalize: If True, the k weights of a token add up to 1.
+        activation: What stands for ``silu(gate) * up``; see :func:`interlace.mixture_of_experts`.
+        bias: Whether both products of an expert have a bias.
+        gated: Whether experts have a gate; without, they are ``w_down @ activation(w_up @ x)``.
+        group: The ranks that share the experts; default: the default process group, or this process
             alone.
-        device, dtype: device and dtype of the parameters; float16, bfloat16 or float32.
-        seed: seed of the first weights, as ``nn.Linear`` draws them; they do not depend on the
+        device, dtype: Device and dtype of the parameters; float16, bfloat16 or float32.
+        seed: Seed of the first weights, as ``nn.Linear`` draws them; they do not depend on the
             number of ranks.
 
     Attributes:

@@ -25,7 +25,7 @@ class ParallelLinear(ShardHolder):
     """Base of :class:`RowParallelLinear` and :class:`ColumnParallelLinear`.
 
     Attributes:
-        weight: this rank's shard of the full weight ``[N, K]``.
+        weight: This rank's shard of the full weight ``[N, K]``.
         bias: ``[N]``, or this rank's shard of it; None if the layer has no bias.
         sequence_parallel: True if activations that are not sharded by features are sharded by
             tokens.

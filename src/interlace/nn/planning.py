@@ -36,13 +36,13 @@ def make_plan(
     fast ranks, the one with the least memory traffic, then the lowest).
 
     Args:
-        tables: tables with different names, in the order of the model.
-        world_size: number of ranks.
-        batch: approximate number of samples in the global batch; only ratios matter.
-        capacity_bytes: memory for tables and optimizer states on each rank; default: no limit.
-        state_bytes_per_row: size of the optimizer's state, per row of each shard.
-        copies: number of copies of a shard that a rank holds: 2 with dense gradients.
-        machine: machine whose memory and links are weighed against each other.
+        tables: Tables with different names, in the order of the model.
+        world_size: Number of ranks.
+        batch: Approximate number of samples in the global batch; only ratios matter.
+        capacity_bytes: Memory for tables and optimizer states on each rank; default: no limit.
+        state_bytes_per_row: Size of the optimizer's state, per row of each shard.
+        copies: Number of copies of a shard that a rank holds: 2 with dense gradients.
+        machine: Machine whose memory and links are weighed against each other.
 
     Returns:
         The plan: a function of the arguments alone, so it is the same on every rank.
@@ -187,11 +187,11 @@ def _too_large(
     """Return the error for columns that do not fit.
 
     Args:
-        subject: the columns, for the message.
-        limit: the limits.
-        table: the table of the columns.
-        costs: costs of all ranges, once tables have been cut.
-        loads: costs that each rank has been assigned so far.
+        subject: The columns, for the message.
+        limit: The limits.
+        table: The table of the columns.
+        costs: Costs of all ranges, once tables have been cut.
+        loads: Costs that each rank has been assigned so far.
     """
     assert limit.capacity_bytes is not None
     if loads:

@@ -17,8 +17,8 @@ class PooledEmbeddings:
     Attributes:
         values: ``[n, sum of D]`` of the module's output dtype: shards side by side in the order of
             ``shards``, which is by kind and rank, not by table.
-        shards: the shards that the columns of ``values`` belong to, from left to right.
-        plan: the plan that the shards are of.
+        shards: The shards that the columns of ``values`` belong to, from left to right.
+        plan: The plan that the shards are of.
     """
 
     values: torch.Tensor

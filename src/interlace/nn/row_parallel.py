@@ -59,11 +59,11 @@ class RowParallelLinear(ParallelLinear):
     Args:
         in_features: K, of the full layer; R must divide it.
         out_features: N.
-        bias: if True, the layer has a bias, of which every rank holds a copy.
-        sequence_parallel: if True, y is sharded along its first dimension, which R must divide.
-        group: the ranks that share the layer; default: the default process group, or this process
+        bias: If True, the layer has a bias, of which every rank holds a copy.
+        sequence_parallel: If True, y is sharded along its first dimension, which R must divide.
+        group: The ranks that share the layer; default: the default process group, or this process
             alone.
-        device, dtype: device and dtype of the parameters; float16, bfloat16 or float32.
+        device, dtype: Device and dtype of the parameters; float16, bfloat16 or float32.
 
     Attributes:
         weight: ``[N, K/R]``, columns ``rank * K/R`` to ``(rank + 1) * K/R`` of the full weight.

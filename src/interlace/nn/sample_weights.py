@@ -25,10 +25,10 @@ def learn_weights(
 
     Args:
         output: ``[n, columns of all ranks]``: this rank's samples, pooled by mode ``"sum"``.
-        bags: the bags of this rank's tables, of all samples.
-        tables: this rank's tables, each ``[rows, width]``.
-        columns: number of columns of each rank's tables.
-        distribution: what sends gradients to other ranks.
+        bags: The bags of this rank's tables, of all samples.
+        tables: This rank's tables, each ``[rows, width]``.
+        columns: Number of columns of each rank's tables.
+        distribution: What sends gradients to other ranks.
     """
     scale = bags.per_sample_weights
     if scale is None or not (torch.is_grad_enabled() and scale.requires_grad):

@@ -24,8 +24,8 @@ def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
     """Return ``x`` unchanged; the gradient that reaches ``x`` is multiplied by ``factor``.
 
     Args:
-        x: tensor of a floating-point dtype, any shape.
-        factor: of the gradient.
+        x: Tensor of a floating-point dtype, any shape.
+        factor: Of the gradient.
     """
     scaled: torch.Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
     return scaled

@@ -43,7 +43,7 @@ class ShardHolder(GroupMember, nn.Module):
     those that a wrapper, a conversion or a state dict puts into its place.
 
     Attributes:
-        world_size: number of ranks that hold shards; set before any parameter.
+        world_size: Number of ranks that hold shards; set before any parameter.
     """
 
     world_size: int
@@ -101,8 +101,8 @@ class ShardHolder(GroupMember, nn.Module):
         Called within :func:`gathering`. One parameter, whatever its names, gives one tensor.
 
         Args:
-            name: of the parameter.
-            shard: this rank's shard, as a state dict has it.
+            name: Of the parameter.
+            shard: This rank's shard, as a state dict has it.
         """
         gathered = _gathered.get()
         assert gathered is not None
@@ -118,7 +118,7 @@ class ShardHolder(GroupMember, nn.Module):
         """Shard what is loaded as FSDP2 has sharded the module's parameters.
 
         Args:
-            state_dict: state dict that is being loaded, with this rank's shards.
+            state_dict: State dict that is being loaded, with this rank's shards.
         """
         for name, parameter in self.named_parameters():
             value = state_dict.get(prefix + name)

@@ -34,8 +34,8 @@ class Sharing(NamedTuple):
     """The ranks that hold the parts of a parameter.
 
     Attributes:
-        group: their process group; None is the default one.
-        absent: a rank that holds no part of any such parameter, and so would not take part in what
+        group: Their process group; None is the default one.
+        absent: A rank that holds no part of any such parameter, and so would not take part in what
             the others exchange; None if there is no such rank.
     """
 
@@ -108,7 +108,7 @@ class _Parameter:
     """A part of a parameter, as this rank holds it.
 
     Attributes:
-        last: what ``grad`` gave last, while it is a tensor of the same memory.
+        last: What ``grad`` gave last, while it is a tensor of the same memory.
     """
 
     sharing: Sharing
@@ -188,7 +188,7 @@ class _Gradient(_Exchanged):
     """A gradient of a part.
 
     Attributes:
-        original: the tensor of the same memory that autograd knows; None if it is this one.
+        original: The tensor of the same memory that autograd knows; None if it is this one.
     """
 
     __slots__ = ()
@@ -232,9 +232,9 @@ class _Norm(_Exchanged):
     """Norms, some of them of gradients of parts, before ranks exchange them.
 
     Attributes:
-        parts: for each norm, that of this rank's tensor, and who holds the other parts if it is one
+        parts: For each norm, that of this rank's tensor, and who holds the other parts if it is one
             of a part.
-        order: of all these norms.
+        order: Of all these norms.
     """
 
     __slots__ = ()

@@ -24,16 +24,16 @@ class EmbeddingTable:
     """Description of one embedding table of a model.
 
     Attributes:
-        name: unique name; the feature's name in a ``KeyedJaggedTensor``. No dots or colons.
-        rows: number of embeddings.
+        name: Unique name; the feature's name in a ``KeyedJaggedTensor``. No dots or colons.
+        rows: Number of embeddings.
         width: D, number of elements of an embedding.
-        mode: pooling of a bag, ``"sum"`` or ``"mean"``.
+        mode: Pooling of a bag, ``"sum"`` or ``"mean"``.
         dtype: dtype of the table: float32, float16 or bfloat16. Sums are float32.
-        bag_length: number of lookups of every bag if it is fixed (1 for one-hot features); None if
+        bag_length: Number of lookups of every bag if it is fixed (1 for one-hot features); None if
             it varies.
-        pooling_factor: average number of lookups per bag, for balancing; default: ``bag_length``,
+        pooling_factor: Average number of lookups per bag, for balancing; default: ``bag_length``,
             or 1.
-        column_shards: minimum number of shards that the columns are split into.
+        column_shards: Minimum number of shards that the columns are split into.
 
     Raises:
         ArgumentError: a name, size, mode or dtype is not allowed.
@@ -87,10 +87,10 @@ class Shard:
     """Columns ``start`` to ``stop`` of a table, with all its rows, and the rank that holds them.
 
     Attributes:
-        table: the table.
-        start, stop: the first column, and the first column after the shard.
-        rank: the rank that holds the shard.
-        cost: bytes that the shard stores, and moves per step.
+        table: The table.
+        start, stop: The first column, and the first column after the shard.
+        rank: The rank that holds the shard.
+        cost: Bytes that the shard stores, and moves per step.
     """
 
     table: EmbeddingTable
@@ -129,11 +129,11 @@ class ShardingPlan:
     """The shards of a model's tables and the rank of each; the same plan on every rank.
 
     Attributes:
-        tables: the tables in the order of the model.
-        shards: the shards by rank, then by kind, then by table and column, which is the order of
+        tables: The tables in the order of the model.
+        shards: The shards by rank, then by kind, then by table and column, which is the order of
             each rank's operator calls.
-        world_size: number of ranks.
-        machine: machine whose memory and links give the floors.
+        world_size: Number of ranks.
+        machine: Machine whose memory and links give the floors.
     """
 
     tables: tuple[EmbeddingTable, ...]

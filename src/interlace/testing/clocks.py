@@ -20,8 +20,8 @@ class Knowledge:
     only replaced, so copies share them.
 
     Args:
-        slices: by rank, the threads that are the rank's.
-        threads: number of threads.
+        slices: By rank, the threads that are the rank's.
+        threads: Number of threads.
     """
 
     def __init__(self, slices: list[slice], threads: int) -> None:

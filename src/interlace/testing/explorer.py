@@ -42,19 +42,19 @@ def explore(
     rank gets to see something new, and no deadline expires.
 
     Args:
-        program: called with a :class:`Rank` for each rank. It calls operators, or launches kernels
+        program: Called with a :class:`Rank` for each rank. It calls operators, or launches kernels
             within ``rank.group.running()``, with CPU tensors, on the default group, and checks
             their results (``torch.testing.assert_close``). It must do the same in every run: random
             numbers come from ``rank.generator()``. Call ``rank.ready()`` once every operator has
             been called once, so that schedules differ only in the calls after it, which need no
             agreement of the ranks any more.
-        ranks: number of ranks, at least 2.
-        schedules: most schedules to try.
-        preemptions: how often at most a schedule that is tried in order interrupts a rank that
+        ranks: Number of ranks, at least 2.
+        schedules: Most schedules to try.
+        preemptions: How often at most a schedule that is tried in order interrupts a rank that
             could go on.
-        seed: seed of the random schedules.
-        replay: schedule of a failure; only this one is tried.
-        node_of_rank: number of each rank's node, from 0; by default all are on one. Stores to other
+        seed: Seed of the random schedules.
+        replay: Schedule of a failure; only this one is tried.
+        node_of_rank: Number of each rank's node, from 0; by default all are on one. Stores to other
             nodes are refused, and slices travel as messages.
 
     Returns:

@@ -28,7 +28,7 @@ def exchange_ranges(
         nbytes: int64: length of each range.
         part_bytes: int64: bytes of each rank's part of a window.
         rounds: int32.
-        ctx: the group's context.
+        ctx: The group's context.
     """
     group = il.join(ctx)
     me = il.rank(group)
@@ -56,7 +56,7 @@ def await_nothing(arrived, gin, signal, peer, ctx):
         gin: int64: ``Gin.address``.
         signal: int32: the signal.
         peer: int32: the rank that the error shall name.
-        ctx: the group's context.
+        ctx: The group's context.
     """
     group = il.join(ctx)
     came = il.gin_wait(gin, signal, 1, peer, 0, group)

@@ -177,7 +177,7 @@ def _on_shared(pointers: int, mask: int | None) -> Callable[[Hook], Hook]:
     array), the original operation and its arguments.
 
     Args:
-        pointers, mask: positions of these two among the operation's arguments; None without a mask.
+        pointers, mask: Positions of these two among the operation's arguments; None without a mask.
     """
 
     def decorate(hook: Hook) -> Hook:
@@ -256,10 +256,10 @@ def _atomic(
     """Do an atomic operation on symmetric memory, and return the values before it.
 
     Args:
-        run: the run of this thread.
-        ptr, val, sem: arguments of the interpreter's operation.
-        shared: the elements that are of symmetric memory (bool array).
-        function: new values from old ones; None if the explorer does not know the operation.
+        run: The run of this thread.
+        ptr, val, sem: Arguments of the interpreter's operation.
+        shared: The elements that are of symmetric memory (bool array).
+        function: New values from old ones; None if the explorer does not know the operation.
 
     Raises:
         ArgumentError: ``function`` is None.

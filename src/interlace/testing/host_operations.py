@@ -34,7 +34,7 @@ class HostOperations(TorchDispatchMode):
     tensors that it writes are stored after it.
 
     Args:
-        run: the run that does the loads and stores.
+        run: The run that does the loads and stores.
     """
 
     def __init__(self, run: RankRun) -> None:

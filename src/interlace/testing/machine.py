@@ -53,15 +53,15 @@ class _Store(NamedTuple):
     """A store that has left its program.
 
     Attributes:
-        thread: the program that made it.
-        clock: the program's clock when the store left.
-        released, seen: the knowledge that had been released to the program by then, and that
+        thread: The program that made it.
+        clock: The program's clock when the store left.
+        released, seen: The knowledge that had been released to the program by then, and that
             together with the observed knowledge; both include all of its own rank.
-        published: the knowledge for those who see the store: the released (or None) and the
+        published: The knowledge for those who see the store: the released (or None) and the
             observed part.
-        cells, values: the cells that it writes, and the values.
-        program: a bit for the program that must order it; all bits once its launch has ended.
-        node: the operation, for messages.
+        cells, values: The cells that it writes, and the values.
+        program: A bit for the program that must order it; all bits once its launch has ended.
+        node: The operation, for messages.
     """
 
     thread: int
@@ -79,11 +79,11 @@ class ExploredGpus:
     """The state between two steps of a schedule.
 
     Attributes:
-        ranks: number of ranks.
-        at: the operation that each rank does next.
-        under_way: by rank, the stores that have left and not arrived.
+        ranks: Number of ranks.
+        at: The operation that each rank does next.
+        under_way: By rank, the stores that have left and not arrived.
         eager: True if stores arrive when they leave.
-        trace: by cell, the line of the last store to it; None if no lines are kept.
+        trace: By cell, the line of the last store to it; None if no lines are kept.
     """
 
     def __init__(
@@ -150,8 +150,8 @@ class ExploredGpus:
         """Tell if a rank's next operation can take place.
 
         Args:
-            rank: the rank.
-            judge: tells if a wait is over, from the operation and the values that it would see.
+            rank: The rank.
+            judge: Tells if a wait is over, from the operation and the values that it would see.
         """
         node = self.at[rank]
         kind = node.kind

@@ -38,7 +38,7 @@ class FinerGrain(BaseException):
     It is a ``BaseException``, because Triton's interpreter wraps every ``Exception``.
 
     Attributes:
-        grain: a size of cells that fits, in bytes.
+        grain: A size of cells that fits, in bytes.
     """
 
     def __init__(self, grain: int) -> None:
@@ -52,8 +52,8 @@ class CellTable:
     Numbering only touched cells keeps the machine's arrays, which every schedule copies, small.
 
     Attributes:
-        grain: size of a cell, in bytes.
-        count: number of cells so far; number 0 is no cell.
+        grain: Size of a cell, in bytes.
+        count: Number of cells so far; number 0 is no cell.
     """
 
     def __init__(self, ranks: int, grain: int) -> None:
@@ -96,8 +96,8 @@ class View:
     """One rank's mapping of all ranks' memory.
 
     Attributes:
-        nbytes: size of all ranks' memory.
-        base: its address.
+        nbytes: Size of all ranks' memory.
+        base: Its address.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -47,15 +47,15 @@ class Operation:
     """A node of a rank's tree.
 
     Attributes:
-        kind: kind of the operation.
-        cells: cells of simulated memory that it touches.
-        values: values that are stored there, or epochs that are awaited.
-        detail: more about it, depending on the kind: see :class:`interlace.testing.ranks.Run`.
-        site: line of the program's source that it comes from, for messages.
-        parent, response: the operation before, and the result of that one.
-        following: the next operations, by this one's result as bytes; by None if the kind has no
+        kind: Kind of the operation.
+        cells: Cells of simulated memory that it touches.
+        values: Values that are stored there, or epochs that are awaited.
+        detail: More about it, depending on the kind: see :class:`interlace.testing.ranks.Run`.
+        site: Line of the program's source that it comes from, for messages.
+        parent, response: The operation before, and the result of that one.
+        following: The next operations, by this one's result as bytes; by None if the kind has no
             result.
-        known: for a wait, True or False by the bytes that it would see: True if it is over.
+        known: For a wait, True or False by the bytes that it would see: True if it is over.
     """
 
     __slots__ = (

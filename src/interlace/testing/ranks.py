@@ -53,9 +53,9 @@ class Rank:
     """One rank of an explored program, which gets it as its argument.
 
     Attributes:
-        rank: number of this rank.
-        world_size: number of ranks.
-        group: the group of all ranks, which is also the default group.
+        rank: Number of this rank.
+        world_size: Number of ranks.
+        group: The group of all ranks, which is also the default group.
     """
 
     def __init__(self, run: RankRun, group: Group) -> None:
@@ -123,12 +123,12 @@ class RankRun:
     that ended the program, or None.
 
     Args:
-        tree: the rank's tree.
-        responses: results of the first operations, from an earlier run.
+        tree: The rank's tree.
+        responses: Results of the first operations, from an earlier run.
 
     Attributes:
-        awaited: within a wait, sorted addresses and the values that loads from them return.
-        kernel, program: the running kernel and program, for messages; -1 on the host.
+        awaited: Within a wait, sorted addresses and the values that loads from them return.
+        kernel, program: The running kernel and program, for messages; -1 on the host.
     """
 
     def __init__(self, tree: Tree, responses: Sequence[Any]) -> None:
@@ -197,10 +197,10 @@ class RankRun:
         """Do an operation, at the time that the schedule chooses, and return its result.
 
         Args:
-            kind: kind of the operation.
-            cells: cells that it touches.
-            values: values that it stores, or epochs that it awaits.
-            detail: see the class.
+            kind: Kind of the operation.
+            cells: Cells that it touches.
+            values: Values that it stores, or epochs that it awaits.
+            detail: See the class.
 
         Raises:
             RuntimeError: the program seems to look at memory for ever.
@@ -230,8 +230,8 @@ class RankRun:
         """Store values in symmetric memory: one operation per rank whose memory it is.
 
         Args:
-            addresses: uint64, one per value.
-            values: array of values.
+            addresses: Uint64, one per value.
+            values: Array of values.
             kind: ``"put"``, ``"store"``, ``"release"``, ``"relaxed"``, or ``"network"`` for a
                 message.
 

@@ -15,9 +15,9 @@ class Failure:
         kind: ``"wrong result"``; ``"deadlock"``; ``"race"``: a load of memory that may still be
             written, or a store to memory that may still be loaded; ``"two writers"``: two ranks
             store to the same memory in no order; ``"error"``: the program raised an exception.
-        message: the rank, the program and the line; for a deadlock, the wait of every rank.
-        schedule: the shortest failing schedule that was found, for ``explore(..., replay=...)``.
-        switches: number of times that the schedule goes on with another rank.
+        message: The rank, the program and the line; for a deadlock, the wait of every rank.
+        schedule: The shortest failing schedule that was found, for ``explore(..., replay=...)``.
+        switches: Number of times that the schedule goes on with another rank.
     """
 
     kind: str
@@ -34,12 +34,12 @@ class Report:
     """The result of exploring a program.
 
     Attributes:
-        schedules: number of distinct schedules that were tried.
+        schedules: Number of distinct schedules that were tried.
         exhausted: True if these were all schedules with at most the given number of preemptions.
-        runs: number of times that a rank's program really ran; other schedules were followed in
+        runs: Number of times that a rank's program really ran; other schedules were followed in
             simulated memory alone.
-        seconds: time that exploring took, in s.
-        failure: the first failure, in the shortest schedule found for it; None if every schedule
+        seconds: Time that exploring took, in s.
+        failure: The first failure, in the shortest schedule found for it; None if every schedule
             was right.
     """
 

@@ -29,9 +29,9 @@ class SchedulePlan:
 
     Attributes:
         eager: True if stores arrive at once, unless the plan says when.
-        first: the rank that begins.
-        steps: the differences: number of a step, and the action that replaces the default one.
-        preemptions: number of differences that interrupt a rank which could have gone on.
+        first: The rank that begins.
+        steps: The differences: number of a step, and the action that replaces the default one.
+        preemptions: Number of differences that interrupt a rank which could have gone on.
     """
 
     eager: bool
@@ -48,9 +48,9 @@ class Policy(ABC):
         """Return the next action.
 
         Args:
-            step: number of the step.
-            enabled: ranks that can do their next step; at least one.
-            under_way: by rank, the stores that have left and not arrived.
+            step: Number of the step.
+            enabled: Ranks that can do their next step; at least one.
+            under_way: By rank, the stores that have left and not arrived.
         """
 
 
@@ -62,7 +62,7 @@ class Deviating(Policy):
     of it as they can: most mistakes show only when one rank is far behind.
 
     Attributes:
-        alternatives: other actions that were possible after the plan's last step: number of the
+        alternatives: Other actions that were possible after the plan's last step: number of the
             step, the action, and 1 if the action interrupts a rank or delays a store, else 0.
     """
 
@@ -105,9 +105,9 @@ class RandomWalk(Policy):
     """A random schedule.
 
     Args:
-        rng: source of random numbers.
-        stickiness: probability of going on with the same rank.
-        arrivals: probability that a store under way arrives, per step.
+        rng: Source of random numbers.
+        stickiness: Probability of going on with the same rank.
+        arrivals: Probability that a store under way arrives, per step.
     """
 
     def __init__(self, rng: random.Random, stickiness: float, arrivals: float) -> None:
@@ -133,7 +133,7 @@ class Listed(Policy):
     """The actions of a list, and after them the default schedule.
 
     Args:
-        actions: the list.
+        actions: The list.
         strict: True: an action that is not possible is an error. False: it is left out, as happens
             when a schedule is shortened.
     """

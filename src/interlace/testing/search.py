@@ -38,9 +38,9 @@ class _ScheduleFailed(Exception):
     """A schedule fails.
 
     Attributes:
-        kind, message: as in :class:`Failure`.
+        kind, message: As in :class:`Failure`.
         eager: True if stores arrived at once.
-        actions: the schedule up to its failure.
+        actions: The schedule up to its failure.
     """
 
     def __init__(self, kind: str, message: str, eager: bool, actions: list[Action]) -> None:
@@ -52,10 +52,10 @@ class Search:
     """The schedules of one program that have been tried, and those to try next.
 
     Args:
-        trees: one tree of operations per rank.
-        cells: numbers of the cells of simulated memory.
-        judge: tells if a wait is over.
-        rng: source of random numbers.
+        trees: One tree of operations per rank.
+        cells: Numbers of the cells of simulated memory.
+        judge: Tells if a wait is over.
+        rng: Source of random numbers.
     """
 
     def __init__(
@@ -71,8 +71,8 @@ class Search:
         """Try up to ``schedules`` schedules, until one fails.
 
         Args:
-            schedules: number of distinct schedules; half of them are tried in order.
-            preemptions: most preemptions of a schedule that is tried in order.
+            schedules: Number of distinct schedules; half of them are tried in order.
+            preemptions: Most preemptions of a schedule that is tried in order.
         """
         exhausted = False
         try:
@@ -156,7 +156,7 @@ class Search:
 
         Args:
             eager: True if stores arrive at once.
-            policy: chooses the actions.
+            policy: Chooses the actions.
             trace: True if messages shall name the lines of stores, which takes longer.
 
         Raises:
@@ -209,9 +209,9 @@ class Search:
         """Go on to the end of the program, or with ``until_ready`` until all ranks are ready.
 
         Args:
-            machine: the state; it changes.
-            policy: chooses the actions.
-            actions: list to which the actions are appended.
+            machine: The state; it changes.
+            policy: Chooses the actions.
+            actions: List to which the actions are appended.
             until_ready: True to stop once all ranks are ready.
 
         Returns:

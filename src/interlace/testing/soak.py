@@ -48,10 +48,10 @@ class SoakFailure:
     """A call that failed on a rank.
 
     Attributes:
-        rank: the rank.
-        call: number of the call; for an error, number of the call during which it was noticed.
+        rank: The rank.
+        call: Number of the call; for an error, number of the call during which it was noticed.
         kind: ``"wrong"``, ``"timeout"`` or ``"error"``.
-        what: the call with its number of wrong elements, or the error.
+        what: The call with its number of wrong elements, or the error.
     """
 
     rank: int
@@ -64,8 +64,8 @@ def run_rank(folder: str, plan: SoakPlan) -> dict[str, Any]:
     """Run the plan on this rank. Collective over the default process group.
 
     Args:
-        folder: folder in which progress is written, as :func:`interlace.cli.ranks.advance` does.
-        plan: the plan, the same on every rank.
+        folder: Folder in which progress is written, as :func:`interlace.cli.ranks.advance` does.
+        plan: The plan, the same on every rank.
 
     Returns:
         The report, the same on every rank, for JSON: numbers of calls, by operator and

@@ -34,13 +34,13 @@ class Participant:
     """A rank of a soak, and its groups and streams.
 
     Attributes:
-        rank: the rank.
+        rank: The rank.
         backend: ``"cpu"`` or ``"cuda"``.
-        device: its device.
-        groups: all process groups of the soak; None for the default one.
-        members: the ranks of each group.
+        device: Its device.
+        groups: All process groups of the soak; None for the default one.
+        members: The ranks of each group.
         streams: CUDA streams of the calls; none on the CPU.
-        spanning: indices of the groups whose ranks are on several nodes.
+        spanning: Indices of the groups whose ranks are on several nodes.
     """
 
     rank: int
@@ -64,8 +64,8 @@ class PreparedRound:
     """The prepared cases of a round, for the groups of this rank, and graphs of some of them.
 
     Args:
-        participant: this rank.
-        calls: the round.
+        participant: This rank.
+        calls: The round.
         wrong: int64 ``[calls, MOST_RESULTS]``: the numbers of wrong elements; filled by calls.
     """
 
@@ -84,9 +84,9 @@ class PreparedRound:
         """Make a step's calls, and enqueue the comparison of their results.
 
         Args:
-            step: the step.
-            offset: number of its first call within the round.
-            delays: source of this rank's random delays.
+            step: The step.
+            offset: Number of its first call within the round.
+            delays: Source of this rank's random delays.
         """
         slot = self.calls.slots[step.slots[0]]
         if self.calls.graphs and len(self.graphs) == 0 and offset >= len(self.calls.slots):

@@ -33,12 +33,12 @@ class SoakPlan:
     """The plan of a soak, the same on every rank.
 
     Attributes:
-        seed: seed of cases and calls.
-        start: number of the first call; a multiple of the calls per round.
-        calls: most calls to make; 0 for no limit.
-        seconds: time after which to end, in s; 0 for no limit.
-        operators: operators to call; empty for all.
-        deadline_s: deadline of the groups, in s.
+        seed: Seed of cases and calls.
+        start: Number of the first call; a multiple of the calls per round.
+        calls: Most calls to make; 0 for no limit.
+        seconds: Time after which to end, in s; 0 for no limit.
+        operators: Operators to call; empty for all.
+        deadline_s: Deadline of the groups, in s.
     """
 
     seed: int
@@ -54,9 +54,9 @@ class Slot:
     """A case that is prepared once per round.
 
     Attributes:
-        case: the case.
-        group: index of the group that calls it.
-        stream: index of the stream that its calls run on.
+        case: The case.
+        group: Index of the group that calls it.
+        stream: Index of the stream that its calls run on.
     """
 
     case: Case
@@ -69,9 +69,9 @@ class SoakStep:
     """One call of a slot, or the replay of a graph, which makes several calls.
 
     Attributes:
-        slots: slot of each call.
-        variants: variant of the inputs of each call.
-        graph: index of the graph; None for an ordinary call.
+        slots: Slot of each call.
+        variants: Variant of the inputs of each call.
+        graph: Index of the graph; None for an ordinary call.
     """
 
     slots: tuple[int, ...]
@@ -84,9 +84,9 @@ class Round:
     """A round of a soak.
 
     Attributes:
-        slots: the prepared cases.
-        graphs: the calls of each graph.
-        steps: calls and replays, in order.
+        slots: The prepared cases.
+        graphs: The calls of each graph.
+        steps: Calls and replays, in order.
         release: True if the groups release their workspaces at the round's end.
     """
 
@@ -112,11 +112,11 @@ def make_round(
     """Draw round ``number`` of a soak: the same on every rank, whatever came before.
 
     Args:
-        number: number of the round, from 0.
-        plan: the plan.
+        number: Number of the round, from 0.
+        plan: The plan.
         backend: ``"cpu"`` or ``"cuda"``.
-        group_sizes: number of ranks of each group.
-        spanning: indices of the groups whose ranks are on several nodes.
+        group_sizes: Number of ranks of each group.
+        spanning: Indices of the groups whose ranks are on several nodes.
     """
     source = random.Random(f"{plan.seed} {number}")
     slots = []

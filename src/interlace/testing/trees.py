@@ -17,14 +17,14 @@ class Tree:
     """All operations that one rank has been seen to do, and its current run.
 
     Attributes:
-        rank, world_size, program, cells: the rank, the number of ranks, the program, and the cells
+        rank, world_size, program, cells: The rank, the number of ranks, the program, and the cells
             of simulated memory.
-        surroundings: context of a run, entered in its thread.
-        standing_still: context of the time in which a run waits for the explorer.
-        node_of_rank: number of each rank's node; empty for one node.
-        view: the rank's view of memory.
-        runs: number of runs so far.
-        response: result of the last operation that was done in the rank's own thread.
+        surroundings: Context of a run, entered in its thread.
+        standing_still: Context of the time in which a run waits for the explorer.
+        node_of_rank: Number of each rank's node; empty for one node.
+        view: The rank's view of memory.
+        runs: Number of runs so far.
+        response: Result of the last operation that was done in the rank's own thread.
     """
 
     def __init__(
@@ -65,10 +65,10 @@ class Tree:
         Operations that no other rank can notice are done on the way.
 
         Args:
-            machine: the state of the schedule.
-            node: the rank's operation.
-            key: its result as bytes.
-            response: its result.
+            machine: The state of the schedule.
+            node: The rank's operation.
+            key: Its result as bytes.
+            response: Its result.
 
         Returns:
             The rank's next operation.

@@ -15,7 +15,7 @@ class Violation(Exception):
     """A rule of the memory model is broken, a rank's program failed, or no rank can go on.
 
     Attributes:
-        kind: as in :class:`interlace.testing.report.Failure`.
+        kind: As in :class:`interlace.testing.report.Failure`.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -54,8 +54,8 @@ def describe_wait(rank: int, node: Operation, seen: Words | None) -> str:
     """Describe in one line the point at which a rank stands.
 
     Args:
-        rank: the rank.
-        node: its next operation.
+        rank: The rank.
+        node: Its next operation.
         seen: int32 signals that a wait would see; None if it waits for something else.
     """
     if node.kind == Kind.END:

@@ -91,8 +91,8 @@ def _having_awaited(
     """Wait for one tile from every source as one operation; loads see it within the block.
 
     Args:
-        ptr, kept, stride, epoch, group, mask, sources: as ``sum_words`` takes them.
-        values: number of values per packed word; 0 for values that are not packed.
+        ptr, kept, stride, epoch, group, mask, sources: As ``sum_words`` takes them.
+        values: Number of values per packed word; 0 for values that are not packed.
     """
     run = current()
     assert run is not None

@@ -25,10 +25,10 @@ def hold(
     1180.
 
     Args:
-        signals: address of ``2 * WORLD_SIZE`` int32 signals, which are 0 at first.
-        unread: address of ``UNREAD`` int32, which every peer fills with 0 and nobody reads.
-        duration: in ns, 64 bits.
-        UNREAD: a multiple of ``BLOCK``.
+        signals: Address of ``2 * WORLD_SIZE`` int32 signals, which are 0 at first.
+        unread: Address of ``UNREAD`` int32, which every peer fills with 0 and nobody reads.
+        duration: In ns, 64 bits.
+        UNREAD: A multiple of ``BLOCK``.
     """
     group = il.join(ctx)
     me = il.rank(group)
@@ -58,7 +58,7 @@ def compare_clocks(signals, times, ctx, rounds, client, server):
     answer cannot be wrong by more than 40.
 
     Args:
-        signals: address of two int32 signals, which are 0 at first.
+        signals: Address of two int32 signals, which are 0 at first.
         times: int64 ``[2, rounds]``: the client's times before and after; the server's in the
             first row.
     """

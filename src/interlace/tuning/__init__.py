@@ -27,11 +27,11 @@ class Entry:
     """One measured point.
 
     Attributes:
-        impl: the fastest implementation there.
-        config: the fused kernel's best; empty for an operator without a kernel of its own.
-        reason: what was measured, for :func:`interlace.explain`.
-        faster: implementations that are faster than the fastest unfused pair.
-        is_exact: whether the entry is of the very sizes, ranks and dtype that were asked for.
+        impl: The fastest implementation there.
+        config: The fused kernel's best; empty for an operator without a kernel of its own.
+        reason: What was measured, for :func:`interlace.explain`.
+        faster: Implementations that are faster than the fastest unfused pair.
+        is_exact: Whether the entry is of the very sizes, ranks and dtype that were asked for.
     """
 
     impl: str

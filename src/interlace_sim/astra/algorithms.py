@@ -25,12 +25,12 @@ class Part(NamedTuple):
     """The part of one NPU in a collective, for one chunk in one dimension.
 
     Attributes:
-        collective: kind of the collective.
+        collective: Kind of the collective.
         members: NPUs of the dimension.
-        size: bytes of the chunk; of the shard for an all-gather.
-        endpoint_ns: nanoseconds of a packet in the endpoint.
-        step: direction of a ring, 1 or -1.
-        local: whether the members are a communicator group of some NPUs, which ASTRA-sim takes for
+        size: Bytes of the chunk; of the shard for an all-gather.
+        endpoint_ns: Nanoseconds of a packet in the endpoint.
+        step: Direction of a ring, 1 or -1.
+        local: Whether the members are a communicator group of some NPUs, which ASTRA-sim takes for
             a local ring.
     """
 
@@ -48,8 +48,8 @@ class _Packets(abc.ABC):
     """The rhythm that the ring, direct and halving-doubling algorithms share.
 
     Attributes:
-        messages: messages that are still to be sent.
-        window: packets that travel at a time.
+        messages: Messages that are still to be sent.
+        window: Packets that travel at a time.
     """
 
     messages: int

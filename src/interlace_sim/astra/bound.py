@@ -38,10 +38,10 @@ def run_bound(
     """Return the time that a run needs at least, and the reason.
 
     Args:
-        network, system: the hardware.
-        graphs: the nodes of each NPU.
-        orders: ids of each NPU's nodes, every node after its dependencies.
-        groups: communicator groups.
+        network, system: The hardware.
+        graphs: The nodes of each NPU.
+        orders: Ids of each NPU's nodes, every node after its dependencies.
+        groups: Communicator groups.
     """
     bounds = _Bounds(network, system, groups)
     for rank, (graph, order) in enumerate(zip(graphs, orders, strict=True)):

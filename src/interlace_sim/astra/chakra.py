@@ -41,9 +41,9 @@ def read_traces(prefix: str, npus: int, *, replay_only: bool = False) -> list[li
     """Read the graphs of ``PREFIX.0.et`` to ``PREFIX.{npus-1}.et``.
 
     Args:
-        prefix: what the files' names begin with.
-        npus: number of files.
-        replay_only: nodes will only take their durations, so the attributes of their communication
+        prefix: What the files' names begin with.
+        npus: Number of files.
+        replay_only: Nodes will only take their durations, so the attributes of their communication
             are not read, and loads and stores of remote memory are accepted.
 
     Raises:

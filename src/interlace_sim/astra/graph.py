@@ -23,24 +23,24 @@ class Node:
     """An operator of one NPU.
 
     Attributes:
-        id: unique in the graph; ready nodes start in this order.
-        deps: ids of the nodes that must end before.
+        id: Unique in the graph; ready nodes start in this order.
+        deps: Ids of the nodes that must end before.
         kind: ``"compute"``, ``"collective"``, ``"send"``, ``"receive"`` or ``"none"`` (takes no
             time).
-        duration_us: microseconds of a compute node or a broadcast, and under ``replay-only`` of
+        duration_us: Microseconds of a compute node or a broadcast, and under ``replay-only`` of
             every node; 0 takes one nanosecond, as in ASTRA-sim.
-        collective: kind of a collective node: ``all_reduce``, ``all_gather``,
+        collective: Kind of a collective node: ``all_reduce``, ``all_gather``,
             ``reduce_scatter`` or ``all_to_all``; or ``broadcast``, which is not modelled, but takes
             ``duration_us`` on each NPU, as in ASTRA-sim.
-        size: bytes of a collective's buffer (of the shard for an all-gather), of a message, or of
+        size: Bytes of a collective's buffer (of the shard for an all-gather), of a message, or of
             the tensors of a compute node.
         flops: FLOPs of a compute node, for the roofline.
-        dims: for each dimension, whether a collective uses it; None is all.
-        group: id of a communicator group; 0 is all NPUs.
-        priority: priority of a collective under the ``EXPLICIT`` policy.
-        peer, tag: peer and tag of a send or receive.
-        cpu: whether the node runs on the host: one at a time, in parallel with the device.
-        defines: communicator groups, as pairs of id and members; no members are all NPUs. PyTorch's
+        dims: For each dimension, whether a collective uses it; None is all.
+        group: Id of a communicator group; 0 is all NPUs.
+        priority: Priority of a collective under the ``EXPLICIT`` policy.
+        peer, tag: Peer and tag of a send or receive.
+        cpu: Whether the node runs on the host: one at a time, in parallel with the device.
+        defines: Communicator groups, as pairs of id and members; no members are all NPUs. PyTorch's
             traces have them in a node of metadata.
     """
 
@@ -135,12 +135,12 @@ def check_graph(
     """Return the ids of a graph's nodes in an order in which every node follows its dependencies.
 
     Args:
-        graph: the nodes.
-        location: the graph's name, for errors.
-        npus: number of NPUs.
-        groups: communicator groups.
-        rank: the NPU whose graph it is; None for a graph that several have.
-        replay_only: nodes only take their durations, so their communication is not checked.
+        graph: The nodes.
+        location: The graph's name, for errors.
+        npus: Number of NPUs.
+        groups: Communicator groups.
+        rank: The NPU whose graph it is; None for a graph that several have.
+        replay_only: Nodes only take their durations, so their communication is not checked.
 
     Raises:
         ConfigError: ids are given twice; dependencies are missing or form a cycle; numbers are

@@ -28,15 +28,15 @@ class Network:
     """A network of blocks, one per dimension.
 
     Args:
-        engine: the clock.
+        engine: The clock.
         blocks: ``"Ring"``, ``"FullyConnected"`` or ``"Switch"`` of each dimension.
         shape: NPUs along each dimension.
-        bandwidth: of each dimension, per link and direction, in 2**30 bytes per second.
-        latency: nanoseconds per hop of each dimension.
+        bandwidth: Of each dimension, per link and direction, in 2**30 bytes per second.
+        latency: Nanoseconds per hop of each dimension.
 
     Attributes:
-        sent_bytes: bytes that all NPUs sent.
-        messages: number of messages that each NPU sent.
+        sent_bytes: Bytes that all NPUs sent.
+        messages: Number of messages that each NPU sent.
     """
 
     def __init__(

@@ -33,10 +33,10 @@ def split(kind: str, size: int, splits: int, npus: int) -> tuple[int, int]:
     """Return the bytes of a collective's chunks, and their number; 0 bytes if there are too few.
 
     Args:
-        kind: kind of the collective.
-        size: bytes of an NPU's buffer; of its shard for an all-gather.
+        kind: Kind of the collective.
+        size: Bytes of an NPU's buffer; of its shard for an all-gather.
         splits: ``preferred-dataset-splits``.
-        npus: number of the network's NPUs.
+        npus: Number of the network's NPUs.
     """
     chunk = size // splits
     # ASTRA-sim's smallest chunk has a byte for every NPU.
@@ -204,11 +204,11 @@ class Npu:
 
         Args:
             kind: ``"all_reduce"``, ``"all_to_all"``, ``"all_gather"`` or ``"reduce_scatter"``.
-            size: bytes of this NPU's buffer; for an all-gather, bytes of its shard.
-            dims: for each dimension, whether it takes part; None is all.
-            group: id and members of a communicator group; None is all NPUs.
-            priority: priority for the ``EXPLICIT`` policy; the largest goes first.
-            done: function without arguments.
+            size: Bytes of this NPU's buffer; for an all-gather, bytes of its shard.
+            dims: For each dimension, whether it takes part; None is all.
+            group: Id and members of a communicator group; None is all NPUs.
+            priority: Priority for the ``EXPLICIT`` policy; the largest goes first.
+            done: Function without arguments.
         """
         chunk, chunks = split(
             kind, size, self.system.preferred_dataset_splits, math.prod(self.shape)

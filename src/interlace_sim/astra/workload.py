@@ -27,16 +27,16 @@ class Report:
     """Outcome of a run.
 
     Attributes:
-        end_ns: end of each NPU in nanoseconds.
-        exposed_ns: nanoseconds of each NPU without device computation.
-        events: number of events that the engine called.
-        sent_bytes: bytes that all NPUs sent.
-        spans: per NPU, (node id, start, end) in order of ending.
-        bound_ns: the physical bound, see :mod:`interlace_sim.astra.bound`.
-        bound_reason: what needs that time.
-        rounding_ns: nanoseconds by which ASTRA-sim's rounding may undercut the bound: less than one
+        end_ns: End of each NPU in nanoseconds.
+        exposed_ns: Nanoseconds of each NPU without device computation.
+        events: Number of events that the engine called.
+        sent_bytes: Bytes that all NPUs sent.
+        spans: Per NPU, (node id, start, end) in order of ending.
+        bound_ns: The physical bound, see :mod:`interlace_sim.astra.bound`.
+        bound_reason: What needs that time.
+        rounding_ns: Nanoseconds by which ASTRA-sim's rounding may undercut the bound: less than one
             for each message of an NPU.
-        warnings: sentences about inputs that ASTRA-sim takes in another way than one may expect.
+        warnings: Sentences about inputs that ASTRA-sim takes in another way than one may expect.
     """
 
     end_ns: list[int]
@@ -155,12 +155,12 @@ def run(
     """Run one graph per NPU with ASTRA-sim's semantics.
 
     Args:
-        network: the network.
-        system: the system layer.
-        graphs: one per NPU.
-        congestion_aware: whether links are FIFOs; otherwise every message has the network to
+        network: The network.
+        system: The system layer.
+        graphs: One per NPU.
+        congestion_aware: Whether links are FIFOs; otherwise every message has the network to
             itself, which can undercut physics.
-        groups: communicator groups, id -> members, beside those that the graphs define.
+        groups: Communicator groups, id -> members, beside those that the graphs define.
 
     Raises:
         ConfigError: the graphs or groups do not fit the network, or graphs have cycles, or wait for

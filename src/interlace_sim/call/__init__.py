@@ -74,11 +74,11 @@ def simulate_product(
     """Simulate a call of an operator around one product.
 
     Args:
-        machine: machine whose GPU has a profile.
-        operator: name under which the operator's cost is declared.
-        implementation: one of :data:`IMPLEMENTATIONS`.
-        call: sizes; M counts the rows of all ranks.
-        tiling: how its kernel cuts the product.
+        machine: Machine whose GPU has a profile.
+        operator: Name under which the operator's cost is declared.
+        implementation: One of :data:`IMPLEMENTATIONS`.
+        call: Sizes; M counts the rows of all ranks.
+        tiling: How its kernel cuts the product.
 
     Raises:
         ArgumentError: no such operator or implementation, or a computation that is not one product.
@@ -151,12 +151,12 @@ def simulate_words(
     """Simulate a fused all-reduce of ``x [tokens, columns] @ w[rows, columns].T`` by packed words.
 
     Args:
-        name: name of the kernel.
-        columns: columns of this rank's shard of w.
-        itemsize: bytes of an element of x and w.
-        block_n: rows of w that a tile covers.
-        programs: number of programs at most.
-        two_phase: whether parts go to the owners of rows, and their sums to all.
+        name: Name of the kernel.
+        columns: Columns of this rank's shard of w.
+        itemsize: Bytes of an element of x and w.
+        block_n: Rows of w that a tile covers.
+        programs: Number of programs at most.
+        two_phase: Whether parts go to the owners of rows, and their sums to all.
     """
     world, tiles = World(machine, world_size), ceil_div(rows, block_n)
     sizes = {"tokens": tokens, "rows": rows, "itemsize": itemsize}
@@ -177,7 +177,7 @@ def simulate_pair(machine: Machine, operator: Operator, ranks: int) -> Simulated
     """Simulate an unfused operator: the computation and the library's collective, in their order.
 
     Args:
-        operator: its timelines, as :mod:`interlace_sim.operators` builds them.
+        operator: Its timelines, as :mod:`interlace_sim.operators` builds them.
     """
     result = run(machine, machine.build_topology(ranks), operator.tasks(False))
     work = {name: each for name, _, each in operator.unfused}

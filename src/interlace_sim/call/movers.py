@@ -16,12 +16,12 @@ class Mover:
     """A kernel of one program for some tiles of 4 x 1024 elements.
 
     Attributes:
-        name: name of the kernel.
-        rows, columns: elements that its programs share.
-        put_bytes: bytes that it puts at each peer before it meets them.
-        moved_bytes: bytes of device memory that it moves when it has met them.
-        sum_bytes: bytes that it puts at each peer behind that, to meet them once more.
-        by_words: whether what it puts shows by itself that it has arrived, without signals.
+        name: Name of the kernel.
+        rows, columns: Elements that its programs share.
+        put_bytes: Bytes that it puts at each peer before it meets them.
+        moved_bytes: Bytes of device memory that it moves when it has met them.
+        sum_bytes: Bytes that it puts at each peer behind that, to meet them once more.
+        by_words: Whether what it puts shows by itself that it has arrived, without signals.
     """
 
     name: str

@@ -31,8 +31,8 @@ class Streams:
     """The streams of one rank in a call around a product.
 
     Attributes:
-        rows: rows that belong to each rank.
-        part_bytes: bytes of the product's rows for one rank.
+        rows: Rows that belong to each rank.
+        part_bytes: Bytes of the product's rows for one rank.
     """
 
     def __init__(self, world: World, rank: int, profile: MachineProfile, call: SizedCall) -> None:

@@ -15,14 +15,14 @@ class Tiling:
     """The tiles of a fused kernel's product.
 
     Attributes:
-        block_m, block_n: rows and columns of a tile.
-        block_k: elements along K that a program loads at a time.
-        num_stages: loads in flight.
-        most_programs: number of programs; 0 for one per processor.
-        group_m: rows of tiles that are computed together.
-        interleave: tiles for one rank before the next rank's turn; where parts are summed, programs
+        block_m, block_n: Rows and columns of a tile.
+        block_k: Elements along K that a program loads at a time.
+        num_stages: Loads in flight.
+        most_programs: Number of programs; 0 for one per processor.
+        group_m: Rows of tiles that are computed together.
+        interleave: Tiles for one rank before the next rank's turn; where parts are summed, programs
             that begin a round of tiles with the same rank.
-        stagger: per cent of a tile's time over which programs begin one after another.
+        stagger: Per cent of a tile's time over which programs begin one after another.
     """
 
     block_m: int = 128
@@ -39,12 +39,12 @@ class TiledKernel:
     """A fused kernel of one call, on every rank.
 
     Attributes:
-        world: the ranks.
-        programs: number of its programs.
-        tiles: tiles of one rank's rows.
-        tile_bytes: bytes of a tile that travels.
-        tile_ns: time of a tile.
-        put_ns: the part of it from the end of a tile's multiplications to its store.
+        world: The ranks.
+        programs: Number of its programs.
+        tiles: Tiles of one rank's rows.
+        tile_bytes: Bytes of a tile that travels.
+        tile_ns: Time of a tile.
+        put_ns: The part of it from the end of a tile's multiplications to its store.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class TiledKernel:
         """Send parts to their owners, and sum this rank's own rows a round behind.
 
         Args:
-            broadcast: whether every rank gets the sums.
+            broadcast: Whether every rank gets the sums.
         """
         me, ranks = program.rank, self.world.ranks
         if broadcast:
@@ -193,7 +193,7 @@ class TiledKernel:
         """Multiply this rank's own rows, and add the peers' parts, which copies bring.
 
         Args:
-            pieces: pieces in which the rows of each peer's part arrive.
+            pieces: Pieces in which the rows of each peer's part arrive.
         """
         me, here = program.rank, 0
         for tile in range(program.number, self.tiles, self.programs):

@@ -14,12 +14,12 @@ class WordsKernel:
     """A kernel whose tiles of the weight's rows are read once.
 
     Attributes:
-        world: the ranks.
-        name: name of the kernel.
-        tiles: number of tiles.
-        programs: number of programs, all of which are resident.
-        weight_bytes: bytes that a rank reads.
-        tile_bytes: bytes of the packed words of a tile.
+        world: The ranks.
+        name: Name of the kernel.
+        tiles: Number of tiles.
+        programs: Number of programs, all of which are resident.
+        weight_bytes: Bytes that a rank reads.
+        tile_bytes: Bytes of the packed words of a tile.
     """
 
     world: World
@@ -33,7 +33,7 @@ class WordsKernel:
         """Start the kernel on a rank.
 
         Args:
-            two_phase: whether parts go to the owners of their rows, which send the sums to all;
+            two_phase: Whether parts go to the owners of their rows, which send the sums to all;
                 else every rank gets every part.
         """
         self.world.start(self._launch(rank, two_phase))

@@ -35,11 +35,11 @@ class Event:
     """One event of one program.
 
     Attributes:
-        time_ns: time since the call began.
+        time_ns: Time since the call began.
         kind: ``"begin"``, ``"tile"``, ``"computed"``, ``"put"``, ``"signal"``, ``"wait"``,
             ``"arrived"`` or ``"unpacked"``.
-        number: a tile, a slice, the bytes of a put, or the number of a signal.
-        peer: rank at the other end; -1 without one.
+        number: A tile, a slice, the bytes of a put, or the number of a signal.
+        peer: Rank at the other end; -1 without one.
         lane: 0, or the rank for which one of several threads has recorded it.
     """
 
@@ -73,10 +73,10 @@ class SimulatedCall:
     """The timeline of one call.
 
     Attributes:
-        total_ns: time until the last event or activity of all ranks.
-        launches: the launches of each rank, in the order in which they are enqueued.
-        activities: what runs beside them on each rank.
-        sent_bytes: bytes that leave all ranks together.
+        total_ns: Time until the last event or activity of all ranks.
+        launches: The launches of each rank, in the order in which they are enqueued.
+        activities: What runs beside them on each rank.
+        sent_bytes: Bytes that leave all ranks together.
     """
 
     total_ns: int
@@ -89,9 +89,9 @@ class World:
     """Ranks of one machine, their links, and everything that they record.
 
     Attributes:
-        machine: the machine.
-        ranks: number of ranks.
-        engine: the clock.
+        machine: The machine.
+        ranks: Number of ranks.
+        engine: The clock.
     """
 
     def __init__(self, machine: Machine, ranks: int) -> None:
@@ -213,9 +213,9 @@ class Program:
     """One program of a launch: it records events on behalf of its process.
 
     Attributes:
-        world: the ranks.
-        rank: its rank.
-        number: its number.
+        world: The ranks.
+        rank: Its rank.
+        number: Its number.
     """
 
     def __init__(self, world: World, rank: int, launch: Launch, number: int) -> None:

@@ -27,7 +27,7 @@ def run_nodes(
 
     Args:
         document: JSON file that ``benchmarks/between_nodes.py`` wrote.
-        machine: preset or YAML file of two GPUs in a network.
+        machine: Preset or YAML file of two GPUs in a network.
         network: JSON file of the measured network, or of a machine profile with one, which the
             machine's network is replaced by; None for the document's, if it has one, else for the
             shipped one, of two H200s over sockets.

@@ -160,11 +160,11 @@ def options(
     :class:`interlace.cli.outputs.Outputs` of the keyword ``outputs``.
 
     Args:
-        names: options other than files, as keys of the table above.
-        files: files that the command writes: ``json``, ``csv``, ``plot``, ``trace``, ``folder``.
-        helps: texts of files that hold something else than a workload's, and of ``--set`` where its
+        names: Options other than files, as keys of the table above.
+        files: Files that the command writes: ``json``, ``csv``, ``plot``, ``trace``, ``folder``.
+        helps: Texts of files that hold something else than a workload's, and of ``--set`` where its
             keys are others.
-        defaults: options by name whose default is the command's own.
+        defaults: Options by name whose default is the command's own.
     """
 
     def declare_shared(name: str) -> inspect.Parameter:

@@ -32,7 +32,7 @@ def scenario(kind: str, options: Mapping[str, Any], changes: Changes) -> Scenari
 
     Args:
         kind: ``dlrm``, ``transformer``, ``moe`` or ``collective``.
-        options: values of the scenario's fields.
+        options: Values of the scenario's fields.
         changes: ``KEY=VALUE`` texts of ``--set``.
 
     Raises:
@@ -45,8 +45,8 @@ def parse_changes(changes: Changes, example: str) -> dict[str, Any]:
     """Parse the ``KEY=VALUE`` texts of ``--set``.
 
     Args:
-        changes: texts as the user gave them.
-        example: a change that the command has, for the error message.
+        changes: Texts as the user gave them.
+        example: A change that the command has, for the error message.
 
     Raises:
         ConfigError: a text is not ``KEY=VALUE``.

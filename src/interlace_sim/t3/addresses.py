@@ -23,9 +23,9 @@ class Target:
     """The destination of a chunk.
 
     Attributes:
-        to: distance to the GPU that receives it, in GPUs.
-        chunk: the chunk's number at that GPU; a written chunk replaces the chunk of that number.
-        operation: operation by which it enters that GPU's memory.
+        to: Distance to the GPU that receives it, in GPUs.
+        chunk: The chunk's number at that GPU; a written chunk replaces the chunk of that number.
+        operation: Operation by which it enters that GPU's memory.
     """
 
     to: int
@@ -38,8 +38,8 @@ class DmaMap:
     """A local chunk whose blocks are sent when they are complete.
 
     Attributes:
-        updates: number of updates that complete a block: its own, and those from other GPUs.
-        target: destination of complete blocks.
+        updates: Number of updates that complete a block: its own, and those from other GPUs.
+        target: Destination of complete blocks.
     """
 
     updates: int
@@ -51,9 +51,9 @@ class AddressMap:
     """The configuration that a user writes before the product starts.
 
     Attributes:
-        chunks: equal parts of the output.
-        remote_map: chunks whose stores go to another GPU's memory.
-        dma_map: chunks that are updated in this GPU's memory, and sent on when complete.
+        chunks: Equal parts of the output.
+        remote_map: Chunks whose stores go to another GPU's memory.
+        dma_map: Chunks that are updated in this GPU's memory, and sent on when complete.
 
     A chunk in neither map stays in this GPU's memory.
 

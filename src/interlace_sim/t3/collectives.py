@@ -35,13 +35,13 @@ def alone(
     """Simulate a library's collective of ``size`` bytes per GPU on an idle machine.
 
     Args:
-        machine: the GPUs and their links.
-        kind: name of the collective.
-        size: bytes per GPU.
-        ranks: number of GPUs.
-        network: topology of the group.
-        share: share of the library's bandwidth that the sending compute units reach.
-        near_memory: whether arrivals are added by the memory, so that no operand is read.
+        machine: The GPUs and their links.
+        kind: Name of the collective.
+        size: Bytes per GPU.
+        ranks: Number of GPUs.
+        network: Topology of the group.
+        share: Share of the library's bandwidth that the sending compute units reach.
+        near_memory: Whether arrivals are added by the memory, so that no operand is read.
     """
     group = Group(machine, ranks, network)
     # A library does not reach the links' bandwidth, even with all compute units.

@@ -40,9 +40,9 @@ class EndToEnd:
     """Times of one layer by configuration; all layers are alike.
 
     Attributes:
-        reduced_ns: nanoseconds of the sub-layers with an all-reduce, by configuration.
-        products_ns: nanoseconds of the other products.
-        rest_ns: nanoseconds of operators that are not sliced.
+        reduced_ns: Nanoseconds of the sub-layers with an all-reduce, by configuration.
+        products_ns: Nanoseconds of the other products.
+        rest_ns: Nanoseconds of operators that are not sliced.
     """
 
     phase: Phase
@@ -76,14 +76,14 @@ def estimate(
     """Estimate the time of a layer of ``model`` on ``ranks`` GPUs.
 
     Args:
-        machine: the GPUs and their links.
-        model: the model.
-        ranks: tensor-parallel degree.
+        machine: The GPUs and their links.
+        model: The model.
+        ranks: Tensor-parallel degree.
         phase: ``"training"``, ``"prompt"`` or ``"generation"``.
-        tokens: tokens that go through a layer at once; the model's by default. In ``generation``
+        tokens: Tokens that go through a layer at once; the model's by default. In ``generation``
             there is one per sequence, so they are the batch.
-        rest_share: share of the sequential time in operators that are not sliced.
-        known: totals by configuration of sub-layers that have been simulated, by the inner
+        rest_share: Share of the sequential time in operators that are not sliced.
+        known: Totals by configuration of sub-layers that have been simulated, by the inner
             dimension of their product, and the product's own time as ``product``.
 
     Raises:

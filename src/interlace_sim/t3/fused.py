@@ -123,7 +123,7 @@ class _Producer(_Fused):
         """Start the product.
 
         Args:
-            peers: the objects like this one of all GPUs, this one among them.
+            peers: The objects like this one of all GPUs, this one among them.
         """
         self._peers = peers
         Running(
@@ -220,7 +220,7 @@ class _Consumer(_Fused):
         """Start the product.
 
         Args:
-            peers: the objects like this one of all GPUs, this one among them.
+            peers: The objects like this one of all GPUs, this one among them.
         """
         self._peers = peers
         for row in range(self._plan.part_rows):
@@ -295,14 +295,14 @@ def run(
     """Simulate a product and its collective at once.
 
     Args:
-        machine: the GPUs and their links.
-        product: the matrix product on each GPU.
-        ranks: number of GPUs.
-        network: topology of the group.
-        kind: name of the collective.
-        addresses: address map of the output; None if the product's input is gathered.
-        prefer_product: whether the memory controller prefers the product (T3-MCA).
-        slowness: computing time of each GPU over the machine's; without it one GPU stands for all.
+        machine: The GPUs and their links.
+        product: The matrix product on each GPU.
+        ranks: Number of GPUs.
+        network: Topology of the group.
+        kind: Name of the collective.
+        addresses: Address map of the output; None if the product's input is gathered.
+        prefer_product: Whether the memory controller prefers the product (T3-MCA).
+        slowness: Computing time of each GPU over the machine's; without it one GPU stands for all.
     """
     group = Group(machine, ranks, network, mirrored=slowness is None)
     factors = list(zip(group.gpus, slowness or (1.0,), strict=True))

@@ -56,10 +56,10 @@ class Part:
     All attributes but the time are those of GPU 0.
 
     Attributes:
-        time_ns: nanoseconds until the last GPU has ended.
-        product_ns: end of the product; 0 without a product.
-        unit_ns: nanoseconds of the mean compute unit by cause, ``product_ns`` in all.
-        queue: mean entries of a DRAM channel's queue in successive steps of
+        time_ns: Nanoseconds until the last GPU has ended.
+        product_ns: End of the product; 0 without a product.
+        unit_ns: Nanoseconds of the mean compute unit by cause, ``product_ns`` in all.
+        queue: Mean entries of a DRAM channel's queue in successive steps of
             :data:`~interlace_sim.t3.memory.QUEUE_STEP_NS`.
     """
 
@@ -102,7 +102,7 @@ class Gpu:
         """Send to the GPU ``to`` further on, and call ``arrived(gpu)`` when the bytes are there.
 
         Args:
-            share: share of the link's bandwidth that the sender reaches.
+            share: Share of the link's bandwidth that the sender reaches.
         """
         group = self.group
         # In a mirrored group there is one GPU, so the index wraps round to the sender itself.

@@ -210,8 +210,8 @@ def load_t3_machine(name: str = "t3-paper", changes: dict[str, Any] | None = Non
     """Load a machine from a preset or YAML file, with values replaced.
 
     Args:
-        name: a preset of ``presets/t3_machines``, or a file.
-        changes: dotted key -> number, say ``{"tracker.sets": 64}``.
+        name: A preset of ``presets/t3_machines``, or a file.
+        changes: Dotted key -> number, say ``{"tracker.sets": 64}``.
 
     Raises:
         ConfigError: unknown name or key, or a value that no machine can have.

@@ -38,13 +38,13 @@ class Comparison:
     """Times of one shape in nanoseconds, measured and simulated, without an all-gather.
 
     Attributes:
-        operator: the operator's name.
-        product: the matrix product on each GPU.
-        ranks: number of GPUs.
+        operator: The operator's name.
+        product: The matrix product on each GPU.
+        ranks: Number of GPUs.
         measured_ns: ``unfused``, ``product``, ``collective``, and those of :data:`IMPLEMENTATIONS`
             that were measured.
         modelled_ns: ``sequential``, ``t3-mca``, ``ideal``, ``product`` and ``collective``.
-        floor_ns: physical floor: the links, or the product at the measured ceilings.
+        floor_ns: Physical floor: the links, or the product at the measured ceilings.
     """
 
     operator: str
@@ -98,9 +98,9 @@ def compare(
     This model has one tile size, so such shapes are left out.
 
     Args:
-        machine: the machine with T3's hardware.
-        files: documents, all of which are read before the first shape is simulated.
-        progress: called before the first shape and after each.
+        machine: The machine with T3's hardware.
+        files: Documents, all of which are read before the first shape is simulated.
+        progress: Called before the first shape and after each.
 
     Returns:
         The comparisons, and the names of the shapes that were left out.

@@ -46,11 +46,11 @@ class _Request:
     """The part of a request that is still to be done on the channel.
 
     Attributes:
-        label: cause and kind in records.
-        left: bytes that have not entered the queue.
-        segment: the most bytes of one access.
-        scattered: whether every access is in another row, instead of running through memory.
-        pending: accesses that are in the queue or on the bus.
+        label: Cause and kind in records.
+        left: Bytes that have not entered the queue.
+        segment: The most bytes of one access.
+        scattered: Whether every access is in another row, instead of running through memory.
+        pending: Accesses that are in the queue or on the bus.
     """
 
     cause: str
@@ -81,15 +81,15 @@ class Memory:
     """DRAM and its controller.
 
     Attributes:
-        bytes: bytes that were moved, by (cause, kind).
-        busy_ns: nanoseconds that the bus worked.
-        threshold: entries below which communication may enter while the product comes first; None
+        bytes: Bytes that were moved, by (cause, kind).
+        busy_ns: Nanoseconds that the bus worked.
+        threshold: Entries below which communication may enter while the product comes first; None
             lets the streams enter in turn.
-        most_entries: largest number of entries in the channel's queue.
-        waited_ns: longest wait of a communication request for the queue.
-        row_misses: accesses of the simulated channel that opened a row.
-        accesses: accesses of the simulated channel.
-        queued_ns: time in the channel's queue of all entries that left it, in each step of
+        most_entries: Largest number of entries in the channel's queue.
+        waited_ns: Longest wait of a communication request for the queue.
+        row_misses: Accesses of the simulated channel that opened a row.
+        accesses: Accesses of the simulated channel.
+        queued_ns: Time in the channel's queue of all entries that left it, in each step of
             :data:`QUEUE_STEP_NS`, by the step's number.
     """
 
@@ -165,12 +165,12 @@ class Memory:
         Without any bytes ``done()`` is called at once.
 
         Args:
-            stream: stream of the request.
-            cause: cause in records.
+            stream: Stream of the request.
+            cause: Cause in records.
             kind: ``"read"``, ``"write"`` or ``"update"``.
-            size: bytes over all channels.
-            done: function without arguments.
-            run: contiguous bytes, as of a tile's row; 0 if the request runs through memory.
+            size: Bytes over all channels.
+            done: Function without arguments.
+            run: Contiguous bytes, as of a tile's row; 0 if the request runs through memory.
         """
         self.bytes[cause, kind] = self.bytes.get((cause, kind), 0.0) + size
         if size <= 0:

@@ -36,9 +36,9 @@ class T3Model(Strict):
         """Return the matrix product of a sub-layer on one of ``ranks`` GPUs.
 
         Args:
-            sublayer: key of :data:`SUBLAYERS`.
-            ranks: tensor-parallel degree.
-            tokens: rows of the product; the paper's by default. The generation of tokens has few:
+            sublayer: Key of :data:`SUBLAYERS`.
+            ranks: Tensor-parallel degree.
+            tokens: Rows of the product; the paper's by default. The generation of tokens has few:
                 one per sequence.
 
         Raises:

@@ -57,9 +57,9 @@ def draw(results: Sequence[SubLayer], bounds: Sequence[SubLayer], file: Path) ->
     traffic by cause, the link's under the line, and the entries of a DRAM channel's queue.
 
     Args:
-        results: configurations that take place.
-        bounds: configurations that get a bar only.
-        file: picture to write.
+        results: Configurations that take place.
+        bounds: Configurations that get a bar only.
+        file: Picture to write.
 
     Raises:
         ArgumentError: the file cannot be written.

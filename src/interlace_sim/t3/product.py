@@ -62,10 +62,10 @@ class Plan:
 
     Attributes:
         tiles: (row, column) in the order in which they start.
-        heights, widths, depths: elements of each row and column of tiles, and of each step.
-        part_rows: rows of tiles in each part of the rows.
-        step_ns: nanoseconds of a step on one compute unit, once its inputs have arrived.
-        run_bytes: contiguous bytes of an input: rows and columns run along the inner dimension, as
+        heights, widths, depths: Elements of each row and column of tiles, and of each step.
+        part_rows: Rows of tiles in each part of the rows.
+        step_ns: Nanoseconds of a step on one compute unit, once its inputs have arrived.
+        run_bytes: Contiguous bytes of an input: rows and columns run along the inner dimension, as
             in linear layers.
     """
 
@@ -73,9 +73,9 @@ class Plan:
         """Lay out a product.
 
         Args:
-            machine: the compute units and their tiles.
-            product: the product.
-            row_parts: number of equal parts of the rows (the shards of a gathered input), whose
+            machine: The compute units and their tiles.
+            product: The product.
+            row_parts: Number of equal parts of the rows (the shards of a gathered input), whose
                 borders no tile crosses.
         """
         gpu = machine.gpu
@@ -134,10 +134,10 @@ class _Tile:
     """A tile on its compute unit.
 
     Attributes:
-        step: step that is computed, or computed next.
-        loaded: number of steps whose inputs have arrived.
-        awaited: inputs of the next step that have not arrived.
-        since_ns: time at which its unit took it, finished it, or was told that it is stored.
+        step: Step that is computed, or computed next.
+        loaded: Number of steps whose inputs have arrived.
+        awaited: Inputs of the next step that have not arrived.
+        since_ns: Time at which its unit took it, finished it, or was told that it is stored.
     """
 
     number: int
@@ -177,14 +177,14 @@ class Running:
         """Start a product; its events are the engine's.
 
         Args:
-            gpu: the GPU.
-            plan: the product's layout.
-            units: compute units that take tiles.
-            store: called with a tile's number, and a function to call with the destination when
+            gpu: The GPU.
+            plan: The product's layout.
+            units: Compute units that take tiles.
+            store: Called with a tile's number, and a function to call with the destination when
                 the tile's stores are acknowledged.
-            gate: called with the row of a tile, and a function to call when its input has arrived.
-            stage_done: called once, when the first ``units`` tiles are done.
-            slowness: time of a step over the plan's.
+            gate: Called with the row of a tile, and a function to call when its input has arrived.
+            stage_done: Called once, when the first ``units`` tiles are done.
+            slowness: Time of a step over the plan's.
         """
         self._gpu, self._plan, self._units = gpu, plan, units
         self._store, self._gate, self._stage_done = store, gate, stage_done

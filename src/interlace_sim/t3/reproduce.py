@@ -59,11 +59,11 @@ class Figure:
     """A published figure and ours, both in ``unit``.
 
     Attributes:
-        published: figure of the paper.
-        ours: figure of this model.
-        tolerance: largest difference at which the figure is met.
+        published: Figure of the paper.
+        ours: Figure of this model.
+        tolerance: Largest difference at which the figure is met.
         unit: ``"%"`` or ``"x"``.
-        note: anything that is needed to judge the figure.
+        note: Anything that is needed to judge the figure.
     """
 
     name: str
@@ -118,12 +118,12 @@ def study(
     It takes about a minute of a processor's time.
 
     Args:
-        machine: the machine; the paper's by default.
-        models: presets of models.
-        tokens: tokens of every model instead of its own; quicker, but not the paper's comparison.
-        every_case: whether to simulate models and configurations that no figure needs as well.
-        workers: number of processes; None is all processors, 1 runs in this process.
-        progress: called after every product.
+        machine: The machine; the paper's by default.
+        models: Presets of models.
+        tokens: Tokens of every model instead of its own; quicker, but not the paper's comparison.
+        every_case: Whether to simulate models and configurations that no figure needs as well.
+        workers: Number of processes; None is all processors, 1 runs in this process.
+        progress: Called after every product.
     """
     machine = machine or load_t3_machine()
     wanted = [

@@ -56,15 +56,15 @@ def simulate(
     all-to-all is always direct.
 
     Args:
-        configuration: one of :data:`CONFIGURATIONS`.
-        collective: one of :data:`COLLECTIVES`. A reduce-scatter is followed by an all-gather; an
+        configuration: One of :data:`CONFIGURATIONS`.
+        collective: One of :data:`COLLECTIVES`. A reduce-scatter is followed by an all-gather; an
             ``all_gather`` gathers the rows of the product's first input.
-        machine: the GPUs and their links.
-        product: the matrix product on each GPU.
-        ranks: number of GPUs, at least 2.
-        network: topology of the group; the machine's by default.
+        machine: The GPUs and their links.
+        product: The matrix product on each GPU.
+        ranks: Number of GPUs, at least 2.
+        network: Topology of the group; the machine's by default.
         address_map: T3's destinations of the output's chunks; by default those of the collective.
-        slowness: computing time of each GPU over the machine's; all GPUs are simulated then, and
+        slowness: Computing time of each GPU over the machine's; all GPUs are simulated then, and
             the last one to end counts.
 
     Raises:

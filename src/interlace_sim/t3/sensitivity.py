@@ -43,8 +43,8 @@ class Row:
     """Speed-ups of a machine with some values changed, against its own sequential sub-layer.
 
     Attributes:
-        changes: dotted key -> value; empty for the machine as it is given.
-        speed_ups: sequential time over the time of each of :data:`CONFIGURATIONS`.
+        changes: Dotted key -> value; empty for the machine as it is given.
+        speed_ups: Sequential time over the time of each of :data:`CONFIGURATIONS`.
     """
 
     changes: dict[str, float]
@@ -63,13 +63,13 @@ def sensitivity(
     """Simulate a machine as it is given, and with values changed.
 
     Args:
-        machine_name: a preset or YAML file.
-        given: changes that all rows have.
-        product: the matrix product of the sub-layer.
-        ranks: number of GPUs.
-        pairs: change two values at a time, of those that the machine marks as assumed, instead of
+        machine_name: A preset or YAML file.
+        given: Changes that all rows have.
+        product: The matrix product of the sub-layer.
+        ranks: Number of GPUs.
+        pairs: Change two values at a time, of those that the machine marks as assumed, instead of
             each of :data:`CHANGES` alone.
-        progress: called after every row.
+        progress: Called after every row.
     """
     machine = load_t3_machine(machine_name, given)
     values = {(part, name): getattr(getattr(machine, part), name) for part, name in _KEYS}

@@ -22,13 +22,13 @@ class SubLayer:
     """Outcome of one configuration, on GPU 0.
 
     Attributes:
-        result: times, rows, link uses and the physical bound, in the form of every simulation.
-        memory_bytes: bytes of DRAM traffic by (cause, kind): causes ``product``,
+        result: Times, rows, link uses and the physical bound, in the form of every simulation.
+        memory_bytes: Bytes of DRAM traffic by (cause, kind): causes ``product``,
             ``reduce_scatter``, ``all_gather``, ``all_to_all``, ``tracker``; kinds ``read``,
             ``write``, ``update``.
-        parts: simulated parts in the order of their starts.
-        overlapped_ns: nanoseconds that links worked while the product ran.
-        spent_ns: where the time goes, ``total_ns`` in all: the mean compute unit's time by
+        parts: Simulated parts in the order of their starts.
+        overlapped_ns: Nanoseconds that links worked while the product ran.
+        spent_ns: Where the time goes, ``total_ns`` in all: the mean compute unit's time by
             :data:`~interlace_sim.t3.gpu.Cause` while the product runs, and what each collective
             adds before or after it.
     """

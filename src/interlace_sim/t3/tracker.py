@@ -19,17 +19,17 @@ class Tracker:
     """A set-associative table of counters of blocks that have some of their updates.
 
     Attributes:
-        most_entries: largest number of counters in use.
-        overflows: number of blocks that were counted in DRAM.
+        most_entries: Largest number of counters in use.
+        overflows: Number of blocks that were counted in DRAM.
     """
 
     def __init__(self, sets: int, ways: int, spill: Callable[[Callable[[], None]], None]) -> None:
         """Prepare empty counters.
 
         Args:
-            sets: number of sets; 0 counts every block in DRAM.
-            ways: counters of a set.
-            spill: counts one update in DRAM, and calls its argument when that is done.
+            sets: Number of sets; 0 counts every block in DRAM.
+            ways: Counters of a set.
+            spill: Counts one update in DRAM, and calls its argument when that is done.
         """
         self._sets, self._ways, self._spill = sets, ways, spill
         self._used: collections.Counter[int] = collections.Counter()

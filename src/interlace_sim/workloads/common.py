@@ -27,11 +27,11 @@ class Choices:
     """Hold the choices of a run besides the model, the machine and the network.
 
     Attributes:
-        fused: passes that use the fused operators.
-        all_to_all, all_reduce: the library's algorithms, see :mod:`interlace_sim.collectives`.
-        slices: slices in which a fused kernel's output for one rank leaves; 0 is the workload's
+        fused: Passes that use the fused operators.
+        all_to_all, all_reduce: The library's algorithms, see :mod:`interlace_sim.collectives`.
+        slices: Slices in which a fused kernel's output for one rank leaves; 0 is the workload's
             default.
-        tensor, pipeline: sizes of a Transformer's parallel groups.
+        tensor, pipeline: Sizes of a Transformer's parallel groups.
     """
 
     fused: Fusing = "none"
@@ -127,10 +127,10 @@ class Step:
     """A step that can be run.
 
     Attributes:
-        name: the result's name.
-        topology: the network, with the coordinates that the tasks' groups refer to.
-        tasks: one rank's tasks.
-        extra_ns: nanoseconds that are added in the end, from the result.
+        name: The result's name.
+        topology: The network, with the coordinates that the tasks' groups refer to.
+        tasks: One rank's tasks.
+        extra_ns: Nanoseconds that are added in the end, from the result.
     """
 
     name: str

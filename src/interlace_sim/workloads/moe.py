@@ -176,11 +176,11 @@ def _tasks(
     """List the tasks of the step on one rank.
 
     Args:
-        model: the model.
-        ranks: number of ranks.
-        groups: coordinates of the ranks that split the experts between them, and coordinates of
+        model: The model.
+        ranks: Number of ranks.
+        groups: Coordinates of the ranks that split the experts between them, and coordinates of
             the ranks that have copies of each other's experts; None if all ranks split them.
-        choices: the run's.
+        choices: The run's.
     """
     fused = choices.fused
     out = Tasks()

@@ -23,7 +23,7 @@ class Call:
     ``most`` lookups.
 
     Attributes:
-        hot: every lookup hits row 0: one row that all bags use.
+        hot: Every lookup hits row 0: one row that all bags use.
     """
 
     widths: tuple[tuple[int, ...], ...]

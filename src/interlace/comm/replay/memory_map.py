@@ -31,7 +31,7 @@ def reserve(nbytes: int, address: int | None = None) -> int:
     """Reserve addresses without memory and return the first.
 
     Args:
-        address: the first address; what is mapped there is unmapped. None lets the operating system
+        address: The first address; what is mapped there is unmapped. None lets the operating system
             choose.
 
     Raises:
@@ -45,7 +45,7 @@ def map_file(nbytes: int, fd: int, address: int | None = None, offset: int = 0) 
     """Map ``nbytes`` of a file from ``offset`` on, to be read and written by all that map it.
 
     Args:
-        address: where; what is mapped there is replaced. None lets the operating system choose.
+        address: Where; what is mapped there is replaced. None lets the operating system choose.
 
     Returns:
         The first address.

@@ -25,8 +25,8 @@ def prepare_recording(recorded, original, rings, programs):
     Args:
         recorded: int64 ``[RECORDING_LENGTH]``: the context to be written.
         original: int64 ``[LENGTH]``: the context of the operator.
-        rings: address of int64 ``[programs, RING_LANES, 1 + RING_EVENTS, 2]``.
-        programs: programs that there are rings for.
+        rings: Address of int64 ``[programs, RING_LANES, 1 + RING_EVENTS, 2]``.
+        programs: Programs that there are rings for.
     """
     part = tl.program_id(0)
     ring = part * RINGS + tl.arange(0, RINGS)

@@ -122,9 +122,9 @@ def _pieces(
     """Cut a slice of a rank's rows, ``share`` of each product, into batches of equal rows.
 
     Args:
-        rows: the slice, contiguous.
-        first: the row at which it begins.
-        share: rows of one product.
+        rows: The slice, contiguous.
+        first: The row at which it begins.
+        share: Rows of one product.
 
     Yields:
         The products, their part of ``rows`` as ``[products, rows, columns]``, and the rows of each

@@ -262,15 +262,15 @@ def all_gather_gemm(
             of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
             costs the fused kernel a copy in each call.
         bias: ``[N/R]`` of the result's dtype, this rank's part.
-        splits: rows of x on each rank, the same list on every rank. Default: all ranks have as many
+        splits: Rows of x on each rank, the same list on every rank. Default: all ranks have as many
             as this one.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
             without. ``[]`` or ``[1]``, or one a row: ``[rows]`` or ``[rows, 1]``. Of this rank's
             rows: every rank has its own.
-        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N/R]`` or ``[1, N/R]``.
-        out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
+        w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N/R]`` or ``[1, N/R]``.
+        out_dtype: Of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
             float8.
-        return_gathered: whether to return the gathered x too; ranks may differ in it. It is a
+        return_gathered: Whether to return the gathered x too; ranks may differ in it. It is a
             constant to autograd: gradients reach x through the product.
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
             sends slices over the network and ``"unfused"`` takes any call; default: the default
@@ -284,7 +284,7 @@ def all_gather_gemm(
             the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch
             (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
-        config: how the fused kernel cuts its work; default: from the tuned table. The same on every
+        config: How the fused kernel cuts its work; default: from the tuned table. The same on every
             rank.
 
     Returns:

@@ -47,7 +47,7 @@ def embedding_all_to_all(
     group on several streams are put in order.
 
     Args:
-        weights: this rank's tables, each ``[rows_t, D_t]``, D_t at most 2048: float16, bfloat16 or
+        weights: This rank's tables, each ``[rows_t, D_t]``, D_t at most 2048: float16, bfloat16 or
             float32, one dtype on all ranks, rows contiguous. Ranks may have different numbers of
             tables, or none. Widths that are multiples of 4 run at full speed (8 in 2-byte dtypes).
         indices: ``[number of lookups]``, int32 or int64: row numbers, bag after bag.
@@ -57,14 +57,14 @@ def embedding_all_to_all(
             empty bag gives zeros.
         per_sample_weights: ``[number of lookups]``: factors of the rows; with ``mode="sum"`` only.
         mode: ``"sum"`` or ``"mean"``.
-        output_dtype: default: the tables' dtype.
-        gradient: result of the backward pass for the tables. ``"dense"``: gradients of the tables'
+        output_dtype: Default: the tables' dtype.
+        gradient: Result of the backward pass for the tables. ``"dense"``: gradients of the tables'
             shape. ``"sparse"``: COO gradients of the distinct rows, coalesced (waits for the device
             once; not in CUDA graphs). Or an update that the backward pass applies itself, and then
             no gradient at all: :class:`interlace.optim.SGD` or
             :class:`interlace.optim.RowWiseAdagrad`. All are repeatable bit by bit.
         batch_size: B; needed only on a rank without tables.
-        name: of this set of tables; the same on every rank. With a name, ranks learn each other's
+        name: Of this set of tables; the same on every rank. With a name, ranks learn each other's
             widths in the first call and remember them, so tables under one name must not change
             their number, widths or dtype, and another set of tables must have another name. Without
             one, ranks ask each other in every call, through the process group's store: this takes
@@ -79,9 +79,9 @@ def embedding_all_to_all(
             ``"auto"``: the fused kernels, which were faster wherever both were measured; between
             nodes ``"pooled"``, unless slices are predicted to be faster. An explicit choice is
             never replaced.
-        config: configuration of the fused kernels; default: from the tuned table. It must be the
+        config: Configuration of the fused kernels; default: from the tuned table. It must be the
             same on every rank.
-        check_indices: look for indices and offsets out of range before anything is sent, and tell
+        check_indices: Look for indices and offsets out of range before anything is sent, and tell
             every rank. Default: always on the CPU; on CUDA, where it waits for the device, if
             ``INTERLACE_CHECK_INDICES=1`` is set. Without it, a row that does not
             exist is undefined behaviour. The same on every rank.

@@ -22,30 +22,30 @@ class EmbeddingAllToAllConfig(Configuration):
         protocol: ``"direct"`` (vectors go from registers straight to their final place) or
             ``"tiles"`` (the same through tensor descriptors, where a rank's tables all have one
             width, a power of two).
-        push: stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
-        block_bags: bags of one table and destination that a program pools at a time; a power of
+        push: Stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
+        block_bags: Bags of one table and destination that a program pools at a time; a power of
             two.
-        stages: lookups of a bag that are under way at a time: the row of one is added while those
+        stages: Lookups of a bag that are under way at a time: the row of one is added while those
             of the others are loaded.
-        num_warps: warps per program.
-        max_programs: maximum number of programs, which draw blocks until all are pooled. Kernels
+        num_warps: Warps per program.
+        max_programs: Maximum number of programs, which draw blocks until all are pooled. Kernels
             that wait for no peer have up to 16 times as many, each with blocks of its own.
-        max_registers: maximum number of registers per thread, so that more programs are resident;
+        max_registers: Maximum number of registers per thread, so that more programs are resident;
             0 for the compiler's choice.
-        slice_blocks: blocks of one table in a message between nodes, where the number of slices is
+        slice_blocks: Blocks of one table in a message between nodes, where the number of slices is
             not chosen.
-        push_programs: programs of the backward pass that send gradients, beside ``update_programs``
+        push_programs: Programs of the backward pass that send gradients, beside ``update_programs``
             that apply them.
-        push_rows: samples of one table that such a program sends at a time; a power of two.
-        push_blocks: blocks of ``push_rows`` samples that it sends before it waits for their
+        push_rows: Samples of one table that such a program sends at a time; a power of two.
+        push_blocks: Blocks of ``push_rows`` samples that it sends before it waits for their
             arrival.
-        update_programs: programs that apply gradients; may be more than are resident.
-        block_runs: runs of lookups of one row that a program adds at a time; a power of two.
-        run_unroll: lookups of a run whose gradients are in flight together.
-        run_lookups: maximum number of lookups in a run; the sum of a row with more lookups is cut
+        update_programs: Programs that apply gradients; may be more than are resident.
+        block_runs: Runs of lookups of one row that a program adds at a time; a power of two.
+        run_unroll: Lookups of a run whose gradients are in flight together.
+        run_lookups: Maximum number of lookups in a run; the sum of a row with more lookups is cut
             into runs. The bits of sums depend on it.
-        update_warps: warps per program of the backward pass.
-        update_registers: maximum number of registers per thread of the backward pass; 0 for the
+        update_warps: Warps per program of the backward pass.
+        update_registers: Maximum number of registers per thread of the backward pass; 0 for the
             compiler's choice.
     """
 

@@ -26,7 +26,7 @@ class SGD:
     The arithmetic is float32; the row is rounded to the table's dtype, to nearest.
 
     Args:
-        learning_rate: at the time of the call whose backward pass it is. A captured CUDA graph
+        learning_rate: At the time of the call whose backward pass it is. A captured CUDA graph
             keeps it.
     """
 
@@ -49,10 +49,10 @@ class RowWiseAdagrad:
     not change. The arithmetic is float32; the row is rounded to the table's dtype, to nearest.
 
     Args:
-        learning_rate: at the time of the call whose backward pass it is. A captured CUDA graph
+        learning_rate: At the time of the call whose backward pass it is. A captured CUDA graph
             keeps it.
-        epsilon: keeps the division finite.
-        states: state of each of this rank's tables, float32 ``[rows]``, contiguous; updated in
+        epsilon: Keeps the division finite.
+        states: State of each of this rank's tables, float32 ``[rows]``, contiguous; updated in
             place.
     """
 

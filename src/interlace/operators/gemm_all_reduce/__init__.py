@@ -174,10 +174,10 @@ def gemm_all_reduce(
         bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
             without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
-        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
-        residual, norm, norm_weight, norm_bias, eps, scale: as :func:`interlace.gemv_all_reduce`
+        w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        residual, norm, norm_weight, norm_bias, eps, scale: As :func:`interlace.gemv_all_reduce`
             takes them, for up to some hundred rows without gradients; x must not be float8 then.
-        out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
+        out_dtype: Of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8. With a norm, the dtype of its result, and
             float8_e4m3fn is one more.
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``

@@ -24,14 +24,14 @@ class GemmAllReduceNormConfig(Configuration):
     """One way to run the fused kernel. Every rank of a call must use the same one.
 
     Attributes:
-        block_n: rows of the weight that a tile covers; a power of two.
-        block_k: columns of the weight that a program loads at a time; a power of two.
-        num_warps: warps per program.
-        num_stages: loads in flight in the software pipeline (with several tokens).
-        max_programs: maximum number of programs that multiply, which then compute several tiles
+        block_n: Rows of the weight that a tile covers; a power of two.
+        block_k: Columns of the weight that a program loads at a time; a power of two.
+        num_warps: Warps per program.
+        num_stages: Loads in flight in the software pipeline (with several tokens).
+        max_programs: Maximum number of programs that multiply, which then compute several tiles
             each; 0 for one program per tile.
-        max_registers: maximum number of registers per thread; 0 for the compiler's choice.
-        columns: columns of the sums that a program receives and normalises; a power of two; 0 for
+        max_registers: Maximum number of registers per thread; 0 for the compiler's choice.
+        columns: Columns of the sums that a program receives and normalises; a power of two; 0 for
             as few as there are processors for.
     """
 

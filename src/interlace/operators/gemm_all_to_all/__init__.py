@@ -210,15 +210,15 @@ def gemm_all_to_all(
             a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes costs
             the fused kernel a copy in each call.
         bias: ``[N]`` of the result's dtype; added by the rank that computes a row.
-        input_splits: rows of x for each rank; they sum to M. Default: M split evenly, and then R
+        input_splits: Rows of x for each rank; they sum to M. Default: M split evenly, and then R
             must divide M.
-        output_splits: rows from each rank. Both lists are given or neither, and ``input_splits[d]``
+        output_splits: Rows from each rank. Both lists are given or neither, and ``input_splits[d]``
             on rank s must be ``output_splits[s]`` on rank d. Lists are compared on the host in each
             call; even splits, once.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
             without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
-        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
-        out_dtype: of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
+        w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        out_dtype: Of the result: float16, bfloat16 or float32; default: x's, and bfloat16 for
             float8.
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
             sends slices over the network and ``"unfused"`` takes any call; default: the default

@@ -156,12 +156,12 @@ def gemm_reduce_scatter(
             of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
             costs the fused kernel a copy in each call.
         bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
-        splits: rows that each rank owns, the same list on every rank; they sum to M. Default: as
+        splits: Rows that each rank owns, the same list on every rank; they sum to M. Default: as
             ``torch.tensor_split``, the first ``M % R`` ranks one more than the others.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
             without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
-        w_scale: the same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
-        out_dtype: of the result and of the parts that travel: float16, bfloat16 or float32;
+        w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
+        out_dtype: Of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8.
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
             sends slices over the network and ``"unfused"`` takes any call; default: the default

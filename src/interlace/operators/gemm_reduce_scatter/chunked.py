@@ -248,8 +248,8 @@ class _Pieces:
 
     Attributes:
         rows: The rows of each piece of x, in order; this rank's own rows are one piece.
-        own: which one that is.
-        own_rows: and where.
+        own: Which one that is.
+        own_rows: And where.
         sent: The rows of each piece that is sent.
         order: The pieces in the order of their products: the first pieces of all peers, from the
             neighbour on, and then their second pieces.

@@ -81,7 +81,7 @@ def gemv_all_reduce(
         norm_weight: ``[N]``, float16, bfloat16 or float32: what the normalised sum is multiplied
             by; None for 1.
         norm_bias: ``[N]``, the same: what is added to that; None for 0.
-        eps: is added to the mean square, or to the variance.
+        eps: Is added to the mean square, or to the variance.
         scale: float32, one element, for ``out_dtype=torch.float8_e4m3fn``: the normalised sum is
             divided by it. Without it each row gets a scale of its own.
         out_dtype: dtype of the normalised sum: float16, bfloat16, float32 or float8_e4m3fn;
@@ -95,7 +95,7 @@ def gemv_all_reduce(
             (:func:`interlace.autotune`); or ``"batch_invariant"``, the kernel in such a way that a
             token has the same bits in every batch (:func:`interlace.batch_invariant`).
             :func:`interlace.explain` says which and why. An explicit choice is never replaced.
-        config: protocol and tiles of the fused kernel; default: from the tuned table. It must be
+        config: Protocol and tiles of the fused kernel; default: from the tuned table. It must be
             the same on every rank. With a norm, that of
             :mod:`interlace.operators.gemm_all_reduce_norm`.
 

@@ -45,13 +45,13 @@ class GemvAllReduceConfig(Configuration):
     Attributes:
         protocol: ``"one_shot"`` (packed words to every peer) or ``"two_phase"`` (owner reduces,
             then broadcasts).
-        block_n: rows of the weight that a tile covers; a power of two.
-        block_k: columns of the weight that a program loads at a time; a power of two.
-        num_warps: warps per program.
-        num_stages: loads in flight in the software pipeline (with several tokens).
-        max_programs: maximum number of programs, which then compute several tiles each; 0 for one
+        block_n: Rows of the weight that a tile covers; a power of two.
+        block_k: Columns of the weight that a program loads at a time; a power of two.
+        num_warps: Warps per program.
+        num_stages: Loads in flight in the software pipeline (with several tokens).
+        max_programs: Maximum number of programs, which then compute several tiles each; 0 for one
             program per tile.
-        max_registers: maximum number of registers per thread, so that more programs are resident;
+        max_registers: Maximum number of registers per thread, so that more programs are resident;
             0 for the compiler's choice.
     """
 

@@ -60,14 +60,14 @@ def mixture_of_experts(
             ``[L, hidden, F, 2]`` or ``[L, hidden, 2, F]``, of which w_in is a permuted view; its
             gradient has the same strides. Other strides are copied in each call.
         w_out: ``[L, hidden, F]`` of x's dtype; also a view of a contiguous ``[L, F, hidden]``.
-        b_in: bias of gate and up, ``[L, F, 2]`` of x's dtype (``[L, F, 1]`` without a gate), or
+        b_in: Bias of gate and up, ``[L, F, 2]`` of x's dtype (``[L, F, 1]`` without a gate), or
             None. It is copied unless its memory has gate and up in the order of w_in's.
-        b_out: bias of the second product, ``[L, hidden]`` of x's dtype, or None. Each of a token's
+        b_out: Bias of the second product, ``[L, hidden]`` of x's dtype, or None. Each of a token's
             experts adds its own, times its weight.
-        activation: the function of gate and up: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``
+        activation: The function of gate and up: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``
             or ``"relu2"`` of the gate, times up; or an :class:`interlace.ExpertActivation`, which
             clamps both and has further numbers.
-        capacity: maximum number of rows that an expert takes from each rank. Further slots, by
+        capacity: Maximum number of rows that an expert takes from each rank. Further slots, by
             token and then by j, are dropped: they add nothing to y. None: T rows, which is no
             limit as long as no token names an expert twice.
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
@@ -81,7 +81,7 @@ def mixture_of_experts(
             fused kernels where it predicts none. ``"batch_invariant"`` gives a token the same bits
             in every batch (:func:`interlace.batch_invariant`), without a capacity that could drop
             tokens.
-        config: configuration of the kernels; default: one for the sizes, and for ``"fused"`` from
+        config: Configuration of the kernels; default: one for the sizes, and for ``"fused"`` from
             the tuned table of this GPU, if ``interlace tune`` has made one. It must be the same on
             every rank.
 

@@ -20,24 +20,24 @@ class MixtureOfExpertsConfig(Configuration):
     ``block_m`` tokens, loads by pointers, and neither groups tiles nor staggers programs.
 
     Attributes:
-        operands: loads and stores of the products: ``"tiles"`` (by tensor descriptors, where shapes
+        operands: Loads and stores of the products: ``"tiles"`` (by tensor descriptors, where shapes
             and GPU allow) or ``"pointers"``.
-        block_m: rows of a tile of every product; a power of two from 16 to 128.
-        block_n: columns of a tile; a power of two from 32 on.
-        block_k: steps along the products' inner dimension; a power of two from 16 on.
-        group_m: tiles of rows that share columns of weights before the next columns, so that these
+        block_m: Rows of a tile of every product; a power of two from 16 to 128.
+        block_n: Columns of a tile; a power of two from 32 on.
+        block_k: Steps along the products' inner dimension; a power of two from 16 on.
+        group_m: Tiles of rows that share columns of weights before the next columns, so that these
             are in the L2.
-        num_warps: warps per program of the products.
-        num_stages: steps in flight in the products' software pipeline; in decoding at most that
+        num_warps: Warps per program of the products.
+        num_stages: Steps in flight in the products' software pipeline; in decoding at most that
             many, as there is shared memory for them.
-        programs: programs that compute; 0 for one per SM, in decoding for as many as fit.
-        push_programs: programs that send tokens, in front of those and at the same time; in
+        programs: Programs that compute; 0 for one per SM, in decoding for as many as fit.
+        push_programs: Programs that send tokens, in front of those and at the same time; in
             decoding at most that many, and at most 64.
-        push_rows: rows of one expert that such a program sends at a time; a power of two.
-        sum_programs: maximum number of programs that add results.
-        stagger: the programs of the second product start one after another, over this percentage of
+        push_rows: Rows of one expert that such a program sends at a time; a power of two.
+        sum_programs: Maximum number of programs that add results.
+        stagger: The programs of the second product start one after another, over this percentage of
             the time that a tile takes.
-        tail: in decoding, rows that an expert's last tile may have beyond ``block_m``, so that few
+        tail: In decoding, rows that an expert's last tile may have beyond ``block_m``, so that few
             more rows do not need another tile; 0 or a power of two from 16 on.
     """
 
@@ -78,9 +78,9 @@ def decode_config(*, rows: float, inner: int, itemsize: int) -> MixtureOfExperts
     """Return a configuration of ``impl="decode"`` for sizes that have not been measured.
 
     Args:
-        rows: mean number of rows per expert.
-        inner: the smaller of an expert's two widths, K of one of its products.
-        itemsize: bytes of an element.
+        rows: Mean number of rows per expert.
+        inner: The smaller of an expert's two widths, K of one of its products.
+        itemsize: Bytes of an element.
     """
     # Nearly all experts have at most two standard deviations more rows than the mean; a second tile
     # of rows would read the weights again, though from the L2.

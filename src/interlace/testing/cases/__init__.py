@@ -40,8 +40,8 @@ def every_case(
     one.
 
     Args:
-        operators: the operators to take; default: all.
-        spans_nodes: whether to yield calls of those as well that need ranks on several nodes.
+        operators: The operators to take; default: all.
+        spans_nodes: Whether to yield calls of those as well that need ranks on several nodes.
     """
     for operator in operators or IMPLEMENTATIONS:
         more = BETWEEN_NODES.get(operator, ()) if spans_nodes else ()
@@ -53,7 +53,7 @@ def between_nodes(operators: Sequence[str] = ()) -> dict[str, list[str]]:
     """Return the implementations that send something of ours between nodes, by operator.
 
     Args:
-        operators: the operators to take, for which stock pairs count as well; default: all that
+        operators: The operators to take, for which stock pairs count as well; default: all that
             have more than pairs.
     """
     declared = registry.operators()
@@ -82,9 +82,9 @@ def draw_case(
     """Return a random call of a random implementation; it depends on the state of ``source`` only.
 
     Args:
-        operators: the operators to draw from; default: all.
-        large: whether some calls may be too large for Triton's interpreter to be quick.
-        spans_nodes: whether the ranks are on several nodes; see :func:`between_nodes`.
+        operators: The operators to draw from; default: all.
+        large: Whether some calls may be too large for Triton's interpreter to be quick.
+        spans_nodes: Whether the ranks are on several nodes; see :func:`between_nodes`.
     """
     implementations = IMPLEMENTATIONS
     if spans_nodes:

@@ -40,16 +40,16 @@ class Case(abc.ABC):
     exact in its dtype and every order of summation gives the same bits.
 
     Attributes:
-        operator: the operator's name.
-        impl: the implementation, as the operator's ``impl`` argument takes it, or as
+        operator: The operator's name.
+        impl: The implementation, as the operator's ``impl`` argument takes it, or as
             ``IMPLEMENTATIONS`` lists it.
-        dtype: the name of the inputs' dtype, a key of ``DTYPES``.
-        backward: whether the call includes its backward pass.
-        leaf_names: the tensors that get gradients, in the order of the results; a call need not
+        dtype: The name of the inputs' dtype, a key of ``DTYPES``.
+        backward: Whether the call includes its backward pass.
+        leaf_names: The tensors that get gradients, in the order of the results; a call need not
             have all of them.
         is_replicated: True if every rank has a copy of one result, with one gradient.
         shares_bias: True if the ranks' biases are copies of one, which is added once.
-        may_be_zero: the sizes for which 0 has a meaning of its own.
+        may_be_zero: The sizes for which 0 has a meaning of its own.
     """
 
     leaf_names: ClassVar[tuple[str, ...]] = ("x", "w", "bias")
@@ -134,8 +134,8 @@ class Case(abc.ABC):
         """Return, for each rank, the operator's result computed from all ranks' tensors by torch.
 
         Args:
-            leaves: the tensors of ``leaf_names``.
-            inputs: all tensors.
+            leaves: The tensors of ``leaf_names``.
+            inputs: All tensors.
         """
         raise NotImplementedError
 

@@ -49,8 +49,8 @@ class EmbeddingCase(Case):
     """Tables of ``widths[rank % len(widths)]``, a global batch, and an update of the backward pass.
 
     Attributes:
-        update: one of ``UPDATES``: what the backward pass does for the tables.
-        weighted: whether every lookup has a factor of its own.
+        update: One of ``UPDATES``: what the backward pass does for the tables.
+        weighted: Whether every lookup has a factor of its own.
     """
 
     widths: tuple[tuple[int, ...], ...] = ((8,), (4, 4))

@@ -59,8 +59,8 @@ class ExpertsCase(Case):
     Attributes:
         routing: ``"random"``; ``"one"``: every token chooses the last expert first; ``"holes"``:
             some slots name no expert.
-        capacity: rows that an expert takes from each rank at most; 0 for no limit.
-        form: a key of ``_ACTIVATIONS``.
+        capacity: Rows that an expert takes from each rank at most; 0 for no limit.
+        form: A key of ``_ACTIVATIONS``.
     """
 
     leaf_names = ("x", "weights", "w_in", "w_out", "b_in", "b_out")

@@ -37,8 +37,8 @@ class NormCase(Case):
 
     Attributes:
         norm: ``"rms"`` or ``"layer"``.
-        bias: whether a bias is added to the sum.
-        residual: whether a residual is added to it.
+        bias: Whether a bias is added to the sum.
+        residual: Whether a residual is added to it.
     """
 
     tokens: int = 1

@@ -160,7 +160,7 @@ class KernelCase(Case):
     ``empty_symmetric``; the host counts its calls.
 
     Attributes:
-        calls_before: how many calls are taken to have been made before the first.
+        calls_before: How many calls are taken to have been made before the first.
     """
 
     may_be_zero = ("calls_before",)

@@ -65,7 +65,7 @@ class ProductCase(Case):
     Attributes:
         splits: None; or ``splits[s][d]`` rows from rank s to rank d (all-to-all); or the rows of
             each rank's result (reduce-scatter) or of each rank's x (all-gather).
-        w_along: the dimension along which w is contiguous, ``"K"`` or ``"N"``.
+        w_along: The dimension along which w is contiguous, ``"K"`` or ``"N"``.
     """
 
     rows: int = 16
@@ -183,9 +183,9 @@ def exact_results(
 
     Args:
         collective: ``"all_gather"``, ``"all_to_all"``, ``"all_reduce"`` or ``"reduce_scatter"``.
-        xs: every rank's x, ``[M, K]``; the results are of their dtype.
-        ws: every rank's w, ``[N, K]``.
-        biases: every rank's bias, ``[N]``; sums take the first one.
+        xs: Every rank's x, ``[M, K]``; the results are of their dtype.
+        ws: Every rank's w, ``[N, K]``.
+        biases: Every rank's bias, ``[N]``; sums take the first one.
         splits: None for rows that are shared out evenly; else the rows from rank s to rank d as
             ``splits[s][d]`` (all-to-all), or the rows of each rank's result (reduce-scatter).
     """

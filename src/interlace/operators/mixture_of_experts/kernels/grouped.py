@@ -58,7 +58,7 @@ def activate_rows_backward(
     w_out is ``g.T @ (s a)``.
 
     Args:
-        products, bias, owners, ends: those of :func:`activate_rows`.
+        products, bias, owners, ends: Those of :func:`activate_rows`.
         order: int64 ``[M]``, the slot of each row.
         routing: float32 ``[tokens, 2 * TOP_K]``, a token's experts and then their weights.
         incoming: ``[M, width]``, the products p.
@@ -166,7 +166,7 @@ def sum_rows_of_tokens(
         places: int64 ``[tokens, TOP_K]``, the row of each slot.
         routing: float32 ``[tokens, 2 * TOP_K]``, a token's experts and then their weights.
         bias: ``[L, hidden]``, of the second product; or None.
-        first: the number of this rank's first expert.
+        first: The number of this rank's first expert.
     """
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         for start in range(0, hidden, COLS):

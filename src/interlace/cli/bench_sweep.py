@@ -21,6 +21,7 @@ from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import profile_of
+from interlace.registry import operator_named
 
 _MOST_DRAWS = 4000
 
@@ -68,14 +69,19 @@ def run_sweep(
 
 
 def today(result: dict[str, Any], gpu: str) -> dict[str, Any]:
-    """Return a result with what ``auto`` takes by today's profile, of the times that it has.
+    """Return a result with what ``auto`` takes by today's profile, of the times that it has of
+    implementations that still exist.
 
     Args:
         gpu: The name of the GPU on which the result was measured.
     """
     points = profile_fit.points_of([{"results": [result]}], with_disturbed=True)
     fastest = profile_fit.predicted_fastest(profile_of(gpu), points)
-    return result if fastest is None else {**result, "auto": fastest.implementation}
+    if fastest is None:
+        return result
+    words = operator_named(result["operator"]).words
+    times = {name: time for name, time in result["times"].items() if name in words}
+    return {**result, "auto": fastest.implementation, "times": times}
 
 
 Ratios = Mapping[str, Sequence[tuple[float, float]]]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from interlace.errors import ArgumentError
+
 Role = Literal["ours", "pair", "compute", "communication"]
 """An implementation of the operator; a compute step and a collective that a program without
 Interlace would run; compute without communication; communication without compute.
@@ -45,5 +47,13 @@ def role_of(time: Mapping[str, Any]) -> tuple[str, str]:
 
     Args:
         time: Its entry in the result.
+
+    Raises:
+        ArgumentError: The entry has no role, as those of versions before 0.2 had none.
     """
+    if "role" not in time:
+        raise ArgumentError(
+            "every time of a result must have a role, as `interlace bench --json` writes them; "
+            f"got one with {', '.join(time) or 'nothing'}. Measure again."
+        )
     return str(time["role"]), str(time.get("impl", ""))

@@ -11,6 +11,7 @@ from typing import Any
 from interlace.bench import profile_fit, report
 from interlace.bench.roles import is_disturbed
 from interlace.costs.known_profiles import profile_of
+from interlace.registry import operator_named
 from interlace.figure import open_figure
 
 Ratios = Mapping[str, Sequence[tuple[float, float]]]
@@ -20,14 +21,19 @@ the fastest implementation's.
 
 
 def today(result: dict[str, Any], gpu: str) -> dict[str, Any]:
-    """Return a result with what ``auto`` takes by today's profile, of the times that it has.
+    """Return a result with what ``auto`` takes by today's profile, of the times that it has of
+    implementations that still exist.
 
     Args:
         gpu: The name of the GPU on which the result was measured.
     """
     points = profile_fit.points_of([{"results": [result]}], with_disturbed=True)
     fastest = profile_fit.predicted_fastest(profile_of(gpu), points)
-    return result if fastest is None else {**result, "auto": fastest.implementation}
+    if fastest is None:
+        return result
+    words = operator_named(result["operator"]).words
+    times = {name: time for name, time in result["times"].items() if name in words}
+    return {**result, "auto": fastest.implementation, "times": times}
 
 
 def ratios_of(results: Iterable[Mapping[str, Any]], choice: str = "auto") -> Ratios:

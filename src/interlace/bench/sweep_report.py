@@ -11,8 +11,8 @@ from typing import Any
 from interlace.bench import profile_fit, report
 from interlace.bench.roles import is_disturbed
 from interlace.costs.known_profiles import profile_of
-from interlace.registry import operator_named
 from interlace.figure import open_figure
+from interlace.registry import operator_named
 
 Ratios = Mapping[str, Sequence[tuple[float, float]]]
 """Of each operator the calls' times of ``auto``, as multiples of the fastest stock pair's and of

@@ -743,7 +743,7 @@ def kernels():
     ]
     shared = (
         "mapped.kernel",
-        "comm.recording_kernel",
+        "comm.replay.recording_kernel",
         "tracing.kernels",
         "gemm.kernels.staged",
         "gemm.kernels.sum_parts",

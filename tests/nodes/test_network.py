@@ -18,6 +18,7 @@ import torch.distributed as dist
 import interlace
 from interlace.cli import console, doctor_network, tune_network
 from interlace.comm.groups import machine_rates, network_rates
+from interlace.comm.host import common_profile
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, parse_network, read_network
@@ -230,7 +231,7 @@ def _joined(folder, lacks_memory):
     warnings.
     """
     rank = dist.get_rank()
-    environment = {"INTERLACE_CACHE_DIR": f"{folder}/{rank}", machine_rates.VARIABLE: "1"}
+    environment = {"INTERLACE_CACHE_DIR": f"{folder}/{rank}", common_profile.VARIABLE: "1"}
     measured = mock.Mock(side_effect=functools.partial(network_rates.measure_network, sizes=SIZES))
     has_memory = mock.Mock(return_value=rank not in lacks_memory)
     with (

@@ -167,8 +167,8 @@ def fused() -> None:
 
 def architecture() -> None:
     """The layers, top to bottom: each imports only what is below it."""
-    figure, axes = canvas(96, 94.2)
-    axes.set_ylim(-19.7, 74.5)
+    figure, axes = canvas(96, 100.4)
+    axes.set_ylim(-25.9, 74.5)
     label(axes, 2, 72, "Layers: each imports only what is below it", bold=True, size=10)
     layers = (
         ((27, "cli\ndoctor explain trace bench tune ...", SHADES[3]), (16, "integrations\nother programs", SHADES[3])),
@@ -179,7 +179,8 @@ def architecture() -> None:
         ((44, "gemm\ncall, schema, dispatch, implementations, kernels", SHADES[0]),),
         ((26, "mapped\noutputs on peers, and copies to them", SHADES[0]), (17, "tracing\ntimelines of kernels", SHADES[0])),
         ((26, "language\nTriton primitives", SHADES[0]), (17, "tuning\nsizes → config", SHADES[0])),
-        ((44, "comm\ngroups, memory, launch", SHADES[2]),),
+        ((44, "gin\nputs over the network that a kernel starts", SHADES[2]),),
+        ((44, "comm\nlaunching, groups, host, replay, runtime, cpu", SHADES[2]),),
         ((21.5, "registry\noperators", SHADES[1]), (21.5, "costs\npure Python", SHADES[1])),
         ((14, "cache_folder", PALE), (14, "environment", PALE), (14, "figure, units", PALE)),
         ((44, "extras", PALE),),
@@ -199,14 +200,14 @@ def architecture() -> None:
         (PALE, "used everywhere"),
     )
     for i, (fill, meaning) in enumerate(meanings):
-        x, y = 2 + 21.5 * (i % 2), -12.9 - 2.6 * (i // 2)
+        x, y = 2 + 21.5 * (i % 2), -19.1 - 2.6 * (i // 2)
         block(axes, x, y - 0.9, 2.2, 1.8, fill)
         label(axes, x + 3, y, meaning, size=8, color=GREY)
 
-    box(axes, 52, 2.5, 21.5, 5, "interlace_sim\nmany nodes; no torch", fill=SHADES[1])
-    arrow(axes, (52, 5), (46.3, 10.2), color=GREY)
-    label(axes, 75, 5, "a package of its own:", size=8, color=GREY)
-    label(axes, 75, 3, "it knows operators by their costs", size=8, color=GREY)
+    box(axes, 52, -3.7, 21.5, 5, "interlace_sim\nmany nodes; no torch", fill=SHADES[1])
+    arrow(axes, (52, -1.2), (46.3, 4.0), color=GREY)
+    label(axes, 75, -1.2, "a package of its own:", size=8, color=GREY)
+    label(axes, 75, -3.2, "it knows operators by their costs", size=8, color=GREY)
 
     label(axes, 52, 72, "A call, from the user to the peers", bold=True, size=10)
     steps = (

@@ -24,7 +24,6 @@ from interlace.units import next_power_of_2
 
 _LOOKS_PER_DEADLINE = 20
 _LONGEST_PAUSE_S = 0.25
-# Time in which ranks that wait, too, say so: their calls may have begun later than this rank's.
 _ABORT_S = 0.2  # in which an abort has reached NCCL's kernels
 _RELEASED = 2**31 - 1  # a counter's value that no wait is above
 

@@ -88,3 +88,27 @@ def test_the_rank_that_has_ended_is_named_at_once() -> None:
         pool.close()
     assert (kind, peer, seen_by_rank_1) == ("PeerTimeoutError", 3, 3)
     assert seconds < 2.0, "no answer of rank 1 is waited for"
+
+
+def _exchange_without_two() -> Any:
+    """Rank 2 dies, and rank 1 comes to an exchange only when rank 0 has given it up."""
+    group = group_of()
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while lives(group.members.processes[2]):
+        time.sleep(0.01)
+    if dist.get_rank() == 1:
+        time.sleep(4)
+    kind, _, error = error_of(group.channel.exchange, "test", None, deadline_s=2.0)
+    return kind, error["peer"]
+
+
+def test_an_exchange_names_the_rank_that_has_ended_before_one_that_is_late() -> None:
+    pool = MortalPool(3, store="file")
+    try:
+        outcomes = pool.run(_exchange_without_two)
+    finally:
+        pool.close()
+    assert outcomes == [("PeerTimeoutError", 2), ("PeerTimeoutError", 2), None]

@@ -117,7 +117,7 @@ def test_what_does_not_fit_is_refused(ranks):
         assert (
             bad[-1][1]
             == "all_to_all_bmm: impl must be one of auto, batch_invariant, chunked, pushed, "
-            "unfused; got 'fused', which is called 'chunked' now."
+            "unfused; got 'fused'."
         )
 
 

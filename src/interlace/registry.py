@@ -58,6 +58,9 @@ class Implementation:
             memory.
         is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
             asks for that; see :mod:`interlace.gemm.invariance`.
+        backward: Runs the backward pass of a call, of operators whose backward pass depends on the
+            implementation; its arguments are the operator's own. None where it does not, or where
+            this implementation is for calls without gradients.
     """
 
     name: str
@@ -70,6 +73,7 @@ class Implementation:
     is_stock: bool = False
     spans_nodes: bool = False
     is_batch_invariant: bool = False
+    backward: Callable[..., Any] | None = None
 
 
 class Operator(abc.ABC):

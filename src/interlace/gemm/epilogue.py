@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
+from interlace.comm.groups.registration import entrance
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import FLOAT8, FLOATS, require_device, require_tensor
@@ -224,9 +225,8 @@ def call_normed(
         raise ArgumentError(f"{operator.norm_name}: eps must be a number; got {eps!r}.")
     if not isinstance(norm, (str, type(None))):
         raise ArgumentError(f"{operator.norm_name}: norm must be a word or None; got {norm!r}.")
-    function = getattr(torch.ops.interlace, operator.norm_name)
     text = "" if config is None else str(config)
-    results = function(
+    results = entrance(operator.norm_name)(
         x, w, bias, residual, norm_weight, norm_bias, norm or "rms", eps, scale, out_dtype,
         default_name(group), impl, text,
     )  # fmt: skip

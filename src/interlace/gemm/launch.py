@@ -161,6 +161,13 @@ def padded_columns(columns: int, dtype: torch.dtype) -> int:
     return round_up(columns, ALIGNMENT_BYTES // dtype.itemsize)
 
 
+def without_padding(y: torch.Tensor, columns: int) -> torch.Tensor:
+    """Return the first columns of a result ``[rows, padded columns]``, contiguous: itself where
+    there are no others.
+    """
+    return y if y.shape[1] == columns else y[:, :columns].contiguous()
+
+
 def row_stride(matrix: torch.Tensor) -> int:
     """Return the elements from one row to the next of a matrix whose rows are contiguous."""
     return _stride(matrix, 1)
@@ -203,7 +210,7 @@ def run_into_peers(
         launch = prepare(Destination(y.data_ptr(), 0, 0))
         with group.running():
             launch()
-        return y[:, :columns].contiguous()
+        return without_padding(y, columns)
     # Peers store tiles straight into the result, so it is symmetric memory.
     output = group.outputs.take(most_rows * shape[1] * dtype.itemsize)
     y = output.tensor(shape, dtype, group.device)

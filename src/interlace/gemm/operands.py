@@ -415,6 +415,16 @@ def _laid_out(matrix: torch.Tensor, dimension: int) -> torch.Tensor:
     """Return ``matrix``, or a copy that is contiguous along ``dimension`` and aligned along the
     other.
     """
+    # Most matrices are as they should be, and every call comes here.
+    stride = matrix.stride()
+    is_aligned_whole = (
+        stride[dimension] == 1
+        and stride[1 - dimension] > 0
+        and stride[1 - dimension] * matrix.itemsize % ALIGNMENT_BYTES == 0
+        and matrix.data_ptr() % ALIGNMENT_BYTES == 0
+    )
+    if is_aligned_whole:
+        return matrix
     if dimension == 0:
         return _laid_out(matrix.T, 1).T
     rows, columns = matrix.shape

@@ -5,14 +5,21 @@ Triton is imported by the first call, not before.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.comm.groups.registration import OPERATOR_TAGS, UNCAPTURABLE_TAGS, register
+from interlace.comm.groups.registration import (
+    OPERATOR_TAGS,
+    UNCAPTURABLE_TAGS,
+    entrance,
+    is_ordinary,
+    is_unobserved,
+    register,
+)
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
@@ -89,6 +96,42 @@ def define(name: str) -> GemmOperator:
     return operator
 
 
+_MOST_VALID = 4096
+_valid: set[tuple[Hashable, ...]] = set()
+"""Kinds of calls whose arguments were validated: a program makes few of them, again and again."""
+
+
+def _kind(
+    operator: GemmOperator,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    x_scale: torch.Tensor | None,
+    w_scale: torch.Tensor | None,
+    splits: Sequence[object],
+    out_dtype: torch.dtype | None,
+    impl: str,
+    config: GemmConfig | None,
+) -> tuple[Hashable, ...] | None:
+    """Return everything that a validation of these arguments looks at; None for calls that are
+    validated each time: of float8, of lists of rows, of a configuration, of what is no ordinary
+    tensor, and of what a compiler traces.
+    """
+    is_simple = x_scale is None and w_scale is None and config is None and isinstance(impl, str)
+    is_known = out_dtype is None or isinstance(out_dtype, torch.dtype)
+    has_lists = any(rows is not None for rows in splits)
+    if not is_simple or not is_known or has_lists or not is_unobserved():
+        return None
+    for tensor in (x, w, bias):
+        if tensor is not None and not (is_ordinary(tensor) and tensor.layout is torch.strided):
+            return None
+    extra = None if bias is None else (bias.shape, bias.dtype, bias.device)
+    return (
+        operator.name, x.shape, x.dtype, x.device, w.shape, w.stride(), w.dtype, w.device, extra,
+        out_dtype, impl,
+    )  # fmt: skip
+
+
 def _require_unfused(operator: GemmOperator) -> None:
     """Refuse an operator without the implementation that runs where all others refuse a call."""
     names = [implementation.name for implementation in operator.implementations]
@@ -134,14 +177,20 @@ def call(
     Raises:
         ArgumentError: No rank could compute this.
     """
-    validate(
-        operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,
-        takes_float8=operator.takes_float8,
-    )  # fmt: skip
-    operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
+    kind = _kind(operator, x, w, bias, x_scale, w_scale, splits, out_dtype, impl, config)
+    if kind is None or kind not in _valid:
+        validate(
+            operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,
+            takes_float8=operator.takes_float8,
+        )  # fmt: skip
+        operator.validate_splits(tuple(splits))  # type: ignore[arg-type]
+        if kind is not None:
+            if len(_valid) >= _MOST_VALID:
+                _valid.clear()
+            _valid.add(kind)
     lists = [None if rows is None else list(rows) for rows in splits]  # type: ignore[call-overload]
-    overload = _EXCHANGED if operator.exchanges(tuple(lists)) else "default"
-    return getattr(getattr(torch.ops.interlace, operator.name), overload)(
+    overload = f".{_EXCHANGED}" if operator.exchanges(tuple(lists)) else ""
+    return entrance(operator.name + overload)(
         x,
         w,
         bias,

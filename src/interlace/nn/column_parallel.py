@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from interlace.comm import default_name, require_same_ranks
+from interlace.comm.groups.registration import entrance
 from interlace.errors import ArgumentError
 from interlace.gemm.gradients import replicated
 from interlace.nn.autocast import operands
@@ -209,7 +210,7 @@ class _ReplicatedLinear(torch.autograd.Function):
         grad_x = grad_w = grad_bias = None
         # Each rank's columns give a part of the gradient of x, which all of them need.
         if ctx.needs_input_grad[0]:
-            grad_x = torch.ops.interlace.gemm_all_reduce(
+            grad_x = entrance("gemm_all_reduce")(
                 rows, w.T, None, None, None, w.dtype, ctx.group_name, ctx.impl, ""
             ).view_as(x)
         if ctx.needs_input_grad[1]:

@@ -42,12 +42,14 @@ def device_of_group(device: torch.device | str | None) -> torch.device:
     Raises:
         BackendError: The device is neither a GPU nor the CPU.
     """
-    device = torch.device(default_device_type() if device is None else device)
+    # Every call of an operator comes here with the device of a tensor, and a new one takes long.
+    if not isinstance(device, torch.device):
+        device = torch.device(default_device_type() if device is None else device)
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     if device.type not in ("cuda", "cpu"):
         raise BackendError(f"a group's device must be cuda or cpu; got {device}.")
-    return torch.device("cpu") if device.type == "cpu" else device
+    return torch.device("cpu") if device.type == "cpu" and device.index is not None else device
 
 
 def process_group_named(name: str) -> dist.ProcessGroup | None:

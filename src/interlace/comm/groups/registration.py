@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -40,7 +41,7 @@ def register(
     setup_context: Callable[..., None] | None = None,
 ) -> None:
     """Register the kernels of the operator ``interlace::<qualified_name>``, which ``library`` has
-    defined.
+    defined; :func:`entrance` returns what calls it.
 
     Derivatives are computed or refused with an error, never dropped. Forward-mode differentiation
     is refused, and so is reverse mode if there is no ``backward``. Autocast does not reach into an
@@ -80,6 +81,7 @@ def register(
     for device in ("CPU", "CUDA"):
         library.impl(qualified_name, run_without_autocast, f"Autocast{device}")
     if backward is None:
+        _entrances[qualified_name] = _entrance(operator, kernel, None)
         return
     differentiable = _differentiable(operator, backward, setup_context)
 
@@ -95,6 +97,189 @@ def register(
             return operator.redispatch(keys & _C._after_autograd_keyset, *args)
 
     library.impl(qualified_name, run_with_autograd, "Autograd", with_keyset=True)
+    recorded = _recorded(operator, run, backward, setup_context)
+    _entrances[qualified_name] = _entrance(operator, run, recorded)
+
+
+_entrances: dict[str, Callable[..., Any]] = {}
+
+
+def entrance(qualified_name: str) -> Callable[..., Any]:
+    """Return what calls ``torch.ops.interlace.<qualified_name>`` at the least cost to the host.
+
+    It takes the schema's arguments, all by position. Where nothing looks at calls of operators it
+    goes past PyTorch's dispatcher, whose way to a kernel in Python takes as long as a launch. A
+    compiler, a mode, a transform or a profiler gets the operator itself.
+    """
+    return _entrances[qualified_name]
+
+
+def _dispatch_sets() -> tuple[list[Any], Any]:
+    """Return the sets of keys that the dispatcher includes where nothing listens, without and with
+    inference mode, and the set that it excludes below autograd and autocast.
+    """
+    included = [_C._dispatch_tls_local_include_set()]
+    with torch.inference_mode():
+        included.append(_C._dispatch_tls_local_include_set())
+    with _C._AutoDispatchBelowAutograd():
+        return included, _C._dispatch_tls_local_exclude_set() | _AUTOCAST
+
+
+_INCLUDED, _BELOW_AUTOGRAD = _dispatch_sets()
+_is_profiled = torch.autograd._profiler_enabled
+
+
+def is_unobserved() -> bool:
+    """Return whether nothing looks at calls of operators on this thread: no compiler, no mode of
+    PyTorch's dispatcher or of its functions, no transform of ``torch.func`` and no profiler.
+    """
+    return (
+        not torch.compiler.is_compiling()
+        and not _is_profiled()
+        and forward_ad._current_level < 0
+        and _C._len_torch_function_stack() == 0
+        and _C._get_tracing_state() is None
+        and _C._dispatch_tls_local_include_set() in _INCLUDED
+    )
+
+
+def is_ordinary(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is one whose memory kernels can read as it is: of no subclass, on a
+    GPU or the CPU, and not one that PyTorch still has to negate.
+    """
+    kind = type(tensor)
+    return (
+        (kind is torch.Tensor or kind is torch.nn.Parameter)
+        and (tensor.is_cuda or tensor.is_cpu)
+        and not tensor.is_neg()
+    )
+
+
+def _entrance(
+    operator: torch._ops.OpOverload,
+    run: Callable[..., Any],
+    recorded: Callable[..., Any] | None,
+) -> Callable[..., Any]:
+    """Return what calls an operator: without PyTorch's dispatcher where nothing listens to it.
+
+    Args:
+        operator: What the dispatcher knows.
+        run: The implementation.
+        recorded: The same, recorded for autograd; None if ``run`` itself refuses gradients.
+    """
+
+    def enter(*args: Any) -> Any:
+        if not is_unobserved() or not all(map(is_ordinary, _tensors(args))):
+            return operator(*args)
+        if recorded is not None and torch.is_grad_enabled() and _C._any_requires_grad(*args):
+            return recorded(*args)
+        with _C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD):
+            return run(*args)
+
+    return enter
+
+
+def _recorded(
+    operator: torch._ops.OpOverload,
+    run: Callable[..., Any],
+    backward: Callable[..., Any],
+    setup_context: Callable[..., None] | None,
+) -> Callable[..., Any]:
+    """Return ``run`` with the formula of its gradient, as a function of autograd."""
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        # Below autograd the results are no views of memory that the implementation has made.
+        with _C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD):
+            output = run(*args)
+        if setup_context is not None:
+            setup_context(ctx=ctx, inputs=args, output=output)
+        return output
+
+    lists = [
+        place
+        for place, each in enumerate(operator._schema.arguments)
+        if is_tensorlist_like_type(each.type)
+    ]
+    if lists:
+        return _recorded_with_lists(operator._opname, forward, backward, lists)
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(f"Recorded_{operator._opname}", (torch.autograd.Function,), methods)
+    apply: Callable[..., Any] = function.apply  # type: ignore[attr-defined]
+    return apply
+
+
+def _recorded_with_lists(
+    name: str, forward: Callable[..., Any], backward: Callable[..., Any], lists: Sequence[int]
+) -> Callable[..., Any]:
+    """Return a function of autograd of which some arguments are lists of tensors, which autograd
+    takes one by one.
+
+    Args:
+        name: The operator's name.
+        forward: Runs it and saves what its gradient needs.
+        backward: The gradient's formula.
+        lists: The places of the lists among the arguments.
+    """
+
+    class Recorded(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, lengths: tuple[int, ...], *flat: Any) -> Any:
+            ctx.lengths = lengths
+            with _needed(ctx, lists):
+                return forward(ctx, *_nested(flat, lists, lengths))
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+            with _needed(ctx, lists):
+                found = backward(ctx, *grads)
+            return None, *_flat(found, lists, ctx.lengths)
+
+    Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{name}"
+
+    def record(*args: Any) -> Any:
+        lengths = tuple(len(args[place]) for place in lists)
+        return Recorded.apply(lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
+
+    return record
+
+
+@contextlib.contextmanager
+def _needed(ctx: Any, lists: Sequence[int]) -> Iterator[None]:
+    """Show a gradient's formula which of its operator's arguments need one, lists as lists."""
+    of_function = ctx.needs_input_grad
+    ctx.needs_input_grad = _nested(of_function[1:], lists, ctx.lengths)
+    try:
+        yield
+    finally:
+        ctx.needs_input_grad = of_function
+
+
+def _nested(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> tuple[Any, ...]:
+    """Return an operator's arguments, of which ``flat`` has the lists' elements one by one.
+
+    Args:
+        lists: The places of lists among the arguments.
+        lengths: The length of each of them.
+    """
+    if not lists:
+        return tuple(flat)
+    args = list(flat)
+    for place, length in zip(lists, lengths, strict=True):
+        args[place : place + length] = [args[place : place + length]]
+    return tuple(args)
+
+
+def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> Sequence[Any]:
+    """Return what :func:`_nested` takes; a list that is None has as many None as elements."""
+    if not lists:
+        return args
+    flat: list[Any] = []
+    for place, value in enumerate(args):
+        if place not in lists:
+            flat.append(value)
+        else:
+            flat += [None] * lengths[lists.index(place)] if value is None else value
+    return flat
 
 
 def _differentiable(

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
+from interlace.comm.groups.registration import entrance
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.operands import FLOATS
@@ -23,7 +22,7 @@ def run(call: GemmCall) -> Any:
     gemv = operator_matching("gemv", call.operator.collective)
     # Its kernel reads the weight along K.
     w = operands.w if operands.w.stride(1) == 1 else operands.w.contiguous()
-    function = getattr(torch.ops.interlace, gemv.name)
+    function = entrance(gemv.name)
     impl = BATCH_INVARIANT if call.is_batch_invariant else "fused"
     return function(operands.x, w, operands.bias, call.group_name, impl, "")
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
+from interlace.comm.groups.registration import entrance
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -187,7 +188,7 @@ class AllGatherGemm(GemmOperator):
                 if len(summands) == 1
                 else (torch.cat(factors, 1) for factors in zip(*summands, strict=True))
             )
-            grad_x = torch.ops.interlace.gemm_reduce_scatter(
+            grad_x = entrance("gemm_reduce_scatter")(
                 left, right, None, None, None, ctx.splits, ctx.dtype, ctx.group_name, ctx.impl, ""
             )
         return grad_x, grad_w, grad_bias

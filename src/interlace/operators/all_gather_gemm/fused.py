@@ -53,7 +53,8 @@ def run(call: GemmCall) -> Pair:
         key = NAME, "fused", config, rows, call.gather, mark, places(y, gathered), operands.memory()
         group.replays.run(key, enqueue, copied=[gathered])
     arrived = gathered if group.world_size > 1 else None
-    return y[:, : operands.columns].contiguous(), _result(operands, arrived, call.gather)
+    y = launch.without_padding(y, operands.columns)
+    return y, _result(operands, arrived, call.gather)
 
 
 def run_chunked(call: GemmCall) -> Pair:

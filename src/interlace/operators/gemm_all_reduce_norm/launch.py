@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS
+from interlace.comm.groups.registration import entrance
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
@@ -56,7 +57,7 @@ def run_gemm(call: GemmCall) -> Normed:
     """Run the operator around a GEMM, then a kernel that normalises its rows."""
     require(call.group.backend)
     operands = call.operands
-    function = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
+    function = entrance(operator_matching("gemm", "all_reduce").name)
     total = function(
         operands.x, operands.w, operands.bias, None, None, operands.out_dtype, call.group_name,
         BATCH_INVARIANT if call.is_batch_invariant else "auto", "",

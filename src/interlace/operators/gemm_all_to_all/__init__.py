@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
+from interlace.comm.groups.registration import entrance
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -157,7 +158,7 @@ class GemmAllToAll(GemmOperator):
         """Send the gradient back the way its rows came; the product's own gradient is local."""
         (grad,) = grads
         assert grad is not None
-        rows = torch.ops.interlace.gemm_all_to_all_gradient(grad, *ctx.splits, ctx.group_name)
+        rows = entrance("gemm_all_to_all_gradient")(grad, *ctx.splits, ctx.group_name)
         return product_gradients(ctx, rows)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from interlace.comm import process_group_named
-from interlace.comm.groups.registration import OPERATOR_TAGS, register
+from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
 from interlace.operators.gemm_all_to_all import reference
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -52,7 +52,7 @@ def _set_up_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) ->
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     """Send rows that came back from their owners to them once more."""
     # The transpose of the way back is the way there: the lists change places.
-    rows = torch.ops.interlace.gemm_all_to_all_gradient(
+    rows = entrance("gemm_all_to_all_gradient")(
         grad, ctx.output_splits, ctx.input_splits, ctx.group_name
     )
     return rows, None, None, None

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
+from interlace.comm.groups.registration import entrance
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
@@ -103,7 +104,7 @@ class GemmReduceScatter(GemmOperator):
         # The rows are gathered anyway; returning them costs a copy, which only w and bias need.
         needs_bias = ctx.has_bias and ctx.needs_input_grad[2]
         gather = x is not None or needs_bias
-        grad_x, rows = torch.ops.interlace.all_gather_gemm(
+        grad_x, rows = entrance("all_gather_gemm")(
             grad.to(w.dtype),
             w.T,
             None,

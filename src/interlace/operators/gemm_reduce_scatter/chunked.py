@@ -61,7 +61,7 @@ def run_products(
     weights = [product.w.T for product in products]
     if ranks == 1:
         _multiply(y[:, :columns], [product.x for product in products], weights, operands.bias)
-        return y[:, :columns].contiguous()
+        return launch.without_padding(y, columns)
     require(group.backend)
     from interlace.operators.gemm_reduce_scatter import kernel
 
@@ -143,7 +143,7 @@ def run_products(
         operand_memory = own_product.memory(), *(product.memory() for product in products)
         call_key = (*key, config, mark, places(y, sent), operand_memory)
         group.replays.run(call_key, enqueue, copied=[sent])
-    return y if stride == columns else y[:, :columns].contiguous()
+    return launch.without_padding(y, columns)
 
 
 def _multiply_and_sum(

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
+from interlace.comm.groups.registration import entrance
 from interlace.gemm.epilogue import Norm, Normed, call_normed, refuse_without_norm
 from interlace.operators.gemv_all_reduce.config import OPERATOR, GemvAllReduceConfig
 from interlace.operators.gemv_all_reduce.operator import GemvAllReduce
@@ -140,7 +141,5 @@ def gemv_all_reduce(
     )
     _DECLARATION.validate_options(impl, config)
     text = "" if config is None else str(config)
-    result: torch.Tensor = torch.ops.interlace.gemv_all_reduce(
-        x, w, bias, default_name(group), impl, text
-    )
+    result: torch.Tensor = entrance("gemv_all_reduce")(x, w, bias, default_name(group), impl, text)
     return result

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group, group_named, process_group_named
+from interlace.comm.groups.registration import entrance
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
@@ -137,7 +138,7 @@ def run(
     matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
     if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled(impl)):
-        gemm = getattr(torch.ops.interlace, operator_matching("gemm", "all_reduce").name)
+        gemm = entrance(operator_matching("gemm", "all_reduce").name)
         chooser = impl if impl in ("measured", BATCH_INVARIANT) else "auto"
         result: torch.Tensor = gemm(matrix, w, bias, None, None, x.dtype, group_name, chooser, "")
         return result.view(*x.shape[:-1], w.shape[0])

@@ -81,7 +81,7 @@ def register(
     for device in ("CPU", "CUDA"):
         library.impl(qualified_name, run_without_autocast, f"Autocast{device}")
     if backward is None:
-        _entrances[qualified_name] = _entrance(operator, kernel, None)
+        _entrances[qualified_name] = Entrance(operator, kernel, None)
         return
     differentiable = _differentiable(operator, backward, setup_context)
 
@@ -98,20 +98,7 @@ def register(
 
     library.impl(qualified_name, run_with_autograd, "Autograd", with_keyset=True)
     recorded = _recorded(operator, run, backward, setup_context)
-    _entrances[qualified_name] = _entrance(operator, run, recorded)
-
-
-_entrances: dict[str, Callable[..., Any]] = {}
-
-
-def entrance(qualified_name: str) -> Callable[..., Any]:
-    """Return what calls ``torch.ops.interlace.<qualified_name>`` at the least cost to the host.
-
-    It takes the schema's arguments, all by position. Where nothing looks at calls of operators it
-    goes past PyTorch's dispatcher, whose way to a kernel in Python takes as long as a launch. A
-    compiler, a mode, a transform or a profiler gets the operator itself.
-    """
-    return _entrances[qualified_name]
+    _entrances[qualified_name] = Entrance(operator, run, recorded)
 
 
 def _dispatch_sets() -> tuple[list[Any], Any]:
@@ -155,28 +142,54 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     )
 
 
-def _entrance(
-    operator: torch._ops.OpOverload,
-    run: Callable[..., Any],
-    recorded: Callable[..., Any] | None,
-) -> Callable[..., Any]:
-    """Return what calls an operator: without PyTorch's dispatcher where nothing listens to it.
+class Entrance:
+    """Call an operator at the least cost to the host.
 
-    Args:
-        operator: What the dispatcher knows.
-        run: The implementation.
-        recorded: The same, recorded for autograd; None if ``run`` itself refuses gradients.
+    Where nothing looks at calls of operators it goes past PyTorch's dispatcher, whose way to a
+    kernel in Python takes as long as a launch. A compiler, a mode, a transform or a profiler gets
+    the operator itself.
     """
 
-    def enter(*args: Any) -> Any:
-        if not is_unobserved() or not all(map(is_ordinary, _tensors(args))):
-            return operator(*args)
+    __slots__ = ("_operator", "_recorded", "_run")
+
+    def __init__(
+        self,
+        operator: torch._ops.OpOverload,
+        run: Callable[..., Any],
+        recorded: Callable[..., Any] | None,
+    ) -> None:
+        """Enter an operator.
+
+        Args:
+            operator: What the dispatcher knows.
+            run: The implementation.
+            recorded: The same, recorded for autograd; None if ``run`` itself refuses gradients.
+        """
+        self._operator, self._run, self._recorded = operator, run, recorded
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the operator with its schema's arguments, all by position."""
+        if is_unobserved() and all(map(is_ordinary, _tensors(args))):
+            return self.past_dispatcher(*args)
+        return self._operator(*args)
+
+    def past_dispatcher(self, *args: Any) -> Any:
+        """Call the operator where nothing listens, with ordinary tensors: see
+        :func:`is_unobserved` and :func:`is_ordinary`.
+        """
+        recorded = self._recorded
         if recorded is not None and torch.is_grad_enabled() and _C._any_requires_grad(*args):
             return recorded(*args)
         with _C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD):
-            return run(*args)
+            return self._run(*args)
 
-    return enter
+
+_entrances: dict[str, Entrance] = {}
+
+
+def entrance(qualified_name: str) -> Entrance:
+    """Return what calls ``torch.ops.interlace.<qualified_name>``."""
+    return _entrances[qualified_name]
 
 
 def _recorded(

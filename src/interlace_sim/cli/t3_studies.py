@@ -1,4 +1,4 @@
-"""``interlace sim t3-sensitivity`` and ``reproduce t3``: many sub-layers, or many machines."""
+"""``interlace sim study t3``, ``t3-layer`` and ``t3-sensitivity``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,79 @@ from rich.table import Table
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
+from interlace.units import format_ns
 from interlace_sim.cli.progress import show_progress
-from interlace_sim.cli.run import Changes, parse_changes
-from interlace_sim.cli.t3 import CHANGE, parse_shape, print_product
-from interlace_sim.t3 import load_t3_machine, load_t3_model
+from interlace_sim.cli.run import Changes, machine_changes
+from interlace_sim.cli.t3 import parse_shape, print_product
+from interlace_sim.t3 import estimate, load_t3_machine, load_t3_model
+from interlace_sim.t3.endtoend import REDUCED
 from interlace_sim.t3.outputs import draw_figures
 from interlace_sim.t3.reproduce import Figure, Study, study
 from interlace_sim.t3.sensitivity import sensitivity
+
+FASTER = ("t3", "t3-mca", "ideal")
+"""Configurations whose speed-ups a layer's table shows."""
+
+
+def run_layer(
+    *,
+    model: str,
+    tensor: int,
+    machine: str,
+    changes: Changes,
+    sequences: int,
+    rest_share: float,
+    outputs: Outputs,
+) -> None:
+    """Estimate a layer in training, for a prompt, and in the generation of tokens."""
+    loaded = load_t3_machine(machine, machine_changes(changes))
+    layers = load_t3_model(model)
+    with show_progress("t3-layer") as runs:
+        estimates = {
+            phase: estimate(
+                loaded,
+                layers,
+                tensor,
+                phase,
+                tokens=sequences if phase == "generation" else None,
+                rest_share=rest_share,
+            )
+            for phase in runs.over(tuple(REDUCED))
+        }
+    console = make_console()
+    table = make_table(
+        "layer",
+        "tokens",
+        "all-reduced",
+        "other products",
+        "not sliced",
+        "sequential",
+        *(f"{name}, faster" for name in FASTER),
+    )
+    for phase, layer in estimates.items():
+        # Shares refer to the sequential layer, which all configurations are compared with.
+        total = layer.layer_ns("sequential")
+        # The three parts of a layer add up to all of its time.
+        parts = (
+            layer.reduced_ns["sequential"] / total,
+            layer.products_ns / total,
+            layer.rest_ns / total,
+        )
+        table.add_row(
+            phase,
+            str(layer.tokens),
+            *(f"{100 * part:.0f} %" for part in parts),
+            format_ns(round(total)),
+            *(f"{100 * (layer.speed_up(name) - 1):.1f} %" for name in FASTER),
+        )
+    console.print(
+        f"{layers.name}, one of {int(layers.layers.value)} equal layers, {tensor} GPUs; "
+        f"{loaded.name}"
+    )
+    console.print(table)
+    layers_of = {phase: dataclasses.asdict(layer) for phase, layer in estimates.items()}
+    outputs.write("t3-layer.json", layers_of)
+    outputs.say_written(console)
 
 
 def run_sensitivity(
@@ -31,7 +97,7 @@ def run_sensitivity(
     outputs: Outputs,
 ) -> None:
     """Simulate one sub-layer with each assumption changed in turn, or two; print the speed-ups."""
-    given = parse_changes(changes, CHANGE)
+    given = machine_changes(changes)
     product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, tensor)
     loaded = load_t3_machine(machine, given)
     with show_progress("t3-sensitivity") as runs:
@@ -45,17 +111,17 @@ def run_sensitivity(
         changed = ", ".join(f"{key}={value:g}" for key, value in row.changes.items())
         table.add_row(changed or "as given", *gains)
     console.print(table)
-    outputs.write_json(lambda: [dataclasses.asdict(row) for row in rows])
+    outputs.write("t3-sensitivity.json", [dataclasses.asdict(row) for row in rows])
     outputs.say_written(console)
 
 
-def run_reproduce(
+def run_t3_figures(
     *, changes: Changes, every_case: bool, outputs: Outputs, workers: int | None
 ) -> None:
     """Compare every published figure with ours, and list the assumptions with their sources."""
-    machine = load_t3_machine(changes=parse_changes(changes, CHANGE))
+    machine = load_t3_machine(changes=machine_changes(changes))
     started = time.perf_counter()
-    with show_progress("reproduce t3") as runs:
+    with show_progress("study t3") as runs:
         done = study(machine, every_case=every_case, workers=workers, progress=runs)
     console = make_console()
     headings = ("figure", "published", "ours", "difference", "tolerance", "met", "note")

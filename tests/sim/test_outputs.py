@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -35,6 +36,7 @@ from interlace.units import format_bytes, format_ns, format_number
 from interlace_sim import calibrate, plot, reproduce
 from interlace_sim.cli import progress as sim_progress
 from interlace_sim.cli.commands import sim_app
+from interlace_sim.cli.studies import STUDIES
 from interlace_sim.defaults import DEFAULTS
 from interlace_sim.machine import load_machine
 from interlace_sim.results import LinkUse, Result
@@ -659,11 +661,27 @@ def test_help_shows_defaults() -> None:
                 assert not value or re.search(rf"{value} \([^)]*\b{kind}\b", shown), (kind, value)
 
 
-def test_every_command_has_an_example() -> None:
-    names = list(typer.main.get_group(sim_app).commands)
-    assert names == ["run", "sweep", "compare", "validate", "calibrate", "study", "presets"]
-    for name in names:
-        assert f"interlace sim {name} " in words_of_help(name).split("Example")[1]
+def test_every_command_has_examples_that_are_parsed() -> None:
+    commands = typer.main.get_group(sim_app).commands
+    names = ["run", "sweep", "compare", "validate", "calibrate", "study", "presets"]
+    assert list(commands) == names
+    for name, parsed in commands.items():
+        examples = re.findall(rf"^ +interlace sim {name} (.+)$", parsed.help or "", re.MULTILINE)
+        assert examples
+        for example in examples:
+            assert example in words_of_help(name)
+            parsed.make_context(name, example.split())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_takes_the_options_that_are_handed_to_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[inspect.BoundArguments] = []
+    signature = inspect.signature(STUDIES[name])
+    monkeypatch.setitem(STUDIES, name, lambda **given: done.append(signature.bind(**given)))
+    command("study", name, "--out", tmp_path)
+    assert len(done) == 1
 
 
 def test_an_infinite_threshold_is_none() -> None:

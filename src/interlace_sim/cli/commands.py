@@ -21,6 +21,7 @@ sim_app = typer.Typer(
     rich_markup_mode="rich",
 )
 
+# The options that each kind of run takes, by command.
 _COLLECTIVE = ("machine", "nodes", "topology", "changes", "all_ranks", "size", "algorithm")
 _STEP = (
     *("model", "machine", "nodes", "topology", "changes", "all_ranks"),
@@ -75,8 +76,7 @@ def _workload(text: str) -> str:
 
 
 _Workload = Annotated[
-    str,
-    typer.Argument(metavar="WORKLOAD", help="See above.", callback=_workload),
+    str, typer.Argument(metavar="WORKLOAD", help="See above.", callback=_workload)
 ]
 
 

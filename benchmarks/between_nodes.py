@@ -106,7 +106,7 @@ def run(measure: Callable[[], dict[str, Any]], sizes: dict[str, Any]) -> None:
     networks = sorted(set(re.findall(r"Using network (\S+)", log)))
     print(f"NCCL: network {networks}, transports {transports}", flush=True)
     if arguments.json is not None:
-        # ``interlace sim nodes`` takes the rates from here.
+        # ``interlace sim compare`` takes the rates from here.
         rates = {**results[0].pop("network"), "network": f"NCCL over {', '.join(transports)}"}
         seen = {
             "NCCL": networks, "transports": transports, "settings": settings, "rates": rates,

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 _COMMANDS = [
     ["doctor"],
     ["explain", "gemm_reduce_scatter", "8192x8192x2048", "-n", "4"],
-    ["sim", "dlrm", "--nodes", "16"],
+    ["sim", "run", "dlrm", "--nodes", "16"],
     ["demo", "--world-size", "2", "--backend", "cpu"],
 ]
 _PROGRAM = """

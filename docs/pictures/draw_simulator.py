@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 from interlace.cli.app import app
 
 DRAWN = {
-    "timeline": ("sim", "dlrm", "--plot", "{folder}/simulator-timeline.png"),
+    "timeline": ("sim", "run", "dlrm", "--plot", "{folder}/simulator-timeline.png"),
     "call": ("trace", "gemm_reduce_scatter", "8192x8192x2048", "--gpu", "h200", "-n", "4", "--trace", "{scratch}/call.json",
              "--plot", "{folder}/simulator-call.png"),
     "validate": ("sim", "validate", "--out", "{scratch}"),
-    "study": ("sim", "reproduce", "sc24", "--out", "{scratch}"),
+    "study": ("sim", "study", "sc24", "--out", "{scratch}"),
     "sweep": ("sim", "sweep", "dlrm", "--param", "machine.network.link_bytes_per_s=12.5e9,25e9,50e9,100e9",
               "--param", "model.tables=128,256,512,1024,2048", "--plot", "{folder}/simulator-sweep.png"),
 }

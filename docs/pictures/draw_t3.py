@@ -18,9 +18,9 @@ from interlace.cli.app import app
 RESULTS = FOLDER.parents[1] / "benchmarks" / "results"
 MEASURED = [str(RESULTS / f"2026-11-21-{name}-4xh200.json") for name in ("gemm_reduce_scatter", "gemm_all_to_all")]
 COMMANDS = (
-    ("sim", "t3", "--sublayer", "op", "--plot", "{folder}/t3-traffic.png"),
-    ("sim", "t3-measured", *MEASURED, "--plot", "{folder}/t3-h200.png"),
-    ("sim", "reproduce", "t3", "--out", "{scratch}"),
+    ("sim", "run", "t3", "--sublayer", "op", "--plot", "{folder}/t3-traffic.png"),
+    ("sim", "compare", *MEASURED, "--plot", "{folder}/t3-h200.png"),
+    ("sim", "study", "t3", "--out", "{scratch}"),
 )
 
 

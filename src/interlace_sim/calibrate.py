@@ -371,15 +371,6 @@ def machine_document(
     return document
 
 
-def write(document: dict[str, Any], file: Path) -> None:
-    """Write a machine file as YAML.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    try:
-        file.write_text(yaml.safe_dump(document, sort_keys=False, width=120), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{file} must be a file that can be written; {error.strerror}."
-        ) from error
+def to_yaml(document: dict[str, Any]) -> str:
+    """Return a machine document as the text of a YAML file."""
+    return yaml.safe_dump(document, sort_keys=False, width=120)

@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Defaults(NamedTuple):
-    """Model preset, machine preset and number of nodes."""
+    """Model preset, machine preset and number of nodes; a workload may do without some."""
 
-    model: str
-    machine: str
-    nodes: int
+    model: str = ""
+    machine: str = ""
+    nodes: int = 0
 
 
 DEFAULTS = {

@@ -71,7 +71,7 @@ class Saving:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """The savings of all scenarios of ``reproduce sc24``.
+    """The savings of all scenarios of ``study sc24``.
 
     Attributes:
         base: The step with the presets as they are.

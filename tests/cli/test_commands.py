@@ -70,7 +70,7 @@ def test_what_is_piped_is_not_folded(
     """A file and a pipe have no width: names, headings, titles and captions stay in one piece."""
     monkeypatch.delenv("COLUMNS", raising=False)
     file = tmp_path / f"{'a-long-name-' * 12}.json"
-    done = run("sim", "collective", "all_to_all", "--size", "1MiB", "--json", file)
+    done = run("sim", "run", "all_to_all", "--size", "1MiB", "--json", file)
     lines = done.output.splitlines()
     assert done.exit_code == 0
     assert any(line.startswith("Written: ") and line.endswith(str(file)) for line in lines)
@@ -145,7 +145,7 @@ def test_what_explain_refuses(arguments: list[str], message: str) -> None:
         (("bench", "gemv_all_reduce"), "seven"),
         (("bench", "mixture_of_experts"), "two"),
         (("tune", "gemm_all_reduce"), "eight"),
-        (("sim", "dlrm"), "the machine's"),
+        (("sim", "run"), "the machine's"),
         (("sim", "validate"), "those of the package"),
     ],
 )

@@ -238,10 +238,10 @@ def test_two_hosts_against_measurements(tmp_path: Path) -> None:
     """
     document = RESULTS / "exploration" / "2026-11-23-between-nodes-2xh200.json"
     file = tmp_path / "nodes.json"
-    done = CliRunner().invoke(app, ["sim", "nodes", str(document), "--json", str(file)])
+    done = CliRunner().invoke(app, ["sim", "compare", str(document), "--json", str(file)])
     assert done.exit_code == 0, done.output
     slower = CliRunner().invoke(
-        app, ["sim", "nodes", str(document), "--set", "collectives.launch_ns=9000000"]
+        app, ["sim", "compare", str(document), "--set", "machine.collectives.launch_ns=9000000"]
     )
     assert slower.exit_code == 0, slower.output
     assert slower.output != done.output
@@ -285,7 +285,7 @@ def test_hosts_against_measurements(
     """
     document = RESULTS / "exploration" / f"2026-11-26-{name}.json"
     file, machine = tmp_path / "nodes.json", f"{name.rpartition('x')[2]}-node"
-    arguments = ["sim", "nodes", str(document), "--machine", machine, "--json", str(file)]
+    arguments = ["sim", "compare", str(document), "--machine", machine, "--json", str(file)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
     rows = json.loads(file.read_text())["comparisons"]
@@ -302,7 +302,7 @@ def test_hosts_against_measurements(
 def test_documents_without_lookups_are_refused(text: str, tmp_path: Path) -> None:
     file = tmp_path / "nodes.json"
     file.write_text(text)
-    done = CliRunner().invoke(app, ["sim", "nodes", str(file)])
+    done = CliRunner().invoke(app, ["sim", "compare", str(file)])
     assert done.exit_code == 1
     assert "must have" in done.output
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
+import inspect
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
@@ -33,12 +35,15 @@ from interlace.errors import ConfigError
 from interlace.units import format_bytes, format_ns, format_number
 from interlace_sim import calibrate, plot, reproduce
 from interlace_sim.cli import progress as sim_progress
+from interlace_sim.cli.commands import sim_app
+from interlace_sim.cli.studies import STUDIES
 from interlace_sim.defaults import DEFAULTS
 from interlace_sim.machine import load_machine
 from interlace_sim.results import LinkUse, Result
 from interlace_sim.scenario import Scenario
 from interlace_sim.step import run
 from interlace_sim.sweeps import parse_parameter, sweep, to_csv
+from interlace_sim.t3 import load_t3_machine
 from interlace_sim.timeline import busy_until
 from interlace_sim.trace import to_perfetto
 from interlace_sim.validate import packaged_cases
@@ -274,7 +279,7 @@ def test_a_fit_finds_the_machine_behind_the_times(tmp_path: Path) -> None:
     assert fit.values["launch_ns"] == pytest.approx(8000, rel=0.1)
     assert fit.mean_error < 0.02
     out = tmp_path / "machine.yaml"
-    command("calibrate", file, "--out", out, "--name", "mine")
+    command("calibrate", file, "--yaml", out, "--name", "mine")
     made = load_machine(str(out))
     assert made.name == "mine"
     assert "held-out" in made.note
@@ -341,7 +346,7 @@ def test_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         reproduce.sc24, "__kwdefaults__", {"workers": 1, "cache_folder": None, "nodes": (2, 4, 8)}
     )
-    done = command("reproduce", "sc24", "--out", tmp_path, "--workers", "1", "--no-cache")
+    done = command("study", "sc24", "--out", tmp_path, "--workers", "1", "--no-cache")
     assert "Paper (SC24, ASTRA-sim, 128 nodes): up to 21 %." in done.output
     assert "lies inside" in " ".join(done.output.split())
     document = json.loads((tmp_path / "sc24.json").read_text())
@@ -363,6 +368,7 @@ def test_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_dlrm_command(tmp_path: Path) -> None:
     files = {name: tmp_path / f"d.{name}" for name in ("json", "csv", "png", "trace")}
     done = command(
+        "run",
         "dlrm",
         "--nodes",
         8,
@@ -392,6 +398,7 @@ def test_dlrm_command(tmp_path: Path) -> None:
     "arguments",
     [
         (
+            "run",
             "transformer",
             "--nodes",
             2,
@@ -405,6 +412,7 @@ def test_dlrm_command(tmp_path: Path) -> None:
             "model.microbatches=2",
         ),
         (
+            "run",
             "moe",
             "--nodes",
             2,
@@ -415,7 +423,7 @@ def test_dlrm_command(tmp_path: Path) -> None:
             "--fused",
             "forward",
         ),
-        ("collective", "all_reduce", "--size", "1MiB", "--nodes", 8),
+        ("run", "all_reduce", "--size", "1MiB", "--nodes", 8),
         ("presets",),
         ("presets", "sc24-torus"),
     ],
@@ -426,14 +434,14 @@ def test_commands(arguments: tuple[Any, ...]) -> None:
 
 def test_a_preset_becomes_a_file_of_ones_own(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text(command("presets", "sc24-torus", "--yaml").output, encoding="utf-8")
-    command("collective", "all_reduce", "--size", "1MiB", "--nodes", 4, "--machine", file)
+    command("presets", "sc24-torus", "--yaml", file)
+    command("run", "all_reduce", "--size", "1MiB", "--nodes", 4, "--machine", file)
 
 
 def test_collective_command_shows_every_algorithm(tmp_path: Path) -> None:
     file = tmp_path / "c.json"
     done = command(
-        "collective",
+        "run",
         "all_to_all",
         "--nodes",
         16,
@@ -447,7 +455,7 @@ def test_collective_command_shows_every_algorithm(tmp_path: Path) -> None:
     assert "Bound by the bisection." in done.output
     results = json.loads(file.read_text())["results"]
     assert list(results) == ["one_shot", "direct", "per_dimension", "ring"]
-    done = command("collective", "all_reduce", "--nodes", 16)
+    done = command("run", "all_reduce", "--nodes", 16)
     assert "halving_doubling was not run" in " ".join(done.output.split())
 
 
@@ -512,14 +520,15 @@ def test_validate_command(tmp_path: Path) -> None:
     assert (case["error"], case["passed"]) == (None, False)
 
 
-def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
+def test_run_takes_the_traces_that_a_run_writes(tmp_path: Path) -> None:
     pytest.importorskip("chakra")
     prefix = tmp_path / "step"
-    command("dlrm", "--nodes", 4, "--chakra", prefix)
+    command("run", "dlrm", "--nodes", 4, "--chakra", prefix)
     network, system = tmp_path / "net.yml", tmp_path / "sys.json"
     network.write_text("topology: [Switch]\nnpus_count: [4]\nbandwidth: [25]\nlatency: [700]\n")
     system.write_text(json.dumps({"endpoint-delay": 10, "all-to-all-implementation": ["direct"]}))
-    step = ("astra", "--network", network, "--system", system, "--workload", prefix)
+    files = ("--network-configuration", network, "--system-configuration", system)
+    step = ("run", prefix, *files)
     outcome = tmp_path / "out.json"
     done = command(*step, "--json", outcome, "--trace", tmp_path / "trace.json")
     rows = {
@@ -544,39 +553,55 @@ def test_astra_command_runs_what_dlrm_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("dlrm", "--nodes", "4", "--set", "model.tabels=3"), "tabels must be a known key"),
-        (("dlrm", "--nodes", "4", "--set", "tables"), "--set must be KEY=VALUE; got 'tables'"),
+        (("run", "dlrm", "--nodes", "4", "--set", "model.tabels=3"), "tabels must be a known key"),
         (
-            ("dlrm", "--topology", "torus:3x3"),
+            ("run", "dlrm", "--nodes", "4", "--set", "tables"),
+            "--set must be KEY=VALUE; got 'tables'",
+        ),
+        (
+            ("run", "dlrm", "--topology", "torus:3x3"),
             "topology torus:3x3 must have as many ranks as the run; got 9 for 128",
         ),
-        (("collective", "broadcast"), "a collective must be one of"),
+        (("run", "broadcast"), "a workload must be one of dlrm, "),
         (
-            ("collective", "all_reduce", "--size", "many"),
+            ("run", "all_reduce", "--size", "many"),
             "Error: size must be a number of bytes; got 'many'",
         ),
         (("sweep", "dlrm", "--param", "nodes=2,few"), "nodes must be a whole number; got 'few'"),
         (("sweep", "dlrm", "--param", "nodes=0"), "nodes must be at least 1; got 0"),
-        (("sweep", "collective", "--param", "size=1MiB,few"), "size must be a number of bytes"),
-        (("collective", "all_reduce", "--size", "0"), "bytes must be at least 1; got 0"),
+        (("sweep", "all_to_all", "--param", "size=1MiB,few"), "size must be a number of bytes"),
+        (("run", "all_reduce", "--size", "0"), "bytes must be at least 1; got 0"),
         (
-            ("collective", "all_reduce", "--size", "1.5"),
+            ("run", "all_reduce", "--size", "1.5"),
             "size must be a number of bytes; got '1.5'",
         ),
         (
-            ("dlrm", "--set", "model.tables=0"),
+            ("run", "dlrm", "--set", "model.tables=0"),
             "with --set tables: tables must be a whole number of at least 1; got 0",
         ),
         (
-            ("dlrm", "--set", "machine.network.latency_ns=-1"),
+            ("run", "dlrm", "--set", "machine.network.latency_ns=-1"),
             "with --set network.latency_ns: network.latency_ns is wrong: value must not be negat",
         ),
-        (("nodes", str(packaged_cases())), "must have sizes and results.lookups, as benchmarks"),
+        (("compare", str(packaged_cases())), "must have sizes and results.lookups, as benchmarks"),
         (("presets", "nothing"), "a preset must be one of"),
         (
-            ("astra", "--network", "none.yml", "--system", "none.json", "--workload", "x"),
+            (
+                *("run", "x", "--network-configuration", "none.yml"),
+                *("--system-configuration", "none.json"),
+            ),
             "none.yml must be a file that can be read",
         ),
+        (("run", "x", "--json", "x.json"), "or the prefix of Chakra traces with --network-config"),
+        (
+            ("run", "dlrm", "--tensor", "8"),
+            "--tensor must be given with transformer or t3; got it with dlrm. Leave it out.",
+        ),
+        (("run", "t3", "--set", "tracker.sets=8"), "--set must change machine.KEY here"),
+        (("sweep", "t3", "--param", "nodes=4"), "the workload of a sweep must be one of dlrm, "),
+        (("study", "t4"), "a study must be one of sc24, t3, t3-layer, t3-sensitivity; got 't4'"),
+        (("study", "sc24", "--pairs"), "--pairs must be given with t3-sensitivity"),
+        (("compare", str(packaged_cases()), "--plot", "x.png"), "--plot must be given with bench"),
     ],
 )
 def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
@@ -589,7 +614,7 @@ def test_errors_are_one_line(arguments: tuple[str, ...], message: str) -> None:
 def test_a_step_says_its_layers_and_its_pipeline(tmp_path: Path) -> None:
     small = ("--nodes", 2, "--tensor", 4, "--pipeline", 2, "--set", "model.layers=4")
     file = tmp_path / "t.json"
-    done = command("transformer", *small, "--set", "model.microbatches=3", "--json", file)
+    done = command("run", "transformer", *small, "--set", "model.microbatches=3", "--json", file)
     text = " ".join(done.output.split())
     document = json.loads(file.read_text())
     result, layers = document["result"], document["layers"]["both"]
@@ -614,41 +639,67 @@ def test_sweep_takes_the_options_of_a_run(tmp_path: Path) -> None:
 
 
 def test_other_spellings_are_taken(tmp_path: Path) -> None:
-    small = ("--shape", "256x256x64", "--network", "switch")
-    for degree in (("--tp", 4), ("--tp=4",), ("--tensor", 4)):
-        file = tmp_path / f"{len(degree)}{degree[0]}.json"
-        command("t3", *small, *degree, "--collective", "all-to-all", "--json", file)
-        document = json.loads(file.read_text())["t3"]
-        assert (document["ranks"], document["collective"]) == (4, "all_to_all")
-    output = command("collective", "all-to-all", "--nodes", 4, "--algorithm", "one-shot").output
+    small = ("--shape", "256x256x64", "--topology", "switch", "--tensor", 4)
+    file = tmp_path / "t3.json"
+    command("run", "t3", *small, "--collective", "all-to-all", "--json", file)
+    document = json.loads(file.read_text())["t3"]
+    assert (document["ranks"], document["collective"]) == (4, "all_to_all")
+    output = command("run", "all-to-all", "--nodes", 4, "--algorithm", "one-shot").output
     assert "all_to_all, 16.8 MB" in output
-    shown = command("t3", "--help").output
-    assert "--tensor" in shown
-    assert "--tp" not in shown
+
+
+def words_of_help(name: str) -> str:
+    return " ".join(command(name, "--help").output.replace("│", " ").split())
 
 
 def test_help_shows_defaults() -> None:
-    for kind, default in DEFAULTS.items():
-        shown = command(kind, "--help").output
-        for value in default:
-            assert not value or f"[default: {value}]" in shown
+    """Of each kind of workload."""
+    for name in ("run", "sweep"):
+        shown = words_of_help(name)
+        for kind, default in DEFAULTS.items():
+            for value in default:
+                assert not value or re.search(rf"{value} \([^)]*\b{kind}\b", shown), (kind, value)
+
+
+def test_every_command_has_examples_that_are_parsed() -> None:
+    commands = typer.main.get_group(sim_app).commands
+    names = ["run", "sweep", "compare", "validate", "calibrate", "study", "presets"]
+    assert list(commands) == names
+    for name, parsed in commands.items():
+        examples = re.findall(rf"^ +interlace sim {name} (.+)$", parsed.help or "", re.MULTILINE)
+        assert examples
+        for example in examples:
+            assert example in words_of_help(name)
+            parsed.make_context(name, example.split())
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_takes_the_options_that_are_handed_to_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    done: list[inspect.BoundArguments] = []
+    signature = inspect.signature(STUDIES[name])
+    monkeypatch.setitem(STUDIES, name, lambda **given: done.append(signature.bind(**given)))
+    command("study", name, "--out", tmp_path)
+    assert len(done) == 1
 
 
 def test_an_infinite_threshold_is_none() -> None:
     # One tile is one stage, after which no threshold is chosen.
     tile = ("--shape", "1x1x1", "--machine", "t3-h200", "--tensor", 4)
     (threshold,) = (
-        line for line in command("t3", *tile).output.splitlines() if line.startswith("threshold")
+        line
+        for line in command("run", "t3", *tile).output.splitlines()
+        if line.startswith("threshold")
     )
     assert threshold.split() == ["threshold", "none"]
 
 
 def test_help_of_set_names_a_key_that_the_command_has() -> None:
-    for kind in ("t3", "t3-layer", "t3-sensitivity", "t3-measured", "nodes"):
-        shown = " ".join(command(kind, "--help").output.replace("│", " ").split())
-        assert "Change a value of the machine" in shown
-        assert "model.tables" not in shown
-    assert "model.tables" in command("dlrm", "--help").output
+    for name in ("run", "sweep", "compare", "study"):
+        assert "Change a value, say machine.network.latency_ns=500" in words_of_help(name)
+    for machine in (load_machine("sc24-torus"), load_t3_machine()):
+        assert machine.network.latency_ns.value > 0
 
 
 def test_progress_is_a_line_every_few_seconds(
@@ -693,11 +744,11 @@ def test_chakra_files_are_refused_before_the_runs(
 ) -> None:
     pytest.importorskip("chakra")
     prefix = tmp_path / "step"
-    done = command("dlrm", "--nodes", 4, "--chakra", prefix)
+    done = command("run", "dlrm", "--nodes", 4, "--chakra", prefix)
     assert f"{prefix}.0.et, one file for each rank" in done.output.replace("\n", "")
     assert sorted(file.name for file in tmp_path.iterdir()) == [f"step.{n}.et" for n in range(4)]
     monkeypatch.setattr(Scenario, "simulate", lambda *_: pytest.fail("it was refused too late"))
-    done = command("dlrm", "--nodes", 4, "--chakra", tmp_path / "nowhere" / "step", code=1)
+    done = command("run", "dlrm", "--nodes", 4, "--chakra", tmp_path / "nowhere" / "step", code=1)
     assert "step.0.et must be a file that can be written" in " ".join(done.output.split())
 
 
@@ -725,7 +776,7 @@ def test_a_narrow_terminal_shows_every_letter(
     columns: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
-    done = command("collective", "all_to_all", "--nodes", 16)
+    done = command("run", "all_to_all", "--nodes", 16)
     assert "…" not in done.output
     # The first column is as wide as its heading's first line, and names go on below.
     folded = "".join(re.findall(r"^\w+", done.output, re.MULTILINE))
@@ -758,7 +809,7 @@ def test_no_number_is_a_power_of_ten() -> None:
 
 def test_help_is_quick_and_light() -> None:
     code = (
-        "import sys\nfrom interlace.cli import main\nsys.argv = ['interlace', 'sim', 'dlrm', "
+        "import sys\nfrom interlace.cli import main\nsys.argv = ['interlace', 'sim', 'run', "
         "'--help']\n"
         "try:\n    main()\nexcept SystemExit as end:\n    assert not end.code\n"
         "assert not {'torch', 'triton', 'numpy', 'yaml', 'matplotlib'} & sys.modules.keys()"

@@ -170,8 +170,9 @@ def doctor(
     ] = 60.0,
     json_file: JsonFile = None,
 ) -> None:
-    """Say what this machine can do, what is missing, and what to do about it; with --network, what
-    the network between nodes does.
+    """Say what this machine can do, what is missing, and what to do about it.
+
+    With --network, say what the network between nodes does.
     """
     outputs = Outputs(json=json_file)
     if network:
@@ -276,8 +277,9 @@ def demo(
         str, typer.Option(metavar="FILE", help="Where to draw the picture (PNG), or none.")
     ] = "demo-gemv_all_reduce.png",
 ) -> None:
-    """Run a Transformer's down projection on several ranks and draw who sent what when; then train
-    a recommendation model. With --nodes, send slices between nodes.
+    """Run a Transformer's down projection on several ranks, and draw who sent what when.
+
+    Then train a recommendation model. With --nodes, send slices between nodes.
     """
     from interlace.cli.demo import run
 
@@ -328,9 +330,7 @@ def soak(
     ] = None,
     json_file: JsonFile = None,
 ) -> None:
-    """Make random calls of every operator on late ranks, check every result, and report what was
-    wrong.
-    """
+    """Make random calls of every operator on late ranks, and check every result."""
     from interlace.cli.soak import run, run_add
 
     outputs = Outputs(json=json_file)

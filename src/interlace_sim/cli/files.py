@@ -1,4 +1,4 @@
-"""``interlace sim astra``, ``validate``, ``calibrate`` and ``presets``: commands around files."""
+"""Commands of ``interlace sim`` around files: Chakra traces, recorded runs, machines, presets."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ from interlace_sim.machine import find, load_machine, presets
 from interlace_sim.trace import report_to_perfetto
 
 
-def run_astra(
-    network: Path,
-    system: Path,
-    workload: str,
-    groups: Path | None,
-    unaware: bool,
+def run_chakra(
+    prefix: str,
+    *,
+    network_configuration: Path,
+    system_configuration: Path,
+    comm_group_configuration: Path | None,
+    congestion_unaware: bool,
     outputs: Outputs,
 ) -> None:
     """Run ASTRA-sim's inputs with ASTRA-sim's semantics; unphysical outcomes are flagged."""
-    net, config = load(Network, network), load(System, system)
-    graphs = chakra.read_traces(workload, net.npus, replay_only=config.replay_only)
+    net, config = load(Network, network_configuration), load(System, system_configuration)
+    graphs = chakra.read_traces(prefix, net.npus, replay_only=config.replay_only)
+    groups = comm_group_configuration
     report = run_graphs(
         net,
         config,
         graphs,
-        congestion_aware=not unaware,
+        congestion_aware=not congestion_unaware,
         groups=chakra.read_groups(groups) if groups else None,
     )
     console = make_console()
@@ -196,12 +198,26 @@ def run_calibrate(
     document = calibrate.machine_document(
         base, fits, source, name, gpus or max((t.gpus for t in timings), default=1)
     )
-    calibrate.write(document, out)
+    _write_yaml(out, calibrate.to_yaml(document))
     console.print(f"Written: {out}")
 
 
-def run_presets(name: str | None, yaml: bool) -> None:
-    """List the presets, or show one preset: the source of each value, or its file as it is."""
+def _write_yaml(file: Path, text: str) -> None:
+    """Write a YAML file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"{file} must be a file that can be written; {error.strerror}."
+        ) from error
+
+
+def run_presets(name: str | None, yaml: Path | None) -> None:
+    """List the presets, or show one: the source of each value, or its file as it is to ``yaml``."""
     console = make_console()
     folders = ("machines", "dlrm", "transformer", "moe", "t3_machines", "t3_models")
     if name is None:
@@ -209,7 +225,7 @@ def run_presets(name: str | None, yaml: bool) -> None:
             console.print(f"{folder}: {', '.join(presets(folder))}")
         console.print(
             "Show one with its sources: interlace sim presets NAME; begin a file of your own: "
-            "interlace sim presets NAME --yaml > mine.yaml",
+            "interlace sim presets NAME --yaml mine.yaml",
             style="dim",
         )
         return
@@ -221,8 +237,9 @@ def run_presets(name: str | None, yaml: bool) -> None:
             f"{name!r}."
         )
     file = find(folder, name)
-    if yaml:
-        print(file.read_text(encoding="utf-8"), end="")
+    if yaml is not None:
+        _write_yaml(yaml, file.read_text(encoding="utf-8"))
+        console.print(f"Written: {yaml}")
         return
     document = read(file)
     headings = ("key", "value", "confidence", "source")

@@ -1,4 +1,4 @@
-"""``interlace sim dlrm``, ``transformer``, ``moe`` and ``collective``: single runs."""
+"""``interlace sim run`` of a training step or a collective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
 from interlace.units import format_bytes, format_ns, format_number
 from interlace_sim import plot, sweeps
-from interlace_sim.astra import chakra, export
+from interlace_sim.astra import export
+from interlace_sim.astra.chakra import write_traces
 from interlace_sim.cli.progress import show_progress
 from interlace_sim.collectives import ALGORITHMS
 from interlace_sim.results import Result
@@ -25,59 +26,73 @@ from interlace_sim.trace import to_perfetto
 from interlace_sim.workloads.transformer import Transformer
 
 Changes = list[str] | None
+"""``KEY=VALUE`` texts of ``--set``."""
+
+_SAY_SET = "Say --set machine.network.latency_ns=500."
 
 
-def scenario(kind: str, options: Mapping[str, Any], changes: Changes) -> Scenario:
+def scenario(workload: str, options: Mapping[str, Any], changes: Changes) -> Scenario:
     """Make the scenario that a command line means.
 
     Args:
-        kind: ``dlrm``, ``transformer``, ``moe`` or ``collective``.
-        options: Values of the scenario's fields.
+        workload: ``dlrm``, ``transformer``, ``moe``, or a collective's name.
+        options: Values of the scenario's fields; a collective's ``size`` is text.
         changes: ``KEY=VALUE`` texts of ``--set``.
 
     Raises:
-        ConfigError: a ``--set`` is not ``KEY=VALUE``, or there is no such key.
+        ConfigError: a ``--set`` is not ``KEY=VALUE``, or there is no such key, or no such size.
     """
-    return Scenario(kind, **options).change(parse_changes(changes, "model.tables=1024"))
+    if workload in ALGORITHMS:
+        size = parse_size(options["size"])
+        made = Scenario("collective", **{**options, "collective": workload, "size": size})
+    else:
+        made = Scenario(workload, **options)
+    return made.change(_parse_changes(changes))
 
 
-def parse_changes(changes: Changes, example: str) -> dict[str, Any]:
-    """Parse the ``KEY=VALUE`` texts of ``--set``.
-
-    Args:
-        changes: Texts as the user gave them.
-        example: A change that the command has, for the error message.
+def machine_changes(changes: Changes) -> dict[str, Any]:
+    """Return the values of a machine that ``--set`` changes, by the machine's own keys.
 
     Raises:
-        ConfigError: a text is not ``KEY=VALUE``.
+        ConfigError: a text is not ``machine.KEY=VALUE``.
     """
+    values = {}
+    for key, value in _parse_changes(changes).items():
+        owner, _, machine_key = key.partition(".")
+        if owner != "machine" or not machine_key:
+            raise ConfigError(f"--set must change machine.KEY here; got {key!r}. {_SAY_SET}")
+        values[machine_key] = value
+    return values
+
+
+def _parse_changes(changes: Changes) -> dict[str, Any]:
     pairs = {}
     for text in changes or ():
         key, sign, value = text.partition("=")
         if not sign:
-            raise ConfigError(f"--set must be KEY=VALUE; got {text!r}. Say --set {example}.")
+            raise ConfigError(f"--set must be KEY=VALUE; got {text!r}. {_SAY_SET}")
         pairs[key] = sweeps.parse_value(value)
     return pairs
 
 
-def run_workload(
-    kind: str,
+def run_step(
+    workload: str,
     *,
     changes: Changes,
     outputs: Outputs,
-    chakra_prefix: str | None = None,
+    chakra: str | None = None,
     **options: Any,
 ) -> None:
-    """Run a workload three times: nothing fused, the forward pass fused, and both passes fused.
+    """Run a training step three times: unfused, its forward pass fused, and both passes fused.
 
     The table compares all three. Files hold the step that ``--fused`` asks for; pictures and traces
     show the unfused step as well.
     """
-    requested = scenario(kind, options, changes).complete()
+    requested = scenario(workload, options, changes).complete()
     # Needs nothing of the results, so files that cannot be written are refused before the runs.
-    chakra_files = [] if chakra_prefix is None else _write_chakra(requested, chakra_prefix)
+    chakra_files = [] if chakra is None else _write_chakra(requested, chakra)
     started = time.perf_counter()
-    with show_progress(kind) as runs:
+    with show_progress(workload) as runs:
         results: dict[str, Result] = {
             fused: dataclasses.replace(requested, fused=fused).simulate(runs.watch)
             for fused in runs.over(FUSING)
@@ -243,23 +258,19 @@ def _write_chakra(requested: Scenario, prefix: str) -> list[Path]:
     # ASTRA-sim has no fused kernels, so the unfused step is exported whatever --fused says.
     step = dataclasses.replace(requested, fused="none").step()
     graph = export.to_graph(step.tasks, requested.load_machine())
-    return chakra.write_traces([graph] * step.topology.ranks, prefix)
+    return write_traces([graph] * step.topology.ranks, prefix)
 
 
 def run_collective(
     kind: str,
-    size: str,
-    algorithm: str | None,
     *,
+    algorithm: str | None,
     changes: Changes,
     outputs: Outputs,
     **options: Any,
 ) -> None:
     """Run one collective by one algorithm, or by every algorithm that fits the network."""
-    if kind not in ALGORITHMS:
-        raise ConfigError(f"a collective must be one of {', '.join(ALGORITHMS)}; got {kind!r}.")
-    count = parse_size(size)
-    base = scenario("collective", {**options, "collective": kind, "size": count}, changes)
+    base = scenario(kind, options, changes)
     results: dict[str, Result] = {}
     skipped: dict[str, str] = {}
     with show_progress(kind) as runs:
@@ -277,14 +288,14 @@ def run_collective(
     if first is None:
         raise ConfigError(next(iter(skipped.values())))
     console.print(
-        f"{kind}, {format_bytes(count)} a rank: {first.ranks} GPUs, {first.topology}; "
+        f"{kind}, {format_bytes(base.size)} a rank: {first.ranks} GPUs, {first.topology}; "
         f"{first.machine}"
     )
     table = make_table(
         "algorithm", "time", "buffer / time", "physical bound", "over the bound", "messages' links"
     )
     for name, result in results.items():
-        rate = f"{format_number(count / max(1, result.total_ns), 4)} GB/s"
+        rate = f"{format_number(base.size / max(1, result.total_ns), 4)} GB/s"
         ratio = f"{result.total_ns / result.bound.time_ns:.2f}x" if result.bound.time_ns else ""
         links = format_bytes(sum(result.sent_bytes.values()))
         table.add_row(

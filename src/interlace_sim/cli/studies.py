@@ -1,148 +1,39 @@
-"""``interlace sim sweep`` and ``reproduce sc24``: many runs, their tables and their pictures."""
+"""``interlace sim study``: the studies by name, of SC24's figure and of T3."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+
+from rich.table import Table
 
 from interlace.cache_folder import cache_folder
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.cli.tables import make_table
-from interlace.errors import ConfigError
 from interlace.units import format_ns
-from interlace_sim import plot, reproduce, sweeps
+from interlace_sim import plot, reproduce
 from interlace_sim.cli.progress import show_progress
-from interlace_sim.cli.run import Changes, scenario
+from interlace_sim.cli.run import Changes, machine_changes
+from interlace_sim.cli.t3 import parse_shape, print_product
+from interlace_sim.t3 import estimate, load_t3_machine, load_t3_model
+from interlace_sim.t3 import reproduce as t3_reproduce
+from interlace_sim.t3.endtoend import REDUCED
+from interlace_sim.t3.outputs import draw_figures
+from interlace_sim.t3.sensitivity import sensitivity
 
-
-def run_sweep(
-    kind: str,
-    parameters: Sequence[str],
-    value: str,
-    *,
-    changes: Changes,
-    workers: int | None,
-    cache: Path | None,
-    no_cache: bool,
-    outputs: Outputs,
-    **options: Any,
-) -> None:
-    """Run every combination of some parameters' values; print a table and draw a heat map.
-
-    The heat map spans the first two parameters, and shows the mean over the others.
-    """
-    if value not in sweeps.VALUES:
-        raise ConfigError(f"--value must be one of {', '.join(sweeps.VALUES)}; got {value!r}.")
-    values: dict[str, list[Any]] = {}
-    for text in parameters:
-        name, of_this = sweeps.parse_parameter(text)
-        if name in values:
-            raise ConfigError(
-                f"a parameter must be given once; got {name} twice. Say all of its values at once: "
-                f"--param {name}=A,B."
-            )
-        values[name] = of_this
-    chosen = {name: option for name, option in options.items() if option is not None}
-    # A collective has no passes, and one result under whatever is asked of them.
-    base = scenario(kind, chosen | ({"fused": "none"} if kind == "collective" else {}), changes)
-    # --no-cache wins over --cache, so that a script can add it to any command.
-    folder = None if no_cache else cache or cache_folder("sim")
-    started = time.perf_counter()
-    with show_progress(f"sweep {kind}") as runs:
-        points = sweeps.sweep(base, values, workers=workers, cache_folder=folder, progress=runs)
-    console = make_console()
-    table = make_table(*values, "step", "exposed", "bound", "saved", left=())
-    for point in points:
-        cells = [str(item) for item in point.parameters.values()]
-        figures = [
-            format_ns(point.total_ns),
-            format_ns(point.exposed_ns),
-            format_ns(point.bound_ns),
-            f"{point.saved_percent:.1f} %",
-        ]
-        table.add_row(*cells, *(["not run", "", "", ""] if point.error else figures))
-    console.print(table)
-    for reason in dict.fromkeys(point.error for point in points if point.error):
-        console.print(f"Not run: {reason}", style="dim")
-    # Remembered points take no time, so the line says how many of them there are.
-    fresh = sum(not point.cached for point in points)
-    console.print(
-        f"{len(points)} points, {len(points) - fresh} of them remembered; "
-        f"{time.perf_counter() - started:.1f} s.",
-        style="dim",
-    )
-    outputs.write_json(
-        lambda: {
-            "scenario": dataclasses.asdict(base.complete()),
-            "points": [dataclasses.asdict(point) for point in points],
-        }
-    )
-    outputs.write_csv(lambda: sweeps.to_csv(points))
-    outputs.write_plot(lambda file: _heat_map(points, values, value, kind, file))
-    outputs.say_written(console)
-
-
-def _heat_map(
-    points: Sequence[sweeps.Point],
-    values: Mapping[str, Sequence[Any]],
-    value: str,
-    kind: str,
-    file: Path,
-) -> None:
-    names = list(values)
-    rows, columns = names[0], names[1] if len(names) > 1 else None
-    # With one parameter the heat map is a single column.
-    grid = []
-    for row in values[rows]:
-        line = []
-        for column in values[columns] if columns else [None]:
-            selected = [
-                getattr(point, value)
-                for point in points
-                if not point.error
-                and point.parameters[rows] == row
-                and (columns is None or point.parameters[columns] == column)
-            ]
-            # A combination that could not be run leaves its cell empty, which NaN is in the
-            # picture.
-            line.append(sum(selected) / len(selected) if selected else float("nan"))
-        grid.append(line)
-    scale, unit = (
-        (1e6, "ms") if value.endswith("_ns") else (1, "%" if value.endswith("percent") else "")
-    )
-    titles = {
-        "total_ns": "time of a step",
-        "exposed_ns": "exposed communication",
-        "bound_ns": "physical bound",
-        "saved_percent": "time saved by fusing",
-    }
-    plot.heat_map(
-        [_short(item) for item in values[rows]],
-        [_short(item) for item in values[columns]] if columns else [""],
-        [[cell / scale for cell in line] for line in grid],
-        f"{kind}: {titles.get(value, value)}, {unit}".rstrip(", "),
-        (rows, columns or ""),
-        file,
-    )
-
-
-def _short(value: Any) -> str:
-    """Shorten a number for an axis: ``25000000000.0`` becomes ``"25e9"``."""
-    if isinstance(value, float):
-        return f"{value / 1e9:g}e9" if value >= 1e8 else f"{value:g}"
-    return str(value)
+FASTER = ("t3", "t3-mca", "ideal")
+"""Configurations whose speed-ups a layer's table shows."""
 
 
 def run_sc24(*, outputs: Outputs, workers: int | None, cache: Path | None, no_cache: bool) -> None:
     """Compare the paper's 21 % with ours over baselines, networks, assumptions and node counts."""
     started = time.perf_counter()
     folder = None if no_cache else cache or cache_folder("sim")
-    with show_progress("reproduce sc24") as runs:
+    with show_progress("study sc24") as runs:
         study = reproduce.sc24(workers=workers, cache_folder=folder, progress=runs)
     console = make_console()
     console.print(
@@ -254,3 +145,159 @@ def draw_sc24(study: reproduce.Study, outputs: Outputs) -> None:
         ("network", "unfused All-to-All"),
     )
     outputs.write("sc24-networks.png", draw)
+
+
+def run_layer(
+    *,
+    model: str,
+    tensor: int,
+    machine: str,
+    changes: Changes,
+    sequences: int,
+    rest_share: float,
+    outputs: Outputs,
+) -> None:
+    """Estimate a layer in training, for a prompt, and in the generation of tokens."""
+    loaded = load_t3_machine(machine, machine_changes(changes))
+    layers = load_t3_model(model)
+    with show_progress("t3-layer") as runs:
+        estimates = {
+            phase: estimate(
+                loaded,
+                layers,
+                tensor,
+                phase,
+                tokens=sequences if phase == "generation" else None,
+                rest_share=rest_share,
+            )
+            for phase in runs.over(tuple(REDUCED))
+        }
+    console = make_console()
+    table = make_table(
+        "layer",
+        "tokens",
+        "all-reduced",
+        "other products",
+        "not sliced",
+        "sequential",
+        *(f"{name}, faster" for name in FASTER),
+    )
+    for phase, layer in estimates.items():
+        # Shares refer to the sequential layer, which all configurations are compared with.
+        total = layer.layer_ns("sequential")
+        # The three parts of a layer add up to all of its time.
+        parts = (
+            layer.reduced_ns["sequential"] / total,
+            layer.products_ns / total,
+            layer.rest_ns / total,
+        )
+        table.add_row(
+            phase,
+            str(layer.tokens),
+            *(f"{100 * part:.0f} %" for part in parts),
+            format_ns(round(total)),
+            *(f"{100 * (layer.speed_up(name) - 1):.1f} %" for name in FASTER),
+        )
+    console.print(
+        f"{layers.name}, one of {int(layers.layers.value)} equal layers, {tensor} GPUs; "
+        f"{loaded.name}"
+    )
+    console.print(table)
+    layers_of = {phase: dataclasses.asdict(layer) for phase, layer in estimates.items()}
+    outputs.write("t3-layer.json", layers_of)
+    outputs.say_written(console)
+
+
+def run_sensitivity(
+    *,
+    model: str,
+    tensor: int,
+    sublayer: str,
+    shape: str | None,
+    machine: str,
+    changes: Changes,
+    pairs: bool,
+    outputs: Outputs,
+) -> None:
+    """Simulate one sub-layer with each assumption changed in turn, or two; print the speed-ups."""
+    given = machine_changes(changes)
+    product = parse_shape(shape) if shape else load_t3_model(model).product(sublayer, tensor)
+    loaded = load_t3_machine(machine, given)
+    with show_progress("t3-sensitivity") as runs:
+        rows = sensitivity(machine, given, product, tensor, pairs=pairs, progress=runs)
+    console = make_console()
+    print_product(console, product, tensor, loaded, loaded.network.topology)
+    columns = ("changed to", *(f"{name}, faster" for name in rows[0].speed_ups))
+    table = make_table(*columns, left=("changed to",))
+    for row in rows:
+        gains = (f"{100 * (gain - 1):.1f} %" for gain in row.speed_ups.values())
+        changed = ", ".join(f"{key}={value:g}" for key, value in row.changes.items())
+        table.add_row(changed or "as given", *gains)
+    console.print(table)
+    outputs.write("t3-sensitivity.json", [dataclasses.asdict(row) for row in rows])
+    outputs.say_written(console)
+
+
+def run_t3_figures(
+    *, changes: Changes, every_case: bool, outputs: Outputs, workers: int | None
+) -> None:
+    """Compare every published figure with ours, and list the assumptions with their sources."""
+    machine = load_t3_machine(changes=machine_changes(changes))
+    started = time.perf_counter()
+    with show_progress("study t3") as runs:
+        done = t3_reproduce.study(machine, every_case=every_case, workers=workers, progress=runs)
+    console = make_console()
+    headings = ("figure", "published", "ours", "difference", "tolerance", "met", "note")
+    table = make_table(*headings, left=("figure", "note"))
+    for figure in done.figures:
+        table.add_row(
+            figure.name,
+            *_t3_cells(figure),
+            "yes" if figure.met else "NO",
+            figure.note,
+            style=None if figure.met else "bold",
+        )
+    console.print(table)
+    console.print(
+        f"{sum(figure.met for figure in done.figures)} of {len(done.figures)} figures within "
+        "tolerance.\n"
+    )
+    console.print(_t3_assumptions(done))
+    console.print(f"{time.perf_counter() - started:.1f} s.", style="dim")
+    outputs.write("t3.json", done.to_json())
+    outputs.write("t3.png", lambda file: draw_figures(done.figures, file))
+    outputs.say_written(console)
+
+
+def _t3_assumptions(done: t3_reproduce.Study) -> Table:
+    headings = ("assumption", "value", "confidence", "source")
+    table = make_table(*headings, left=headings)
+    for key, value, confidence, source in done.assumptions:
+        table.add_row(
+            key,
+            f"{value:g}" if isinstance(value, float) else ", ".join(f"{v:g}" for v in value),
+            confidence,
+            source,
+        )
+    return table
+
+
+def _t3_cells(figure: t3_reproduce.Figure) -> tuple[str, str, str, str]:
+    # Ratios need two digits where percentages need one.
+    digits = 2 if figure.unit == "x" else 1
+    unit = "x" if figure.unit == "x" else f" {figure.unit}"
+    return (
+        f"{figure.published:g}{unit}",
+        f"{figure.ours:.{digits}f}{unit}",
+        f"{figure.difference:+.{digits}f}",
+        f"{figure.tolerance:g}",
+    )
+
+
+STUDIES: dict[str, Callable[..., None]] = {
+    "sc24": run_sc24,
+    "t3": run_t3_figures,
+    "t3-layer": run_layer,
+    "t3-sensitivity": run_sensitivity,
+}
+"""The function that runs each study; it takes the study's options and its files."""

@@ -1,13 +1,11 @@
-"""``interlace sim t3``, ``t3-layer`` and ``t3-measured``."""
+"""``interlace sim run t3``: one sub-layer in every configuration."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -18,29 +16,23 @@ from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
 from interlace.units import format_bytes, format_ns
 from interlace_sim.cli.progress import show_progress
-from interlace_sim.cli.run import Changes, parse_changes
+from interlace_sim.cli.run import Changes, machine_changes
 from interlace_sim.t3 import (
     CONFIGURATIONS,
     Product,
     SubLayer,
     T3Machine,
-    estimate,
     load_t3_machine,
     load_t3_model,
     simulate,
 )
-from interlace_sim.t3.endtoend import REDUCED
 from interlace_sim.t3.gpu import Part
-from interlace_sim.t3.measured import compare
-from interlace_sim.t3.outputs import SPENT, draw, draw_measured, trace
+from interlace_sim.t3.outputs import SPENT, draw, trace
 
 SHOWN = ("sequential", "t3", "t3-mca")
 """Configurations in pictures and traces: those that take place, not bounds on them."""
 BOUNDS = ("ideal", "ideal-nmc")
 """Configurations that bound the others: in tables and bars, without traffic of their own."""
-CHANGE = "tracker.sets=64"
-"""An example of ``--set`` for error messages."""
-FASTER = ("t3", "t3-mca", "ideal")
 
 
 def run_t3(
@@ -51,14 +43,14 @@ def run_t3(
     shape: str | None,
     tokens: int | None,
     collective: str,
-    network: str | None,
+    topology: str | None,
     slowest: float | None,
     machine: str,
     changes: Changes,
     outputs: Outputs,
 ) -> None:
     """Simulate one sub-layer in every configuration; print tables and write files."""
-    loaded = load_t3_machine(machine, parse_changes(changes, CHANGE))
+    loaded = load_t3_machine(machine, machine_changes(changes))
     product = (
         parse_shape(shape) if shape else load_t3_model(model).product(sublayer, tensor, tokens)
     )
@@ -73,7 +65,7 @@ def run_t3(
                 tensor,
                 name,
                 collective,  # type: ignore[arg-type]
-                network=network,  # type: ignore[arg-type]
+                network=topology,  # type: ignore[arg-type]
                 slowness=slowness,
             )
             for name in runs.over(CONFIGURATIONS)
@@ -94,127 +86,6 @@ def run_t3(
     outputs.write_json(lambda: {name: result.to_json() for name, result in results.items()})
     outputs.write_plot(lambda file: draw(shown, bounds, file))
     outputs.write_trace(lambda: trace(shown))
-    outputs.say_written(console)
-
-
-def run_layer(
-    *,
-    model: str,
-    tensor: int,
-    machine: str,
-    changes: Changes,
-    sequences: int,
-    rest_share: float,
-    outputs: Outputs,
-) -> None:
-    """Estimate a layer in training, for a prompt, and in the generation of tokens."""
-    loaded = load_t3_machine(machine, parse_changes(changes, CHANGE))
-    layers = load_t3_model(model)
-    with show_progress("t3-layer") as runs:
-        estimates = {
-            phase: estimate(
-                loaded,
-                layers,
-                tensor,
-                phase,
-                tokens=sequences if phase == "generation" else None,
-                rest_share=rest_share,
-            )
-            for phase in runs.over(tuple(REDUCED))
-        }
-    console = make_console()
-    table = make_table(
-        "layer",
-        "tokens",
-        "all-reduced",
-        "other products",
-        "not sliced",
-        "sequential",
-        *(f"{name}, faster" for name in FASTER),
-    )
-    for phase, layer in estimates.items():
-        # Shares refer to the sequential layer, which all configurations are compared with.
-        total = layer.layer_ns("sequential")
-        # The three parts of a layer add up to all of its time.
-        parts = (
-            layer.reduced_ns["sequential"] / total,
-            layer.products_ns / total,
-            layer.rest_ns / total,
-        )
-        table.add_row(
-            phase,
-            str(layer.tokens),
-            *(f"{100 * part:.0f} %" for part in parts),
-            format_ns(round(total)),
-            *(f"{100 * (layer.speed_up(name) - 1):.1f} %" for name in FASTER),
-        )
-    console.print(
-        f"{layers.name}, one of {int(layers.layers.value)} equal layers, {tensor} GPUs; "
-        f"{loaded.name}"
-    )
-    console.print(table)
-    outputs.write_json(
-        lambda: {phase: dataclasses.asdict(layer) for phase, layer in estimates.items()}
-    )
-    outputs.say_written(console)
-
-
-def run_measured(
-    files: list[Path],
-    *,
-    machine: str,
-    changes: Changes,
-    outputs: Outputs,
-) -> None:
-    """Compare T3 with measured software, shape by shape."""
-    loaded = load_t3_machine(machine, parse_changes(changes, CHANGE))
-    with show_progress("t3-measured") as runs:
-        comparisons, left_out = compare(loaded, files, progress=runs)
-    console = make_console()
-    console.print(f"{loaded.name}; measured: {', '.join(file.name for file in files)}")
-    table = make_table(
-        "operator",
-        "shape",
-        "unfused",
-        "modelled",
-        "error",
-        "ours",
-        "which",
-        "T3",
-        "T3 faster",
-        "ideal overlap",
-        "floor",
-    )
-    for comparison in comparisons:
-        table.add_row(
-            comparison.operator,
-            comparison.product.name,
-            format_ns(round(comparison.measured_ns["unfused"])),
-            format_ns(comparison.modelled_ns["sequential"]),
-            f"{100 * comparison.error:+.1f} %",
-            format_ns(round(comparison.software_ns)),
-            comparison.software,
-            format_ns(round(comparison.corrected_ns("t3-mca"))),
-            f"{comparison.gain:.2f}x",
-            format_ns(round(comparison.corrected_ns("ideal"))),
-            format_ns(round(comparison.floor_ns)),
-        )
-    console.print(table)
-    # Shapes that the model says nothing about are named, not dropped silently.
-    if left_out:
-        console.print(f"Left out, with fewer tiles than compute units: {', '.join(left_out)}.")
-    outputs.write_json(
-        lambda: [
-            {
-                **dataclasses.asdict(comparison),
-                "error": comparison.error,
-                "software": comparison.software,
-                "gain": comparison.gain,
-            }
-            for comparison in comparisons
-        ]
-    )
-    outputs.write_plot(lambda file: draw_measured(comparisons, file))
     outputs.say_written(console)
 
 

@@ -84,7 +84,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """All cases of ``reproduce t3``, the figures from them, and the machine's assumptions."""
+    """All cases of ``study t3``, the figures from them, and the machine's assumptions."""
 
     cases: list[Case]
     figures: list[Figure]

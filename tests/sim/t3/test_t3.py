@@ -604,9 +604,17 @@ def _run(*arguments: object) -> str:
 
 def test_command_prints_and_writes(tmp_path: Path) -> None:
     files = {name: tmp_path / f"t3.{name}" for name in ("json", "png", "trace")}
-    shape = ("--shape", "1024x1024x256", "--tensor", 4, "--set", "tracker.sets=64")
+    shape = ("--shape", "1024x1024x256", "--tensor", 4, "--set", "machine.tracker.sets=64")
     output = _run(
-        "t3", *shape, "--json", files["json"], "--plot", files["png"], "--trace", files["trace"]
+        "run",
+        "t3",
+        *shape,
+        "--json",
+        files["json"],
+        "--plot",
+        files["png"],
+        "--trace",
+        files["trace"],
     )
     assert "t3-mca" in output
     document = json.loads(files["json"].read_text())
@@ -618,15 +626,15 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
     assert [e["ph"] for e in first] == ["s", "t", "t", "f"]  # stored, in memory, triggered, sent
     assert [e["ts"] for e in first] == sorted(e["ts"] for e in first)
     assert len(flows) == 4 * 2 * 16  # two chunks are sent by DMA, 16 blocks each
-    assert CliRunner().invoke(app, ["sim", "t3", "--shape", "12x"]).exit_code != 0
+    assert CliRunner().invoke(app, ["sim", "run", "t3", "--shape", "12x"]).exit_code != 0
 
 
 @pytest.mark.parametrize(
-    ("collective", "network"),
+    ("collective", "topology"),
     [("all_to_all", "switch"), ("all_gather", "full"), ("reduce_scatter", "full")],
 )
 def test_command_of_what_the_paper_only_discusses(
-    collective: str, network: str, tmp_path: Path
+    collective: str, topology: str, tmp_path: Path
 ) -> None:
     arguments = (
         "--shape",
@@ -635,19 +643,21 @@ def test_command_of_what_the_paper_only_discusses(
         4,
         "--collective",
         collective,
-        "--network",
-        network,
+        "--topology",
+        topology,
         "--slowest",
         1.5,
     )
-    output = _run("t3", *arguments, "--plot", tmp_path / "a.png", "--trace", tmp_path / "a.json")
-    assert f"{network} of 4" in output
+    output = _run(
+        "run", "t3", *arguments, "--plot", tmp_path / "a.png", "--trace", tmp_path / "a.json"
+    )
+    assert f"{topology} of 4" in output
     assert collective.replace("reduce_scatter", "product update") in output
 
 
 def test_other_commands(tmp_path: Path) -> None:
     bench = _some_shapes(tmp_path / "bench.json", ("4096 x 8192 x 2048",))
-    output = _run("t3-measured", bench, "--json", tmp_path / "m.json", "--plot", tmp_path / "m.png")
+    output = _run("compare", bench, "--json", tmp_path / "m.json", "--plot", tmp_path / "m.png")
     assert "4096 x 8192 x 2048" in output
     (one,) = json.loads((tmp_path / "m.json").read_text())
     assert one["gain"] > 1

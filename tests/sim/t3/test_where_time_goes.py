@@ -86,7 +86,8 @@ def _run(*arguments: object) -> str:
 
 
 def test_the_command_says_where_the_time_goes() -> None:
-    output = _run("t3", "--shape", "1024x2560x512", "--tensor", 2, "--set", "network.posted=0")
+    shape = ("--shape", "1024x2560x512", "--tensor", 2)
+    output = _run("run", "t3", *shape, "--set", "machine.network.posted=0")
     (row,) = [line for line in output.splitlines() if line.startswith("waiting for its stores to")]
     assert "0 ns" in row  # the sequential product stores nothing at the next GPU
     assert "us" in row
@@ -95,14 +96,14 @@ def test_the_command_says_where_the_time_goes() -> None:
 def test_sensitivity_changes_one_value_or_two(tmp_path: Path) -> None:
     """Pairs are of assumed values, and never twice of one; a value that is given is no change."""
     shape = ("--shape", "256x256x64", "--tensor", 2)
-    _run("t3-sensitivity", *shape, "--json", tmp_path / "one.json")
-    first, *ones = json.loads((tmp_path / "one.json").read_text())
+    _run("study", "t3-sensitivity", *shape, "--out", tmp_path / "one")
+    first, *ones = json.loads((tmp_path / "one" / "t3-sensitivity.json").read_text())
     assert first["changes"] == {}
     assert first["speed_ups"].keys() == {"t3", "t3-mca", "ideal"}
     assert {"network.posted": 0} in [row["changes"] for row in ones]
     assert {"network.posted": 1} not in [row["changes"] for row in ones]
-    _run("t3-sensitivity", *shape, "--pairs", "--json", tmp_path / "two.json")
-    _, *twos = json.loads((tmp_path / "two.json").read_text())
+    _run("study", "t3-sensitivity", *shape, "--pairs", "--out", tmp_path / "two")
+    _, *twos = json.loads((tmp_path / "two" / "t3-sensitivity.json").read_text())
     assumed = {key for row in twos for key in row["changes"]}
     assert {"gpu.k_step", "gpu.lockstep"} <= assumed
     assert not {"network.posted", "memory.queue_entries"} & assumed
@@ -115,6 +116,6 @@ def test_sensitivity_changes_one_value_or_two(tmp_path: Path) -> None:
 
 
 def test_reproduce_refuses_an_unknown_value() -> None:
-    done = CliRunner().invoke(app, ["sim", "reproduce", "t3", "--set", "network.poste=1"])
+    done = CliRunner().invoke(app, ["sim", "study", "t3", "--set", "machine.network.poste=1"])
     assert done.exit_code != 0
     assert "known key" in done.output

@@ -386,7 +386,7 @@ def replaced(**members: object) -> Iterator[None]:
 def launch_per_slice(launch: Any) -> list[Any]:
     """Cut a launch that pools into one per slice, and one for the samples of this node."""
     arguments = launch.arguments
-    bags, remote = launch.constants["POOLING"].bags, launch.constants["REMOTE"]
+    bags, remote = launch.constants["POOLING"].bags, launch.constants["RANKS"].remote
     blocks = -(-arguments["chunk"] // bags)
     first, further = arguments["first_blocks"], arguments["slice_blocks"]
     ends = [0, first]

@@ -257,10 +257,14 @@ def prepare(
     """
     require(group.backend)
     from interlace.operators.embedding_all_to_all.kernels.backward import (
+        Progress,
         Runs,
+        SortedRuns,
+        Tables,
         Writing,
         embedding_all_to_all_backward,
     )
+    from interlace.operators.embedding_all_to_all.kernels.rows import Rates
     from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
@@ -294,18 +298,20 @@ def prepare(
     if part is not None and part.first_run is not None:
         tickets[:1].copy_(part.first_run)
     arguments = {
-        "tables": on_device(group, entries),
-        "owners": on_device(group, owners_of(layout)),
+        "tables": Tables(on_device(group, entries), on_device(group, owners_of(layout))),
         "bags": lookups_by_row.bags,
         "scale": lookups_by_row.scale,
-        "segments": lookups_by_row.segments,
-        "runs": lookups_by_row.runs,
-        "run_bags": lookups_by_row.run_bags,
-        "run_keys": lookups_by_row.run_keys,
-        "run_segments": lookups_by_row.run_segments,
-        "run_count": lookups_by_row.run_count if part is None else part.end_run,
-        "tickets": tickets,
-        "partials": torch.empty(slots * width, dtype=torch.float32, device=device),
+        "runs": SortedRuns(
+            openings=lookups_by_row.segments,
+            starts=lookups_by_row.runs,
+            bags=lookups_by_row.run_bags,
+            keys=lookups_by_row.run_keys,
+            segments=lookups_by_row.run_segments,
+            count=lookups_by_row.run_count if part is None else part.end_run,
+        ),
+        "progress": Progress(
+            tickets, torch.empty(slots * width, dtype=torch.float32, device=device)
+        ),
         "gradient": grad.data_ptr(),
         "landing": landing,
         "tiles": tiles,
@@ -319,8 +325,7 @@ def prepare(
         "column_groups": grad.shape[1] // align,
         "landing_groups": max(layout.rank_columns) // align,
         "max_tables": layout.most_tables,
-        "learning_rate": target.learning_rate,
-        "epsilon": target.epsilon,
+        "rates": Rates(target.learning_rate, target.epsilon),
     }
     widest = next_power_of_2(max(max(widths, default=1) for widths in layout.widths))
     constants: dict[str, Any] = {

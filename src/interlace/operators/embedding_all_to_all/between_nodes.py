@@ -238,6 +238,8 @@ def prepare(
 ) -> list[Launch]:
     """Prepare the launches that pool."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        RanksByNode,
+        SlicedMemory,
         embedding_all_to_all_between_nodes,
     )
 
@@ -251,11 +253,13 @@ def prepare(
     program_tasks = tasks_of_program(call, config, tasks)
     arguments |= {
         "ranks": on_device(group, [[*remote, *local]]),
-        "buffers": destination.address,
-        "grants": workspace.data.address,
-        "signals": workspace.signals.address,
-        "staging": staging.data_ptr(),
-        "counters": counters,
+        "memory": SlicedMemory(
+            buffers=destination.address,
+            grants=workspace.data.address,
+            signals=workspace.signals.address,
+            staging=staging.data_ptr(),
+            counters=counters,
+        ),
         "epochs": workspace.epochs,
         "ctx": group.context(_NAME),
         "call": mark,
@@ -270,7 +274,7 @@ def prepare(
         "first_local": min(local),
         "program_tasks": program_tasks,
     }
-    constants |= {"WORLD_SIZE": layout.world_size, "REMOTE": len(remote)}
+    constants["RANKS"] = RanksByNode(layout.world_size, len(remote))
     # One launch; a rank without tables has a program that grants its output.
     programs = max(1, ceil_div(tasks, program_tasks))
     span = {"first_task": 0, "last_task": tasks}
@@ -288,6 +292,7 @@ def prepare(
 def prepare_close(group: Group, call: EmbeddingCall, mark: int, destination: Destination) -> Launch:
     """Prepare the launch that ends the exchange within the node."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        RanksByNode,
         embedding_all_to_all_close,
     )
 
@@ -304,8 +309,7 @@ def prepare_close(group: Group, call: EmbeddingCall, mark: int, destination: Des
         "first_local": min(local),
     }
     constants = {
-        "WORLD_SIZE": layout.world_size,
-        "REMOTE": len(remote),
+        "RANKS": RanksByNode(layout.world_size, len(remote)),
         "OUT": triton_dtype(call.dtype),
         "num_warps": 4,
     }

@@ -368,15 +368,12 @@ def pooling(
         The tables and the lookups, by the names of their parameters; the constants of pooling and
         Triton's options; and the elements that all vectors' addresses are multiples of.
     """
-    from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
+    from interlace.operators.embedding_all_to_all.kernels.forward import Lookups, Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     rows, align = forward_records(call)
     arguments = {
-        "tables": on_device(group, rows),
-        "indices": call.indices,
-        "offsets": call.offsets,
-        "weights": call.scale,
+        "lookups": Lookups(on_device(group, rows), call.indices, call.offsets, call.scale),
         "B": call.layout.batch,
         "T": len(call.weights),
         "column_groups": call.layout.columns // align,

@@ -405,8 +405,7 @@ def launch_per_slice(launch: Any) -> list[Any]:
 
 def config_of(workload: Workload, slices: int) -> interlace.EmbeddingAllToAllConfig | None:
     """Return the tuned configuration with so many slices; None if it cannot have them."""
-    from interlace.operators.embedding_all_to_all.config import in_short_blocks
-    from interlace.operators.embedding_all_to_all.launch import choose
+    from interlace.operators.embedding_all_to_all.config import choose, in_short_blocks
     from interlace.units import next_power_of_2
 
     tables, batch = workload.tables, _batch(workload.tables)

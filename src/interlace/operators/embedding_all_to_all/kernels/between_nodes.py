@@ -23,6 +23,8 @@ class RanksByNode(NamedTuple):
 class SlicedMemory(NamedTuple):
     """The addresses of the memory that a launch which pools writes.
 
+    Sizes are no part of it: Triton makes a member that is 1 a constant.
+
     Attributes:
         buffers: Rank 0's copy of the first buffer of outputs.
         grants: The indices of the buffers that peers of the node have granted.

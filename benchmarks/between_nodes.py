@@ -386,7 +386,7 @@ def replaced(**members: object) -> Iterator[None]:
 def launch_per_slice(launch: Any) -> list[Any]:
     """Cut a launch that pools into one per slice, and one for the samples of this node."""
     arguments = launch.arguments
-    bags, remote = launch.constants["POOLING"].bags, launch.constants["REMOTE"]
+    bags, remote = launch.constants["POOLING"].bags, launch.constants["RANKS"].remote
     blocks = -(-arguments["chunk"] // bags)
     first, further = arguments["first_blocks"], arguments["slice_blocks"]
     ends = [0, first]
@@ -405,8 +405,7 @@ def launch_per_slice(launch: Any) -> list[Any]:
 
 def config_of(workload: Workload, slices: int) -> interlace.EmbeddingAllToAllConfig | None:
     """Return the tuned configuration with so many slices; None if it cannot have them."""
-    from interlace.operators.embedding_all_to_all.config import in_short_blocks
-    from interlace.operators.embedding_all_to_all.launch import choose
+    from interlace.operators.embedding_all_to_all.config import choose, in_short_blocks
     from interlace.units import next_power_of_2
 
     tables, batch = workload.tables, _batch(workload.tables)

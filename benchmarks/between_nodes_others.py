@@ -422,9 +422,9 @@ def compare_backward(lookups: int) -> dict[str, Any]:
     plans: list[int] = []
     cut = gradients_between_nodes.exchange
 
-    def noting(call: Any, *arguments: Any) -> Any:
+    def noting(call: Any, *arguments: Any, **options: Any) -> Any:
         plans.append(call.plan.gradient_slices)
-        return cut(call, *arguments)
+        return cut(call, *arguments, **options)
 
     with mock.patch.object(gradients_between_nodes, "exchange", noting):
         for impl in ("unfused", "fused"):

@@ -66,20 +66,17 @@ def _cases() -> Iterator[tuple[Any, int, dict[str, str], dict[str, Any]]]:
 def _compile(identifier: str) -> str:
     """Return the PTX of one case."""
     import triton
-    from tests.compilers import TARGETS
+    from tests.compilers import TARGETS, Task
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     kernel, types, constants = next(
         (kernel, types, constants)
         for kernel, number, types, constants in _cases()
         if f"{kernel.__name__}-{number}" == identifier
     )
-    values = {name: value for name, value in constants.items() if name in kernel.arg_names}
-    signature = {name: "constexpr" if name in values else types[name] for name in kernel.arg_names}
-    options = {"num_warps": constants.get("num_warps", 4), "num_stages": 3}
-    source = ASTSource(kernel, signature, values)
-    compiled = triton.compile(source, target=GPUTarget(*TARGETS[TARGET]), options=options)
+    task = Task(kernel, types, constants, TARGET)
+    target = GPUTarget(*TARGETS[TARGET])
+    compiled = triton.compile(task.source(), target=target, options=task.options)
     return str(compiled.asm["ptx"])
 
 

@@ -98,9 +98,19 @@ def start(folder: Path, compiled: Path) -> Compiler:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Task:
+class Task:
+    """One case to compile for one target.
+
+    Attributes:
+        kernel: The ``@triton.jit`` function.
+        types: Triton's type of every argument, by the parameter's name; of a NamedTuple of
+            arguments, such a NamedTuple of types, ``"constexpr"`` for a field that is None.
+        constants: The values of the constants, and Triton's options.
+        target: One of ``TARGETS``.
+    """
+
     kernel: Any
-    types: dict[str, str]
+    types: dict[str, Any]
     constants: dict[str, Any]
     target: str
 
@@ -114,7 +124,14 @@ class _Task:
             name: "constexpr" if name in constants else self.types[name]
             for name in self.kernel.arg_names
         }
-        return ASTSource(self.kernel, signature, constants)
+        left_out = {
+            (position, field): None
+            for position, name in enumerate(self.kernel.arg_names)
+            if isinstance(signature[name], tuple)
+            for field, kind in enumerate(signature[name])
+            if kind == "constexpr"
+        }
+        return ASTSource(self.kernel, signature, constants | left_out)
 
     @property
     def options(self) -> dict[str, int]:
@@ -145,7 +162,7 @@ class _Task:
             assert "serialized" not in log.getvalue()
 
 
-def _tasks() -> Iterator[_Task]:
+def _tasks() -> Iterator[Task]:
     """Every case for one target: what is wrong with a case is rarely wrong on one GPU only. Else
     one per kernel.
     """
@@ -154,7 +171,7 @@ def _tasks() -> Iterator[_Task]:
     for target in TARGETS:
         for kernel in kernels():
             tasks = [
-                _Task(kernel, types, constants, target)
+                Task(kernel, types, constants, target)
                 for types, constants in cases_of(kernel.__name__)
             ]
             if TARGETS[target][0] != "cuda":  # descriptors are NVIDIA's
@@ -166,7 +183,7 @@ def _tasks() -> Iterator[_Task]:
             yield from tasks if target == THOROUGH else tasks[:1]
 
 
-_tasks_to_compile: list[_Task] = []
+_tasks_to_compile: list[Task] = []
 
 
 def _compile(index: int) -> str | None:

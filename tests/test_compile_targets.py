@@ -219,11 +219,10 @@ def _collect():
     yield types | {"is_valid": "*i32"}, constants | flags
 
 
-_EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "staging", "buffer_bytes")
+_EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "buffer_bytes")
 _EMBEDDING_SIZES = (
     "call",
     "buffer_index",
-    "slots",
     "B",
     "chunk",
     "T",
@@ -232,9 +231,16 @@ _EMBEDDING_SIZES = (
     "drawn_tasks",
 )
 _EMBEDDING_TYPES = {
-    **dict.fromkeys(("tables", "table_counts"), "*i64"), "epochs": "*i32", "ctx": "*i64",
+    "epochs": "*i32", "ctx": "*i64",
     **dict.fromkeys(_EMBEDDING_ADDRESSES, "i64"), **dict.fromkeys(_EMBEDDING_SIZES, "i32"),
 }  # fmt: skip
+
+
+def _lookups(index, factors="constexpr"):
+    """The types of the lookups' lists; without factors by default."""
+    from interlace.operators.embedding_all_to_all.kernels.forward import Lookups
+
+    return {"lookups": Lookups("*i64", f"*{index}", f"*{index}", factors)}
 
 
 def _embedding_all_to_all_forward():
@@ -246,19 +252,18 @@ def _embedding_all_to_all_forward():
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    def case(protocol, index, pooling, vectors, **more):
-        lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
-        constants = {"PROTOCOL": protocol, "WORLD_SIZE": 4}
+    def case(protocol, lookups, pooling, vectors, ranks=4):
+        constants = {"PROTOCOL": protocol, "WORLD_SIZE": ranks}
         constants |= {"POOLING": pooling, "VECTORS": vectors, "tiles": None}
-        return _EMBEDDING_TYPES | lists, constants | more
+        return _EMBEDDING_TYPES | lookups, constants
 
     wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
-    yield case("direct", "i64", Pooling(4, 4, False), wide, weights=None)
+    yield case("direct", _lookups("i64"), Pooling(4, 4, False), wide)
     vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
-    yield case("direct", "i32", Pooling(8, 2, False), vectors, WORLD_SIZE=3)
+    yield case("direct", _lookups("i32", "*fp32"), Pooling(8, 2, False), vectors, ranks=3)
     vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
-    yield case("direct", "i64", Pooling(1, 4, True), vectors, weights=None, WORLD_SIZE=8)
-    types, constants = case("tiles", "i64", Pooling(4, 4, False), wide, weights=None)
+    yield case("direct", _lookups("i64"), Pooling(1, 4, True), vectors, ranks=8)
+    types, constants = case("tiles", _lookups("i64"), Pooling(4, 4, False), wide)
     del constants["tiles"]
     yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 128]>"}, constants
 
@@ -272,15 +277,15 @@ def _pool_embeddings():
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    types = {"tables": "*i64", "output": "i64"}
+    types = {"output": "i64"}
     types |= dict.fromkeys(("B", "T", "column_groups", "program_tasks"), "i32")
     wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
     narrow = Vectors(tl.float32, tl.bfloat16, width=64, full=False, align=1)
-    for index, vectors, mean, more in (
-        ("i64", wide, False, {"weights": None, "num_warps": 1}), ("i32", narrow, True, {}),
-    ):  # fmt: skip
-        lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
-        yield types | lists, {"POOLING": Pooling(4, 3, mean), "VECTORS": vectors} | more
+    for lookups, vectors, mean, more in (
+        (_lookups("i64"), wide, False, {"num_warps": 1}),
+        (_lookups("i32", "*fp32"), narrow, True, {}),
+    ):
+        yield types | lookups, {"POOLING": Pooling(4, 3, mean), "VECTORS": vectors} | more
 
 
 def _dtype(name):
@@ -293,6 +298,10 @@ def _embedding_all_to_all_between_nodes():
     """Ranks of one node and of two; full and partly filled vectors, factors, kinds of index."""
     import triton.language as tl
 
+    from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        RanksByNode,
+        SlicedMemory,
+    )
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
@@ -300,26 +309,27 @@ def _embedding_all_to_all_between_nodes():
         "first_blocks", "first_bytes", "slice_blocks", "slice_bytes", "first_local", "first_task",
         "last_task",
     )  # fmt: skip
-    types = _EMBEDDING_TYPES | {"ranks": "*i64", "counters": "i64"}
+    types = _EMBEDDING_TYPES | {"ranks": "*i64", "memory": SlicedMemory(*["i64"] * 5)}
     types |= dict.fromkeys((*sizes, "program_tasks"), "i32")
     wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
     narrow = Vectors(tl.float32, tl.bfloat16, width=64, full=False, align=1)
-    for index, ranks, remote, vectors, more in (
-        ("i64", 2, 1, wide, {"weights": None, "num_warps": 1}),
-        ("i32", 8, 4, narrow, {}),
+    for lookups, ranks, vectors, more in (
+        (_lookups("i64"), RanksByNode(2, remote=1), wide, {"num_warps": 1}),
+        (_lookups("i32", "*fp32"), RanksByNode(8, remote=4), narrow, {}),
     ):
-        lists = {"indices": f"*{index}", "offsets": f"*{index}", "weights": "*fp32"}
-        constants = {"WORLD_SIZE": ranks, "REMOTE": remote, "VECTORS": vectors}
-        yield types | lists, constants | {"POOLING": Pooling(4, 4, False)} | more
+        constants = {"RANKS": ranks, "VECTORS": vectors}
+        yield types | lookups, constants | {"POOLING": Pooling(4, 4, False)} | more
 
 
 def _embedding_all_to_all_close():
     """A node of one rank, and of four."""
     import triton.language as tl
 
+    from interlace.operators.embedding_all_to_all.kernels.between_nodes import RanksByNode
+
     types = _MEETING | {"ranks": "*i64", "own_buffer": "i64", "elements": "i32"}
-    for ranks, remote in ((2, 1), (8, 4)):
-        constants = {"WORLD_SIZE": ranks, "REMOTE": remote, "OUT": tl.float16}
+    for ranks in (RanksByNode(2, remote=1), RanksByNode(8, remote=4)):
+        constants = {"RANKS": ranks, "OUT": tl.float16}
         yield types | {"first_local": "i32"}, constants
 
 
@@ -337,13 +347,19 @@ def _embedding_all_to_all_backward():
     """Each update, key, table and gradient dtype; one rank, and a row cut into several runs."""
     import triton.language as tl
 
-    from interlace.operators.embedding_all_to_all.kernels.backward import Runs, Writing
+    from interlace.operators.embedding_all_to_all.kernels.backward import (
+        Progress,
+        Runs,
+        SortedRuns,
+        Tables,
+        Writing,
+    )
+    from interlace.operators.embedding_all_to_all.kernels.rows import Rates
     from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    lists = ("bags", "segments", "runs", "run_bags", "run_segments", "run_count", "tickets")
-    types = _EMBEDDING_TYPES | {"owners": "*i64", "scale": "*fp32", "partials": "*fp32"}
-    types |= dict.fromkeys(lists, "*i32") | dict.fromkeys(("learning_rate", "epsilon"), "fp32")
+    types = _EMBEDDING_TYPES | {"bags": "*i32", "scale": "*fp32", "rates": Rates("fp32", "fp32")}
+    types |= {"tables": Tables("*i64", "*i64"), "progress": Progress("*i32", "*fp32")}
     types |= dict.fromkeys(("gradient", "landing", "target"), "i64")
     types |= dict.fromkeys(("max_tables", "landing_groups"), "i32")
 
@@ -356,7 +372,8 @@ def _embedding_all_to_all_backward():
             "VECTORS": vectors,
             "tiles": None,
         }
-        return types | {"run_keys": f"*{key}"}, constants | more
+        runs = SortedRuns(**dict.fromkeys(SortedRuns._fields, "*i32"))._replace(keys=f"*{key}")
+        return types | {"runs": runs}, constants | more
 
     wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
     yield case("i32", "adagrad", wide, 4, 2, scale=None)

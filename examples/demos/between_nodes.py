@@ -23,7 +23,7 @@ from interlace.comm import Group, group_of
 from interlace.costs.embedding_all_to_all import forward
 from interlace.costs.gemm_all_to_all import network_traffic
 from interlace.errors import ArgumentError
-from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
+from interlace.operators.embedding_all_to_all import embedding_all_to_all
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
 from interlace.operators.gemm_all_to_all import gemm_all_to_all
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from interlace.gin.gin import open_gin
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
-    from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
+    from interlace.operators.embedding_all_to_all import embedding_all_to_all
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.operators.explain import explain
     from interlace.operators.gemm_all_reduce import GemmAllReduceConfig, gemm_all_reduce
@@ -87,7 +87,7 @@ _PUBLIC = {
     "batch_invariant": "interlace.gemm.invariance",
     "all_gather_gemm": "interlace.operators.all_gather_gemm",
     "AllGatherGemmConfig": "interlace.operators.all_gather_gemm",
-    "embedding_all_to_all": "interlace.operators.embedding_all_to_all.api",
+    "embedding_all_to_all": "interlace.operators.embedding_all_to_all",
     "EmbeddingAllToAllConfig": "interlace.operators.embedding_all_to_all.config",
     "explain": "interlace.operators.explain",
     "operator": "interlace.registry",

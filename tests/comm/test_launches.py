@@ -58,6 +58,8 @@ ADDRESS = 1 << 40
         (0.25, 0.5, True),
         (True, False, False),
         (None, 5, False),
+        ((ADDRESS, 0.25), (ADDRESS + 16, 0.5), True),
+        ((ADDRESS, None), (ADDRESS + 8, None), False),
     ],
 )
 def test_what_a_kernel_is_compiled_for(first: Any, second: Any, same: bool) -> None:

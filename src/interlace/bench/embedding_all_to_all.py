@@ -21,7 +21,7 @@ from interlace.bench.embedding_calls import (
 from interlace.comm.groups.group import MAX_PROGRAMS
 from interlace.comm.launching.kernels import Launch
 from interlace.costs import embedding_all_to_all as costs
-from interlace.operators.embedding_all_to_all import backward, launch
+from interlace.operators.embedding_all_to_all import backward, fused
 from interlace.operators.embedding_all_to_all.config import (
     OPERATOR,
     EmbeddingAllToAllConfig,
@@ -66,7 +66,7 @@ class Forward(EmbeddingCalls):
         """Return the kernel's launch, for compilation only."""
         nbytes = self.samples * self.layout.columns * self.shape.dtype.itemsize
         destination = self.owner.outputs.take(nbytes).destination
-        return launch.prepare(self.owner, self.call(0, config), config, 0, destination)
+        return fused.prepare(self.call(0, config), destination)
 
     def floor_memory_bytes(self, lookups: DrawnLookups) -> int:
         """Return the least bytes that this rank moves in its own memory for one call."""
@@ -130,8 +130,7 @@ class Backward(EmbeddingCalls):
     def compile(self, config: EmbeddingAllToAllConfig) -> None:
         """Compile the kernel on this rank."""
         call, lookups = self.call(0, config), self.sorted_lookups(0, config)
-        update = backward.prepare(self.owner, call, self.grad, self.target(), config, lookups, 0)
-        update.compile()
+        backward.prepare(call, self.grad, self.target(), lookups).compile()
 
     def floor_memory_bytes(self, lookups: DrawnLookups) -> int:
         """Return the least bytes that this rank moves in its own memory for one call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import NamedTuple
 
@@ -11,11 +12,18 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.bench.benchmark import Benchmark
-from interlace.comm.groups.group import solo_group
 from interlace.errors import ArgumentError
-from interlace.operators.embedding_all_to_all import backward, launch
-from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
-from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all import backward, embedding_all_to_all, pooling
+from interlace.operators.embedding_all_to_all.call import (
+    EmbeddingCall,
+    SharedArguments,
+    agreed_call,
+)
+from interlace.operators.embedding_all_to_all.config import (
+    OPERATOR,
+    EmbeddingAllToAllConfig,
+    choose,
+)
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 from interlace.registry import operator_named
@@ -130,7 +138,7 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
         self.received = torch.empty(
             shape.batch * self.own_columns, dtype=shape.dtype, device=device
         )
-        self.config = launch.choose(
+        self.config = choose(
             tables=shape.tables,
             width=shape.width,
             batch=shape.batch,
@@ -170,6 +178,11 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
         sample_offsets = F.pad(lengths.T.flatten().cumsum(0), (1, 0))
         return DrawnLookups(indices, offsets, sample_indices, sample_offsets)
 
+    @property
+    def group_name(self) -> str:
+        """The name of the process group; empty for the default one."""
+        return "" if self.group is None else str(self.group.group_name)
+
     def lookups(self, i: int) -> DrawnLookups:
         """Return the lookups of the i-th call."""
         return self.sets[i % SETS]
@@ -181,27 +194,24 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
 
     def call(
         self, i: int, config: EmbeddingAllToAllConfig, *, alone: bool = False
-    ) -> launch.EmbeddingCall:
+    ) -> EmbeddingCall:
         """Return the i-th call; ``alone`` as a group of one makes it."""
         lookups = self.lookups(i)
-        # A group of one owns all columns of its own layout.
-        layout = self.layout
-        if alone:
-            layout = Layout((self.layout.widths[self.rank],), self.shape.batch)
-        return launch.EmbeddingCall(
+        call = EmbeddingCall(
             self.tables,
             lookups.indices,
             lookups.offsets,
             None,
-            layout,
-            0 if alone else self.rank,
+            self.layout,
+            self.rank,
             "sum",
             self.shape.dtype,
-            "" if self.group is None else self.group.group_name,
+            self.owner,
+            self.group_name,
             "fused",
-            str(config),
-            alone,
+            config,
         )
+        return call.without_peers() if alone else call
 
     # Forward
 
@@ -226,7 +236,7 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
 
     def our_bags(self, i: int, config: EmbeddingAllToAllConfig) -> torch.Tensor:
         """Run the kernel in a group of one: no puts and no waits, all of the pooling."""
-        return launch.run(self.call(i, config, alone=True), check=False)
+        return pooling.pool(self.call(i, config, alone=True))
 
     def exchange(self, pooled: torch.Tensor) -> torch.Tensor:
         """Exchange pooled rows, or their gradients, by NCCL."""
@@ -256,8 +266,6 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
         """Return the tables as the backward pass updates them."""
         return backward.Target(
             update="adagrad",
-            by_segment=False,
-            address=0,
             places=[table.data_ptr() for table in self.tables],
             strides=[self.shape.width] * self.shape.tables,
             states=[state.data_ptr() for state in self.states],
@@ -270,7 +278,7 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
     def sort_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> Sorted:
         """Sort the lookups of a call by row."""
         rows = [self.shape.rows] * self.shape.tables
-        return sort_lookups(self.call(i, config), rows, config.run_lookups)
+        return sort_lookups(self.call(i, config), rows)
 
     def sorted_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> Sorted:
         """Return lookups sorted beforehand: that depends on no gradient, and is timed by itself."""
@@ -281,22 +289,19 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
 
     def fused_update(self, i: int, config: EmbeddingAllToAllConfig) -> None:
         """Send gradients and update the tables in one kernel."""
-        call = self.call(i, config)
-        mark = backward.agree(call)
-        lookups = self.sorted_lookups(i, config)
-        update = backward.prepare(self.owner, call, self.grad, self.target(), config, lookups, mark)
-        with self.owner.running():
-            update()
+        drawn, widths = self.lookups(i), self.layout.widths
+        shared = SharedArguments(
+            self.shape.batch, list(map(len, widths)), list(itertools.chain(*widths)), self.rank,
+            "sum", self.shape.dtype,
+        )  # fmt: skip
+        call = agreed_call(
+            backward.BACKWARD, self.tables, (drawn.indices, drawn.offsets, None), shared,
+            (self.group_name, "fused", str(config)),
+        )  # fmt: skip
+        backward.launch(call, self.grad, self.target(), self.sorted_lookups(i, config))
 
     def our_update(self, i: int, config: EmbeddingAllToAllConfig) -> None:
         """Run the kernel in a group of one, on gradients that have been exchanged."""
         grad = self.received.view(self.shape.batch, self.own_columns)
-        backward.prepare(
-            solo_group(self.device),
-            self.call(i, config, alone=True),
-            grad,
-            self.target(),
-            config,
-            self.sorted_lookups(i, config),
-            0,
-        )()
+        call, lookups = self.call(i, config, alone=True), self.sorted_lookups(i, config)
+        backward.prepare(call, grad, self.target(), lookups)()

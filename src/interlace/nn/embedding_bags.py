@@ -23,7 +23,7 @@ from interlace.nn.sample_weights import learn_weights
 from interlace.nn.scaled_gradient import scale_gradient
 from interlace.nn.sharded_parameters import Sharing
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan
-from interlace.operators.embedding_all_to_all.api import embedding_all_to_all
+from interlace.operators.embedding_all_to_all import embedding_all_to_all
 
 GRADIENTS = ("dense", "sparse", "sgd", "rowwise_adagrad")
 

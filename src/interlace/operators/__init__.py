@@ -11,8 +11,7 @@ from interlace.registry import load_entry_points
 _MODULES = (
     "all_gather_gemm",
     "all_to_all_bmm",
-    "embedding_all_to_all.op",
-    "embedding_all_to_all.operator",
+    "embedding_all_to_all",
     "gemm_all_reduce",
     "gemm_all_reduce_norm",
     "gemm_all_to_all",

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all import reference
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL = EmbeddingAllToAllConfig(
@@ -74,22 +75,8 @@ class Call:
         return slice(min(rank * chunk, self.batch), min((rank + 1) * chunk, self.batch))
 
     def pooled(self, rank: int, tables: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Each table of ``rank`` for the whole batch, from float64 ``tables``, by index_add."""
-        indices, offsets, scale = self.lookups(rank)
-        results = []
-        for table, weight in enumerate(tables):
-            bounds = offsets[table * self.batch : (table + 1) * self.batch + 1].long()
-            lengths = bounds.diff()
-            part = slice(int(bounds[0]), int(bounds[-1]))
-            rows = weight[indices[part].long()]
-            if scale is not None:
-                rows = rows * scale[part, None].double()
-            bags = torch.arange(self.batch).repeat_interleave(lengths)
-            sums = torch.zeros(self.batch, weight.shape[1], dtype=torch.float64).index_add(
-                0, bags, rows
-            )
-            results.append(sums / lengths.clamp(min=1)[:, None] if self.mode == "mean" else sums)
-        return results
+        """Each table of ``rank`` for the whole batch, from float64 ``tables``."""
+        return reference.pool(tables, *self.lookups(rank), self.mode, self.batch)
 
     def expected(self) -> torch.Tensor:
         """``[batch, columns]`` in float64."""

@@ -154,6 +154,8 @@ def _kind(value: Any) -> Any:
         return value.dtype, _alignment(value.data_ptr())
     if type(value) is float:
         return float
+    if isinstance(value, tuple):
+        return tuple(map(_kind, value))
     # Only tensor descriptors have a block shape. TMA requires that their base is aligned.
     block = getattr(value, "block_shape", None)
     return value if block is None else (value.base.dtype, *block)

@@ -1,29 +1,25 @@
-"""Launches of the backward pass: memory and grid of a call."""
+"""The kernel of the backward pass: what it writes, its memory and its grid."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.launching.constants import on_device
-from interlace.comm.launching.kernels import Launch, triton_dtype
+from interlace.comm.launching.kernels import Launch, describe_ranks, triton_dtype
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import record
-from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.landing import describe_landing
-from interlace.operators.embedding_all_to_all.launch import EmbeddingCall, lanes_of
-from interlace.operators.embedding_all_to_all.layout import dense_bounds
+from interlace.operators.embedding_all_to_all.call import EmbeddingCall
+from interlace.operators.embedding_all_to_all.config import OPERATOR
+from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
-from interlace.operators.embedding_all_to_all.tables import alignment, entry, owners_of
-from interlace.operators.embedding_all_to_all.unfused import exchange, store_dense
+from interlace.operators.embedding_all_to_all.pooling import MOST_TILE_BYTES, lanes_of
+from interlace.operators.embedding_all_to_all.record import alignment, entry, owners_of
 from interlace.units import ceil_div, next_power_of_2
-
-if TYPE_CHECKING:
-    from interlace.operators.embedding_all_to_all.gradients_between_nodes import Part
 
 BACKWARD = f"{OPERATOR}.backward"
 _TICKET = 4  # tiles of runs that a program takes at a time
@@ -35,130 +31,114 @@ class Target:
 
     Attributes:
         update: ``"store"`` (gradients), ``"sgd"`` or ``"adagrad"``.
-        by_segment: Gradients are stored by the number of the distinct row, not by the row's own.
-        address: The address that ``places`` count from.
         places: Bytes from ``address`` to each table's memory; -1 for a table that is left alone.
         strides: Elements between two rows of each table.
         states: Addresses of Adagrad's states; 0 for other updates.
         rows: Number of rows of each table.
         dtype: Element type of the tables, and of the memory.
+        values: The gradients of all tables; None for updates.
+        by_segment: Gradients are stored by the number of the distinct row, not by the row's own.
+        learning_rate: The learning rate of an update.
+        epsilon: Adagrad's epsilon; 0 for other updates.
     """
 
     update: str
-    by_segment: bool
-    address: int
     places: Sequence[int]
     strides: Sequence[int]
     states: Sequence[int]
     rows: Sequence[int]
     dtype: torch.dtype
+    values: torch.Tensor | None = None
+    by_segment: bool = False
     learning_rate: float = 0.0
     epsilon: float = 0.0
 
+    @property
+    def address(self) -> int:
+        """Return the address that ``places`` count from: 0 for tables, which lie anywhere."""
+        return 0 if self.values is None else self.values.data_ptr()
 
-# Autograd calls these functions, through ``op``.
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The gradients of some of this rank's tables, for the entire batch.
+
+    Attributes:
+        gradients: ``[batch, columns of these tables]``, contiguous.
+        first_column: The first of these columns among those of this rank's tables.
+        first_run: The first run of lookups of these tables, int32 ``[1]`` on the device; None for
+            the first run of all.
+        end_run: The run behind their last one, int32 ``[1]`` on the device.
+    """
+
+    gradients: torch.Tensor
+    first_column: int
+    first_run: torch.Tensor | None
+    end_run: torch.Tensor
 
 
-def gradient(
+def gradients_target(
     call: EmbeddingCall,
-    grad: torch.Tensor,
     rows: Sequence[int],
     trainable: Sequence[bool],
-    table_dtype: torch.dtype,
+    dtype: torch.dtype,
     sparse: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of this rank's tables. Collective.
+) -> Target:
+    """Return new memory for the gradients of this rank's tables, filled with zeros.
 
-    Returns:
-        Dense: all gradients one after the other, each from a multiple of 64 elements on; two empty
-            tensors.
-        Sparse: ``[lookups, widest]``, the sum of each distinct row, then its row number among all
-            rows of the rank ``[lookups]``, then the first sum of each table, ``[tables + 1]``.
+    Dense gradients lie one after the other in one tensor, each from a multiple of 64 elements on.
+    Sparse ones are ``[lookups, widest]``: the sum of each distinct row.
+
+    Args:
+        call: The call.
+        rows: Rows of each table.
+        trainable: Whether each table has a gradient.
+        dtype: Element type of the tables.
+        sparse: Whether gradients are sparse.
     """
     widths, device = call.layout.widths[call.rank], call.indices.device
-    empty = torch.empty(0, dtype=torch.int64, device=device)
-    config = call.chosen()
-    sorted_lookups = None
     if sparse:
-        values = torch.zeros(
-            call.indices.shape[0], max(widths, default=1), dtype=table_dtype, device=device
-        )
-        stride = values.shape[1]
-        strides, starts = [stride] * len(rows), [0] * len(rows)
+        widest = max(widths, default=1)
+        values = torch.zeros(call.indices.shape[0], widest, dtype=dtype, device=device)
+        strides, starts = [widest] * len(rows), [0] * len(rows)
     else:
         # One tensor for all tables, so that one operator returns it, whatever their number.
         elements = dense_bounds(rows, widths)
-        values = torch.zeros(elements[-1], dtype=table_dtype, device=device)
-        strides, starts = list(widths), [start * table_dtype.itemsize for start in elements[:-1]]
-    implementation = call.implementation()
-    if implementation != "fused":
-        grad = exchange(call, grad)
-        if implementation == "unfused" and not sparse:
-            store_dense(call, grad, values, rows, trainable)
-            return values, empty, torch.empty_like(empty)
-        call = call.without_peers()
-    target = Target(
-        update="store",
-        by_segment=sparse,
-        address=values.data_ptr(),
-        places=[start if trains else -1 for start, trains in zip(starts, trainable, strict=True)],
-        strides=strides,
-        states=[0] * len(rows),
-        rows=rows,
-        dtype=table_dtype,
-    )
-    if implementation == "fused" and call.group.spans_nodes:
-        sorted_lookups = _launch_between_nodes(call, grad, target, config, applies=False)
-        call = call.without_peers()
-    else:
-        if sparse:
-            sorted_lookups = sort_lookups(call, rows, config.run_lookups)
-        _launch(call, grad, target, config, sorted_lookups)
-    if not sparse or sorted_lookups is None:
-        return values, empty, torch.empty_like(empty)
-    return values, *_distinct_rows(call, sorted_lookups, rows)
+        values = torch.zeros(elements[-1], dtype=dtype, device=device)
+        strides, starts = list(widths), [start * dtype.itemsize for start in elements[:-1]]
+    places = [start if trains else -1 for start, trains in zip(starts, trainable, strict=True)]
+    return Target("store", places, strides, [0] * len(rows), rows, dtype, values, by_segment=sparse)
 
 
-def update(
+def update_target(
     call: EmbeddingCall,
-    grad: torch.Tensor,
     states: Sequence[torch.Tensor],
     trainable: Sequence[bool],
     kind: str,
     learning_rate: float,
     epsilon: float,
-) -> None:
-    """Update this rank's tables, and Adagrad's states, in place. Collective."""
-    rows = [weight.shape[0] for weight in call.weights]
-    config, implementation = call.chosen(), call.implementation()
-    if implementation != "fused":
-        call, grad = call.without_peers(), exchange(call, grad)
-    target = Target(
+) -> Target:
+    """Return this rank's tables, and Adagrad's states, as memory that is updated in place."""
+    return Target(
         update="sgd" if kind == "SGD" else "adagrad",
-        by_segment=False,
-        # Tables lie anywhere, so the places are addresses.
-        address=0,
         places=[
             weight.data_ptr() if trains else -1
             for weight, trains in zip(call.weights, trainable, strict=True)
         ],
         strides=[weight.stride(0) for weight in call.weights],
         states=[state.data_ptr() for state in states] or [0] * len(call.weights),
-        rows=rows,
+        rows=[weight.shape[0] for weight in call.weights],
         dtype=call.table_dtype,
         learning_rate=learning_rate,
         epsilon=epsilon,
     )
-    if implementation == "fused" and call.group.spans_nodes:
-        _launch_between_nodes(call, grad, target, config, applies=True)
-    else:
-        _launch(call, grad, target, config, None)
 
 
-def _distinct_rows(
+def distinct_rows(
     call: EmbeddingCall, lookups_by_row: Sorted, rows: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the number of every distinct row, and the count of distinct rows before each table.
+    """Return the number of every distinct row among all rows of the rank, ``[lookups]``, and the
+    count of distinct rows before each table, ``[tables + 1]``.
 
     Sizes do not depend on the numbers.
     """
@@ -173,78 +153,38 @@ def _distinct_rows(
     return keys[lookups_by_row.segments[:-1].clamp(max=count - 1)].long(), numbers.long()
 
 
-# The launch
-
-
-def _launch(
-    call: EmbeddingCall,
-    grad: torch.Tensor,
-    target: Target,
-    config: EmbeddingAllToAllConfig,
-    lookups_by_row: Sorted | None,
-    part: Part | None = None,
-) -> None:
-    group, layout = call.group, call.layout
-    group.check()
-    mark = agree(call)
-    # Ranks agree on an empty batch, too: their peers would wait for them otherwise.
-    if layout.batch == 0 or layout.columns == 0:
-        return
-    if lookups_by_row is None:
-        lookups_by_row = sort_lookups(call, target.rows, config.run_lookups)
-    launch = prepare(group, call, grad.contiguous(), target, config, lookups_by_row, mark, part)
-    with group.running():
-        launch()
-
-
-def _launch_between_nodes(
-    call: EmbeddingCall,
-    grad: torch.Tensor,
-    target: Target,
-    config: EmbeddingAllToAllConfig,
-    applies: bool,
-) -> Sorted:
-    """Exchange gradients in a group that spans nodes, and launch the kernel without peers for each
-    part of them that has arrived; return the sorted lookups. Collective.
+def run(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Sorted:
+    """Sort this rank's lookups and launch the kernel; return the lookups by row. Collective.
 
     Args:
-        applies: Whether tables are updated.
+        call: The call.
+        grad: Contiguous gradients of this rank's samples, ``[samples of this rank, columns]``.
+        target: The memory that the kernel writes.
     """
-    from interlace.operators.embedding_all_to_all import gradients_between_nodes
-
-    call.group.check()
-    received = gradients_between_nodes.exchange(
-        call, grad.contiguous(), target.rows, config.run_lookups, agree(call), applies
-    )
-    with received as gradients:
-        for part in gradients.parts:
-            if part.gradients.shape[1]:
-                whole = call.without_peers()
-                _launch(whole, part.gradients, target, config, gradients.lookups, part)
-    return gradients.lookups
+    lookups_by_row = sort_lookups(call, target.rows)
+    if not call.is_empty:
+        launch(call, grad, target, lookups_by_row)
+    return lookups_by_row
 
 
-def agree(call: EmbeddingCall) -> int:
-    """Agree on this call's backward pass; return its mark (``Group.agree``)."""
-    return call.group.agree(
-        BACKWARD,
-        the_global_batch=call.layout.batch,
-        widths=call.layout.widths,
-        dtype=str(call.dtype),
-        mode=call.mode,
-        impl=call.impl,
-        config=call.config,
-    )
+def launch(
+    call: EmbeddingCall,
+    grad: torch.Tensor,
+    target: Target,
+    lookups_by_row: Sorted,
+    part: Part | None = None,
+) -> None:
+    """Launch the kernel; see :func:`prepare`."""
+    prepared = prepare(call, grad, target, lookups_by_row, part)
+    with call.group.running():
+        prepared()
 
 
 def prepare(
-    group: Group,
     call: EmbeddingCall,
     grad: torch.Tensor,
     target: Target,
-    config: EmbeddingAllToAllConfig,
     lookups_by_row: Sorted,
-    mark: int,
     part: Part | None = None,
 ) -> Launch:
     """Prepare the backward launch for a contiguous ``grad`` ``[samples of this rank, columns]``.
@@ -252,19 +192,28 @@ def prepare(
     Collective when memory must grow.
 
     Args:
+        call: The call.
+        grad: The gradients of pooled vectors.
+        target: The memory that the kernel writes.
+        lookups_by_row: This rank's lookups.
         part: The part of this rank's tables whose gradients ``grad`` has, for a call without peers;
             default: all of them.
     """
-    require(group.backend)
+    require(call.group.backend)
     from interlace.operators.embedding_all_to_all.kernels.backward import (
+        Progress,
         Runs,
+        SortedRuns,
+        Tables,
         Writing,
         embedding_all_to_all_backward,
     )
+    from interlace.operators.embedding_all_to_all.kernels.rows import Rates
     from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    layout, ranks, device = call.layout, call.layout.world_size, call.indices.device
+    group, config, device = call.group, call.config, call.indices.device
+    layout, ranks = call.layout, call.layout.world_size
     entries, align = _records(call, target, grad, 0 if part is None else part.first_column)
     landing = 0
     if ranks > 1:
@@ -274,7 +223,7 @@ def prepare(
         landing = space.address + space.index * space.buffer_bytes
     tiles = None
     if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
-        tiles = describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
+        tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     # A table's signals lie at the same place on every rank, however many tables a rank has.
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
     workspace = group.workspace(BACKWARD, 4096, signals)
@@ -294,18 +243,20 @@ def prepare(
     if part is not None and part.first_run is not None:
         tickets[:1].copy_(part.first_run)
     arguments = {
-        "tables": on_device(group, entries),
-        "owners": on_device(group, owners_of(layout)),
+        "tables": Tables(on_device(group, entries), on_device(group, owners_of(layout))),
         "bags": lookups_by_row.bags,
         "scale": lookups_by_row.scale,
-        "segments": lookups_by_row.segments,
-        "runs": lookups_by_row.runs,
-        "run_bags": lookups_by_row.run_bags,
-        "run_keys": lookups_by_row.run_keys,
-        "run_segments": lookups_by_row.run_segments,
-        "run_count": lookups_by_row.run_count if part is None else part.end_run,
-        "tickets": tickets,
-        "partials": torch.empty(slots * width, dtype=torch.float32, device=device),
+        "runs": SortedRuns(
+            openings=lookups_by_row.segments,
+            starts=lookups_by_row.runs,
+            bags=lookups_by_row.run_bags,
+            keys=lookups_by_row.run_keys,
+            segments=lookups_by_row.run_segments,
+            count=lookups_by_row.run_count if part is None else part.end_run,
+        ),
+        "progress": Progress(
+            tickets, torch.empty(slots * width, dtype=torch.float32, device=device)
+        ),
         "gradient": grad.data_ptr(),
         "landing": landing,
         "tiles": tiles,
@@ -313,14 +264,13 @@ def prepare(
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
         "ctx": group.context(BACKWARD),
-        "call": mark,
+        "call": call.mark,
         "B": layout.batch,
         "chunk": layout.chunk,
         "column_groups": grad.shape[1] // align,
         "landing_groups": max(layout.rank_columns) // align,
         "max_tables": layout.most_tables,
-        "learning_rate": target.learning_rate,
-        "epsilon": target.epsilon,
+        "rates": Rates(target.learning_rate, target.epsilon),
     }
     widest = next_power_of_2(max(max(widths, default=1) for widths in layout.widths))
     constants: dict[str, Any] = {
@@ -368,4 +318,27 @@ def _records(
     numbers = [*all_widths, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
     return rows or [entry(width=1, column=0, own_column=0)], alignment(
         numbers, min(target.dtype.itemsize, call.dtype.itemsize)
+    )
+
+
+def _describe_landing(
+    group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int
+) -> Any:
+    """Describe every rank's landing, ``[rank, sample, column]``, in blocks of ``rows`` samples.
+
+    A block has a table's columns. The result is None where a descriptor cannot describe the blocks;
+    ordinary stores then write the same bytes.
+    """
+    widths = [width for rank_widths in layout.widths for width in rank_widths]
+    width = max(widths, default=1)
+    same_width = all(table_width == width == next_power_of_2(width) for table_width in widths)
+    if (
+        not same_width
+        or align * dtype.itemsize != 16
+        or rows * width * dtype.itemsize > MOST_TILE_BYTES
+    ):
+        return None
+    columns = max(layout.rank_columns)
+    return describe_ranks(
+        group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width]
     )

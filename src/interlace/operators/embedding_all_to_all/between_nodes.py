@@ -15,13 +15,9 @@ from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
-from interlace.operators.embedding_all_to_all import record
-from interlace.operators.embedding_all_to_all.config import (
-    OPERATOR,
-    EmbeddingAllToAllConfig,
-    in_short_blocks,
-)
-from interlace.operators.embedding_all_to_all.launch import EmbeddingCall, pooling, tasks_of_program
+from interlace.operators.embedding_all_to_all import pooling, record
+from interlace.operators.embedding_all_to_all.call import EmbeddingCall
+from interlace.operators.embedding_all_to_all.config import OPERATOR, in_short_blocks
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.units import ceil_div, next_power_of_2, round_up
 
@@ -107,48 +103,40 @@ def in_turn(group: Group) -> tuple[list[int], list[int]]:
     return remote, [*(rank for rank in ranks if rank in local), group.rank]
 
 
-def run(
-    group: Group, call: EmbeddingCall, config: EmbeddingAllToAllConfig, mark: int
-) -> torch.Tensor:
+def run(call: EmbeddingCall) -> torch.Tensor:
     """Run the forward pass; return ``[samples of this rank, columns]``.
 
     Collective when memory must grow, and in the group's first call.
     """
+    group, layout, itemsize = call.group, call.layout, call.dtype.itemsize
     require(group.backend)
-    layout = call.layout
-    itemsize = call.dtype.itemsize
-    if call.config:
-        rows = config.slice_blocks * config.block_bags
+    if call.is_config_given:
+        rows = call.config.slice_blocks * call.config.block_bags
         cut = Cut(layout, itemsize, rows, rows)
     else:
         # A tuned configuration may differ between ranks, so it says nothing about slices; and it
         # was tuned on one node.
-        config = in_short_blocks(config)
         cut = Cut.of(layout, itemsize, call.plan.shares)
-    shape = [layout.samples(call.rank), layout.columns]
+        call = dataclasses.replace(call, config=in_short_blocks(call.config))
     output = group.outputs.take(layout.chunk * layout.columns * itemsize)
-    y = output.tensor(shape, call.dtype, group.device)
+    y = output.tensor([layout.samples(call.rank), layout.columns], call.dtype, group.device)
     remote, _ = in_turn(group)
     staging = _bytes(call, len(remote) * cut.offset(call.rank, cut.count))
-    starts = landing_places(cut, remote)
-    landing = _bytes(call, starts[-1])
+    landing = _bytes(call, landing_places(cut, remote)[-1])
     counters = group.network().counters(_NAME, cut.count)
     # Collective, so it comes before anything is enqueued.
     _workspace(group)
 
     def enqueue() -> None:
-        first_counter = counters.data_ptr()
+        counter = counters.data_ptr()
         vectors = len(call.weights) * len(remote)  # of one sample of each destination
-        values = [
-            vectors * cut.samples(number)[1] // config.block_bags for number in range(cut.count)
-        ]
-        steps = steps_of(cut, call.rank, remote, staging, landing, first_counter, values)
-        queue = SliceQueue(group, OPERATOR, steps, mark)
-        launches = prepare(
-            group, call, config, mark, output.destination, cut, staging, first_counter
-        )
-        close = prepare_close(group, call, mark, output.destination)
-        collect = prepare_collect(group, call, mark, cut, y, landing)
+        bags = call.config.block_bags
+        values = [vectors * cut.samples(number)[1] // bags for number in range(cut.count)]
+        steps = steps_of(cut, call.rank, remote, staging, landing, counter, values)
+        queue = SliceQueue(group, OPERATOR, steps, call.mark)
+        launches = prepare(call, output.destination, cut, staging, counter)
+        close = prepare_close(call, output.destination)
+        collect = prepare_collect(call, cut, y, landing)
         counters.zero_()
         queue.arm()
         try:
@@ -164,9 +152,8 @@ def run(
             collect()
 
     memory = call.memory(), output.destination, places(y, staging, landing)
-    run_in_slices(
-        group, OPERATOR, (config, mark, cut, call.mode, *memory), enqueue, (staging, landing)
-    )
+    key = (call.config, call.mark, cut, call.mode, *memory)
+    run_in_slices(group, OPERATOR, key, enqueue, (staging, landing))
     # Memory that is not lent is the group's landing, which the next call writes again.
     return y if output.lent else y.clone()
 
@@ -227,10 +214,7 @@ def _bytes(call: EmbeddingCall, nbytes: int) -> torch.Tensor:
 
 
 def prepare(
-    group: Group,
     call: EmbeddingCall,
-    config: EmbeddingAllToAllConfig,
-    mark: int,
     destination: Destination,
     cut: Cut,
     staging: torch.Tensor,
@@ -238,31 +222,36 @@ def prepare(
 ) -> list[Launch]:
     """Prepare the launches that pool."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        RanksByNode,
+        SlicedMemory,
         embedding_all_to_all_between_nodes,
     )
 
-    layout, (remote, local) = call.layout, in_turn(group)
+    group, layout, config = call.group, call.layout, call.config
+    remote, local = in_turn(group)
     workspace = _workspace(group)
-    arguments, constants, align = pooling(group, call, config)
+    arguments, constants = pooling.arguments(call)
     blocks = ceil_div(layout.chunk, config.block_bags)
     sliced_blocks = cut.samples(cut.count)[0] // config.block_bags
     tasks = len(call.weights) * (sliced_blocks * len(remote) + blocks * len(local))
     # Long programs would keep the network's kernel from its SMs until they end.
-    program_tasks = tasks_of_program(call, config, tasks)
+    program_tasks = pooling.tasks_of_program(call, tasks)
     arguments |= {
         "ranks": on_device(group, [[*remote, *local]]),
-        "buffers": destination.address,
-        "grants": workspace.data.address,
-        "signals": workspace.signals.address,
-        "staging": staging.data_ptr(),
-        "counters": counters,
+        "memory": SlicedMemory(
+            buffers=destination.address,
+            grants=workspace.data.address,
+            signals=workspace.signals.address,
+            staging=staging.data_ptr(),
+            counters=counters,
+        ),
         "epochs": workspace.epochs,
         "ctx": group.context(_NAME),
-        "call": mark,
+        "call": call.mark,
         "buffer_bytes": destination.buffer_bytes,
         "buffer_index": destination.own_index,
         "chunk": layout.chunk,
-        "own_groups": layout.rank_columns[call.rank] // align,
+        "own_groups": layout.rank_columns[call.rank] // constants["VECTORS"].align,
         "first_blocks": cut.first_rows // config.block_bags,
         "first_bytes": cut.full_bytes(call.rank, 0),
         "slice_blocks": cut.rows // config.block_bags,
@@ -270,7 +259,7 @@ def prepare(
         "first_local": min(local),
         "program_tasks": program_tasks,
     }
-    constants |= {"WORLD_SIZE": layout.world_size, "REMOTE": len(remote)}
+    constants["RANKS"] = RanksByNode(layout.world_size, len(remote))
     # One launch; a rank without tables has a program that grants its output.
     programs = max(1, ceil_div(tasks, program_tasks))
     span = {"first_task": 0, "last_task": tasks}
@@ -285,13 +274,15 @@ def prepare(
     ]
 
 
-def prepare_close(group: Group, call: EmbeddingCall, mark: int, destination: Destination) -> Launch:
+def prepare_close(call: EmbeddingCall, destination: Destination) -> Launch:
     """Prepare the launch that ends the exchange within the node."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
+        RanksByNode,
         embedding_all_to_all_close,
     )
 
-    layout, (remote, local) = call.layout, in_turn(group)
+    group, layout = call.group, call.layout
+    remote, local = in_turn(group)
     workspace = _workspace(group)
     arguments = {
         "ranks": on_device(group, [[*remote, *local]]),
@@ -299,13 +290,12 @@ def prepare_close(group: Group, call: EmbeddingCall, mark: int, destination: Des
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
         "ctx": group.context(_NAME),
-        "call": mark,
+        "call": call.mark,
         "elements": layout.samples(call.rank) * layout.columns,
         "first_local": min(local),
     }
     constants = {
-        "WORLD_SIZE": layout.world_size,
-        "REMOTE": len(remote),
+        "RANKS": RanksByNode(layout.world_size, len(remote)),
         "OUT": triton_dtype(call.dtype),
         "num_warps": 4,
     }
@@ -313,14 +303,15 @@ def prepare_close(group: Group, call: EmbeddingCall, mark: int, destination: Des
 
 
 def prepare_collect(
-    group: Group, call: EmbeddingCall, mark: int, cut: Cut, y: torch.Tensor, landing: torch.Tensor
+    call: EmbeddingCall, cut: Cut, y: torch.Tensor, landing: torch.Tensor
 ) -> Launch | None:
     """Prepare the launch that copies what has arrived into ``y``; None if nothing arrives."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
         embedding_all_to_all_collect,
     )
 
-    layout, (remote, _) = call.layout, in_turn(group)
+    group, layout = call.group, call.layout
+    remote, _ = in_turn(group)
     if not y.numel() or not any(layout.rank_columns[source] for source in remote):
         return None
     starts = landing_places(cut, remote)
@@ -344,7 +335,7 @@ def prepare_collect(
         "landing": landing.data_ptr(),
         "epochs": _workspace(group).epochs,
         "ctx": group.context(_NAME),
-        "call": mark,
+        "call": call.mark,
         "samples": len(y),
         "first_rows": cut.first_rows,
         "slice_rows": cut.rows,

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+
+import torch
 
 from interlace.comm import MAX_PROGRAMS
+from interlace.comm.launching.kernels import processors
+from interlace.tuning.choice import Choice, by_device
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 from interlace.units import next_power_of_2
 
@@ -12,6 +17,16 @@ OPERATOR = "embedding_all_to_all"
 PROTOCOLS = ("direct", "tiles")
 MAX_WIDTH = 2048
 MOST_STAGES = 16
+
+# Triton's interpreter runs one program after another, so few large ones are faster.
+_ON_INTERPRETER = {
+    "max_programs": 8,
+    "block_bags": 8,
+    "push_programs": 2,
+    "push_rows": 16,
+    "update_programs": 4,
+    "block_runs": 8,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,4 +126,41 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
         update_registers=72,
         block_runs=runs,
         update_warps=warps,
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(
+    *,
+    tables: int,
+    width: int,
+    batch: int,
+    pooling_factor: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+) -> Choice[EmbeddingAllToAllConfig]:
+    """Return the fastest configuration by the tuned table of this GPU.
+
+    On the CPU backend it has few programs.
+
+    Args:
+        tables: Number of tables of the rank that has most.
+        width: Width of the widest table.
+        batch: Samples of all ranks.
+        pooling_factor: Average number of lookups per bag, rounded to a power of two, so that jagged
+            calls share a kernel.
+        dtype: Element type of the tables.
+        world_size: Number of ranks.
+        device: Device of the tables.
+    """
+    count = processors(device) if device.type == "cuda" else 1
+    return by_device(
+        OPERATOR,
+        {"tables": tables, "width": width, "batch": batch, "pooling_factor": pooling_factor},
+        default_config(width=width, itemsize=dtype.itemsize, processors=count),
+        _ON_INTERPRETER,
+        dtype=dtype,
+        world_size=world_size,
+        device=device,
     )

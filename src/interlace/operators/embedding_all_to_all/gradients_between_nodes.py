@@ -17,28 +17,10 @@ from interlace.comm.groups.slices import Message, Step
 from interlace.comm.launching.constants import on_device
 from interlace.costs.embedding_all_to_all import cut_tables
 from interlace.mapped.stamped import Landing, StampedQueue
-from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
+from interlace.operators.embedding_all_to_all.backward import BACKWARD, Part, Target, launch
+from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
-
-
-@dataclasses.dataclass(frozen=True)
-class Part:
-    """The gradients of some of this rank's tables, for the entire batch.
-
-    Attributes:
-        gradients: ``[batch, columns of these tables]``, contiguous.
-        first_column: The first of these columns among those of this rank's tables.
-        first_run: The first run of lookups of these tables, int32 ``[1]`` on the device; None for
-            the first run of all.
-        end_run: The run behind their last one, int32 ``[1]`` on the device.
-    """
-
-    gradients: torch.Tensor
-    first_column: int
-    first_run: torch.Tensor | None
-    end_run: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,14 +65,21 @@ def _cut(layout: Layout, count: int) -> _TableCut:
     return _TableCut(layout, tables, columns)
 
 
+def run(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Sorted:
+    """Exchange gradients, and launch the kernel without peers for each part of them that has
+    arrived; return this rank's lookups by row. Collective.
+    """
+    received = exchange(call, grad, target.rows, applies=target.values is None)
+    with received as gradients:
+        for part in gradients.parts:
+            if part.gradients.shape[1]:
+                launch(call.without_peers(), part.gradients, target, gradients.lookups, part)
+    return gradients.lookups
+
+
 @contextlib.contextmanager
 def exchange(
-    call: EmbeddingCall,
-    grad: torch.Tensor,
-    rows: Sequence[int],
-    run_lookups: int,
-    mark: int,
-    applies: bool,
+    call: EmbeddingCall, grad: torch.Tensor, rows: Sequence[int], *, applies: bool
 ) -> Iterator[SlicedGradients]:
     """Send every owner its columns of ``grad`` while this rank's lookups are sorted. Collective.
 
@@ -102,19 +91,11 @@ def exchange(
         call: The call.
         grad: Contiguous gradients of this rank's samples, ``[samples, columns]``.
         rows: Rows of each of this rank's tables.
-        run_lookups: Largest number of lookups in a run.
-        mark: The number that the ranks' agreement returned for the backward pass.
         applies: Whether tables are updated. Where a peer is late or makes another call, a part has
             no runs then; otherwise its gradients are NaN.
     """
     layout, rank = call.layout, call.rank
-    width = layout.rank_columns[rank]
-    received = grad.new_empty(layout.batch * width)
-    if not layout.batch or not layout.columns:
-        lookups = sort_lookups(call, rows, run_lookups)
-        whole = Part(received.view(layout.batch, width), 0, None, lookups.run_count)
-        yield SlicedGradients(lookups, iter([whole]))
-        return
+    received = grad.new_empty(layout.batch * layout.rank_columns[rank])
     cut = _cut(layout, call.plan.gradient_slices)
     peers = [(rank + step) % layout.world_size for step in range(1, layout.world_size)]
     blocks = [
@@ -128,14 +109,14 @@ def exchange(
     ]
     # Slices are voided one by one, as they are waited for.
     landings = [Landing(peer, 0, 0) for peer in peers]
-    queue = StampedQueue(call.group, f"{OPERATOR}.backward", mark, steps, landings, received)
+    queue = StampedQueue(call.group, BACKWARD, call.mark, steps, landings, received)
     try:
         with call.group.running():
             for number, block in enumerate(blocks):
                 block[own_samples].copy_(cut.of(grad, rank, number))
             queue.open()
             queue.release()
-            lookups = sort_lookups(call, rows, run_lookups)
+            lookups = sort_lookups(call, rows)
         yield SlicedGradients(lookups, _parts(call, cut, queue, blocks, lookups, rows, applies))
     except BaseException:
         queue.abandon()

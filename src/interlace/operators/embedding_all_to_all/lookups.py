@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from interlace.comm.launching.constants import on_device
-from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
+from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,10 +42,14 @@ class Sorted:
     run_count: torch.Tensor
 
 
-def sort_lookups(call: EmbeddingCall, rows: Sequence[int], run_lookups: int) -> Sorted:
+def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
     """Sort this rank's lookups by row.
 
     The order depends on indices and offsets alone, not on gradients; the host does not wait.
+
+    Args:
+        call: The call, whose configuration says how long a run is.
+        rows: Rows of each of this rank's tables.
     """
     device, count = call.indices.device, call.indices.shape[0]
     batch, tables = call.layout.batch, len(rows)
@@ -82,7 +86,7 @@ def sort_lookups(call: EmbeddingCall, rows: Sequence[int], run_lookups: int) -> 
     positions = torch.arange(count + 1, dtype=torch.int32, device=device)
     segment_of, segments = _starts(new, positions)
     # A run begins with its segment, and again after every ``run_lookups`` lookups of it.
-    first = (positions[:-1] - segments[segment_of]) % run_lookups == 0
+    first = (positions[:-1] - segments[segment_of]) % call.config.run_lookups == 0
     run_of, runs = _starts(first, positions)
     # Factors and bags are put in the order of the keys; the first lookup of each run is gathered
     # for the kernel, which then needs one load for it and not two.

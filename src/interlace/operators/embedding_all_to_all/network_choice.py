@@ -38,7 +38,7 @@ from interlace.tuning.choice import NetworkTimes
 from interlace.units import ceil_div
 
 if TYPE_CHECKING:
-    from interlace.operators.embedding_all_to_all.launch import EmbeddingCall
+    from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 
 
 _GRADIENT_SLICES = 2

@@ -1,26 +1,29 @@
 """``torch.ops.interlace.embedding_all_to_all``: schema, shape inference, gradient. Triton is
 imported by the first call.
 
-The operator and its two backward halves share these arguments: ``batch``, the samples of all ranks;
-``counts``, each rank's number of tables; ``widths``, the widths of all tables in rank order;
-``rank``, this rank; ``pooling``, the mode (torch's functionalisation has an argument ``mode``);
-``dtype``, the element type of the output. ``anchor`` makes the output require a gradient on ranks
-whose tables do not.
+The operator and its two backward halves have the arguments of ``call.SharedArguments`` in common.
+``anchor`` makes the output require a gradient on ranks whose tables do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from interlace.comm.groups.registration import UNCAPTURABLE_TAGS, once_differentiable, register
 from interlace.gemm.operands import require_values
-from interlace.operators.embedding_all_to_all.backward import BACKWARD, gradient, update
+from interlace.operators.embedding_all_to_all.backward import (
+    BACKWARD,
+    distinct_rows,
+    gradients_target,
+    update_target,
+)
+from interlace.operators.embedding_all_to_all.call import SharedArguments, agreed_call
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.launch import EmbeddingCall, run
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
+from interlace.operators.embedding_all_to_all.layout import dense_bounds
+from interlace.operators.embedding_all_to_all.operator import EmbeddingAllToAll
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _LAYOUT = "SymInt batch, int[] counts, int[] widths, int rank, str pooling, ScalarType dtype"
@@ -50,52 +53,8 @@ _library.define(
 )
 
 
-class _SharedArguments(NamedTuple):
-    """The arguments that all three operators share, from ``batch`` to ``dtype``."""
-
-    batch: int
-    counts: Sequence[int]
-    widths: Sequence[int]
-    rank: int
-    pooling: str
-    dtype: torch.dtype
-
-    @property
-    def layout(self) -> Layout:
-        """Return the columns of all tables and the samples of all ranks."""
-        return Layout.of(self.counts, self.widths, self.batch)
-
-    @property
-    def own_widths(self) -> Sequence[int]:
-        """Return the widths of this rank's tables."""
-        first = sum(self.counts[: self.rank])
-        return self.widths[first : first + self.counts[self.rank]]
-
-
-_SHARED = len(_SharedArguments._fields)
-
-
-def _call(
-    weights: list[torch.Tensor],
-    lookups: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    exchange: _SharedArguments,
-    options: Sequence[str],
-) -> EmbeddingCall:
-    indices, offsets, scale = lookups
-    group_name, impl, config = options
-    return EmbeddingCall(
-        weights,
-        indices.contiguous(),
-        offsets.contiguous(),
-        None if scale is None else scale.contiguous(),
-        exchange.layout,
-        exchange.rank,
-        exchange.pooling,
-        exchange.dtype,
-        group_name,
-        impl,
-        config,
-    )
+_SHARED = len(SharedArguments._fields)
+DECLARATION = EmbeddingAllToAll()
 
 
 def _run(
@@ -107,16 +66,15 @@ def _run(
     states: list[torch.Tensor],
     *others: Any,
 ) -> torch.Tensor:
-    exchange = _SharedArguments(*others[:_SHARED])
+    exchange = SharedArguments(*others[:_SHARED])
     _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
-    call = _call(weights, (indices, offsets, scale), exchange, options)
-    with call.range(OPERATOR):
-        return run(call, check)
+    lookups = indices, offsets, scale
+    return DECLARATION.run(agreed_call(OPERATOR, weights, lookups, exchange, options, check))
 
 
 def _fake(weights: list[torch.Tensor], indices: torch.Tensor, *others: Any) -> torch.Tensor:
     _offsets, _scale, _anchor, _states, *others_from_batch = others
-    exchange = _SharedArguments(*others_from_batch[:_SHARED])
+    exchange = SharedArguments(*others_from_batch[:_SHARED])
     layout = exchange.layout
     return indices.new_empty([layout.samples(exchange.rank), layout.columns], dtype=exchange.dtype)
 
@@ -128,19 +86,24 @@ def _run_gradient(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    exchange = _SharedArguments(*others[:_SHARED])
+    exchange = SharedArguments(*others[:_SHARED])
     rows, trainable, table_dtype, sparse, *options = others[_SHARED:]
-    call = _call([], (indices, offsets, scale), exchange, options)
-    with call.range(BACKWARD):
-        results = gradient(call, grad, rows, trainable, table_dtype, sparse)
-    return *results, _for_anchor(grad, trainable)
+    call = agreed_call(BACKWARD, [], (indices, offsets, scale), exchange, options)
+    target = gradients_target(call, rows, trainable, table_dtype, sparse)
+    lookups = DECLARATION.run_backward(call, grad, target)
+    assert target.values is not None
+    if sparse and lookups is not None:
+        keys, bounds = distinct_rows(call, lookups, rows)
+    else:
+        keys, bounds = (indices.new_empty(0, dtype=torch.int64) for _ in range(2))
+    return target.values, keys, bounds, _for_anchor(grad, trainable)
 
 
 def _fake_gradient(
     grad: torch.Tensor, indices: torch.Tensor, *others: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     _offsets, _scale, *others_from_batch = others
-    own_widths = _SharedArguments(*others_from_batch[:_SHARED]).own_widths
+    own_widths = SharedArguments(*others_from_batch[:_SHARED]).own_widths
     rows, trainable, table_dtype, sparse, *_ = others_from_batch[_SHARED:]
     lookups = indices.shape[0]
     # Dense gradients have no keys.
@@ -175,11 +138,11 @@ def _run_update(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> torch.Tensor:
-    exchange = _SharedArguments(*others[:_SHARED])
+    exchange = SharedArguments(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
-    call = _call(weights, (indices, offsets, scale), exchange, options)
-    with call.range(BACKWARD):
-        update(call, grad, states, trainable, kind, learning_rate, epsilon)
+    call = agreed_call(BACKWARD, weights, (indices, offsets, scale), exchange, options)
+    target = update_target(call, states, trainable, kind, learning_rate, epsilon)
+    DECLARATION.run_backward(call, grad, target)
     return _for_anchor(grad, trainable)
 
 
@@ -196,7 +159,7 @@ _ANCHOR = 4
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     weights, indices, offsets, scale, _, states, *options = inputs
-    ctx.exchange, ctx.tables = _SharedArguments(*options[:_SHARED]), len(weights)
+    ctx.exchange, ctx.tables = SharedArguments(*options[:_SHARED]), len(weights)
     ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = options[_SHARED:]
     ctx.trainable = [weight.requires_grad for weight in weights]
     ctx.rows = [weight.shape[0] for weight in weights]

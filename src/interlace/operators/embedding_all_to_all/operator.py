@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
+from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import known_network
-from interlace.operators.embedding_all_to_all import launch, network_choice
-from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all import fused, network_choice, pooled, unfused
+from interlace.operators.embedding_all_to_all.backward import BACKWARD, Target
+from interlace.operators.embedding_all_to_all.call import EmbeddingCall
+from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig, choose
 from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 from interlace.operators.embedding_all_to_all.validate import batch_of, validate
 from interlace.registry import Implementation, Operator, operator
 from interlace.units import ceil_div, next_power_of_2
@@ -26,16 +31,90 @@ class EmbeddingAllToAll(Operator):
     config_type = EmbeddingAllToAllConfig
     command_module = "interlace.cli.bench_embedding_all_to_all"
     implementations = (
-        Implementation("fused", "one kernel that sends rows as it pools them", spans_nodes=True),
         Implementation(
-            "pooled", "the kernel without peers, then all_to_all_single", spans_nodes=True
+            "fused",
+            "one kernel that sends rows as it pools them",
+            fused.run,
+            fused.refusal,
+            spans_nodes=True,
+            backward=fused.run_backward,
         ),
-        Implementation("unfused", "F.embedding_bag, then all_to_all_single", spans_nodes=True),
+        Implementation(
+            "pooled",
+            "the kernel without peers, then all_to_all_single",
+            pooled.run,
+            spans_nodes=True,
+            backward=pooled.run_backward,
+        ),
+        Implementation(
+            "unfused",
+            "F.embedding_bag, then all_to_all_single",
+            unfused.run,
+            spans_nodes=True,
+            backward=unfused.run_backward,
+        ),
     )
 
     def choose(self, **call: Any) -> Any:
         """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
-        return launch.choose(**call)
+        return choose(**call)
+
+    def run(self, call: EmbeddingCall) -> torch.Tensor:
+        """Run the forward pass; return ``[samples of this rank, columns]``. Collective."""
+        if call.is_empty:
+            return call.new_output()
+        implementation = self._chosen(call)
+        with self._range(self.name, implementation, call):
+            y: torch.Tensor = implementation.run(call)
+        return y
+
+    def run_backward(
+        self, call: EmbeddingCall, grad: torch.Tensor, target: Target
+    ) -> Sorted | None:
+        """Run the backward pass, which writes ``target``. Collective.
+
+        Args:
+            call: The backward pass of a call.
+            grad: Gradients of this rank's samples, ``[samples of this rank, columns]``.
+            target: The memory to write.
+
+        Returns:
+            This rank's lookups by row; None where they were not needed.
+        """
+        # Ranks have agreed on an empty batch, too: their peers would wait for them otherwise.
+        if call.is_empty:
+            return sort_lookups(call, target.rows) if target.by_segment else None
+        implementation = self._chosen(call)
+        assert implementation.backward is not None
+        with self._range(BACKWARD, implementation, call):
+            lookups: Sorted | None = implementation.backward(call, grad, target)
+        return lookups
+
+    def _chosen(self, call: EmbeddingCall) -> Implementation:
+        """Return the implementation that runs: the one that was asked for, or that of ``"auto"``.
+
+        Collective in the first call of a kind by ``"auto"`` between nodes.
+
+        Raises:
+            ArgumentError: The implementation was asked for, and cannot run such a call.
+        """
+        if call.impl in self.choosers:
+            return self.implementation(call.plan.impl if call.group.spans_nodes else "fused")
+        implementation = self.implementation(call.impl)
+        refusal = implementation.refusal(call)
+        if refusal is not None:
+            raise ArgumentError(
+                f"{self.name}: impl={call.impl!r} must have {refusal}. "
+                f"{self.advice(call, call.group.nodes)}"
+            )
+        return implementation
+
+    def _range(
+        self, name: str, implementation: Implementation, call: EmbeddingCall
+    ) -> AbstractContextManager[object]:
+        """Return the range of a pass for profilers."""
+        operands = (*call.weights, call.indices)
+        return ranges.around(name, implementation.name, operands, call.link_bytes)
 
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors and the options that :meth:`explain` takes, by name."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
+
+from interlace.operators.embedding_all_to_all.layout import Layout
 
 # One record per table, int64 [tables, FIELDS] on the device.
 ADDRESS: Final = 0  # address of the table's first row
@@ -39,3 +42,48 @@ table and source.
 # The backward pass's local counters: one of tickets, then two per run from here on. The distance
 # puts them in another cache line, as well aligned.
 ARRIVALS: Final = 32
+
+
+def entry(
+    *,
+    width: int,
+    column: int,
+    own_column: int,
+    address: int = 0,
+    stride: int = 0,
+    first_key: int = 0,
+    target: int = -1,
+    target_stride: int = 0,
+    state: int = 0,
+) -> tuple[int, ...]:
+    """Return the record of one table."""
+    fields = [0] * FIELDS
+    fields[ADDRESS], fields[STRIDE], fields[WIDTH] = address, stride, width
+    fields[COLUMN], fields[OWN_COLUMN], fields[FIRST_KEY] = column, own_column, first_key
+    fields[TARGET], fields[TARGET_STRIDE], fields[STATE] = target, target_stride, state
+    return tuple(fields)
+
+
+def alignment(numbers: Sequence[int], itemsize: int) -> int:
+    """Return the largest power of two, up to 16 bytes, that divides ``numbers`` of elements."""
+    align = 16 // itemsize
+    while align > 1 and any(number % align for number in numbers):
+        align //= 2
+    return align
+
+
+def owners_of(layout: Layout) -> list[list[int]]:
+    """Return the numbers that kernels read about every owner, three per row.
+
+    First a row ``[tables, 0, 0]`` per owner; then a row ``[column, column in the landing, width]``
+    per owner and table, with rows of zeros up to the most tables of an owner.
+    """
+    rows = [[len(widths), 0, 0] for widths in layout.widths]
+    for owner, widths in enumerate(layout.widths):
+        first = layout.first_column(owner)
+        rows += [
+            [first + column, column, width]
+            for column, width in zip(layout.table_columns(owner), widths, strict=True)
+        ]
+        rows += [[0, 0, 0]] * (layout.most_tables - len(widths))
+    return rows

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import interlace
 from interlace import EmbeddingAllToAllConfig
 from interlace.comm import group_of
+from interlace.operators.embedding_all_to_all import reference
 from interlace.operators.embedding_all_to_all.update import Gradient
 from interlace.optim import SGD, RowWiseAdagrad
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole_numbers
@@ -151,19 +152,8 @@ class EmbeddingCase(Case):
 
     def _pooled(self, tensors: Tensors, tables: list[torch.Tensor]) -> list[torch.Tensor]:
         """Pool each of a rank's tables for the entire batch."""
-        bags = []
-        for i, table in enumerate(tables):
-            bounds = tensors["offsets"][i * self.batch : (i + 1) * self.batch + 1]
-            lengths, part = bounds.diff(), slice(int(bounds[0]), int(bounds[-1]))
-            rows = table[tensors["indices"][part]]
-            if "scale" in tensors:
-                rows = rows * tensors["scale"][part, None]
-            bag = torch.arange(self.batch).repeat_interleave(lengths)
-            sums = torch.zeros(self.batch, table.shape[1], dtype=table.dtype).index_add(
-                0, bag, rows
-            )
-            bags.append(sums / lengths.clamp(min=1)[:, None] if self.mode == "mean" else sums)
-        return bags
+        lookups = tensors["indices"], tensors["offsets"], tensors.get("scale")
+        return reference.pool(tables, *lookups, self.mode, self.batch)
 
     def _updated(self, tables: list[torch.Tensor]) -> list[torch.Tensor]:
         """Return gradients, or tables and states after the update."""

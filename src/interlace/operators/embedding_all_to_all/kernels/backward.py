@@ -8,7 +8,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.kernels.rows import (
-    Rates, load_rows, sum_runs, update_rows,
+    load_rows, sum_runs, update_rows,
 )
 from interlace.operators.embedding_all_to_all.kernels.transfer import (
     Gradients, await_tables, push_gradients,
@@ -36,6 +36,46 @@ class Runs(NamedTuple):
     unroll: Any
 
 
+class Tables(NamedTuple):
+    """The records of this rank's tables, and the numbers that pushers read about every owner."""
+
+    records: Any
+    owners: Any
+
+
+class SortedRuns(NamedTuple):
+    """The runs of this rank's lookups in the order of their rows.
+
+    Attributes:
+        openings: The first lookup of each segment; beyond the last, the number of lookups.
+        starts: The first lookup of each run; beyond the last, the number of lookups.
+        bags: The bag of each run's first lookup.
+        keys: The key of each run's row.
+        segments: The segment that each run is of.
+        count: The number of runs.
+    """
+
+    openings: Any
+    starts: Any
+    bags: Any
+    keys: Any
+    segments: Any
+    count: Any
+
+
+class Progress(NamedTuple):
+    """The memory by which programs share out the runs.
+
+    Attributes:
+        tickets: The number of the next run to be drawn, and the numbers of runs of long segments
+            that are summed.
+        partials: The sums of runs of long segments, float32.
+    """
+
+    tickets: Any
+    partials: Any
+
+
 class Writing(NamedTuple):
     """The constants that say what the kernel writes.
 
@@ -50,9 +90,9 @@ class Writing(NamedTuple):
 
 
 @triton.jit
-def _run_start(runs, run, count):
+def _run_start(starts, run, count):
     """Load the first lookups of runs; past the last run, its end."""
-    return tl.load(runs + tl.minimum(run, count)).to(tl.int64)
+    return tl.load(starts + tl.minimum(run, count)).to(tl.int64)
 
 
 @triton.jit
@@ -93,7 +133,7 @@ class _Drawn(NamedTuple):
 
 @triton.jit
 def _finish_segments(
-    drawn, valid, total, tables, target, tickets, partials, arrived, rates, RUNS: tl.constexpr,
+    drawn, valid, total, tables, target, progress, arrived, rates, RUNS: tl.constexpr,
     UPDATE: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Keep the sums of runs whose segments have several, and update the rows of those segments of
@@ -110,7 +150,7 @@ def _finish_segments(
     is_long = valid & (drawn.size > LOOKUPS)
     mask = is_long[:, None] & (columns >= 0)[None, :]
     cells = slot[:, None] * WIDTH + columns[None, :]
-    tl.store(partials + cells, total, mask=mask)
+    tl.store(progress.partials + cells, total, mask=mask)
     # All threads have stored before any of them counts the run.
     tl.debug_barrier()
     for position in range(RUNS.block):
@@ -119,11 +159,11 @@ def _finish_segments(
             begin = tl.sum(tl.where(chosen, drawn.opening, 0), 0)
             pieces = tl.sum(tl.where(chosen, parts, 0), 0)
             # Releases this run's partial sum, and acquires those of the others.
-            counter = tickets + _ARRIVALS + 2 * (begin // LOOKUPS) + 1
+            counter = progress.tickets + _ARRIVALS + 2 * (begin // LOOKUPS) + 1
             before = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             tl.debug_barrier()
             if before == pieces - 1:
-                segment_sum = _sum_partials(partials, begin, pieces, RUNS, VECTORS)
+                segment_sum = _sum_partials(progress.partials, begin, pieces, RUNS, VECTORS)
                 table = tl.sum(tl.where(chosen, drawn.table, 0), 0) + single * 0
                 row = tl.sum(tl.where(chosen, drawn.row, 0), 0) + single * 0
                 entry = tables + table * FIELDS
@@ -137,13 +177,12 @@ def _finish_segments(
 @triton.jit(
     do_not_specialize=[
         "gradient", "landing", "target", "signals", "call", "B", "chunk", "column_groups",
-        "landing_groups", "max_tables", "learning_rate", "epsilon",
+        "landing_groups", "max_tables",
     ]
 )
 def embedding_all_to_all_backward(
-    tables, owners, bags, scale, segments, runs, run_bags, run_keys, run_segments, run_count,
-    tickets, partials, gradient, landing, tiles, target, signals, epochs, ctx, call, B, chunk,
-    column_groups, landing_groups, max_tables, learning_rate, epsilon, WORLD_SIZE: tl.constexpr,
+    tables, bags, scale, runs, progress, gradient, landing, tiles, target, signals, epochs, ctx,
+    call, B, chunk, column_groups, landing_groups, max_tables, rates, WORLD_SIZE: tl.constexpr,
     PUSHING: tl.constexpr, RUNS: tl.constexpr, WRITING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Send the gradients of this rank's samples to the owners of their tables, which apply them.
@@ -151,11 +190,12 @@ def embedding_all_to_all_backward(
     Each owner sums the gradients of its tables by row, and stores or applies the sums. The host has
     sorted this rank's lookups by row (a *key* is a row's number among all rows of the rank),
     stably. A *segment* is all lookups of one row; it is cut into *runs* of at most
-    ``RUNS.lookups``. Which program draws which runs is left to chance (``tickets``), but a run's
+    ``RUNS.lookups``. Which program draws which runs is left to chance (``progress``), but a run's
     sum is in the order of its lookups, and a segment's in the order of its runs: the result is the
-    same bit by bit. The program that completes a segment of several runs adds their ``partials``
-    and applies the sum. A launch without peers may be of some tables only: ``tickets`` begins with
-    the number of their first run then, and ``run_count`` is that of the run behind their last.
+    same bit by bit. The program that completes a segment of several runs adds their sums and
+    applies the result. A launch without peers may be of some tables only: ``progress.tickets``
+    begins with the number of their first run then, and ``runs.count`` is that of the run behind
+    their last.
 
     **Protocol.**
 
@@ -195,7 +235,6 @@ def embedding_all_to_all_backward(
         gradient, landed, B, chunk, rank, column_groups * VECTORS.align,
         landing_groups * VECTORS.align,
     )
-    rates = Rates(learning_rate, epsilon)
     if WORLD_SIZE > 1:
         # Two sets of grants take turns, as a peer may be one call ahead or behind.
         granting = il.in_turn(flags, epoch, MAX_RANKS)
@@ -207,35 +246,35 @@ def embedding_all_to_all_backward(
             granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
             if granted:
                 push_gradients(
-                    program, gradients, landing, tiles, owners, max_tables, flags, stamp, group,
+                    program, gradients, landing, tiles, tables.owners, max_tables, flags, stamp, group,
                     WORLD_SIZE, PUSHING, VECTORS,
                 )
     if program >= PUSHING.programs:
-        count = tl.load(run_count).to(tl.int32)
+        count = tl.load(runs.count).to(tl.int32)
         lane = tl.arange(0, RUNS.block)
         ready = 0  # tables whose gradients have arrived
         arrived = 1
-        first = tl.atomic_add(tickets, DRAWN, sem="relaxed", scope="gpu")
+        first = tl.atomic_add(progress.tickets, DRAWN, sem="relaxed", scope="gpu")
         while first < count:
             for tile in range(RUNS.ticket):
                 # One trip to memory brings all that is known of the runs, another one the rows,
                 # states and gradients.
                 run = first + tile * RUNS.block + lane
                 valid = run < count
-                start = _run_start(runs, run, count)
-                length = (_run_start(runs, run + 1, count) - start).to(tl.int32)
-                bag = tl.load(run_bags + run, mask=valid, other=0)
-                segment = tl.load(run_segments + run, mask=valid, other=0)
+                start = _run_start(runs.starts, run, count)
+                length = (_run_start(runs.starts, run + 1, count) - start).to(tl.int32)
+                bag = tl.load(runs.bags + run, mask=valid, other=0)
+                segment = tl.load(runs.segments + run, mask=valid, other=0)
                 table = bag // B
-                entry = tables + table * FIELDS
+                entry = tables.records + table * FIELDS
                 if WRITING.by_segment:
                     row = segment.to(tl.int64)
                 else:
-                    key = tl.load(run_keys + run, mask=valid, other=0).to(tl.int64)
+                    key = tl.load(runs.keys + run, mask=valid, other=0).to(tl.int64)
                     row = key - tl.load(entry + FIRST_KEY)
                 loaded = load_rows(entry, row, valid, target, UPDATE, VECTORS)
-                opening = tl.load(segments + segment, mask=valid, other=0).to(tl.int64)
-                closing = tl.load(segments + segment + 1, mask=valid, other=0)
+                opening = tl.load(runs.openings + segment, mask=valid, other=0).to(tl.int64)
+                closing = tl.load(runs.openings + segment + 1, mask=valid, other=0)
                 size = (closing - opening).to(tl.int32)
                 # Step 3. Runs are in the order of tables, so each table is waited for once.
                 if WORLD_SIZE > 1:
@@ -253,14 +292,14 @@ def embedding_all_to_all_backward(
                 if tl.max((valid & (size > LOOKUPS)).to(tl.int32), 0) > 0:
                     drawn = _Drawn(start, opening, size, table, row)
                     _finish_segments(
-                        drawn, valid, total, tables, target, tickets, partials, arrived, rates,
-                        RUNS, UPDATE, VECTORS,
+                        drawn, valid, total, tables.records, target, progress, arrived, rates, RUNS,
+                        UPDATE, VECTORS,
                     )
-            first = tl.atomic_add(tickets, DRAWN, sem="relaxed", scope="gpu")
+            first = tl.atomic_add(progress.tickets, DRAWN, sem="relaxed", scope="gpu")
         # Step 4. Tables without lookups are waited for too: their gradients still arrive.
         if WORLD_SIZE > 1:
             if program == programs - 1:
-                own_tables = tl.load(owners + 3 * rank).to(tl.int32)
+                own_tables = tl.load(tables.owners + 3 * rank).to(tl.int32)
                 await_tables(flags, stamp, group, 0, own_tables - 1, WORLD_SIZE)
     if WORLD_SIZE > 1:
         il.clear_old(flags + HEADER + MAX_TABLES, MAX_TABLES * MAX_RANKS, epoch, group)

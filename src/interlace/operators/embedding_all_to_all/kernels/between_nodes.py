@@ -1,14 +1,43 @@
 """The forward kernels of groups that span nodes: vectors for other nodes leave in slices."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.operators.embedding_all_to_all.kernels.forward import Lookups, cells_of, pool
+from interlace.operators.embedding_all_to_all.kernels.forward import cells_of, pool
 from interlace.operators.embedding_all_to_all.kernels.vectors import DONE, MAX_RANKS, samples_of
 
 # Bytes behind a slice's vectors, which begin with the stamp of its call.
 _STAMP_BYTES = tl.constexpr(16)
+
+
+class RanksByNode(NamedTuple):
+    """The constants that say how many ranks there are, and how many of them on other nodes."""
+
+    world_size: Any
+    remote: Any
+
+
+class SlicedMemory(NamedTuple):
+    """The addresses of the memory that a launch which pools writes.
+
+    Sizes are no part of it: Triton makes a member that is 1 a constant.
+
+    Attributes:
+        buffers: Rank 0's copy of the first buffer of outputs.
+        grants: The indices of the buffers that peers of the node have granted.
+        signals: The signals of the node's ranks.
+        staging: The slices that leave for other nodes.
+        counters: The number of blocks that are there, of each slice.
+    """
+
+    buffers: Any
+    grants: Any
+    signals: Any
+    staging: Any
+    counters: Any
 
 
 @triton.jit
@@ -33,16 +62,16 @@ def _node(ranks, first_local, REMOTE: tl.constexpr, LOCAL: tl.constexpr, LANES: 
 
 @triton.jit(
     do_not_specialize=[
-        "buffers", "buffer_bytes", "buffer_index", "grants", "signals", "staging", "counters",
-        "call", "B", "chunk", "T", "column_groups", "own_groups", "first_blocks", "first_bytes",
-        "slice_blocks", "slice_bytes", "first_local", "first_task", "last_task", "program_tasks",
+        "call", "buffer_bytes", "buffer_index", "B", "chunk", "T", "column_groups", "own_groups",
+        "first_blocks", "first_bytes", "slice_blocks", "slice_bytes", "first_local", "first_task",
+        "last_task", "program_tasks",
     ]
 )
 def embedding_all_to_all_between_nodes(
-    tables, indices, offsets, weights, ranks, buffers, grants, signals, staging, counters, epochs,
-    ctx, call, buffer_bytes, buffer_index, B, chunk, T, column_groups, own_groups, first_blocks,
-    first_bytes, slice_blocks, slice_bytes, first_local, first_task, last_task, program_tasks,
-    WORLD_SIZE: tl.constexpr, REMOTE: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    lookups, ranks, memory, epochs, ctx, call, buffer_bytes, buffer_index, B, chunk, T,
+    column_groups, own_groups, first_blocks, first_bytes, slice_blocks, slice_bytes, first_local,
+    first_task, last_task, program_tasks, RANKS: tl.constexpr, POOLING: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch: for other nodes' samples into slices, for
     this node's samples straight into their owners' outputs.
@@ -78,17 +107,17 @@ def embedding_all_to_all_between_nodes(
     BAGS: tl.constexpr = POOLING.bags
     OUT: tl.constexpr = VECTORS.out_dtype
     OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
-    LOCAL: tl.constexpr = WORLD_SIZE - REMOTE
-    LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
+    REMOTE: tl.constexpr = RANKS.remote
+    LOCAL: tl.constexpr = RANKS.world_size - REMOTE
+    LANES: tl.constexpr = triton.next_power_of_2(RANKS.world_size)
     # Launches may have more programs than epochs have cells, which are all equal meanwhile.
     stamp = il.mark(tl.load(epochs, volatile=True), call)
     group = il.join(ctx)
     rank = il.rank(group)
-    lookups = Lookups(tables, indices, offsets, weights, B)
     peers, is_peer = _node(ranks, first_local, REMOTE, LOCAL, LANES)
-    flags = il.pointer(signals, tl.int32)
+    flags = il.pointer(memory.signals, tl.int32)
     granting = il.in_turn(flags, stamp, MAX_RANKS)
-    grant_indices = il.in_turn(il.pointer(grants, tl.int32), stamp, MAX_RANKS)
+    grant_indices = il.in_turn(il.pointer(memory.grants, tl.int32), stamp, MAX_RANKS)
     blocks = (chunk + BAGS - 1) // BAGS
     # The columns are products with ALIGN, whose divisor the compiler knows.
     columns, own_columns = column_groups * VECTORS.align, own_groups * VECTORS.align
@@ -120,11 +149,11 @@ def embedding_all_to_all_between_nodes(
         sample = block * BAGS
         count = tl.minimum(samples - sample, BAGS)
         if count > 0:
-            total = pool(lookups, table, dest * chunk + sample, count, POOLING, VECTORS).to(OUT)
-            place = staging + destination * destination_bytes
+            total = pool(lookups, B, table, dest * chunk + sample, count, POOLING, VECTORS).to(OUT)
+            place = memory.staging + destination * destination_bytes
             place += tl.where(is_first, 0, first_bytes + later.to(tl.int64) * slice_bytes)
             cells, mask = cells_of(
-                tables, table, member * BAGS, count, own_columns, BAGS, True, VECTORS
+                lookups.tables, table, member * BAGS, count, own_columns, BAGS, True, VECTORS
             )
             tl.store(il.pointer(place, OUT) + cells, total, mask=mask)
             # One task of each slice writes the stamp, and its count below releases it together with
@@ -134,7 +163,7 @@ def embedding_all_to_all_between_nodes(
                 tl.store(_stamp_at(place, rows, own_columns * OUT_BYTES), stamp)
         # Blocks without samples are counted, too: the network waits for the same number of blocks
         # whatever each destination's share of the batch is.
-        il.count(il.pointer(counters, tl.int32) + number)
+        il.count(il.pointer(memory.counters, tl.int32) + number)
 
     # Step 3. Without every grant of the node nothing is stored to it.
     if last > remote_tasks:
@@ -149,12 +178,12 @@ def embedding_all_to_all_between_nodes(
             count = tl.minimum(samples_of(dest, B, chunk) - block * BAGS, BAGS)
             if count > 0:
                 sample = dest * chunk + block * BAGS
-                total = pool(lookups, table, sample, count, POOLING, VECTORS).to(OUT)
+                total = pool(lookups, B, table, sample, count, POOLING, VECTORS).to(OUT)
                 cells, mask = cells_of(
-                    tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
+                    lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
                 )
                 index = tl.sum(tl.where(tl.arange(0, LANES) == place, target_index, 0))
-                target = il.pointer(buffers + index.to(tl.int64) * buffer_bytes, OUT)
+                target = il.pointer(memory.buffers + index.to(tl.int64) * buffer_bytes, OUT)
                 il.put(target + cells, total, dest, group, mask)
 
 
@@ -163,7 +192,7 @@ def embedding_all_to_all_between_nodes(
 )
 def embedding_all_to_all_close(
     ranks, own_buffer, signals, epochs, ctx, call, elements, first_local,
-    WORLD_SIZE: tl.constexpr, REMOTE: tl.constexpr, OUT: tl.constexpr,
+    RANKS: tl.constexpr, OUT: tl.constexpr,
 ):
     """Tell the node's peers that all vectors for them are stored, and wait for theirs. One program.
 
@@ -175,10 +204,11 @@ def embedding_all_to_all_close(
 
     **Example.** Two ranks of one node: rank 0 signals rank 1, and ends once rank 1 has signalled.
     """
-    LOCAL: tl.constexpr = WORLD_SIZE - REMOTE
+    REMOTE: tl.constexpr = RANKS.remote
+    LOCAL: tl.constexpr = RANKS.world_size - REMOTE
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     if LOCAL > 1:
-        LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
+        LANES: tl.constexpr = triton.next_power_of_2(RANKS.world_size)
         peers, is_peer = _node(ranks, first_local, REMOTE, LOCAL, LANES)
         done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
         arrived = il.is_broken(group) == 0

@@ -28,17 +28,16 @@ class Pooling(NamedTuple):
 
 
 class Lookups(NamedTuple):
-    """The tables' records and the lookups: indices, bags' offsets, factors or None, batch size."""
+    """The tables' records and the lookups: indices, bags' offsets, factors or None."""
 
     tables: Any
     indices: Any
     offsets: Any
     weights: Any
-    B: Any
 
 
 @triton.jit
-def pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.constexpr):
+def pool(lookups, B, table, first, count, POOLING: tl.constexpr, VECTORS: tl.constexpr):
     """Sum the ``count`` bags of ``table`` from sample ``first`` on: float32 ``[bags, width]``.
 
     Rows are added in the order of the indices.
@@ -54,7 +53,7 @@ def pool(lookups, table, first, count, POOLING: tl.constexpr, VECTORS: tl.conste
     base = vectors_at(tl.load(entry + ADDRESS), DTYPE, ALIGN)
     bag = tl.arange(0, BAGS)
     columns = tl.arange(0, WIDTH)
-    bounds = lookups.offsets + (lookups.B.to(tl.int64) * table + first) + bag
+    bounds = lookups.offsets + (B.to(tl.int64) * table + first) + bag
     start = tl.load(bounds, mask=bag < count, other=0).to(tl.int64)
     length = (tl.load(bounds + 1, mask=bag < count, other=0).to(tl.int64) - start).to(tl.int32)
     is_column = columns >= 0
@@ -112,16 +111,16 @@ def _draw(tickets, tasks):
 
 @triton.jit
 def _pool_own(
-    lookups, own_output, task, blocks, rank, chunk, columns, POOLING: tl.constexpr,
+    lookups, B, own_output, task, blocks, rank, chunk, columns, POOLING: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
     """Pool one of the blocks whose samples are this rank's own."""
     BAGS: tl.constexpr = POOLING.bags
     OUT: tl.constexpr = VECTORS.out_dtype
     table, block = task // blocks, task % blocks
-    count = tl.minimum(samples_of(rank, lookups.B, chunk) - block * BAGS, BAGS)
+    count = tl.minimum(samples_of(rank, B, chunk) - block * BAGS, BAGS)
     if count > 0:
-        total = pool(lookups, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
+        total = pool(lookups, B, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
         cells, mask = cells_of(
             lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
         )
@@ -130,8 +129,8 @@ def _pool_own(
 
 @triton.jit(do_not_specialize=["output", "B", "T", "column_groups", "program_tasks"])
 def pool_embeddings(
-    tables, indices, offsets, weights, output, B, T, column_groups, program_tasks,
-    POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    lookups, output, B, T, column_groups, program_tasks, POOLING: tl.constexpr,
+    VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch, without any other rank.
 
@@ -140,12 +139,11 @@ def pool_embeddings(
     **Example.** A table of width 1, batch 2, blocks of one bag: programs 0 and 1 write [a0] and
     [a1], the rows of ``output``.
     """
-    lookups = Lookups(tables, indices, offsets, weights, B)
     blocks = (B + POOLING.bags - 1) // POOLING.bags
     first = tl.program_id(0) * program_tasks
     for task in range(first, tl.minimum(first + program_tasks, T * blocks)):
         _pool_own(
-            lookups, il.pointer(output, VECTORS.out_dtype), task, blocks, 0, B,
+            lookups, B, il.pointer(output, VECTORS.out_dtype), task, blocks, 0, B,
             column_groups * VECTORS.align, POOLING, VECTORS,
         )
 
@@ -157,9 +155,9 @@ def pool_embeddings(
     ]
 )
 def embedding_all_to_all_forward(
-    tables, indices, offsets, weights, tiles, buffers, grants, signals, epochs, ctx, call,
-    buffer_bytes, buffer_index, B, chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr,
-    PROTOCOL: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    lookups, tiles, buffers, grants, signals, epochs, ctx, call, buffer_bytes, buffer_index, B,
+    chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr,
+    POOLING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
 
@@ -193,7 +191,6 @@ def embedding_all_to_all_forward(
     OUT: tl.constexpr = VECTORS.out_dtype
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
-    lookups = Lookups(tables, indices, offsets, weights, B)
     peers, is_peer = il.other_ranks(rank, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     # Two sets of signals take turns, as a peer may be one call ahead or behind.
@@ -230,17 +227,17 @@ def embedding_all_to_all_forward(
             if count > 0:
                 first = dest * chunk + block * BAGS
                 il.record("tile", task, group)
-                total = pool(lookups, table, first, count, POOLING, VECTORS).to(OUT)
+                total = pool(lookups, B, table, first, count, POOLING, VECTORS).to(OUT)
                 il.record("computed", task, group)
                 cells, mask = cells_of(
-                    tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
+                    lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
                 )
                 index = tl.sum(tl.where(peers == dest, target_index, 0))
                 target = il.pointer(buffers + index.to(tl.int64) * buffer_bytes, OUT)
                 if PROTOCOL == "tiles":
                     # The block is stored as a full tile: rows beyond the destination's samples are
                     # cut off by the descriptor, or fall behind the samples of its output.
-                    column = tl.load(tables + table * FIELDS + COLUMN).to(tl.int32)
+                    column = tl.load(lookups.tables + table * FIELDS + COLUMN).to(tl.int32)
                     corner = [dest, index, block * BAGS, column]
                     part = tl.reshape(total, [1, 1, BAGS, VECTORS.width])
                     il.put_tile(tiles, corner, part, group)

@@ -1,0 +1,118 @@
+"""The implementation ``fused``: one kernel that computes and communicates, in each direction."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from interlace.comm.groups.outputs import BUFFERS, Destination
+from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.runtime.interpreter import require
+from interlace.operators.embedding_all_to_all import (
+    backward,
+    between_nodes,
+    gradients_between_nodes,
+    pooling,
+    record,
+)
+from interlace.operators.embedding_all_to_all.call import EmbeddingCall
+from interlace.operators.embedding_all_to_all.config import OPERATOR
+from interlace.operators.embedding_all_to_all.lookups import Sorted
+from interlace.units import ceil_div
+
+
+def refusal(call: EmbeddingCall) -> str | None:
+    """Return what a call must have for the kernels and has not, or None."""
+    ranks = call.layout.world_size
+    if call.group.spans_nodes and ranks > record.MAX_RANKS:
+        return f"at most {record.MAX_RANKS} ranks; got {ranks}"
+    return None
+
+
+def run(call: EmbeddingCall) -> torch.Tensor:
+    """Return ``[samples of this rank, columns]``, which peers store to. Collective."""
+    group, layout = call.group, call.layout
+    if group.spans_nodes:
+        return between_nodes.run(call)
+    if layout.world_size == 1:
+        return pooling.pool(call)
+    # Peers store to the output directly, so it is symmetric memory that this rank grants to them.
+    output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
+    y = output.tensor([layout.samples(call.rank), layout.columns], call.dtype, group.device)
+    launch = prepare(call, output.destination)
+    with group.running():
+        launch()
+    # Memory that is not lent is the landing, which the next call writes again.
+    return y if output.lent else y.clone()
+
+
+def run_backward(call: EmbeddingCall, grad: torch.Tensor, target: backward.Target) -> Sorted | None:
+    """Send the gradients of this rank's samples to the owners of their tables, which apply them."""
+    run_kernel = gradients_between_nodes.run if call.group.spans_nodes else backward.run
+    return run_kernel(call, grad.contiguous(), target)
+
+
+def prepare(call: EmbeddingCall, destination: Destination) -> Launch:
+    """Prepare the forward launch, into a buffer of the output. Collective when the workspace must
+    grow.
+    """
+    group, layout, config = call.group, call.layout, call.config
+    if layout.world_size == 1:
+        return pooling.prepare(call, destination.address)
+    require(group.backend)
+    from interlace.operators.embedding_all_to_all.kernels.forward import (
+        embedding_all_to_all_forward,
+    )
+
+    tasks = len(call.weights) * ceil_div(layout.chunk, config.block_bags) * layout.world_size
+    programs = max(1, min(tasks, config.max_programs))
+    workspace = group.workspace(OPERATOR, 4096, record.HEADER)
+    arguments, constants = pooling.arguments(call)
+    tiles = _describe_tiles(call, destination, constants["VECTORS"])
+    protocol = "direct" if tiles is None else "tiles"
+    arguments |= {
+        "tiles": tiles,
+        "buffers": destination.address,
+        "grants": workspace.data.address,
+        "signals": workspace.signals.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(OPERATOR),
+        "call": call.mark,
+        "buffer_bytes": destination.buffer_bytes,
+        "buffer_index": destination.own_index,
+        "chunk": layout.chunk,
+        "drawn_tasks": pooling.fewest_tasks(call, tasks),
+    }
+    constants |= {"WORLD_SIZE": layout.world_size, "PROTOCOL": protocol}
+    return Launch(embedding_all_to_all_forward, (programs,), arguments, constants)
+
+
+def _describe_tiles(call: EmbeddingCall, destination: Destination, vectors: Any) -> Any:
+    """Return the descriptor of all ranks' buffers in blocks that a program pools; None where the
+    protocol is another one, or a descriptor cannot describe the blocks.
+
+    Ordinary stores then write the same bytes.
+    """
+    group, layout, bags, itemsize = (
+        call.group,
+        call.layout,
+        call.config.block_bags,
+        call.dtype.itemsize,
+    )
+    is_possible = (
+        call.config.protocol == "tiles"
+        and group.backend == "cuda"
+        and bool(call.weights)
+        and vectors.full
+        and vectors.align * itemsize == 16
+        and bags * vectors.width * itemsize <= pooling.MOST_TILE_BYTES
+    )
+    if not is_possible:
+        return None
+    sizes = [
+        (BUFFERS + 1, destination.buffer_bytes // itemsize),
+        (layout.chunk, layout.columns),
+        (layout.columns, 1),
+    ]
+    return describe_ranks(group, destination.address, call.dtype, sizes, [bags, vectors.width])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +22,7 @@ from interlace.operators.mixture_of_experts.config import (
     decode_config,
     default_config,
 )
-from interlace.operators.mixture_of_experts.layout import MAX_DECODE_TOKENS, ExpertSizes
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_device
 
@@ -64,11 +65,8 @@ class ExpertTerms(NamedTuple):
         return (not self.keeps, "no tensor that requires a gradient"), self.capacity_rule
 
 
-def decode_refusal(terms: ExpertTerms) -> str | None:
-    """Return what a call must have for ``impl="decode"`` and has not, or None."""
-    # Each expert has a list with room for all slots of all ranks.
-    few = terms.sizes.tokens <= MAX_DECODE_TOKENS
-    rules = (*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank"))
+def unmet(rules: Iterable[tuple[bool, str]]) -> str | None:
+    """Return the rules that do not hold in words, or None."""
     return " and ".join(rule for holds, rule in rules if not holds) or None
 
 

@@ -18,7 +18,7 @@ from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
 def activation_backward(
     plan, met, kept, product_gradient, inner_gradient, scaled, received, bias, factors, gradients,
     ctx, scale_bytes, arrivals, E, L, width, hidden, WORLD_SIZE: tl.constexpr,
-    DTYPE: tl.constexpr, L_LANES: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
+    DTYPE: tl.constexpr, L_LANES: tl.constexpr, FORM: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
     """Compute each row's gradients of gate and up, in the weight's order, and its activation times
@@ -83,7 +83,7 @@ def activation_backward(
             of_up = None
             if FORM.gates == 2:
                 of_up = gradient_of_up(incoming * value, incoming, up, FORM)
-            store_gradients(inner, of_gate, of_up, row, end, start, width, HALVES, ROWS, COLS)
+            store_gradients(inner, of_gate, of_up, row, end, start, width, FORM, ROWS, COLS)
             tl.store(weighted + cells, active.to(DTYPE), mask=mask)
         if bias is not None:
             rows_of_y = il.pointer(received, DTYPE)
@@ -139,7 +139,7 @@ def gradient_of_up(of_up, incoming, up, FORM: tl.constexpr):
 
 @triton.jit
 def store_gradients(
-    inner, of_gate, of_up, row, end, start, width, HALVES: tl.constexpr, ROWS: tl.constexpr,
+    inner, of_gate, of_up, row, end, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     """Store the gradients of gate and up, float32 ``[ROWS, COLS]``, of rows before ``end`` and
@@ -151,7 +151,7 @@ def store_gradients(
     if of_up is None:
         cells = row.to(tl.int64)[:, None] * width + column
         tl.store(inner + cells, of_gate.to(dtype), mask=mask)
-    elif HALVES:
+    elif FORM.halves:
         pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
         tl.store(pointers, of_gate.to(dtype), mask=mask)
         tl.store(pointers + width, of_up.to(dtype), mask=mask)

@@ -82,7 +82,7 @@ class ExpertsShape:
         return f"{self.tokens} tokens, {experts}, top {self.top_k}, {self.routing}{form}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Alone(LayerCall):
     """A call of this rank without its peers, whatever the group is."""
 
@@ -232,7 +232,8 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
 
     def prepared(self, call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
         """Run a call once; return its launches, of which the last two may be repeated."""
-        launches, y, _, _ = fused.prepare(call.agreed(OPERATOR))
+        call.agree(OPERATOR)
+        launches, y, _, _ = fused.prepare(call)
         with call.group.running():
             for step in launches:
                 step()

@@ -194,9 +194,9 @@ class Saved(NamedTuple):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class LayerCall:
-    """One call whose shapes and devices are validated.
+    """One call whose shapes and devices are validated; implementations get it agreed on.
 
     Attributes:
         x, experts, weights, w_in, w_out, b_in, b_out: Those of ``interlace.mixture_of_experts``;
@@ -208,7 +208,7 @@ class LayerCall:
         activation: The text of an ``ExpertActivation``.
         keeps: Whether a backward pass will follow.
         saves: Whether tensors for it are results. If not, it computes them anew.
-        mark: The number that this call's signals carry, from the ranks' agreement; 0 before it.
+        mark: The number that this call's signals carry; 0 until :meth:`agree`.
     """
 
     x: torch.Tensor
@@ -225,7 +225,7 @@ class LayerCall:
     activation: str
     keeps: bool
     saves: bool
-    mark: int = 0
+    mark: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         dtypes = [tensor.dtype for tensor in (self.x, *self.parameters) if tensor is not None]
@@ -254,11 +254,11 @@ class LayerCall:
         ranks = self.group.world_size
         return ExpertSizes.of(self.x, self.experts, self.w_in, ranks, self.capacity)
 
-    def agreed(self, operator: str) -> LayerCall:
-        """Agree on this call with all ranks, and return it with its mark (``Group.agree``)."""
+    def agree(self, operator: str) -> None:
+        """Agree on this call with all ranks (``Group.agree``), which gives it its mark."""
         self.group.check()
         self.group.require_size(OPERATOR, MAX_RANKS)
-        mark = self.group.agree(
+        self.mark = self.group.agree(
             operator,
             the_shape_of_x=tuple(self.x.shape),
             top_k=self.experts.shape[1],
@@ -276,7 +276,6 @@ class LayerCall:
             impl=self.impl,
             config=self.config,
         )
-        return dataclasses.replace(self, mark=mark)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return the range of this call for profilers, by the name of the operator or its half.
@@ -322,7 +321,7 @@ class LayerCall:
             return impl, MixtureOfExpertsConfig.parse(self.config)
         return impl, config
 
-    @property
+    @functools.cached_property
     def implementation(self) -> Implementation:
         """The implementation that runs this call: the chosen one, if there are rows to send."""
         # All ranks have the same number of tokens, so they leave the chosen one together.
@@ -355,7 +354,7 @@ def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
         ArgumentError: The call cannot run by the implementation that was asked for, or be
             batch-invariant.
     """
-    call = call.agreed(OPERATOR)
+    call.agree(OPERATOR)
     with call.range(OPERATOR):
         result: tuple[torch.Tensor, Saved] = call.implementation.run(call)
     return result
@@ -368,7 +367,7 @@ def run_backward(
 
     The last four are empty unless they are ``needed``.
     """
-    call = call.agreed(_BACKWARD)
+    call.agree(_BACKWARD)
     backward = call.implementation.backward
     assert backward is not None  # the others refuse calls that keep tensors for it
     with call.range(_BACKWARD):

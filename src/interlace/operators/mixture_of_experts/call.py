@@ -21,6 +21,7 @@ from interlace.operators.mixture_of_experts.choice import (
     choose,
     choose_invariant,
     configuration,
+    times_between_nodes,
 )
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import (
@@ -32,7 +33,6 @@ from interlace.operators.mixture_of_experts.layout import (
     Parameters,
     order_of,
 )
-from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
 from interlace.registry import Implementation, operator_named
 
 if TYPE_CHECKING:

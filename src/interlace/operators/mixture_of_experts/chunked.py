@@ -36,9 +36,8 @@ from interlace.gemm.implementations.network import (
 )
 from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
 from interlace.operators.mixture_of_experts import grouped
-from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, slices_of, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.network_choice import slices_of
 from interlace.registry import Operator, operator_named
 
 if TYPE_CHECKING:

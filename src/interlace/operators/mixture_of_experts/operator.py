@@ -24,10 +24,10 @@ from interlace.operators.mixture_of_experts.choice import (
     choose,
     choose_invariant,
     tile_of,
+    times_between_nodes,
 )
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
-from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
 from interlace.registry import BATCH_INVARIANT, Implementation, Operator, operator
 
 _TIMED_PARTS = ("forward", "decoding")

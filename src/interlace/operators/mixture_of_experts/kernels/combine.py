@@ -29,7 +29,7 @@ def grouped_gemm_combine(
     ``results`` of every source that has rows in it. A tensor descriptor stores the whole tile
     there: the rows before and after the source's rows fall into the spare rows between experts. The
     last program to have finished signals every source. No program waits: rows have been granted
-    with the counts; backward, by the meeting of :func:`dispatch_grouped_gemm`. If a rank was
+    with the counts; backward, by :func:`dispatch_grouped_gemm_backward`. If a rank was
     missing there (``met``), nothing is put. Results are written again in the next call, when their
     reader, which has granted again, has read them.
 

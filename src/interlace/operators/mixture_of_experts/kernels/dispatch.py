@@ -243,16 +243,16 @@ def _activate_tile(
             up = add_bias(up, of_expert + width, column, width)
     else:
         first = tile.n * BLOCK_N
-        total = poison + multiply(
+        acc = poison + multiply(
             product.a, product.b, row, end, tile.expert, first, columns, hidden, TILING
         )
         if product.bias is not None:
-            total = add_bias(total, product.bias + tile.expert * columns, first, columns)
+            acc = add_bias(acc, product.bias + tile.expert * columns, first, columns)
     il.record("computed", item, group)
     if GATES == 1:
-        gate, up = total, None
+        gate, up = acc, None
     elif not FORM.halves:
-        gate, up = tl.split(tl.reshape(total, [BLOCK_M, BLOCK_N // 2, 2]))
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
     active = activate(gate, up, FORM)
     if product.kept is not None:
         store_rows(product.kept, row, end, column, width, gate.to(DTYPE), DESCRIPTORS)

@@ -24,8 +24,8 @@ def activate_rows(
     """Compute the activation of the rows of this rank's experts: ``active [M, width]``.
 
     Args:
-        products: ``[M, gates * width]``, the first product: with ``FORM.halves`` all gates of a row and
-            then all ups, otherwise gate and up in turn.
+        products: ``[M, gates * width]``, the first product: with ``FORM.halves`` all gates of a row
+            and then all ups, otherwise gate and up in turn.
         bias: ``[L, gates * width]`` in the same order; or None.
         owners: int64 ``[M]``, the expert of each row, ascending.
         ends: int32 ``[L]``, the row behind each expert's last one.
@@ -40,8 +40,8 @@ def activate_rows(
         )
         value = activate(gate, up, FORM).to(active.dtype.element_ty)
         column = start + tl.arange(0, COLS)[None, :]
-        cells = active + row.to(tl.int64)[:, None] * width + column
-        tl.store(cells, value, mask=(row < rows)[:, None] & (column < width))
+        pointers = active + row.to(tl.int64)[:, None] * width + column
+        tl.store(pointers, value, mask=(row < rows)[:, None] & (column < width))
 
 
 @triton.jit(do_not_specialize=["L"])
@@ -172,7 +172,7 @@ def sum_rows_of_tokens(
         for start in range(0, hidden, COLS):
             column = start + tl.arange(0, COLS)
             mask = column < hidden
-            total = tl.zeros([COLS], tl.float32)
+            acc = tl.zeros([COLS], tl.float32)
             for j in tl.static_range(TOP_K):
                 slot = routing + token * 2 * TOP_K + j
                 # A number that does not arrive is NaN, and of no rank.
@@ -186,6 +186,6 @@ def sum_rows_of_tokens(
                         value += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
                     if WEIGHTED:
                         value *= tl.load(slot + TOP_K)
-                    total += value
+                    acc += value
             pointers = sums + hidden.to(tl.int64) * token + column
-            tl.store(pointers, total.to(sums.dtype.element_ty), mask=mask)
+            tl.store(pointers, acc.to(sums.dtype.element_ty), mask=mask)

@@ -106,7 +106,7 @@ def plan_call(
     at expert 1 rank 0's rows 0 and 1.
     """
     E_LANES: tl.constexpr = LANES.experts
-    program, blocks = tl.program_id(0), tl.num_programs(0)
+    pid, blocks = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, E_LANES)
     # Rows per expert: in the blocks before this program's, and in all of them.
     before = tl.zeros([E_LANES], tl.int32)
@@ -118,12 +118,12 @@ def plan_call(
             mask=block + lanes[None, :] * 0 < blocks, other=0,
         )
         counts += tl.sum(histogram, 0)
-        before += tl.sum(tl.where(block < program, histogram, 0), 0)
+        before += tl.sum(tl.where(block < pid, histogram, 0), 0)
     counts = tl.minimum(counts, capacity)
     # Results come back with spare rows between experts, so that tiles may run past either end.
     starts = tl.cumsum(counts + ROWS, 0) - counts
 
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    slot = pid * BLOCK + tl.arange(0, BLOCK)
     expert, named = expert_of(experts, slot, slots, E)
     earlier = (expert[:, None] == expert[None, :]) & (slot[:, None] > slot[None, :])
     is_expert = expert[:, None] == lanes[None, :]
@@ -132,7 +132,7 @@ def plan_call(
     kept = named & (number < capacity)
     tl.store(slot_rows + slot, tl.where(kept, row, -1), mask=slot < slots)
     tl.store(slot_at + row, slot, mask=kept)
-    if program == 0:
+    if pid == 0:
         exchange = PlanExchange(numbers, half, signals, epochs, ctx, call)
         _exchange(counts, ArrivalPlan(plan, E, L), exchange, grants, buffer_index, LANES)
 

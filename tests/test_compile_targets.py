@@ -56,6 +56,9 @@ def _cases_of(kernel):
         ],
         "count_slots": lambda: _mixture_of_experts_numbers(),
         "dispatch_grouped_gemm": lambda: _mixture_of_experts_products("dispatch_grouped_gemm"),
+        "dispatch_grouped_gemm_backward": lambda: _mixture_of_experts_products(
+            "dispatch_grouped_gemm_backward"
+        ),
         "decode_first_gemm": lambda: _mixture_of_experts_decoding(),
         "decode_second_gemm": lambda: _mixture_of_experts_decoding(),
         "embedding_all_to_all_backward": _embedding_all_to_all_backward,
@@ -556,7 +559,16 @@ def _gemv_all_reduce_two_phase():
 
 _MOE_TABLES = ("histograms", "slot_rows", "slot_at", "plan", "grants", "ticket", "met", "epochs")
 _MOE_MATRICES = ("a", "b", "out", "kept", "results", "product_gradient", "inner_gradient")
-_MOE_MEMORY = ("numbers", "gradients", "buffers", "signals", "scaled", "received", "rows_of")
+_MOE_MEMORY = (
+    "numbers",
+    "gradients",
+    "buffer",
+    "buffers",
+    "signals",
+    "scaled",
+    "received",
+    "rows_of",
+)
 _MOE_SIZES = ("arrivals", "slots", "capacity", "tokens", "E", "L", "hidden_groups", "spread_ns")
 _MOE_NUMBERS = (
     "call",
@@ -580,10 +592,16 @@ _MOE_TYPES = {
 _MOE_LANES = {"WORLD_SIZE": 2, "L_LANES": 8, "E_LANES": 16}
 
 
+def _expert_lanes(world_size=2):
+    from interlace.operators.mixture_of_experts.kernels.plan import ExpertLanes
+
+    return ExpertLanes(world_size, _MOE_LANES["E_LANES"], _MOE_LANES["L_LANES"])
+
+
 def _swiglu(**changes):
     from interlace.operators.mixture_of_experts.kernels.activation import Form
 
-    return Form(2, "silu", 1.0, None, 0.0)._replace(**changes)
+    return Form(2, False, "silu", 1.0, None, 0.0)._replace(**changes)
 
 
 def _expert_forms():
@@ -594,8 +612,9 @@ def _expert_forms():
 
 
 def _mixture_of_experts_numbers():
-    yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128}
-    yield _MOE_TYPES | {"experts": "*i64"}, _MOE_LANES | {"BLOCK": 128, "WORLD_SIZE": 1}
+    for world_size in (2, 1):
+        constants = {"E_LANES": _MOE_LANES["E_LANES"], "LANES": _expert_lanes(world_size)}
+        yield _MOE_TYPES | {"experts": "*i64"}, constants | {"BLOCK": 128}
 
 
 def _mixture_of_experts_rows():
@@ -605,10 +624,10 @@ def _mixture_of_experts_rows():
     blocks = {"DTYPE": tl.bfloat16, "ALIGN": 8, "ROWS": 2, "COLS": 512, "TOP_K": 3}
     absent = dict.fromkeys(("bias", "factors"))
     types = _MOE_TYPES | {"y": "*bf16", "out": "*bf16"}
-    yield dict(types), _MOE_LANES | blocks | absent | {"HALVES": True, "FORM": _swiglu()}
+    yield dict(types), _MOE_LANES | blocks | absent | {"FORM": _swiglu(halves=True)}
     types |= {"bias": "*bf16", "factors": "*fp32"}
     for form in _expert_forms():
-        yield dict(types), _MOE_LANES | blocks | {"HALVES": False, "FORM": form}
+        yield dict(types), _MOE_LANES | blocks | {"FORM": form}
 
 
 def _mixture_of_experts_in_slices():
@@ -619,12 +638,12 @@ def _mixture_of_experts_in_slices():
     numbers = dict.fromkeys(("L", "width", "tokens", "first", "hidden"), "i32")
     types = rows | indices | numbers
     blocks = {"ROWS": 2, "COLS": 512, "TOP_K": 3}
-    absent = {"bias": None, "out_bias": None, "WEIGHTED": True, "HALVES": False}
+    absent = {"bias": None, "out_bias": None, "WEIGHTED": True}
     yield dict(types), blocks | absent | {"FORM": _swiglu()}
     types |= {"bias": "*bf16", "out_bias": "*bf16"}
     blocks |= {"WEIGHTED": False}
-    yield dict(types), blocks | {"HALVES": True, "FORM": _swiglu(limit=7.0)}
-    yield dict(types), blocks | {"HALVES": False, "FORM": _swiglu(gates=1)}
+    yield dict(types), blocks | {"FORM": _swiglu(halves=True, limit=7.0)}
+    yield dict(types), blocks | {"FORM": _swiglu(gates=1)}
 
 
 def _mixture_of_experts_products(kernel):
@@ -634,19 +653,19 @@ def _mixture_of_experts_products(kernel):
     from interlace.gemm.kernels.tiles import Tiling
     from interlace.operators.mixture_of_experts.kernels.dispatch import RowPushing
 
-    pushing = RowPushing(
-        programs=16, rows=64, block_rows=2, block_columns=1024, top_k=6, align=8,
-        expert_lanes=_MOE_LANES["E_LANES"],
-    )  # fmt: skip
-    shared = _MOE_LANES | {"PUSHING": pushing}
-    for forward, halves in ((True, False), (True, True), (False, False)):
-        if kernel != "dispatch_grouped_gemm" and halves:
-            continue  # no other product minds the order of gate and up
-        if kernel == "grouped_gemm_gradient" and not forward:
-            continue  # the kernel is the same in both directions
+    pushing = RowPushing(programs=16, rows=64, block_rows=2, block_columns=1024, top_k=6, align=8)
+    shared = _MOE_LANES | {"PUSHING": pushing, "LANES": _expert_lanes()}
+    alone = {"WORLD_SIZE": 1, "LANES": _expert_lanes(1)}
+    directions = {
+        "dispatch_grouped_gemm": ((True, False), (True, True)),
+        "dispatch_grouped_gemm_backward": ((False, False),),
+        "grouped_gemm_combine": ((True, False), (False, False)),
+        "grouped_gemm_gradient": ((True, False),),  # the same in both directions
+    }
+    for forward, halves in directions[kernel]:
         weight = "64, 256" if not forward else "128, 64" if halves else "256, 64"
         out = "128, 128" if forward else "128, 256"
-        types = _MOE_TYPES | {"x": "*bf16", "a_tiles": "tensordesc<bf16[128, 64]>"}
+        types = _MOE_TYPES | {"x": "*bf16", "grad": "*bf16"}
         if kernel == "grouped_gemm_gradient":
             blocks = {"a": "64, 128", "b": "64, 256", "out": "128, 256"}
         else:
@@ -661,23 +680,21 @@ def _mixture_of_experts_products(kernel):
         constants = shared | {
             "DTYPE": tl.bfloat16,
             "EVEN": forward,
-            "HALVES": halves,
-            "FORM": _swiglu(),
+            "FORM": _swiglu(halves=halves),
             "TILING": Tiling(128, 256, 64, 8, True, w_along_k=forward),
             "num_warps": 8,
         }
-        absent = ("scales", "met", "bias") if forward else ("grants", "kept", "bias")
+        absent = ("met", "bias") if forward else ("bias",)
         if forward or kernel != "grouped_gemm_combine":
             yield types, constants | dict.fromkeys(absent)
             if not halves and kernel != "grouped_gemm_gradient":
                 # A rank alone, as where ranks share a batch and add up their experts' parts.
-                yield types, constants | dict.fromkeys(absent) | {"WORLD_SIZE": 1}
-        if kernel == "dispatch_grouped_gemm" and halves:
+                yield types, constants | dict.fromkeys(absent) | alone
+        if halves:
             # The layouts of gpt-oss and of openai_privacy_filter: biases, weights along N.
             more = {"b": "tensordesc<bf16[64, 128]>"}
-            constants |= dict.fromkeys(("scales", "met"))
             constants["TILING"] = constants["TILING"]._replace(w_along_k=False)
-            constants["FORM"] = _swiglu(alpha=1.702, limit=7.0, up_offset=1.0)
+            constants["FORM"] = _swiglu(halves=True, alpha=1.702, limit=7.0, up_offset=1.0)
             yield types | more | {"bias": "*bf16"}, constants
         elif kernel == "grouped_gemm_combine" and not forward:
             # Forward too, if the weight lies as [L, F, hidden]; then there may be a bias.
@@ -686,20 +703,16 @@ def _mixture_of_experts_products(kernel):
     constants = shared | {
         "DTYPE": tl.float32,
         "EVEN": False,
-        "HALVES": forward,
-        "FORM": _swiglu(),
+        "FORM": _swiglu(halves=forward),
         "TILING": Tiling(32, 32, 16, 8, False, w_along_k=forward),
-        "a_tiles": None,
     }
     if kernel == "dispatch_grouped_gemm":
         # Pointers to weights along N, and experts without a gate.
         along_n = constants["TILING"]._replace(w_along_k=False)
-        for halves, form in ((True, _swiglu()), (False, _swiglu(gates=1, kind="gelu"))):
-            changed = {"TILING": along_n, "HALVES": halves, "FORM": form}
+        for form in (_swiglu(halves=True), _swiglu(gates=1, kind="gelu")):
             types = _MOE_TYPES | {"x": "*fp32", "bias": "*fp32"}
-            yield types, constants | changed | dict.fromkeys(("scales", "met"))
-    absent = ("scales", "met", "bias") if forward else ("grants", "bias")
-    yield _MOE_TYPES | {"x": "*fp32"}, constants | dict.fromkeys(absent)
+            yield types, constants | {"TILING": along_n, "FORM": form}
+    yield _MOE_TYPES | {"x": "*fp32", "grad": "*fp32"}, constants | {"bias": None}
 
 
 def _mixture_of_experts_decoding():
@@ -707,7 +720,7 @@ def _mixture_of_experts_decoding():
     import triton.language as tl
 
     from interlace.gemm.kernels.tiles import Tiling
-    from interlace.operators.mixture_of_experts.kernels.decode import Shares
+    from interlace.operators.mixture_of_experts.kernels.decode import DecodeTiling, Shares
 
     addresses = dict.fromkeys(("landing", "results", "active", "weights"), "i64")
     sizes = ("half", "rows_at", "tokens", "length", "hidden_groups", "ffn_groups")
@@ -719,7 +732,7 @@ def _mixture_of_experts_decoding():
         "experts": "*i64",
         "scales": "*fp32",
     }
-    shared = {"WORLD_SIZE": 2, "L_LANES": 8, "num_warps": 4}
+    shared = {"WORLD_SIZE": 2, "num_warps": 4}
     oss, relu2 = next(_expert_forms()), _swiglu(gates=1, kind="relu2")
     # Weights along N have biases; the last experts have no gate.
     for dtype, name, tile, tail, align, halves, along_k, form in (
@@ -730,13 +743,11 @@ def _mixture_of_experts_decoding():
     ):
         constants = {
             "DTYPE": dtype,
-            "SHARES": Shares(programs=64, columns=1024, top_k=3, align=align, slots=2048),
-            "FFN_ALIGN": align,
-            "TILING": Tiling(*tile, 1, False, w_along_k=along_k),
-            "TAIL": tail,
-            "EVEN": align == 8,
-            "HALVES": halves,
-            "FORM": form,
+            "SHARES": Shares(64, columns=1024, top_k=3, align=align, ffn_align=align, slots=2048),
+            "TILES": DecodeTiling(
+                Tiling(*tile, 1, False, w_along_k=along_k), tail, align == 8, local_lanes=8
+            ),
+            "FORM": form._replace(halves=halves),
         }
         pointers = {"x": name, "y": name, "bias": name}
         yield types | pointers, shared | constants | ({"bias": None} if along_k else {})

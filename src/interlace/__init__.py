@@ -47,8 +47,8 @@ if TYPE_CHECKING:
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
     from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
+    from interlace.operators.mixture_of_experts import mixture_of_experts
     from interlace.operators.mixture_of_experts.activation import ExpertActivation
-    from interlace.operators.mixture_of_experts.api import mixture_of_experts
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
     from interlace.registry import operator
     from interlace.tracing import trace
@@ -100,7 +100,7 @@ _PUBLIC = {
     "GemmReduceScatterConfig": "interlace.operators.gemm_reduce_scatter",
     "gemv_all_reduce": "interlace.operators.gemv_all_reduce.api",
     "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
-    "mixture_of_experts": "interlace.operators.mixture_of_experts.api",
+    "mixture_of_experts": "interlace.operators.mixture_of_experts",
     "ExpertActivation": "interlace.operators.mixture_of_experts.activation",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
     "trace": "interlace.tracing",

@@ -19,7 +19,7 @@ from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates
 from interlace.gemm import between_nodes
 from interlace.operators.embedding_all_to_all import network_choice as embedding_choice
-from interlace.operators.mixture_of_experts import network_choice as experts_choice
+from interlace.operators.mixture_of_experts import choice as experts_choice
 from tests.errors import error_of
 from tests.pool import fork_server
 from tests.profiles import forget_profiles

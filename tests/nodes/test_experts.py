@@ -12,7 +12,7 @@ import interlace
 from interlace.costs import find_cost
 from interlace.costs.network import NetworkRates
 from interlace.gemm.implementations import network
-from interlace.operators.mixture_of_experts import between_nodes
+from interlace.operators.mixture_of_experts import chunked
 from tests.errors import error_of
 from tests.nodes.groups import (
     call_without_one,
@@ -49,7 +49,7 @@ def _calls(ranks):
 def _results(calls, nodes, slice_bytes, trains):
     with (
         mock.patch.object(network, "SLICE_BYTES", slice_bytes),
-        mock.patch.object(between_nodes, "_MOST_UNMEASURED", 8),
+        mock.patch.object(chunked, "_MOST_UNMEASURED", 8),
         process_group_of(nodes) as process_group,
     ):
         traffic = interlace.group_of(process_group).traffic
@@ -152,7 +152,7 @@ def _by_auto(call, rates, keeps):
     with (
         process_group_of(2) as process_group,
         measured_network(rates),
-        mock.patch.object(between_nodes, "cut", wraps=between_nodes.cut) as cut,
+        mock.patch.object(chunked, "cut", wraps=chunked.cut) as cut,
     ):
         said = interlace.explain(
             "mixture_of_experts", x.requires_grad_(keeps), experts, weights, w_in, w_out,

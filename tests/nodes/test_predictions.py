@@ -14,8 +14,7 @@ from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import parse_network
 from interlace.costs.time import SizedCall
 from interlace.gemm import between_nodes
-from interlace.operators.mixture_of_experts import network_choice
-from interlace.operators.mixture_of_experts.choice import ExpertTerms
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, predicted_between_nodes
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.tuning.choice import NetworkTimes
 
@@ -59,7 +58,7 @@ def test_predicted_times_of_experts(file: str) -> None:
     layer = measured["results"]["mixture_of_experts"]
     sizes = ExpertSizes(4096, 2, 16, 2048, layer["width"], 2, 4096)
     terms = ExpertTerms(sizes, torch.bfloat16, "cuda", keeps=False, nodes=2)
-    times = network_choice.predicted_times(profile, terms)
+    times = predicted_between_nodes(profile, terms)
     assert times is not None
     assert times.slices_of("chunked") == 2
     assert abs(_error(times, "chunked", layer["us"])) <= 0.15

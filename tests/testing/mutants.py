@@ -332,15 +332,15 @@ MUTANTS = [
         "mixture_of_experts",
         (f"{_EXPERTS}.dispatch:_push", "no release", ("signal", 0)),
         (f"{_EXPERTS}.dispatch:_push", "signal before put", ("signal", 0)),
-        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "no wait", ("wait", 1)),
-        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "wrong epoch", ("wait", 1)),
+        (f"{_EXPERTS}.dispatch:_await_rows", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.dispatch:_await_rows", "wrong epoch", ("wait", 0)),
         (f"{_EXPERTS}.combine:grouped_gemm_combine", "no release", ("signal", 0)),
         (f"{_EXPERTS}.combine:sum_results", "no wait", ("wait", 0)),
         (f"{_EXPERTS}.combine:sum_results", "wrong epoch", ("wait", 0)),
     ),
     *_of(
         "mixture_of_experts, backward",
-        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm", "no wait", ("wait", 0)),
+        (f"{_EXPERTS}.dispatch:dispatch_grouped_gemm_backward", "no wait", ("wait", 0)),
     ),
     *_of(
         "mixture_of_experts, decode",

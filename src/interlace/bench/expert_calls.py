@@ -15,9 +15,9 @@ from interlace.comm import Group
 from interlace.comm.groups.group import solo_group
 from interlace.comm.launching.kernels import Launch
 from interlace.errors import ArgumentError
-from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts import fused
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.call import LayerCall, Saved
+from interlace.operators.mixture_of_experts.call import LayerCall, Saved, run
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, ExpertSizes, Parameters
@@ -82,7 +82,7 @@ class ExpertsShape:
         return f"{self.tokens} tokens, {experts}, top {self.top_k}, {self.routing}{form}"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class _Alone(LayerCall):
     """A call of this rank without its peers, whatever the group is."""
 
@@ -232,7 +232,8 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
 
     def prepared(self, call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
         """Run a call once; return its launches, of which the last two may be repeated."""
-        launches, y, _, _ = launch.prepare_forward(call, call.agree(OPERATOR))
+        call.agree(OPERATOR)
+        launches, y, _, _ = fused.prepare(call)
         with call.group.running():
             for step in launches:
                 step()
@@ -240,7 +241,7 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
 
     def forward(self, keeps: bool) -> tuple[torch.Tensor, Saved]:
         """Run the layer."""
-        return launch.run(self.call(keeps))
+        return run(self.call(keeps))
 
     # Unfused
 

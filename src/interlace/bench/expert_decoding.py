@@ -31,9 +31,9 @@ from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.gemm.reference import gather_rows
-from interlace.operators.mixture_of_experts import decode, launch, reference
+from interlace.operators.mixture_of_experts import decode, fused, reference
+from interlace.operators.mixture_of_experts.call import run
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import Parameters
 from interlace.registry import operator_named
 
 TOKENS = (1, 4, 16, 64, 256)
@@ -131,13 +131,13 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
     def tuned_call(self, config: MixtureOfExpertsConfig) -> Callable[[int], torch.Tensor]:
         """Return a forward pass by the implementation that is set."""
         impl = self.impl
-        return lambda i: launch.run(self.layer(i).call(False, impl, config))[0]
+        return lambda i: run(self.layer(i).call(False, impl, config))[0]
 
     def compile(self, config: MixtureOfExpertsConfig) -> None:
         """Compile the kernels of a forward pass."""
         call = self.layers[0].call(False, self.impl, config)
-        prepare = decode.prepare if self.impl == "decode" else launch.prepare_forward
-        for step in prepare(call, 0)[0]:
+        launches = decode.prepare(call)[0] if self.impl == "decode" else fused.prepare(call)[0]
+        for step in launches:
             step.compile()
 
     # Ways
@@ -175,7 +175,7 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
                 lambda i: self.layer(i).unfused_forward()
             ),
             f"{product} + NCCL all-gather and reduce-scatter": (
-                lambda i: launch.run(self.layer(i).call(False, "nccl"))[0]
+                lambda i: run(self.layer(i).call(False, "nccl"))[0]
             ),
         }
         for name, call in forms.items():
@@ -318,15 +318,10 @@ def _exact(layer: ExpertCalls) -> torch.Tensor:
         gather_rows(rank_input, splits, layer.group)
         for rank_input in (layer.x, layer.experts, layer.weights)
     )
-    x = x.float()
-    sums = torch.zeros_like(x)
-    for local in range(layer.local):
-        names = experts == layer.rank * layer.local + local
-        tokens = names.any(1).nonzero()[:, 0]
-        if len(tokens):
-            of_expert = (None if p is None else p[local, None].float() for p in layer.parameters)
-            result = reference.expert(0, x[tokens], Parameters._make(of_expert), layer.activation)
-            sums[tokens] += (weights * names).sum(1)[tokens, None] * result
+    first = layer.rank * layer.local
+    sums = reference.mixture_of_experts(
+        x, experts, weights, layer.parameters, layer.activation, first
+    )
     dist.all_reduce(sums, group=layer.group)
     first = layer.rank * len(layer.x)
     return sums[first : first + len(layer.x)]

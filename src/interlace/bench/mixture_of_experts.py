@@ -12,7 +12,8 @@ from interlace.bench.expert_calls import ROUTINGS, ExpertCalls, ExpertsShape
 from interlace.comm.groups.group import solo_group
 from interlace.comm.launching.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
-from interlace.operators.mixture_of_experts import launch
+from interlace.operators.mixture_of_experts import fused, fused_backward
+from interlace.operators.mixture_of_experts.call import run_backward
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 
 __all__ = ["OPERATOR", "PARTS", "ROUTINGS", "ExpertsShape", "TimedExperts", "bench", "tune"]
@@ -37,7 +38,7 @@ class TimedExperts(ExpertCalls):
         # A race shows itself in many calls, seldom in one.
         for _ in range(3):
             y, saved = self.forward(True)
-        grads = launch.run_backward(self.call(True), self.grad, saved, _ALL)
+        grads = run_backward(self.call(True), self.grad, saved, _ALL)
         self.owner.synchronize()
         expected = [self.unfused_forward(), *self.unfused_backward(self.keep())]
         # Our kernels have gate and up in turn.
@@ -57,7 +58,7 @@ class TimedExperts(ExpertCalls):
 
         def step(_: int) -> None:
             saved = self.forward(True)[1]
-            launch.run_backward(self.call(True), self.grad, saved, _ALL)
+            run_backward(self.call(True), self.grad, saved, _ALL)
 
         return step
 
@@ -189,7 +190,7 @@ def _backward_ways(case: TimedExperts) -> list[Way]:
         Way(
             "fused",
             "ours",
-            lambda _: launch.run_backward(call, case.grad, saved, _ALL),
+            lambda _: run_backward(call, case.grad, saved, _ALL),
             "fused",
         ),
         Way(
@@ -265,6 +266,6 @@ def tune(shape: ExpertsShape, group: dist.ProcessGroup | None = None) -> Mixture
 def _launches(case: TimedExperts) -> list[Launch]:
     """Return all launches of a forward and a backward pass, not yet run."""
     call = case.call(True)
-    prepared = launch.prepare_forward(call, 0)
-    backward, _ = launch.prepare_backward(call, 0, case.grad, prepared[2], _ALL)
-    return [*prepared[0], *backward]
+    forward, _, saved, _ = fused.prepare(call)
+    backward, _ = fused_backward.prepare(call, case.grad, saved, _ALL)
+    return [*forward, *backward]

@@ -16,7 +16,7 @@ from interlace.errors import ArgumentError, GroupError
 from interlace.gemm import invariance
 from interlace.gemm.gradients import all_replicated, summed
 from interlace.integrations.transformers_experts import WeightLayout
-from interlace.operators.mixture_of_experts.api import mixture_of_experts
+from interlace.operators.mixture_of_experts import mixture_of_experts
 from interlace.units import ceil_div
 
 NAME = "interlace"

@@ -16,8 +16,8 @@ from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.shard_holder import ShardHolder, is_gathering, undistributed
 from interlace.nn.sharded_parameters import Sharing
+from interlace.operators.mixture_of_experts import mixture_of_experts
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.api import mixture_of_experts
 from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, capacity_of
 
 

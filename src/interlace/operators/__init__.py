@@ -22,8 +22,7 @@ _MODULES = (
     "gemv_all_reduce.op",
     "gemv_all_reduce.operator",
     "linears",
-    "mixture_of_experts.op",
-    "mixture_of_experts.operator",
+    "mixture_of_experts",
 )
 
 for _module in _MODULES:

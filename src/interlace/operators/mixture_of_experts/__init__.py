@@ -1,1 +1,156 @@
-"""``mixture_of_experts``: see ``README.md``."""
+"""Mixture of experts: dispatch, experts and combine; see README.md."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import default_name, process_group_named, rank_and_size
+from interlace.comm.groups.group import known_nodes
+from interlace.comm.host.nodes import declared_ranks_per_node
+from interlace.operators.mixture_of_experts import schema
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
+from interlace.operators.mixture_of_experts.call import validate
+from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.operator import MixtureOfExperts
+
+_DECLARATION = MixtureOfExperts()
+
+
+def mixture_of_experts(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    b_in: torch.Tensor | None = None,
+    b_out: torch.Tensor | None = None,
+    *,
+    activation: str | ExpertActivation = "silu",
+    capacity: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: MixtureOfExpertsConfig | None = None,
+) -> torch.Tensor:
+    """Send tokens to the experts that a router chose, and bring the weighted sum of their outputs
+    back.
+
+    Dimensions: T tokens of this rank, k experts per token, R ranks, L experts per rank (E = R L in
+    total; rank r has those from r L on), F an expert's inner width. ``y[t] = sum over j of
+    weights[t, j] * f(x[t], experts[t, j])``, where ``f(x, e) = w_out[e] @ (silu(w_in[e, :, 0] @ x)
+    * (w_in[e, :, 1] @ x))`` (SwiGLU, as in Mixtral). Both products may have a bias, ``activation``
+    may be another one, and experts may have no gate.
+
+    By default two fused kernels: tokens go to their experts' ranks while the first product works
+    on those that have arrived; tiles of the second product go straight to the tokens' ranks.
+    Nothing waits for the host: all shapes follow from T, k, L, F and ``capacity``, so memory is for
+    the worst case, unless ``capacity`` says less.
+
+    Products accumulate in float32. The sum over j is float32, in the order of j: the same bits in
+    every run. Runs on the current stream, without synchronising the host; calls of one group on
+    several streams are put in order.
+
+    Args:
+        x: ``[T, hidden]``: float16, bfloat16 or float32; T the same on every rank.
+        experts: ``[T, k]``, int32 or int64, 0 to E - 1, different ones for each token; k from 1 to
+            16. A negative number, or one from E on, drops the slot; so k may exceed E.
+        weights: ``[T, k]``, floating; used as float32.
+        w_in: ``[L, F, 2, hidden]`` of x's dtype: ``w_in[e, :, 0]`` is the gate's weight, ``w_in[e,
+            :, 1]`` that of up; ``[L, F, 1, hidden]`` for experts without a gate. It is read where
+            it is if its memory is a contiguous ``[L, F, 2, hidden]``, ``[L, 2, F, hidden]``,
+            ``[L, hidden, F, 2]`` or ``[L, hidden, 2, F]``, of which w_in is a permuted view; its
+            gradient has the same strides. Other strides are copied in each call.
+        w_out: ``[L, hidden, F]`` of x's dtype; also a view of a contiguous ``[L, F, hidden]``.
+        b_in: Bias of gate and up, ``[L, F, 2]`` of x's dtype (``[L, F, 1]`` without a gate), or
+            None. It is copied unless its memory has gate and up in the order of w_in's.
+        b_out: Bias of the second product, ``[L, hidden]`` of x's dtype, or None. Each of a token's
+            experts adds its own, times its weight.
+        activation: The function of gate and up: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``
+            or ``"relu2"`` of the gate, times up; or an :class:`interlace.ExpertActivation`, which
+            clamps both and has further numbers.
+        capacity: Maximum number of rows that an expert takes from each rank. Further slots, by
+            token and then by j, are dropped: they add nothing to y. None: T rows, which is no
+            limit as long as no token names an expert twice.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
+        impl: ``"fused"``; ``"decode"``, kernels for few tokens, without gradients and capacity;
+            ``"nccl"``, stock PyTorch that never waits for the host, all-gather, torch._grouped_mm
+            and reduce-scatter, for bfloat16 without gradients and capacity; ``"chunked"``, the same
+            between nodes, where tokens and sums travel in slices, with gradients, too;
+            ``"unfused"`` (torch and all-to-all; waits for the device); or ``"auto"``: the one that
+            the machine's profile predicts to be fastest, as :func:`interlace.explain` says, and the
+            fused kernels where it predicts none. ``"batch_invariant"`` gives a token the same bits
+            in every batch (:func:`interlace.batch_invariant`), without a capacity that could drop
+            tokens.
+        config: Configuration of the kernels; default: one for the sizes, and for ``"fused"`` from
+            the tuned table of this GPU, if ``interlace tune`` has made one. It must be the same on
+            every rank.
+
+    Returns:
+        ``[T, hidden]`` of x's dtype. Gradients go to x, weights, w_in, w_out, b_in and b_out. Those
+        of the last four are sums over the tokens of *all* ranks: do not reduce them again. The
+        backward pass is collective; ranks must agree on whether any argument requires a gradient.
+
+    Raises:
+        ArgumentError: shapes, dtypes or devices do not fit.
+        RankMismatchError: ranks differ in sizes, dtype, biases, activation, capacity, impl or
+            config; raised on every rank.
+        GroupError: the group is too large.
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernels end, fill their outputs with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> weights, experts = torch.softmax(router(x), -1).topk(2)
+        >>> # [4096, 4096] -> [4096, 4096]
+        >>> y = interlace.mixture_of_experts(x, experts, weights, w_in, w_out)
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMM + All-to-All".
+    """
+    _, world_size = rank_and_size(group)
+    the_activation = ExpertActivation.of(activation)
+    validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, capacity, world_size)
+    _DECLARATION.validate_options(impl, config)
+    maximum = max(1, x.shape[0])
+    limit = maximum if capacity is None else min(capacity, maximum)
+    keeps = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad
+        for tensor in (x, weights, w_in, w_out, b_in, b_out)
+    )
+    text = "" if config is None else str(config)
+    y, *_ = schema.OPERATOR(
+        x,
+        experts,
+        # Kernels read a slot's weight at the slot's number.
+        weights.float().contiguous(),
+        w_in,
+        w_out,
+        b_in,
+        b_out,
+        world_size,
+        limit,
+        default_name(group),
+        impl,
+        text,
+        str(the_activation),
+        keeps,
+        keeps and impl not in ("unfused", "chunked") and not _spans_nodes(default_name(group)),
+    )
+    result: torch.Tensor = y
+    return result
+
+
+def _spans_nodes(group_name: str) -> bool:
+    """Return whether the ranks of a group are on several nodes, or are going to be by what the
+    environment says, where they have not met yet. Nothing is sent.
+    """
+    process_group = process_group_named(group_name)
+    nodes = known_nodes(process_group)
+    if nodes is None and dist.is_initialized() and (per_node := declared_ranks_per_node()):
+        nodes = len({rank // per_node for rank in dist.get_process_group_ranks(process_group)})
+    return nodes is not None and nodes > 1
+
+
+# A compiled graph holds the answer: it decides about shapes. This does the same as
+# torch.compiler.assume_constant_result.
+_spans_nodes._dynamo_marked_constant = True  # type: ignore[attr-defined]

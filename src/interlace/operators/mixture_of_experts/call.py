@@ -1,12 +1,12 @@
-"""A call of ``mixture_of_experts``: its sizes, what all ranks must agree on, what it runs."""
+"""A call of ``mixture_of_experts``: its rules, what all ranks must agree on, what runs it."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,30 +14,201 @@ from interlace.comm import Group, group_named
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.invariance import is_invariant, name_in
+from interlace.gemm.operands import FLOATS, require_device, require_float, require_tensor
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import (
     ExpertTerms,
     choose,
     choose_invariant,
     configuration,
+    times_between_nodes,
 )
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import MAX_RANKS, ExpertSizes, Parameters
-from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
-from interlace.registry import operator_named
+from interlace.operators.mixture_of_experts.layout import (
+    MAX_EXPERTS,
+    MAX_RANKS,
+    MAX_TOKENS,
+    MAX_TOP_K,
+    ExpertSizes,
+    Parameters,
+    order_of,
+)
+from interlace.registry import Implementation, operator_named
 
 if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.kernels.activation import Form
 
+_BACKWARD = f"{OPERATOR}.backward"
 
-@dataclasses.dataclass(frozen=True)
-class LayerCall:
-    """One call whose shapes and devices ``api`` has validated; see ``op`` for the fields.
+
+def validate(
+    x: torch.Tensor,
+    experts: torch.Tensor,
+    weights: torch.Tensor,
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    b_in: torch.Tensor | None,
+    b_out: torch.Tensor | None,
+    activation: ExpertActivation,
+    capacity: int | None,
+    world_size: int,
+) -> None:
+    """Refuse arguments that no rank could compute with; see
+    :func:`interlace.mixture_of_experts` for the rules.
+    """
+    for name, tensor in (
+        ("x", x), ("experts", experts), ("weights", weights), ("w_in", w_in), ("w_out", w_out),
+        ("b_in", b_in), ("b_out", b_out),
+    ):  # fmt: skip
+        if tensor is not None or name not in ("b_in", "b_out"):
+            require_tensor(f"{OPERATOR}: {name}", tensor)
+    if x.dim() != 2:
+        raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
+    tokens = x.shape[0]
+    require_float(f"{OPERATOR}: x", x.dtype)
+    if tokens > MAX_TOKENS:
+        raise ArgumentError(
+            f"{OPERATOR}: a rank must have at most {MAX_TOKENS} tokens; got {tokens}. Call in "
+            "parts."
+        )
+    _validate_weights(w_in, w_out, b_in, b_out, x)
+    if w_in.shape[2] == 1 and activation.needs_gate:
+        raise ArgumentError(
+            f"{OPERATOR}: activation must have no limit and no up_offset where experts have no "
+            f"gate; got {activation}."
+        )
+    total = world_size * w_in.shape[0]
+    if total > MAX_EXPERTS:
+        raise ArgumentError(
+            f"{OPERATOR}: all ranks together must have at most {MAX_EXPERTS} experts; got {total}."
+        )
+    if experts.dim() != 2 or experts.shape[0] != tokens:
+        raise ArgumentError(
+            f"{OPERATOR}: experts must be [T, k] with T = {tokens}; got shape "
+            f"{list(experts.shape)}."
+        )
+    if experts.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"{OPERATOR}: experts must be int32 or int64; got {experts.dtype}.")
+    top_k = experts.shape[1]
+    # Slots may be empty, so a token may have more of them than there are experts.
+    if not 1 <= top_k <= MAX_TOP_K:
+        raise ArgumentError(
+            f"{OPERATOR}: experts must have 1 to {MAX_TOP_K} slots for a token; got {top_k}."
+        )
+    if weights.shape != experts.shape or weights.dtype not in FLOATS:
+        raise ArgumentError(
+            f"{OPERATOR}: weights must be {list(experts.shape)}, like experts, of a floating "
+            "dtype; "
+            f"got {weights.dtype} {list(weights.shape)}."
+        )
+    for name, tensor in (("experts", experts), ("weights", weights)):
+        require_device(f"{OPERATOR}: {name}", tensor, "x", x.device)
+    if isinstance(capacity, (float, str, bool)):
+        raise ArgumentError(
+            f"{OPERATOR}: capacity must be an integer, or None for no limit; got {capacity!r}."
+        )
+    if capacity is not None and capacity < 1:
+        raise ArgumentError(
+            f"{OPERATOR}: capacity must be positive, or None for no limit; got {capacity}."
+        )
+
+
+def _validate_weights(
+    w_in: torch.Tensor,
+    w_out: torch.Tensor,
+    b_in: torch.Tensor | None,
+    b_out: torch.Tensor | None,
+    x: torch.Tensor,
+) -> None:
+    hidden = x.shape[1]
+    if w_in.dim() != 4 or w_in.shape[2] not in (1, 2) or w_in.shape[3] != hidden:
+        raise ArgumentError(
+            f"{OPERATOR}: w_in must be [L, F, 2, hidden], gate and up of this rank's L experts, "
+            f"with hidden = {hidden}, or [L, F, 1, hidden] without a gate; "
+            f"got shape {list(w_in.shape)}. torch.stack([w_gate, w_up], dim=2) makes it of two "
+            "[L, F, hidden]."
+        )
+    local, ffn, gates = w_in.shape[:3]
+    if min(local, ffn, hidden) < 1:
+        raise ArgumentError(
+            f"{OPERATOR}: experts, F and hidden must be positive; got {local}, {ffn} and {hidden}."
+        )
+    for name, tensor, dimensions, shape in (
+        ("w_out", w_out, "[L, hidden, F]", [local, hidden, ffn]),
+        ("b_in", b_in, "[L, F, 2]" if gates == 2 else "[L, F, 1]", [local, ffn, gates]),
+        ("b_out", b_out, "[L, hidden]", [local, hidden]),
+    ):
+        if tensor is not None and list(tensor.shape) != shape:
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be {dimensions} = {shape}; got shape "
+                f"{list(tensor.shape)}."
+            )
+    for name, tensor in (("w_in", w_in), ("w_out", w_out), ("b_in", b_in), ("b_out", b_out)):
+        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {tensor.dtype} "
+                f"on {tensor.device}."
+            )
+
+
+class Saved(NamedTuple):
+    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
+
+    They have no elements if nothing is saved; otherwise their shapes follow from the call's sizes.
 
     Attributes:
+        plan: int32; see :mod:`interlace.operators.mixture_of_experts.layout`.
+        slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
+            dropped.
+        slot_at: int32 ``[returns]``: the slot of each row of results.
+        received: ``[arrivals, hidden]``: rows of this rank's experts.
+        kept: ``[gates, arrivals, ffn]``: gate and up of these rows.
+    """
+
+    plan: torch.Tensor
+    slot_rows: torch.Tensor
+    slot_at: torch.Tensor
+    received: torch.Tensor
+    kept: torch.Tensor
+
+    @staticmethod
+    def empty(
+        sizes: ExpertSizes,
+        x: torch.Tensor,
+        saves: bool,
+        new: Callable[..., torch.Tensor] = torch.empty,
+    ) -> Saved:
+        """Return tensors of a call's shapes, not filled; or of none if it saves nothing.
+
+        Args:
+            sizes: The call's sizes.
+            x: The call's tokens, for dtype and device.
+            saves: Whether the call saves anything.
+            new: Makes a tensor of a shape, a dtype and a device.
+        """
+        numbers = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
+        rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
+        return Saved(
+            *(new(shape if saves else 0, dtype=torch.int32, device=x.device) for shape in numbers),
+            *(new(shape if saves else 0, dtype=x.dtype, device=x.device) for shape in rows),
+        )
+
+
+@dataclasses.dataclass(eq=False)
+class LayerCall:
+    """One call whose shapes and devices are validated; implementations get it agreed on.
+
+    Attributes:
+        x, experts, weights, w_in, w_out, b_in, b_out: Those of ``interlace.mixture_of_experts``;
+            weights are float32 and contiguous.
+        capacity: Maximum number of rows that an expert takes from each rank.
+        group_name: The name of the ranks' process group.
+        impl: The implementation that the caller has named, or what chooses one.
+        config: The text of a configuration; empty for that of the choice.
         activation: The text of an ``ExpertActivation``.
         keeps: Whether a backward pass will follow.
         saves: Whether tensors for it are results. If not, it computes them anew.
+        mark: The number that this call's signals carry; 0 until :meth:`agree`.
     """
 
     x: torch.Tensor
@@ -54,6 +225,7 @@ class LayerCall:
     activation: str
     keeps: bool
     saves: bool
+    mark: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
         dtypes = [tensor.dtype for tensor in (self.x, *self.parameters) if tensor is not None]
@@ -71,7 +243,7 @@ class LayerCall:
     @functools.cached_property
     def form(self) -> Form:
         """The constants by which kernels know the activation."""
-        return _form(self.sizes.gates, self.activation)
+        return _form(self.sizes.gates, order_of(self.w_in).halves, self.activation)
 
     @functools.cached_property
     def group(self) -> Group:
@@ -82,10 +254,11 @@ class LayerCall:
         ranks = self.group.world_size
         return ExpertSizes.of(self.x, self.experts, self.w_in, ranks, self.capacity)
 
-    def agree(self, operator: str) -> int:
-        """Agree on this call with all ranks; return its mark (``Group.agree``)."""
+    def agree(self, operator: str) -> None:
+        """Agree on this call with all ranks (``Group.agree``), which gives it its mark."""
+        self.group.check()
         self.group.require_size(OPERATOR, MAX_RANKS)
-        return self.group.agree(
+        self.mark = self.group.agree(
             operator,
             the_shape_of_x=tuple(self.x.shape),
             top_k=self.experts.shape[1],
@@ -110,7 +283,7 @@ class LayerCall:
         The bytes that it sends are unknown: only the device knows how many rows go where.
         """
         operands = (self.x, self.experts, self.w_in, self.w_out)
-        return ranges.around(name, self.chosen[0], operands, lambda: None)
+        return ranges.around(name, self.implementation.name, operands, lambda: None)
 
     @functools.cached_property
     def terms(self) -> ExpertTerms:
@@ -148,53 +321,55 @@ class LayerCall:
             return impl, MixtureOfExpertsConfig.parse(self.config)
         return impl, config
 
+    @functools.cached_property
+    def implementation(self) -> Implementation:
+        """The implementation that runs this call: the chosen one, if there are rows to send."""
+        # All ranks have the same number of tokens, so they leave the chosen one together.
+        name = self.chosen[0] if self.sizes.tokens else "unfused"
+        return operator_named(OPERATOR).implementation(name)
+
+    @property
+    def new(self) -> Callable[..., torch.Tensor]:
+        """The function that makes new tensors of this call."""
+        # On the CPU backend memory without rows is zero, so that torch's checks compare equal
+        # numbers.
+        return torch.zeros if self.group.backend == "cpu" else torch.empty
+
+    def unused(self) -> Saved:
+        """Return the saved tensors of a call whose backward pass needs only their shapes."""
+        return Saved.empty(self.sizes, self.x, self.saves, self.new)
+
 
 @functools.cache
-def _form(gates: int, activation: str) -> Form:
+def _form(gates: int, halves: bool, activation: str) -> Form:
     from interlace.operators.mixture_of_experts.kernels.activation import Form
 
-    return Form(gates, *dataclasses.astuple(ExpertActivation.parse(activation)))
+    return Form(gates, halves, *dataclasses.astuple(ExpertActivation.parse(activation)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
+def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+    """Run the forward pass; return ``y [T, hidden]`` and the tensors for the backward pass.
 
-    They have no elements if nothing is saved; otherwise their shapes follow from the call's sizes.
-
-    Attributes:
-        plan: int32; see ``layout``.
-        slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
-            dropped.
-        slot_at: int32 ``[returns]``: the slot of each row of results.
-        received: ``[arrivals, hidden]``: rows of this rank's experts.
-        kept: ``[gates, arrivals, ffn]``: gate and up of these rows.
+    Raises:
+        ArgumentError: The call cannot run by the implementation that was asked for, or be
+            batch-invariant.
     """
+    call.agree(OPERATOR)
+    with call.range(OPERATOR):
+        result: tuple[torch.Tensor, Saved] = call.implementation.run(call)
+    return result
 
-    plan: torch.Tensor
-    slot_rows: torch.Tensor
-    slot_at: torch.Tensor
-    received: torch.Tensor
-    kept: torch.Tensor
 
-    @staticmethod
-    def empty(
-        sizes: ExpertSizes,
-        x: torch.Tensor,
-        saves: bool,
-        new: Callable[..., torch.Tensor] = torch.empty,
-    ) -> Saved:
-        """Return tensors of a call's shapes, not filled; or of none if it saves nothing.
+def run_backward(
+    call: LayerCall, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
+    """Compute the gradients of x, weights, w_in, w_out, b_in and b_out.
 
-        Args:
-            sizes: The call's sizes.
-            x: The call's tokens, for dtype and device.
-            saves: Whether the call saves anything.
-            new: Makes a tensor of a shape, a dtype and a device.
-        """
-        numbers = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
-        rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
-        return Saved(
-            *(new(shape if saves else 0, dtype=torch.int32, device=x.device) for shape in numbers),
-            *(new(shape if saves else 0, dtype=x.dtype, device=x.device) for shape in rows),
-        )
+    The last four are empty unless they are ``needed``.
+    """
+    call.agree(_BACKWARD)
+    backward = call.implementation.backward
+    assert backward is not None  # the others refuse calls that keep tensors for it
+    with call.range(_BACKWARD):
+        gradients: tuple[torch.Tensor, ...] = backward(call, grad, saved, needed)
+    return gradients

@@ -1,19 +1,32 @@
-"""``impl="auto"`` of ``mixture_of_experts``: what takes the least time by the machine's profile."""
+"""``impl="auto"`` of ``mixture_of_experts``: what takes the least time by the machine's profile,
+within a node and between nodes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
 from interlace.costs.expert_time import STOCK_TILE, ExpertsCall
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
+from interlace.costs.mixture_of_experts import NUMBER_BYTES, exchanges_between_nodes
+from interlace.costs.network import (
+    NetworkRates,
+    Prediction,
+    best_number_of_slices,
+    collective_bytes,
+    even_nodes,
+    there_and_back,
+)
 from interlace.costs.time import MachineProfile
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
+from interlace.gemm.between_nodes import profile_on
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
@@ -21,9 +34,9 @@ from interlace.operators.mixture_of_experts.config import (
     decode_config,
     default_config,
 )
-from interlace.operators.mixture_of_experts.layout import MAX_DECODE_TOKENS, ExpertSizes
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
-from interlace.tuning.choice import Choice, by_device
+from interlace.tuning.choice import Choice, NetworkTimes, by_device
 
 # Triton's interpreter runs one program after another, so few programs are enough.
 _ON_INTERPRETER: dict[str, Any] = {
@@ -64,11 +77,8 @@ class ExpertTerms(NamedTuple):
         return (not self.keeps, "no tensor that requires a gradient"), self.capacity_rule
 
 
-def decode_refusal(terms: ExpertTerms) -> str | None:
-    """Return what a call must have for ``impl="decode"`` and has not, or None."""
-    # Each expert has a list with room for all slots of all ranks.
-    few = terms.sizes.tokens <= MAX_DECODE_TOKENS
-    rules = (*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank"))
+def unmet(rules: Iterable[tuple[bool, str]]) -> str | None:
+    """Return the rules that do not hold in words, or None."""
     return " and ".join(rule for holds, rule in rules if not holds) or None
 
 
@@ -226,3 +236,114 @@ def tile_of(implementation: str, call: ExpertsCall) -> tuple[int, int]:
         return STOCK_TILE
     # An expert whose rows are at most these needs one tile.
     return config.block_m + config.tail, config.block_n
+
+
+# Between nodes
+
+
+@cached_by_profiles
+def times_between_nodes(terms: ExpertTerms, device: torch.device) -> NetworkTimes | None:
+    """Return the predicted times of the implementations that take a call.
+
+    The nodes are taken to have equally many consecutive ranks, so that all ranks predict alike.
+    ``unfused`` is predicted where stock PyTorch has no other pair, which is in training, and then
+    without the times in which its host waits for the device.
+
+    Returns:
+        The times; None if there is one node, or no network was measured.
+    """
+    profile = profile_on(device) if terms.nodes > 1 else None
+    return None if profile is None else predicted_between_nodes(profile, terms)
+
+
+def predicted_between_nodes(profile: MachineProfile, terms: ExpertTerms) -> NetworkTimes | None:
+    """Return the times of :func:`times_between_nodes` by a profile; None if it has no network."""
+    network, sizes = profile.network, terms.sizes
+    if network is None:
+        return None
+    predictions: dict[str, Prediction] = {}
+    call = ExpertsCall(
+        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
+        terms.dtype.itemsize, sizes.gates,
+    )  # fmt: skip
+    declaration, whole_us = operator_named(OPERATOR), call.computation_us(profile)
+    if sizes.tokens and whole_us is not None:
+        if declaration.refusal("nccl", terms) is None:
+            predictions["nccl"] = _whole(network, whole_us, call, terms.nodes)
+        else:
+            predictions["unfused"] = _by_routing(network, whole_us, call, terms.nodes)
+        if declaration.refusal("chunked", terms) is None:
+            predictions["chunked"] = _in_slices(profile, network, call, terms.nodes)
+    return NetworkTimes(network.network, predictions, network.margin(profile.margin))
+
+
+def slices_of(terms: ExpertTerms, device: torch.device) -> int | None:
+    """Return the number of slices in which ``impl="chunked"`` takes the least time.
+
+    It is the same on every rank. None means that no network was measured.
+    """
+    times = times_between_nodes(terms, device)
+    return None if times is None else times.slices_of("chunked")
+
+
+def _whole(
+    network: NetworkRates, computation_us: float, call: ExpertsCall, nodes: int
+) -> Prediction:
+    """Return the time of an all-gather of tokens, the computation, and a reduce-scatter of sums."""
+    rank, node_of_rank = call.world_size - 1, even_nodes(call.world_size, nodes)
+    sums = call.world_size * call.tokens * call.hidden * call.itemsize
+    routing = call.world_size * call.tokens * 2 * call.top_k * NUMBER_BYTES
+    exchanges_us = sum(
+        network.collective_time_us(
+            collective, collective_bytes(collective, size, rank, node_of_rank)
+        )
+        for collective, size in (
+            ("all_gather", sums), ("all_gather", routing), ("reduce_scatter", sums),
+        )
+    )  # fmt: skip
+    return Prediction(computation_us + exchanges_us)
+
+
+def _by_routing(
+    network: NetworkRates, computation_us: float, call: ExpertsCall, nodes: int
+) -> Prediction:
+    """Return the time of the computation between two exchanges of one row for each slot, where all
+    experts get as many.
+    """
+    far = call.world_size - call.world_size // nodes
+    rows = call.tokens * call.top_k * far / call.world_size
+    exchange_us = network.all_to_all_us(rows * call.hidden * call.itemsize)
+    return Prediction(computation_us + 2 * exchange_us)
+
+
+def _in_slices(
+    profile: MachineProfile, network: NetworkRates, call: ExpertsCall, nodes: int
+) -> Prediction:
+    """Return the time of ``impl="chunked"``, with the best number of slices."""
+    ranks = call.world_size
+
+    def computation_us(share: float) -> float:
+        us = call.computation_us(profile, share)
+        assert us is not None  # as the whole computation's is known
+        return us
+
+    def predict(slices: int) -> Prediction:
+        there, back = exchanges_between_nodes(
+            rank=ranks - 1,
+            tokens=call.tokens,
+            hidden=call.hidden,
+            top_k=call.top_k,
+            itemsize=call.itemsize,
+            node_of_rank=even_nodes(ranks, nodes),
+            slices=slices,
+        )
+        return there_and_back(
+            network,
+            computation_us(1 / ranks),
+            computation_us((ranks - 1) / ranks / slices),
+            there,
+            back,
+            profile.product.memory_bytes_per_s,
+        )
+
+    return best_number_of_slices(predict, call.tokens)

@@ -12,12 +12,17 @@ from interlace.comm.launching.kernels import Launch, processors, triton_dtype
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import DECODE_SIGNALS, SENDERS
+from interlace.operators.mixture_of_experts.layout import (
+    DECODE_SIGNALS,
+    MAX_DECODE_TOKENS,
+    SENDERS,
+)
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall
+    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 
 WORKSPACE = f"{OPERATOR}.decode"
 _RESULTS = f"{WORKSPACE}.results"
@@ -33,6 +38,22 @@ _OTHER_SHARED_BYTES = 2048
 
 _MOST_SLOTS = 2048
 """Slots that a program looks through at a time."""
+
+
+def refusal(terms: ExpertTerms) -> str | None:
+    """Return what a call must have for ``impl="decode"`` and has not, or None."""
+    # Each expert has a list with room for all slots of all ranks.
+    few = terms.sizes.tokens <= MAX_DECODE_TOKENS
+    return unmet((*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank")))
+
+
+def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+    """Return ``y [T, hidden]``; no backward pass follows."""
+    launches, y = prepare(call)
+    with call.group.running():
+        for launch in launches:
+            launch()
+    return y, call.unused()
 
 
 def columns(hidden: int) -> int:
@@ -74,7 +95,7 @@ def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.devic
     return max(1, min(_MOST_RESIDENT, resident)) * processors(device)
 
 
-def prepare(call: LayerCall, mark: int) -> tuple[list[Launch], torch.Tensor]:
+def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
     """Prepare the launches of a forward pass, in order, and y. Collective when memory must grow.
 
     They are: tokens and lists; first product; second product and sum.
@@ -116,13 +137,13 @@ def prepare(call: LayerCall, mark: int) -> tuple[list[Launch], torch.Tensor]:
         "counts": counts,
         "epochs": workspace.epochs,
         "ctx": group.context(WORKSPACE),
-        "call": mark,
+        "call": call.mark,
         "L": local,
         "hidden_groups": sizes.hidden // align,
     }
 
     # The products look through no slots, and must not be compiled anew for each number of them.
-    shares = kernels.Shares(programs, columns(sizes.hidden), sizes.top_k, align, slots=0)
+    shares = kernels.Shares(programs, columns(sizes.hidden), sizes.top_k, align, ffn_align, slots=0)
     block = min(next_power_of_2(max(length, 16)), _MOST_SLOTS)
     gather = Launch(
         kernels.gather_tokens,
@@ -151,13 +172,20 @@ def prepare(call: LayerCall, mark: int) -> tuple[list[Launch], torch.Tensor]:
         group_m=1,
         descriptors=False,
         w_along_k=True,
-        # The interpreter cannot multiply bfloat16.
     )
+
+    def tiles(order: layout.Order, inner: int) -> kernels.DecodeTiling:
+        """Return how the product with a weight of this order in memory is cut into tiles."""
+        return kernels.DecodeTiling(
+            tiling._replace(w_along_k=order.along_k),
+            config.tail,
+            inner % config.block_k == 0,
+            next_power_of_2(max(local, 2)),
+        )
+
     products = {
         "DTYPE": triton_dtype(dtype),
-        "FFN_ALIGN": ffn_align,
-        "L_LANES": next_power_of_2(max(local, 2)),
-        "TAIL": config.tail,
+        "SHARES": shares,
         "num_warps": config.num_warps,
         "num_stages": _stages(config, itemsize, device),
     }
@@ -175,14 +203,7 @@ def prepare(call: LayerCall, mark: int) -> tuple[list[Launch], torch.Tensor]:
             "length": length,
             "ffn_groups": sizes.ffn // ffn_align,
         },
-        {
-            **products,
-            "SHARES": shares,
-            "TILING": tiling._replace(w_along_k=in_order.along_k),
-            "EVEN": sizes.hidden % config.block_k == 0,
-            "HALVES": in_order.halves,
-            "FORM": call.form,
-        },
+        {**products, "TILES": tiles(in_order, sizes.hidden), "FORM": call.form},
         (w_in, active),
     )
     second = Launch(
@@ -200,16 +221,9 @@ def prepare(call: LayerCall, mark: int) -> tuple[list[Launch], torch.Tensor]:
             "signals": workspace.signals.address,
             "length": length,
             "tokens": sizes.tokens,
-            "E": sizes.experts,
             "ffn_groups": sizes.ffn // ffn_align,
         },
-        {
-            **products,
-            "WORLD_SIZE": ranks,
-            "SHARES": shares,
-            "TILING": tiling._replace(w_along_k=out_order.along_k),
-            "EVEN": sizes.ffn % config.block_k == 0,
-        },
+        {**products, "WORLD_SIZE": ranks, "TILES": tiles(out_order, sizes.ffn)},
         (w_out, active),
     )
     return [gather, first, second], y

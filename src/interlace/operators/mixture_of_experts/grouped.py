@@ -1,7 +1,7 @@
-"""This rank's experts by the library's grouped products, and kernels that read their rows alone.
+"""This rank's experts by PyTorch's grouped products, of tokens of any ranks.
 
-Stock PyTorch (:mod:`interlace.operators.mixture_of_experts.stock`) activates and adds up the rows
-of all ranks' experts, in several kernels.
+``impl="chunked"`` activates and adds up rows in kernels that read those of this rank's experts
+alone; ``impl="nccl"`` uses several kernels of stock PyTorch for the rows of all ranks' experts.
 """
 
 from __future__ import annotations
@@ -14,16 +14,109 @@ import torch
 
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.runtime.interpreter import require
-from interlace.operators.mixture_of_experts import layout, stock
+from interlace.operators.mixture_of_experts import layout
 from interlace.units import ceil_div, next_power_of_2
 
 if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.call import LayerCall
+    from interlace.operators.mixture_of_experts.choice import ExpertTerms
 
 _PROGRAMS_OF_SM = 16
 _MOST_COLUMNS = 2048
 _LEAST_ROWS = 8
 """Rows of the products that sum the gradients of biases: fewer would not be aligned in memory."""
+
+
+_ALIGNMENT_BYTES = 16
+"""PyTorch's grouped product takes rows of weights that are a multiple of so many bytes."""
+
+_MOST_BYTES = 1 << 32
+"""Every rank permutes the rows of all ranks; beyond this size they may not fit."""
+
+
+def rules(terms: ExpertTerms) -> tuple[tuple[bool, str], ...]:
+    """Return what PyTorch's grouped products of all ranks' rows need, and whether it is so."""
+    sizes, itemsize = terms.sizes, terms.dtype.itemsize
+    widths = (sizes.hidden * itemsize, sizes.ffn * itemsize)
+    return (
+        (hasattr(torch, "_grouped_mm"), "a PyTorch with torch._grouped_mm"),
+        (terms.device_type == "cpu" or terms.dtype == torch.bfloat16, "bfloat16 operands"),
+        (
+            not any(width % _ALIGNMENT_BYTES for width in widths),
+            f"hidden and F that are multiples of {_ALIGNMENT_BYTES} bytes",
+        ),
+        (
+            sizes.world_size
+            * sizes.slots
+            * ((sizes.gates + 1) * sizes.ffn + 2 * sizes.hidden)
+            * itemsize
+            <= _MOST_BYTES,
+            f"at most {_MOST_BYTES >> 30} GiB of rows of all ranks",
+        ),
+    )
+
+
+def routing_of(call: LayerCall) -> torch.Tensor:
+    """Return the experts of this rank's tokens and then their weights, float32 ``[T, 2 k]``."""
+    # A dropped slot's weight may be NaN, which a result of 0 would not hide.
+    is_named = (call.experts >= 0) & (call.experts < call.sizes.experts)
+    weights = torch.where(is_named, call.weights, 0.0)
+    return torch.cat([call.experts.float(), weights], 1)
+
+
+class ByExpert(NamedTuple):
+    """The slots of some tokens, sorted by expert; those of other ranks' experts come last.
+
+    Attributes:
+        experts: int64 ``[M * top_k]``, the number of each row's expert among this rank's; the
+            number of experts stands for another rank's.
+        order: int64 ``[M * top_k]``, the slot of each row.
+        ends: int32 ``[experts of this rank]``, the row behind each expert's last one.
+    """
+
+    experts: torch.Tensor
+    order: torch.Tensor
+    ends: torch.Tensor
+
+    @property
+    def places(self) -> torch.Tensor:
+        """The row of each slot."""
+        places = torch.empty_like(self.order)
+        places[self.order] = torch.arange(len(self.order), device=places.device)
+        return places
+
+
+def by_expert(call: LayerCall, routing: torch.Tensor) -> ByExpert:
+    """Sort the slots of tokens, whose experts and weights ``routing`` has."""
+    top_k, local = call.sizes.top_k, call.sizes.local
+    expert = routing[:, :top_k].flatten().to(torch.int64) - call.group.rank * local
+    expert = torch.where((expert >= 0) & (expert < local), expert, local)
+    experts, order = expert.sort(stable=True)
+    return ByExpert(experts, order, ends_of(experts, local))
+
+
+def ends_of(experts: torch.Tensor, count: int) -> torch.Tensor:
+    """Return the row behind the last one of each of ``count`` experts; ``experts`` ascend."""
+    numbers = torch.arange(count, device=experts.device)
+    return torch.searchsorted(experts, numbers, right=True).to(torch.int32)
+
+
+def first_weight(call: LayerCall) -> tuple[torch.Tensor, layout.Order]:
+    """Return w_in as a grouped product takes it, ``[experts, hidden, gates * F]``, and the order of
+    its columns.
+    """
+    sizes = call.sizes
+    w_in, in_order = layout.in_memory_order(call.w_in)
+    lines = sizes.gates * sizes.ffn
+    if in_order.along_k:
+        return w_in.reshape(sizes.local, lines, sizes.hidden).transpose(1, 2), in_order
+    return w_in.reshape(sizes.local, sizes.hidden, lines), in_order
+
+
+def second_weight(call: LayerCall) -> torch.Tensor:
+    """Return w_out as a grouped product takes it, ``[experts, F, hidden]``."""
+    w_out, out_order = layout.in_memory_order(call.w_out)
+    return w_out.transpose(1, 2) if out_order.along_k else w_out
 
 
 class Passed(NamedTuple):
@@ -38,7 +131,7 @@ class Passed(NamedTuple):
 
     inner: torch.Tensor
     scaled: torch.Tensor
-    rows: list[stock.ByExpert]
+    rows: list[ByExpert]
 
     @staticmethod
     def of(call: LayerCall) -> Passed:
@@ -49,7 +142,7 @@ class Passed(NamedTuple):
         inner, scaled = (call.x.new_empty(slots, width) for width in widths)
         return Passed(inner, scaled, [])
 
-    def add(self, rows: stock.ByExpert) -> tuple[torch.Tensor, torch.Tensor]:
+    def add(self, rows: ByExpert) -> tuple[torch.Tensor, torch.Tensor]:
         """Append a part, and return its memory in ``inner`` and ``scaled``."""
         start = sum(len(part.order) for part in self.rows)
         self.rows.append(rows)
@@ -67,11 +160,11 @@ def sum_experts(
 
     Args:
         x: Tokens of any ranks, ``[M, hidden]``.
-        routing: Their experts and weights, as :func:`stock.routing_of` returns them.
+        routing: Their experts and weights, as :func:`routing_of` returns them.
         sums: Contiguous.
     """
-    sizes, rows = call.sizes, stock.by_expert(call, routing)
-    w_in, _ = stock.first_weight(call)
+    sizes, rows = call.sizes, by_expert(call, routing)
+    w_in, _ = first_weight(call)
     products = torch._grouped_mm(x[rows.order // sizes.top_k], w_in, offs=rows.ends)
     active = products.new_empty(len(products), sizes.ffn)
     arguments, constants = _activation_of(call, products, rows)
@@ -82,7 +175,7 @@ def sum_experts(
         arguments | {"active": active},
         constants,
     )
-    results = torch._grouped_mm(active, stock.second_weight(call), offs=rows.ends)
+    results = torch._grouped_mm(active, second_weight(call), offs=rows.ends)
     _sum_rows(call, results, rows, routing, sums, is_backward=False)
 
 
@@ -105,12 +198,12 @@ def sum_gradients(
         passed: Gets one part more.
         x: Tokens of any ranks, ``[M, hidden]``.
         grad: The gradients of their sums, ``[M, hidden]``.
-        routing: Their experts and weights, as :func:`stock.routing_of` returns them.
+        routing: Their experts and weights, as :func:`routing_of` returns them.
         sums: Contiguous.
         of_weights: float32 ``[M, top_k]``; becomes zero for slots of other ranks' experts.
     """
-    sizes, rows = call.sizes, stock.by_expert(call, routing)
-    (w_in, _), w_out = stock.first_weight(call), stock.second_weight(call)
+    sizes, rows = call.sizes, by_expert(call, routing)
+    (w_in, _), w_out = first_weight(call), second_weight(call)
     tokens = rows.order // sizes.top_k
     products = torch._grouped_mm(x[tokens], w_in, offs=rows.ends)
     gradients = grad[tokens]
@@ -164,7 +257,7 @@ def gradients_of_parameters(
         [part.order + start for part, start in zip(passed.rows, starts, strict=False)]
     )
     experts, order = experts.sort(stable=True)
-    ends = stock.ends_of(experts, local)
+    ends = ends_of(experts, local)
     slots = slots[order]
     tokens = slots // sizes.top_k
     # Rows that did not arrive are no expert's.
@@ -204,7 +297,7 @@ def gradients_of_parameters(
 
 
 def _activation_of(
-    call: LayerCall, products: torch.Tensor, rows: stock.ByExpert
+    call: LayerCall, products: torch.Tensor, rows: ByExpert
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments and constants by which kernels read gate and up."""
     sizes, in_order = call.sizes, layout.order_of(call.w_in)
@@ -217,7 +310,6 @@ def _activation_of(
         "L": sizes.local,
         "width": sizes.ffn,
     }, {
-        "HALVES": in_order.halves,
         "FORM": call.form,
         "ROWS": block_rows,
         "COLS": columns,
@@ -228,7 +320,7 @@ def _activation_of(
 def _sum_rows(
     call: LayerCall,
     results: torch.Tensor,
-    rows: stock.ByExpert,
+    rows: ByExpert,
     routing: torch.Tensor,
     sums: torch.Tensor,
     *,

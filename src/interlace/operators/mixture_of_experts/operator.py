@@ -9,19 +9,25 @@ import torch
 
 from interlace.costs.expert_time import ExpertsCall
 from interlace.gemm import invariance
-from interlace.operators.mixture_of_experts import between_nodes, stock
+from interlace.operators.mixture_of_experts import (
+    chunked,
+    decode,
+    fused,
+    fused_backward,
+    nccl,
+    unfused,
+)
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
+from interlace.operators.mixture_of_experts.call import validate
 from interlace.operators.mixture_of_experts.choice import (
     ExpertTerms,
     choose,
     choose_invariant,
-    decode_refusal,
     tile_of,
+    times_between_nodes,
 )
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
-from interlace.operators.mixture_of_experts.network_choice import times_between_nodes
-from interlace.operators.mixture_of_experts.validate import validate
 from interlace.registry import BATCH_INVARIANT, Implementation, Operator, operator
 
 _TIMED_PARTS = ("forward", "decoding")
@@ -42,27 +48,33 @@ class MixtureOfExperts(Operator):
         Implementation(
             "fused",
             "kernels that send rows as they compute them",
+            fused.run,
+            backward=fused_backward.run,
             schedule="by_slot",
             is_batch_invariant=True,
         ),
         Implementation(
             "decode",
             "kernels for few tokens, which read each weight once",
-            refusal=decode_refusal,
+            decode.run,
+            decode.refusal,
             schedule="by_token",
             is_batch_invariant=True,
         ),
         Implementation(
             "chunked",
             "torch._grouped_mm on tokens that arrive in slices, whose sums leave in slices",
-            refusal=between_nodes.refusal,
+            chunked.run,
+            chunked.refusal,
             schedule="to_all",
             spans_nodes=True,
+            backward=chunked.backward,
         ),
         Implementation(
             "nccl",
             "torch._grouped_mm between NCCL's all-gather and reduce-scatter",
-            refusal=stock.refusal,
+            nccl.run,
+            nccl.refusal,
             schedule="to_all",
             is_stock=True,
             spans_nodes=True,
@@ -70,7 +82,9 @@ class MixtureOfExperts(Operator):
         Implementation(
             "unfused",
             "F.linear and all_to_all_single, each rank's rows sorted",
+            unfused.run,
             spans_nodes=True,
+            backward=unfused.backward,
         ),
     )
 

@@ -1,29 +1,12 @@
-"""``mixture_of_experts`` in steps of torch, which the fused kernels are checked against."""
+"""``mixture_of_experts`` as dense products in float32, which its results are checked against."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from interlace.gemm.reference import is_alone
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.layout import Parameters
-
-
-def expert(
-    number: int, rows: torch.Tensor, parameters: Parameters, activation: ExpertActivation
-) -> torch.Tensor:
-    """Return the results ``[M, hidden]`` of one expert's ``rows [M, hidden]``."""
-    w_in, w_out = parameters.w_in[number], parameters.w_out[number]
-    b_in, b_out = (None if each is None else each[number] for each in parameters[2:])
-    gates = [
-        F.linear(rows, w_in[:, i], None if b_in is None else b_in[:, i])
-        for i in range(w_in.shape[1])
-    ]
-    return F.linear(activation(*gates), w_out, b_out)
 
 
 def mixture_of_experts(
@@ -32,77 +15,30 @@ def mixture_of_experts(
     weights: torch.Tensor,
     parameters: Parameters,
     activation: ExpertActivation,
-    capacity: int,
-    group: dist.ProcessGroup | None,
+    first: int = 0,
 ) -> torch.Tensor:
-    """Sort, all-to-all, one expert after another, all-to-all, weighted sum.
+    """Return each token's weighted sum over some experts, float32 ``[T, hidden]``.
 
-    It is differentiable, and the host waits for the device.
+    Args:
+        x: Tokens, ``[T, hidden]``.
+        experts: Their experts, ``[T, k]``.
+        weights: The weights of those, ``[T, k]``.
+        parameters: Those of the experts that are summed over.
+        activation: The function between the two products.
+        first: The number of the first of these experts.
     """
-    local = parameters.w_in.shape[0]
-    rank, ranks = (0, 1) if is_alone(group) else (dist.get_rank(group), dist.get_world_size(group))
-    chosen = experts.reshape(-1)
-    # Slots beyond the capacity are dropped by token and then by j, as the kernels drop them.
-    slots = [(chosen == number).nonzero()[:capacity, 0] for number in range(ranks * local)]
-    order = torch.cat(slots)
-    counts = torch.tensor([len(part) for part in slots], device=x.device)
-    of_ranks = [counts]
-    if ranks > 1:
-        of_ranks = [torch.empty_like(counts) for _ in range(ranks)]
-        dist.all_gather(of_ranks, counts, group=group)
-    # [source][local expert]
-    own_counts = [part[rank * local : (rank + 1) * local].tolist() for part in of_ranks]
-    sent, arriving = counts.view(ranks, local).sum(1).tolist(), [sum(part) for part in own_counts]
-    received = _exchange(x[order // experts.shape[1]], arriving, sent, group, ranks)
-    # Rows arrive by source, and those of a source by expert.
-    owner = torch.cat(
-        [
-            torch.full((count,), number, device=x.device)
-            for part in own_counts
-            for number, count in enumerate(part)
-        ]
-    )
-    results = torch.zeros_like(received)
-    # Experts one by one, obviously right; index_copy lets gradients through.
-    for number in range(local):
-        rows = (owner == number).nonzero()[:, 0]
-        computed = expert(number, received[rows], parameters, activation)
-        results = results.index_copy(0, rows, computed)
-    returned = _exchange(results, sent, arriving, group, ranks)
-    rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
-    # A dropped slot's weight may be NaN, which 0 would not hide.
-    is_kept = torch.zeros_like(chosen, dtype=torch.bool).index_fill(0, order, True)
-    weights = torch.where(is_kept.view_as(weights), weights, 0.0)
-    return (rows.view(*experts.shape, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
-
-
-def _exchange(
-    rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any, ranks: int
-) -> torch.Tensor:
-    if ranks == 1:
-        return rows
-    exchanged: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        rows, arriving, sent, group
-    )
-    return exchanged
-
-
-class _AllToAll(torch.autograd.Function):
-    """Send rows to other ranks, and their gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any
-    ) -> torch.Tensor:
-        ctx.splits = sent, arriving, group
-        received = rows.new_empty(sum(arriving), rows.shape[1])
-        dist.all_to_all_single(received, rows.contiguous(), arriving, sent, group=group)
-        return received
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, arriving, group = ctx.splits
-        (grad,) = grads
-        returned = grad.new_empty(sum(sent), grad.shape[1])
-        dist.all_to_all_single(returned, grad.contiguous(), sent, arriving, group=group)
-        return returned, None, None, None
+    x = x.float()
+    sums = torch.zeros_like(x)
+    for number in range(len(parameters.w_in)):
+        names = experts == first + number
+        tokens = names.any(1).nonzero()[:, 0]
+        if len(tokens):
+            w_in, w_out = parameters.w_in[number].float(), parameters.w_out[number].float()
+            b_in, b_out = (None if b is None else b[number].float() for b in parameters[2:])
+            gates = [
+                F.linear(x[tokens], w_in[:, i], None if b_in is None else b_in[:, i])
+                for i in range(w_in.shape[1])
+            ]
+            result = F.linear(activation(*gates), w_out, b_out)
+            sums[tokens] += (weights * names).sum(1)[tokens, None] * result
+    return sums

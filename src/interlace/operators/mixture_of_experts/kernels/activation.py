@@ -11,10 +11,13 @@ class Form(NamedTuple):
 
     Attributes:
         gates: 2 if gate and up are multiplied, 1 if experts have no gate.
+        halves: Whether an expert's gate lies before its up in memory, or else a line of each in
+            turn; so do their gradients. False without a gate.
         kind, alpha, limit, up_offset: Those of ``ExpertActivation``.
     """
 
     gates: Any
+    halves: Any
     kind: Any
     alpha: Any
     limit: Any

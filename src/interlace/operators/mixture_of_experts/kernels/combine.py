@@ -29,7 +29,7 @@ def grouped_gemm_combine(
     ``results`` of every source that has rows in it. A tensor descriptor stores the whole tile
     there: the rows before and after the source's rows fall into the spare rows between experts. The
     last program to have finished signals every source. No program waits: rows have been granted
-    with the counts; backward, by the meeting of :func:`dispatch_grouped_gemm`. If a rank was
+    with the counts; backward, by :func:`dispatch_grouped_gemm_backward`. If a rank was
     missing there (``met``), nothing is put. Results are written again in the next call, when their
     reader, which has granted again, has read them.
 
@@ -41,12 +41,12 @@ def grouped_gemm_combine(
     BLOCK_N: tl.constexpr = TILING.block_n
     DESCRIPTORS: tl.constexpr = TILING.descriptors
     GROUP: tl.constexpr = TILING.group_m
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    pid, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     lanes = tl.arange(0, L_LANES)
-    the_plan = ArrivalPlan(plan, E, L)
+    arrival_plan = ArrivalPlan(plan, E, L)
     complete = completeness(plan, met, E, WORLD_SIZE)
-    rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
+    rows, begin = local_experts(arrival_plan, rank, WORLD_SIZE, L_LANES)
     # If a rank is missing, its memory was not granted. Without rows nothing is multiplied or put.
     rows = rows * complete
     # The rows of the next rank are the first to be computed.
@@ -64,7 +64,7 @@ def grouped_gemm_combine(
         target = il.pointer(results, DTYPE)
     if spread_ns > 0:
         start_in_turn(spread_ns)
-    for item in range(program, tl.sum(tiles_m) * tiles_n, programs):
+    for item in range(pid, tl.sum(tiles_m) * tiles_n, programs):
         shifts = (next_begin - begin) // BLOCK_M
         expert, m, n = tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP)
         first = pick(begin, lanes, expert)
@@ -78,14 +78,14 @@ def grouped_gemm_combine(
             starts = starts + (tl.load(table + (ARRIVALS * WORLD_SIZE + source) * E),)
             backs = backs + (tl.load(table + (RETURNS * WORLD_SIZE + source) * E),)
         il.record("tile", item, group)
-        total = multiply(
+        acc = multiply(
             left, weight, row, end, expert, n * BLOCK_N, columns, inner, TILING
         )
         if bias is not None:
-            total = add_bias(total, bias + expert * columns, n * BLOCK_N, columns)
+            acc = add_bias(acc, bias + expert * columns, n * BLOCK_N, columns)
         il.record("computed", item, group)
         if DESCRIPTORS:
-            value = tl.reshape(total.to(DTYPE), [1, BLOCK_M, BLOCK_N])
+            value = tl.reshape(acc.to(DTYPE), [1, BLOCK_M, BLOCK_N])
             for source in tl.static_range(WORLD_SIZE):
                 start = starts[source]
                 if (counts[source] > 0) & (start < row + BLOCK_M) & (start + counts[source] > row):
@@ -103,14 +103,14 @@ def grouped_gemm_combine(
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             pointers = target + result_row.to(tl.int64)[:, None] * columns + column
             mask = (tile_rows < end)[:, None] & (column < columns)
-            il.put(pointers, total.to(DTYPE), peer[:, None], group, mask)
+            il.put(pointers, acc.to(DTYPE), peer[:, None], group, mask)
     # Tiles are stored asynchronously; they must be complete before anyone is told.
     if DESCRIPTORS:
         il.complete_tiles()
     if complete > 0:
         # The last program has acquired the puts of all, and its signals release them.
         finished = il.peer_pointer(il.pointer(signals, tl.int32) + FINISHED, rank, group)
-        if il.arrive_last(finished, program, programs):
+        if il.arrive_last(finished, pid, programs):
             peers, is_peer = il.other_ranks(rank, WORLD_SIZE)
             done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
             il.signal(done + rank + peers * 0, stamp, peers, group, is_peer)
@@ -149,7 +149,7 @@ def sum_results(
     for token in range(tl.program_id(0), tokens, tl.num_programs(0)):
         for start in range(0, hidden, COLS):
             column = start + tl.arange(0, COLS)
-            total = tl.zeros([COLS], tl.float32) + poison
+            acc = tl.zeros([COLS], tl.float32) + poison
             for j in tl.static_range(TOP_K):
                 row = tl.load(slot_rows + token * TOP_K + j)
                 # A mask with the row in it would split vectors.
@@ -160,9 +160,9 @@ def sum_results(
                 if weights is not None:
                     # A dropped slot's weight may be NaN, which 0 would not hide.
                     value *= tl.load(weights + token * TOP_K + j, mask=is_kept, other=0.0)
-                total += value
+                acc += value
             pointers = y + hidden.to(tl.int64) * token + column
-            tl.store(pointers, total.to(DTYPE), mask=column < hidden)
+            tl.store(pointers, acc.to(DTYPE), mask=column < hidden)
         if gradient is not None:
             row = tl.load(slot_rows + token * TOP_K + slots, mask=slots < TOP_K, other=-1)
             numbers = il.pointer(gradients, tl.float32) + row

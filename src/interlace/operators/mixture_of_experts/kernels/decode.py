@@ -55,6 +55,22 @@ class Matrix(NamedTuple):
     half: Any
 
 
+class DecodeTiling(NamedTuple):
+    """The constants that say how a product is cut into tiles.
+
+    Attributes:
+        tiling: The tiles, of which ``block_n`` counts lines of the weight.
+        tail: Rows that an expert's last tile may have beyond ``block_m``.
+        is_even: Whether ``block_k`` divides the inner dimension.
+        local_lanes: A power of two that is at least the number of experts of a rank.
+    """
+
+    tiling: Any
+    tail: Any
+    is_even: Any
+    local_lanes: Any
+
+
 class Shares(NamedTuple):
     """The constants that say how many programs do what.
 
@@ -63,6 +79,7 @@ class Shares(NamedTuple):
         columns: Columns that a program moves at a time.
         top_k: Experts per token.
         align: A power of two that divides the width of a token.
+        ffn_align: A power of two that divides the inner width of an expert.
         slots: Slots that a program looks at a time, where it looks at any.
     """
 
@@ -70,6 +87,7 @@ class Shares(NamedTuple):
     columns: Any
     top_k: Any
     align: Any
+    ffn_align: Any
     slots: Any
 
 
@@ -100,14 +118,14 @@ def gather_tokens(
     TOP_K: tl.constexpr = SHARES.top_k
     BLOCK: tl.constexpr = SHARES.slots
     COLS: tl.constexpr = SHARES.columns
-    program = tl.program_id(0)
+    pid = tl.program_id(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     arrived = il.in_turn(il.pointer(signals, tl.int32), epoch, MAX_RANKS * SENDERS)
     slots = tokens * TOP_K
     own_half = landing + (epoch & 1).to(tl.int64) * half
     named = il.pointer(own_half, tl.int32)
-    if program < SENDING:
-        for first in range(program * BLOCK, slots, SENDING * BLOCK):
+    if pid < SENDING:
+        for first in range(pid * BLOCK, slots, SENDING * BLOCK):
             slot = first + tl.arange(0, BLOCK)
             expert, _ = expert_of(experts, slot, slots, WORLD_SIZE * L)
             for step in tl.static_range(WORLD_SIZE):
@@ -117,7 +135,7 @@ def gather_tokens(
         rows = il.pointer(own_half + rows_at, DTYPE)
         pieces = (hidden + COLS - 1) // COLS
         lanes = tl.arange(0, triton.next_power_of_2(TOP_K))
-        for task in range(program, tokens * pieces, SENDING):
+        for task in range(pid, tokens * pieces, SENDING):
             token, column = task // pieces, task % pieces * COLS + tl.arange(0, COLS)
             chosen, _ = expert_of(experts + token * TOP_K, lanes, TOP_K, WORLD_SIZE * L)
             value = tl.load(x + hidden.to(tl.int64) * token + column, mask=column < hidden)
@@ -131,10 +149,10 @@ def gather_tokens(
         # them. It signals this rank, too: the programs that list rows read what other programs of
         # this launch have put.
         everyone = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
-        own_signals = arrived + rank * SENDERS + program + everyone * 0
+        own_signals = arrived + rank * SENDERS + pid + everyone * 0
         il.signal(own_signals, stamp, everyone, group, everyone < WORLD_SIZE)
     else:
-        local = program - SENDING
+        local = pid - SENDING
         LANES: tl.constexpr = SENDING * triton.next_power_of_2(WORLD_SIZE)
         source, sender = tl.arange(0, LANES) // SENDING, tl.arange(0, LANES) % SENDING
         complete = il.wait(
@@ -171,34 +189,37 @@ class ExpertRows(NamedTuple):
 
 
 @triton.jit
-def _tiles_of(lists, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr, TAIL: tl.constexpr):
+def _tiles_of(lists, tiles_n, TILES: tl.constexpr):
     """Return, for each expert of this rank, its rows, the rows before it, its tiles of rows, and
     the tiles up to its last one.
 
-    An expert's last tile has ``TAIL`` rows more than the others.
+    An expert's last tile has ``TILES.tail`` rows more than the others.
     """
-    lanes = tl.arange(0, L_LANES)
+    BLOCK_M: tl.constexpr = TILES.tiling.block_m
+    TAIL: tl.constexpr = TILES.tail
+    lanes = tl.arange(0, TILES.local_lanes)
     rows = tl.load(lists.counts + lanes, mask=lanes < lists.L, other=0)
     tiles_m = (tl.maximum(rows - TAIL, tl.minimum(rows, 1)) + BLOCK_M - 1) // BLOCK_M
     return rows, tl.cumsum(rows, 0) - rows, tiles_m, tl.cumsum(tiles_m * tiles_n, 0)
 
 
 @triton.jit
-def _tile(item, tiles, tiles_n, L_LANES: tl.constexpr, BLOCK_M: tl.constexpr):
+def _tile(item, tiles, tiles_n, TILES: tl.constexpr):
     """Return an item's expert, the expert's first row, its rows, the tile's first row within the
     expert, whether the expert has rows beyond its whole tiles that this one takes as well, and the
     tile of columns.
 
     Tiles of the same columns follow one another, so that weights are in the L2 for all but one.
     """
-    lanes = tl.arange(0, L_LANES)
+    BLOCK_M: tl.constexpr = TILES.tiling.block_m
+    lanes = tl.arange(0, TILES.local_lanes)
     rows, begins, tiles_m, ends = tiles
     expert = tl.sum((ends <= item).to(tl.int32))
     height = pick(tiles_m, lanes, expert)
-    inside = item - pick(ends, lanes, expert) + height * tiles_n
-    m, count = inside % height, pick(rows, lanes, expert)
+    offset = item - pick(ends, lanes, expert) + height * tiles_n
+    m, count = offset % height, pick(rows, lanes, expert)
     has_tail = (m == height - 1) & (count > height * BLOCK_M)
-    return expert, pick(begins, lanes, expert), count, m * BLOCK_M, has_tail, inside // height
+    return expert, pick(begins, lanes, expert), count, m * BLOCK_M, has_tail, offset // height
 
 
 @triton.jit
@@ -221,8 +242,7 @@ def _line_in_memory(line, weight):
 
 @triton.jit
 def _multiply(
-    lines, exists, tail_lines, tail_exists, weight, column, TILING: tl.constexpr,
-    EVEN: tl.constexpr,
+    lines, exists, tail_lines, tail_exists, weight, column, TILES: tl.constexpr,
 ):
     """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``, and ``[tail, block_n]``
     as well if there is a tail.
@@ -236,12 +256,12 @@ def _multiply(
         tail_lines, tail_exists: More rows, by which each line that has been loaded is multiplied as
             well; or None.
         column: The first line.
-        EVEN: Whether ``block_k`` divides the inner dimension.
     """
-    BLOCK_M: tl.constexpr = TILING.block_m
-    BLOCK_N: tl.constexpr = TILING.block_n
-    BLOCK_K: tl.constexpr = TILING.block_k
-    W_ALONG_K: tl.constexpr = TILING.w_along_k
+    BLOCK_M: tl.constexpr = TILES.tiling.block_m
+    BLOCK_N: tl.constexpr = TILES.tiling.block_n
+    BLOCK_K: tl.constexpr = TILES.tiling.block_k
+    W_ALONG_K: tl.constexpr = TILES.tiling.w_along_k
+    EVEN: tl.constexpr = TILES.is_even
     inner = weight.inner
     if W_ALONG_K:
         # Lines beyond the last one are read as the last one; the store masks their results.
@@ -252,7 +272,7 @@ def _multiply(
         numbers = column + tl.arange(0, BLOCK_N)
         has_line = (numbers < weight.lines)[:, None]
         left_lines = weight.pointer + _line_in_memory(numbers, weight)[:, None]
-    total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if tail_lines is not None:
         tail = tl.zeros([BLOCK_N, tail_lines.shape[0]], tl.float32)
     for k in range(0, inner, BLOCK_K):
@@ -269,21 +289,21 @@ def _multiply(
             left = tl.load(
                 left_lines + step, mask=step < inner, other=0.0, eviction_policy="evict_first"
             )
-        total = _add_product(total, left, lines, exists, step, inner, EVEN)
+        acc = _add_product(acc, left, lines, exists, step, inner, EVEN)
         if tail_lines is not None:
             tail = _add_product(tail, left, tail_lines, tail_exists, step, inner, EVEN)
     if tail_lines is not None:
-        return tl.trans(total), tl.trans(tail)
+        return tl.trans(acc), tl.trans(tail)
     else:
-        return tl.trans(total)
+        return tl.trans(acc)
 
 
 @triton.jit
-def _add_product(total, left, lines, exists, step, inner, EVEN: tl.constexpr):
-    """Load a step of rows, and add its product with ``left`` to ``total [block_n, rows]``."""
-    inside = exists[:, None] if EVEN else exists[:, None] & (step < inner)
-    right = tl.load(lines[:, None] + step, mask=inside, other=0.0)
-    return add_product(total, left, tl.trans(right))
+def _add_product(acc, left, lines, exists, step, inner, EVEN: tl.constexpr):
+    """Load a step of rows, and add its product with ``left`` to ``acc [block_n, rows]``."""
+    mask = exists[:, None] if EVEN else exists[:, None] & (step < inner)
+    right = tl.load(lines[:, None] + step, mask=mask, other=0.0)
+    return add_product(acc, left, tl.trans(right))
 
 
 @triton.jit(
@@ -291,16 +311,15 @@ def _add_product(total, left, lines, exists, step, inner, EVEN: tl.constexpr):
 )
 def decode_first_gemm(
     entries, counts, weights, bias, active, landing, epochs, ctx, call, half, rows_at, L, length,
-    hidden_groups, ffn_groups, DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr,
-    TILING: tl.constexpr, TAIL: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
-    FORM: tl.constexpr, L_LANES: tl.constexpr,
+    hidden_groups, ffn_groups, DTYPE: tl.constexpr, SHARES: tl.constexpr, TILES: tl.constexpr,
+    FORM: tl.constexpr,
 ):
     """Compute the activation of gate and up of every row of this rank's experts: ``active [rows,
     F]``.
 
     ``weights`` is ``[L, 2 F, hidden]``: a line of the gate and one of up in turn, or, with
-    ``HALVES``, all of the gate's before those of up; ``[L, F, hidden]`` if experts have no gate.
-    ``bias``, unless it is None, is ``[L, 2 F]`` in the same order. Rows are in the order of
+    ``FORM.halves``, all of the gate's before those of up; ``[L, F, hidden]`` if experts have no
+    gate. ``bias``, unless it is None, is ``[L, 2 F]`` in the same order. Rows are in the order of
     experts, an expert's in that of its list. Experts without rows are not read.
 
     **Protocol.** No peer takes part: :func:`gather_tokens` has waited for all that is read.
@@ -308,24 +327,25 @@ def decode_first_gemm(
     **Example.** The two ranks of :func:`gather_tokens`. Rank 0's expert 0 has two rows: its own
     token 1, and token 0 of rank 1.
     """
-    BLOCK_M: tl.constexpr = TILING.block_m
-    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_M: tl.constexpr = TILES.tiling.block_m
+    BLOCK_N: tl.constexpr = TILES.tiling.block_n
+    TAIL: tl.constexpr = TILES.tail
     GATES: tl.constexpr = FORM.gates
     epoch, _, group, rank = il.enter(epochs, ctx, call)
-    hidden, ffn = hidden_groups * SHARES.align, ffn_groups * FFN_ALIGN
+    hidden, ffn = hidden_groups * SHARES.align, ffn_groups * SHARES.ffn_align
     columns = GATES * ffn
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     lists = Lists(entries, counts, L, length)
-    tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M, TAIL)
+    tiles = _tiles_of(lists, tiles_n, TILES)
     own_half = landing + (epoch & 1).to(tl.int64) * half + rows_at
     tokens = il.peer_pointer(il.pointer(own_half, DTYPE), rank, group)
     matrices, target = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
     for item in range(tl.program_id(0), tl.max(tiles[3]), tl.num_programs(0)):
-        expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, L_LANES, BLOCK_M)
+        expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
         rows = _rows(lists, expert, first, count, BLOCK_M)
         lines = tokens + (rows.entry // SHARES.top_k).to(tl.int64) * hidden
         own = matrices + expert.to(tl.int64) * GATES * ffn * hidden
-        weight = Matrix(own, columns, hidden, ffn if HALVES else None)
+        weight = Matrix(own, columns, hidden, ffn if FORM.halves else None)
         column, own_target = n * BLOCK_N, target + begin.to(tl.int64) * ffn
         own_bias = bias
         if bias is not None:
@@ -334,53 +354,50 @@ def decode_first_gemm(
         if TAIL > 0 and has_tail:
             more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
             more_lines = tokens + (more.entry // SHARES.top_k).to(tl.int64) * hidden
-            total, tail = _multiply(
-                lines, rows.exists, more_lines, more.exists, weight, column, TILING, EVEN
+            acc, tail = _multiply(
+                lines, rows.exists, more_lines, more.exists, weight, column, TILES
             )
             _store_active(own_target, tail, more, weight, own_bias, column, FORM, DTYPE)
         else:
-            total = _multiply(lines, rows.exists, None, None, weight, column, TILING, EVEN)
+            acc = _multiply(lines, rows.exists, None, None, weight, column, TILES)
         il.record("computed", item, group)
-        _store_active(own_target, total, rows, weight, own_bias, column, FORM, DTYPE)
+        _store_active(own_target, acc, rows, weight, own_bias, column, FORM, DTYPE)
 
 
 @triton.jit
 def _store_active(
-    target, total, rows, weight, bias, column, FORM: tl.constexpr, DTYPE: tl.constexpr
+    target, acc, rows, weight, bias, column, FORM: tl.constexpr, DTYPE: tl.constexpr
 ):
     """Add the bias, apply the activation, and store a tile of rows: ``target [rows, F]``.
 
     Args:
-        total: float32 ``[n, block_n]``: a gate and an up in turn, or gates alone; from line
+        acc: float32 ``[n, block_n]``: a gate and an up in turn, or gates alone; from line
             ``column`` of the weight on.
         bias: That of the expert, or None.
     """
-    SIZE: tl.constexpr = total.shape[0]
-    LINES: tl.constexpr = total.shape[1]
+    SIZE: tl.constexpr = acc.shape[0]
+    LINES: tl.constexpr = acc.shape[1]
     GATES: tl.constexpr = FORM.gates
     ffn = weight.lines // GATES
     if bias is not None:
         numbers = column + tl.arange(0, LINES)
         added = bias + _line_in_memory(numbers, weight)
-        total += tl.load(added, mask=numbers < weight.lines, other=0.0).to(tl.float32)[None, :]
+        acc += tl.load(added, mask=numbers < weight.lines, other=0.0).to(tl.float32)[None, :]
     if GATES == 1:
-        value = activate(total, None, FORM)
+        value = activate(acc, None, FORM)
     else:
-        gate, up = tl.split(tl.reshape(total, [SIZE, LINES // 2, 2]))
+        gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
         value = activate(gate, up, FORM)
     columns = column // GATES + tl.arange(0, LINES // GATES)[None, :]
     pointers = target + rows.row.to(tl.int64)[:, None] * ffn + columns
     tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
 
 
-@triton.jit(
-    do_not_specialize=["call", "L", "length", "tokens", "E", "hidden_groups", "ffn_groups"]
-)
+@triton.jit(do_not_specialize=["call", "L", "length", "tokens", "hidden_groups", "ffn_groups"])
 def decode_second_gemm(
     entries, counts, weights, bias, active, experts, scales, y, results, signals, epochs, ctx, call,
-    L, length, tokens, E, hidden_groups, ffn_groups, WORLD_SIZE: tl.constexpr,
-    DTYPE: tl.constexpr, SHARES: tl.constexpr, FFN_ALIGN: tl.constexpr, TILING: tl.constexpr,
-    TAIL: tl.constexpr, EVEN: tl.constexpr, L_LANES: tl.constexpr,
+    L, length, tokens, hidden_groups, ffn_groups, WORLD_SIZE: tl.constexpr, DTYPE: tl.constexpr,
+    SHARES: tl.constexpr, TILES: tl.constexpr,
 ):
     """Multiply ``active`` by ``weights [L, hidden, F]`` and add ``bias [L, hidden]``, unless it is
     None; send each row back to its slot, and add each token's rows with their ``scales`` into ``y
@@ -399,12 +416,13 @@ def decode_second_gemm(
     its own slot 1, the second into slot 0 of rank 1; with one slot per token, y is each result
     times the slot's scale.
     """
-    BLOCK_M: tl.constexpr = TILING.block_m
-    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_M: tl.constexpr = TILES.tiling.block_m
+    BLOCK_N: tl.constexpr = TILES.tiling.block_n
+    TAIL: tl.constexpr = TILES.tail
     MULTIPLYING: tl.constexpr = SHARES.programs
     TOP_K: tl.constexpr = SHARES.top_k
     COLS: tl.constexpr = SHARES.columns
-    program = tl.program_id(0)
+    pid = tl.program_id(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     hidden = hidden_groups * SHARES.align
     flags = il.pointer(signals, tl.int32)
@@ -412,15 +430,15 @@ def decode_second_gemm(
     everyone = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     complete = tl.load(counts + L)
     returned = il.pointer(results, DTYPE)
-    if program < MULTIPLYING:
-        ffn = ffn_groups * FFN_ALIGN
+    if pid < MULTIPLYING:
+        ffn = ffn_groups * SHARES.ffn_align
         tiles_n = (hidden + BLOCK_N - 1) // BLOCK_N
         lists = Lists(entries, counts, L, length)
-        tiles = _tiles_of(lists, tiles_n, L_LANES, BLOCK_M, TAIL)
+        tiles = _tiles_of(lists, tiles_n, TILES)
         matrices, inputs = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
         slots = tokens * TOP_K
-        for item in range(program, tl.max(tiles[3]), MULTIPLYING):
-            expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, L_LANES, BLOCK_M)
+        for item in range(pid, tl.max(tiles[3]), MULTIPLYING):
+            expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
             rows = _rows(lists, expert, first, count, BLOCK_M)
             lines = inputs + (begin + rows.row).to(tl.int64) * ffn
             weight = Matrix(matrices + expert.to(tl.int64) * hidden * ffn, hidden, ffn, None)
@@ -431,19 +449,19 @@ def decode_second_gemm(
             if TAIL > 0 and has_tail:
                 more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
                 more_lines = inputs + (begin + more.row).to(tl.int64) * ffn
-                total, tail = _multiply(
-                    lines, rows.exists, more_lines, more.exists, weight, column, TILING, EVEN
+                acc, tail = _multiply(
+                    lines, rows.exists, more_lines, more.exists, weight, column, TILES
                 )
                 _return(returned, tail, more, own_bias, column, hidden, slots, group, DTYPE)
             else:
-                total = _multiply(lines, rows.exists, None, None, weight, column, TILING, EVEN)
+                acc = _multiply(lines, rows.exists, None, None, weight, column, TILES)
             il.record("computed", item, group)
-            _return(returned, total, rows, own_bias, column, hidden, slots, group, DTYPE)
+            _return(returned, acc, rows, own_bias, column, hidden, slots, group, DTYPE)
         # Without every rank nothing was put, and a signal would announce an earlier call's results.
         if complete > 0:
             # The last program has acquired the puts of all, and its signals release them.
             finished = il.peer_pointer(flags + DECODE_FINISHED, rank, group)
-            if il.arrive_last(finished, program, MULTIPLYING):
+            if il.arrive_last(finished, pid, MULTIPLYING):
                 # This rank is signalled, too: its adding programs read results that other programs
                 # have put.
                 is_rank = everyone < WORLD_SIZE
@@ -455,19 +473,19 @@ def decode_second_gemm(
         poison = tl.where(arrived & (complete > 0), 0.0, float("nan"))
         pieces = (hidden + COLS - 1) // COLS
         adding = tl.num_programs(0) - MULTIPLYING
-        for task in range(program - MULTIPLYING, tokens * pieces, adding):
+        for task in range(pid - MULTIPLYING, tokens * pieces, adding):
             token, column = task // pieces, task % pieces * COLS + tl.arange(0, COLS)
-            total = tl.zeros([COLS], tl.float32) + poison
+            acc = tl.zeros([COLS], tl.float32) + poison
             for j in tl.static_range(TOP_K):
                 slot = token * TOP_K + j
-                _, is_named = expert_of(experts, slot, tokens * TOP_K, E)
+                _, is_named = expert_of(experts, slot, tokens * TOP_K, WORLD_SIZE * L)
                 pointers = returned + hidden.to(tl.int64) * slot + column
                 value = il.get(pointers, rank, group, column < hidden, 0.0).to(tl.float32)
                 value = tl.where(is_named, value, 0.0)
                 # A dropped slot's weight may be NaN, which 0 would not hide.
-                total += value * tl.load(scales + slot, mask=is_named, other=0.0)
+                acc += value * tl.load(scales + slot, mask=is_named, other=0.0)
             tl.store(
-                y + hidden.to(tl.int64) * token + column, total.to(DTYPE), mask=column < hidden
+                y + hidden.to(tl.int64) * token + column, acc.to(DTYPE), mask=column < hidden
             )
     # Signals of long ago would look like new ones when epochs' numbers come again.
     il.clear_old(flags, DECODE_FINISHED, epoch, group)
@@ -475,13 +493,13 @@ def decode_second_gemm(
 
 
 @triton.jit
-def _return(returned, total, rows, bias, column, hidden, slots, group, DTYPE: tl.constexpr):
+def _return(returned, acc, rows, bias, column, hidden, slots, group, DTYPE: tl.constexpr):
     """Add the bias to a tile of rows, and put each into its slot of its source: ``returned [slots,
     hidden]``, from ``column`` on.
     """
     if bias is not None:
-        total = add_bias(total, bias, column, hidden)
-    columns = column + tl.arange(0, total.shape[1])[None, :]
+        acc = add_bias(acc, bias, column, hidden)
+    columns = column + tl.arange(0, acc.shape[1])[None, :]
     pointers = returned + (rows.entry % slots).to(tl.int64)[:, None] * hidden + columns
     mask = rows.exists[:, None] & (columns < hidden)
-    il.put(pointers, total.to(DTYPE), (rows.entry // slots)[:, None], group, mask)
+    il.put(pointers, acc.to(DTYPE), (rows.entry // slots)[:, None], group, mask)

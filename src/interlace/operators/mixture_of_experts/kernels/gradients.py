@@ -18,7 +18,7 @@ from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
 def activation_backward(
     plan, met, kept, product_gradient, inner_gradient, scaled, received, bias, factors, gradients,
     ctx, scale_bytes, arrivals, E, L, width, hidden, WORLD_SIZE: tl.constexpr,
-    DTYPE: tl.constexpr, L_LANES: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
+    DTYPE: tl.constexpr, L_LANES: tl.constexpr, FORM: tl.constexpr,
     ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
     """Compute each row's gradients of gate and up, in the weight's order, and its activation times
@@ -32,9 +32,9 @@ def activation_backward(
     not arrive.
 
     **Protocol.** The weights' gradients are put to ``gradients`` of their sources, which the grants
-    of :func:`dispatch_grouped_gemm` allow; if a rank was missing there (``met``), nothing is put.
-    This kernel neither signals nor waits: :func:`grouped_gemm_combine` follows on the same stream,
-    and its signals release these puts too.
+    of :func:`dispatch_grouped_gemm_backward` allow; if a rank was missing there (``met``), nothing
+    is put. This kernel neither signals nor waits: :func:`grouped_gemm_combine` follows on the same
+    stream, and its signals release these puts too.
 
     **Example.** Two ranks; rank 1's expert has a row of rank 0. Rank 1 computes ``p . a`` of this
     row and puts it to the row's place in rank 0's ``gradients``.
@@ -42,9 +42,9 @@ def activation_backward(
     group = il.join(ctx)
     rank = il.rank(group)
     lanes = tl.arange(0, L_LANES)
-    the_plan = ArrivalPlan(plan, E, L)
+    arrival_plan = ArrivalPlan(plan, E, L)
     complete = completeness(plan, met, E, WORLD_SIZE)
-    rows, begin = local_experts(the_plan, rank, WORLD_SIZE, L_LANES)
+    rows, begin = local_experts(arrival_plan, rank, WORLD_SIZE, L_LANES)
     blocks = (rows + ROWS - 1) // ROWS
     ends = tl.cumsum(blocks, 0)
     scales = il.pointer(received + scale_bytes, tl.float32)
@@ -60,15 +60,15 @@ def activation_backward(
         number = tl.zeros([ROWS], tl.float32)
         for start in range(0, width, COLS):
             column = start + tl.arange(0, COLS)[None, :]
-            cells = row.to(tl.int64)[:, None] * width + column
+            offsets = row.to(tl.int64)[:, None] * width + column
             mask = (row < end)[:, None] & (column < width)
-            gate = tl.load(gates + cells, mask=mask, other=0.0).to(tl.float32)
+            gate = tl.load(gates + offsets, mask=mask, other=0.0).to(tl.float32)
             clamped_up = None
             if FORM.gates == 2:
                 ups = gates + arrivals.to(tl.int64) * width
-                up = tl.load(ups + cells, mask=mask, other=0.0).to(tl.float32)
+                up = tl.load(ups + offsets, mask=mask, other=0.0).to(tl.float32)
                 clamped_up = clamp_up(up, FORM)
-            incoming = tl.load(products + cells, mask=mask, other=0.0).to(tl.float32)
+            incoming = tl.load(products + offsets, mask=mask, other=0.0).to(tl.float32)
             clamped_gate = clamp_gate(gate, FORM)
             value, factor = act(clamped_gate, FORM)
             number += tl.sum(multiplied(incoming * value, clamped_up), 1)
@@ -83,15 +83,15 @@ def activation_backward(
             of_up = None
             if FORM.gates == 2:
                 of_up = gradient_of_up(incoming * value, incoming, up, FORM)
-            store_gradients(inner, of_gate, of_up, row, end, start, width, HALVES, ROWS, COLS)
-            tl.store(weighted + cells, active.to(DTYPE), mask=mask)
+            store_gradients(inner, of_gate, of_up, row, end, start, width, FORM, ROWS, COLS)
+            tl.store(weighted + offsets, active.to(DTYPE), mask=mask)
         if bias is not None:
             rows_of_y = il.pointer(received, DTYPE)
             for start in range(0, hidden, COLS):
                 column = start + tl.arange(0, COLS)[None, :]
-                cells = row.to(tl.int64)[:, None] * hidden + column
+                offsets = row.to(tl.int64)[:, None] * hidden + column
                 mask = (row < end)[:, None] & (column < hidden)
-                upstream = tl.load(rows_of_y + cells, mask=mask, other=0.0).to(tl.float32)
+                upstream = tl.load(rows_of_y + offsets, mask=mask, other=0.0).to(tl.float32)
                 added = tl.load(bias + expert * hidden + column, mask=column < hidden, other=0.0)
                 number += tl.sum(upstream * added.to(tl.float32), 1)
             tl.store(factors + row, tl.where(number == number, scale, number), mask=row < end)
@@ -139,7 +139,7 @@ def gradient_of_up(of_up, incoming, up, FORM: tl.constexpr):
 
 @triton.jit
 def store_gradients(
-    inner, of_gate, of_up, row, end, start, width, HALVES: tl.constexpr, ROWS: tl.constexpr,
+    inner, of_gate, of_up, row, end, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
     """Store the gradients of gate and up, float32 ``[ROWS, COLS]``, of rows before ``end`` and
@@ -149,18 +149,18 @@ def store_gradients(
     column = start + tl.arange(0, COLS)[None, :]
     mask = (row < end)[:, None] & (column < width)
     if of_up is None:
-        cells = row.to(tl.int64)[:, None] * width + column
-        tl.store(inner + cells, of_gate.to(dtype), mask=mask)
-    elif HALVES:
+        offsets = row.to(tl.int64)[:, None] * width + column
+        tl.store(inner + offsets, of_gate.to(dtype), mask=mask)
+    elif FORM.halves:
         pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
         tl.store(pointers, of_gate.to(dtype), mask=mask)
         tl.store(pointers + width, of_up.to(dtype), mask=mask)
     else:
         both = tl.join(of_gate, of_up)
         both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
-        both_cells = row.to(tl.int64)[:, None] * 2 * width + both_columns
+        both_offsets = row.to(tl.int64)[:, None] * 2 * width + both_columns
         both_mask = (row < end)[:, None] & (both_columns < 2 * width)
-        pointers = inner + both_cells
+        pointers = inner + both_offsets
         tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(dtype), mask=both_mask)
 
 
@@ -194,22 +194,22 @@ def grouped_gemm_gradient(
     if not TILING.descriptors:
         left, right = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
     for item in range(tl.program_id(0), L * tiles_m * tiles_n, tl.num_programs(0)):
-        expert, inside = item // (tiles_m * tiles_n), item % (tiles_m * tiles_n)
-        m, n = tile_place(inside, tiles_m, tiles_n, GROUP)
+        expert, offset = item // (tiles_m * tiles_n), item % (tiles_m * tiles_n)
+        m, n = tile_place(offset, tiles_m, tiles_n, GROUP)
         first, count = pick(begin, lanes, expert), pick(rows, lanes, expert)
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         across, along = m * BLOCK_M, n * BLOCK_N
         if TILING.descriptors:
             full_blocks = count // BLOCK_K * BLOCK_K
             for k in range(0, full_blocks, BLOCK_K):
                 x = a.load([first + k, across])
-                total = add_product(total, x.T, b.load([first + k, along]))
+                acc = add_product(acc, x.T, b.load([first + k, along]))
             if full_blocks < count:
                 # Behind an expert's rows memory is undefined, perhaps NaN.
                 mask = (full_blocks + tl.arange(0, BLOCK_K))[:, None] < count
                 x = tl.where(mask, a.load([first + full_blocks, across]), 0.0)
                 z = tl.where(mask, b.load([first + full_blocks, along]), 0.0)
-                total = add_product(total, x.T, z)
+                acc = add_product(acc, x.T, z)
         else:
             x_column = across + tl.arange(0, BLOCK_M)[None, :]
             z_column = along + tl.arange(0, BLOCK_N)[None, :]
@@ -220,9 +220,9 @@ def grouped_gemm_gradient(
                 x = tl.load(left + line * wide + x_column, mask=x_mask, other=0.0)
                 z_mask = (row < count) & (z_column < narrow)
                 z = tl.load(right + line * narrow + z_column, mask=z_mask, other=0.0)
-                total = add_product(total, x.T, z)
+                acc = add_product(acc, x.T, z)
         row = expert * wide + across
-        store_rows(target, row, (expert + 1) * wide, along, narrow, total.to(DTYPE), EVEN)
+        store_rows(target, row, (expert + 1) * wide, along, narrow, acc.to(DTYPE), EVEN)
 
 
 @triton.jit(do_not_specialize=["E", "L", "rank"])
@@ -247,14 +247,14 @@ def bias_gradient(
     for item in range(tl.program_id(0), L * blocks, tl.num_programs(0)):
         expert, column = item // blocks, item % blocks * COLS + tl.arange(0, COLS)
         first, count = pick(begin, lanes, expert), pick(rows, lanes, expert)
-        total = tl.zeros([ROWS, COLS], tl.float32)
+        acc = tl.zeros([ROWS, COLS], tl.float32)
         for start in range(0, count, ROWS):
             row = start + tl.arange(0, ROWS)
-            cells = (first + row).to(tl.int64)[:, None] * width + column[None, :]
+            offsets = (first + row).to(tl.int64)[:, None] * width + column[None, :]
             mask = (row < count)[:, None] & (column < width)[None, :]
-            value = tl.load(source + cells, mask=mask, other=0.0).to(tl.float32)
+            value = tl.load(source + offsets, mask=mask, other=0.0).to(tl.float32)
             if factors is not None:
                 value *= tl.load(factors + first + row, mask=row < count, other=0.0)[:, None]
-            total += value
-        sums = tl.sum(total, 0).to(DTYPE)
+            acc += value
+        sums = tl.sum(acc, 0).to(DTYPE)
         tl.store(out + expert * width + column, sums, mask=column < width)

@@ -18,14 +18,14 @@ from interlace.operators.mixture_of_experts.kernels.gradients import (
 
 @triton.jit(do_not_specialize=["L"])
 def activate_rows(
-    products, bias, owners, ends, active, L, width, HALVES: tl.constexpr, FORM: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    products, bias, owners, ends, active, L, width, FORM: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """Compute the activation of the rows of this rank's experts: ``active [M, width]``.
 
     Args:
-        products: ``[M, gates * width]``, the first product: with ``HALVES`` all gates of a row and
-            then all ups, otherwise gate and up in turn.
+        products: ``[M, gates * width]``, the first product: with ``FORM.halves`` all gates of a row
+            and then all ups, otherwise gate and up in turn.
         bias: ``[L, gates * width]`` in the same order; or None.
         owners: int64 ``[M]``, the expert of each row, ascending.
         ends: int32 ``[L]``, the row behind each expert's last one.
@@ -36,19 +36,19 @@ def activate_rows(
         row = item // blocks_of_row * ROWS + tl.arange(0, ROWS)
         start = item % blocks_of_row * COLS
         gate, up = _gate_and_up(
-            products, bias, owners, row, rows, start, width, HALVES, FORM, ROWS, COLS
+            products, bias, owners, row, rows, start, width, FORM, ROWS, COLS
         )
         value = activate(gate, up, FORM).to(active.dtype.element_ty)
         column = start + tl.arange(0, COLS)[None, :]
-        cells = active + row.to(tl.int64)[:, None] * width + column
-        tl.store(cells, value, mask=(row < rows)[:, None] & (column < width))
+        pointers = active + row.to(tl.int64)[:, None] * width + column
+        tl.store(pointers, value, mask=(row < rows)[:, None] & (column < width))
 
 
 @triton.jit(do_not_specialize=["L"])
 def activate_rows_backward(
     products, bias, owners, ends, order, routing, incoming, gradients, out_bias, inner, scaled,
-    of_weights, L, width, hidden, TOP_K: tl.constexpr, HALVES: tl.constexpr, FORM: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    of_weights, L, width, hidden, TOP_K: tl.constexpr, FORM: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """Compute each row's gradients of gate and up, its activation times its weight, and the
     gradient of this weight.
@@ -81,7 +81,7 @@ def activate_rows_backward(
             column = start + tl.arange(0, COLS)[None, :]
             mask = is_row[:, None] & (column < width)
             gate, up = _gate_and_up(
-                products, bias, owners, row, rows, start, width, HALVES, FORM, ROWS, COLS
+                products, bias, owners, row, rows, start, width, FORM, ROWS, COLS
             )
             upstream = tl.load(incoming + place * width + column, mask=mask, other=0.0)
             upstream = upstream.to(tl.float32)
@@ -100,7 +100,7 @@ def activate_rows_backward(
             of_up = None
             if FORM.gates == 2:
                 of_up = gradient_of_up(upstream * value, upstream, up, FORM)
-            store_gradients(inner, of_gate, of_up, row, rows, start, width, HALVES, ROWS, COLS)
+            store_gradients(inner, of_gate, of_up, row, rows, start, width, FORM, ROWS, COLS)
         if out_bias is not None:
             owner = tl.load(owners + row, mask=is_row, other=0)[:, None]
             for start in range(0, hidden, COLS):
@@ -114,8 +114,8 @@ def activate_rows_backward(
 
 @triton.jit
 def _gate_and_up(
-    products, bias, owners, row, rows, start, width, HALVES: tl.constexpr, FORM: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    products, bias, owners, row, rows, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """Return gate and up of some rows, float32 ``[ROWS, COLS]`` each, with their bias.
 
@@ -132,7 +132,7 @@ def _gate_and_up(
     if FORM.gates == 1:
         gate = _biased(first + column, added, column, mask)
         up = gate
-    elif HALVES:
+    elif FORM.halves:
         gate = _biased(first + column, added, column, mask)
         up = _biased(first + width + column, added, width + column, mask)
     else:
@@ -172,7 +172,7 @@ def sum_rows_of_tokens(
         for start in range(0, hidden, COLS):
             column = start + tl.arange(0, COLS)
             mask = column < hidden
-            total = tl.zeros([COLS], tl.float32)
+            acc = tl.zeros([COLS], tl.float32)
             for j in tl.static_range(TOP_K):
                 slot = routing + token * 2 * TOP_K + j
                 # A number that does not arrive is NaN, and of no rank.
@@ -186,6 +186,6 @@ def sum_rows_of_tokens(
                         value += tl.load(pointers, mask=mask, other=0.0).to(tl.float32)
                     if WEIGHTED:
                         value *= tl.load(slot + TOP_K)
-                    total += value
+                    acc += value
             pointers = sums + hidden.to(tl.int64) * token + column
-            tl.store(pointers, total.to(sums.dtype.element_ty), mask=mask)
+            tl.store(pointers, acc.to(sums.dtype.element_ty), mask=mask)

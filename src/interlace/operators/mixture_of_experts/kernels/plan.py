@@ -27,6 +27,20 @@ class ArrivalPlan(NamedTuple):
     L: Any
 
 
+class ExpertLanes(NamedTuple):
+    """The constants that say how many ranks and experts there are.
+
+    Attributes:
+        world_size: Number of ranks.
+        experts: A power of two that is at least the number of experts of all ranks.
+        local: A power of two that is at least the number of experts of a rank.
+    """
+
+    world_size: Any
+    experts: Any
+    local: Any
+
+
 class PlanExchange(NamedTuple):
     """The symmetric memory in which ranks tell each other their counts.
 
@@ -73,8 +87,7 @@ def count_slots(experts, histograms, slots, E, E_LANES: tl.constexpr, BLOCK: tl.
 @triton.jit(do_not_specialize=["call", "half", "buffer_index", "slots", "capacity", "E", "L"])
 def plan_call(
     experts, histograms, slot_rows, slot_at, plan, grants, numbers, signals, epochs, ctx, call,
-    half, buffer_index, slots, capacity, E, L, WORLD_SIZE: tl.constexpr, L_LANES: tl.constexpr,
-    E_LANES: tl.constexpr, BLOCK: tl.constexpr,
+    half, buffer_index, slots, capacity, E, L, LANES: tl.constexpr, BLOCK: tl.constexpr,
 ):
     """Number this rank's rows, and learn from the peers how many rows come from which rank.
 
@@ -92,7 +105,8 @@ def plan_call(
     rank 1 [0]. Counts are [1, 2] and [1, 0]. At expert 0 arrive rank 0's row 0 and rank 1's row 1;
     at expert 1 rank 0's rows 0 and 1.
     """
-    program, blocks = tl.program_id(0), tl.num_programs(0)
+    E_LANES: tl.constexpr = LANES.experts
+    pid, blocks = tl.program_id(0), tl.num_programs(0)
     lanes = tl.arange(0, E_LANES)
     # Rows per expert: in the blocks before this program's, and in all of them.
     before = tl.zeros([E_LANES], tl.int32)
@@ -104,12 +118,12 @@ def plan_call(
             mask=block + lanes[None, :] * 0 < blocks, other=0,
         )
         counts += tl.sum(histogram, 0)
-        before += tl.sum(tl.where(block < program, histogram, 0), 0)
+        before += tl.sum(tl.where(block < pid, histogram, 0), 0)
     counts = tl.minimum(counts, capacity)
     # Results come back with spare rows between experts, so that tiles may run past either end.
     starts = tl.cumsum(counts + ROWS, 0) - counts
 
-    slot = program * BLOCK + tl.arange(0, BLOCK)
+    slot = pid * BLOCK + tl.arange(0, BLOCK)
     expert, named = expert_of(experts, slot, slots, E)
     earlier = (expert[:, None] == expert[None, :]) & (slot[:, None] > slot[None, :])
     is_expert = expert[:, None] == lanes[None, :]
@@ -118,19 +132,15 @@ def plan_call(
     kept = named & (number < capacity)
     tl.store(slot_rows + slot, tl.where(kept, row, -1), mask=slot < slots)
     tl.store(slot_at + row, slot, mask=kept)
-    if program == 0:
+    if pid == 0:
         exchange = PlanExchange(numbers, half, signals, epochs, ctx, call)
-        _exchange(
-            counts, ArrivalPlan(plan, E, L), exchange, grants, buffer_index, WORLD_SIZE, L_LANES, E_LANES
-        )
+        _exchange(counts, ArrivalPlan(plan, E, L), exchange, grants, buffer_index, LANES)
 
 
 @triton.jit
-def _exchange(
-    own_counts, plan, exchange, grants, buffer_index, WORLD_SIZE: tl.constexpr,
-    L_LANES: tl.constexpr, E_LANES: tl.constexpr,
-):
+def _exchange(own_counts, plan, exchange, grants, buffer_index, LANES: tl.constexpr):
     """Tell all peers this rank's counts, wait for theirs, and write the plan and the grants."""
+    WORLD_SIZE: tl.constexpr = LANES.world_size
     R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
     E, L = plan.E, plan.L
     epoch = il.next_epoch(exchange.epochs)
@@ -144,7 +154,7 @@ def _exchange(
     numbers = exchange.numbers + (epoch & 1).to(tl.int64) * exchange.half
     counts = il.pointer(numbers, tl.int32)
     granted = counts + WORLD_SIZE * E
-    lanes = tl.arange(0, E_LANES)
+    lanes = tl.arange(0, LANES.experts)
     for step in tl.static_range(WORLD_SIZE):
         target = counts + rank * E + lanes
         peer = (rank + 1 + step) % WORLD_SIZE
@@ -155,10 +165,10 @@ def _exchange(
     # If a rank is missing, all counts become 0, and no kernel of this call sends anything.
     complete = il.wait(granting + peers, stamp, peers, 0, group, is_peer).to(tl.int32)
 
-    owner, local = tl.arange(0, R_LANES)[:, None], tl.arange(0, L_LANES)[None, :]
+    owner, local = tl.arange(0, R_LANES)[:, None], tl.arange(0, LANES.local)[None, :]
     expert = owner * L + local
     is_expert = (owner < WORLD_SIZE) & (local < L)
-    arrived = tl.zeros([R_LANES, L_LANES], tl.int32)
+    arrived = tl.zeros([R_LANES, LANES.local], tl.int32)
     for source in tl.static_range(WORLD_SIZE):
         arrived += il.get(counts + source * E + expert, rank, group, is_expert, 0) * complete
     tl.store(plan.table + TABLES * WORLD_SIZE * E + expert, arrived, mask=is_expert)

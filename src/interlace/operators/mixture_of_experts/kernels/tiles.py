@@ -15,8 +15,8 @@ def tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP: tl.constexpr):
     """
     expert = tl.sum((ends <= item).to(tl.int32))
     height = pick(tiles_m, lanes, expert)
-    inside = item - pick(ends, lanes, expert) + height * tiles_n
-    m, n = tile_place(inside, height, tiles_n, GROUP)
+    offset = item - pick(ends, lanes, expert) + height * tiles_n
+    m, n = tile_place(offset, height, tiles_n, GROUP)
     return expert, (m + pick(shifts, lanes, expert)) % height, n
 
 
@@ -71,15 +71,15 @@ def multiply_halves(x, w, row, end, expert, column, width, inner, TILING: tl.con
             ups = gates + width
         for k in range(0, inner, BLOCK_K):
             step = k + tl.arange(0, BLOCK_K)
-            inside_x = (m < end)[:, None] & (step < inner)[None, :]
-            inside_w = (step < inner)[:, None] & (n < width)[None, :]
-            left = tl.load(lines + step[None, :], mask=inside_x, other=0.0)
+            x_mask = (m < end)[:, None] & (step < inner)[None, :]
+            w_mask = (step < inner)[:, None] & (n < width)[None, :]
+            left = tl.load(lines + step[None, :], mask=x_mask, other=0.0)
             if W_ALONG_K:
                 across = step[:, None]
             else:
                 across = step.to(tl.int64)[:, None] * 2 * width
-            of_gate = tl.load(gates + across, mask=inside_w, other=0.0)
-            of_up = tl.load(ups + across, mask=inside_w, other=0.0)
+            of_gate = tl.load(gates + across, mask=w_mask, other=0.0)
+            of_up = tl.load(ups + across, mask=w_mask, other=0.0)
             gate = add_product(gate, left, of_gate)
             up = add_product(up, left, of_up)
     return gate, up

@@ -35,14 +35,13 @@ from interlace.gemm.implementations.network import (
     steps_of,
 )
 from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
-from interlace.operators.mixture_of_experts import grouped, stock
+from interlace.operators.mixture_of_experts import grouped
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, slices_of, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.network_choice import slices_of
 from interlace.registry import Operator, operator_named
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall
-    from interlace.operators.mixture_of_experts.choice import ExpertTerms
+    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 
 _MOST_UNMEASURED = 2
 """Slices, at most, where no network was measured: the experts' weights are read again for each."""
@@ -52,7 +51,7 @@ def refusal(terms: ExpertTerms) -> str | None:
     """Return what a call must have for ``impl="chunked"`` and has not, or None."""
     if terms.nodes == 1:
         return "ranks of several nodes"
-    return stock.unmet((*stock.grouped_rules(terms), terms.capacity_rule))
+    return unmet((*grouped.rules(terms), terms.capacity_rule))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +59,10 @@ class _Exchange:
     """A layer's call, as calls around a product are exchanged."""
 
     call: LayerCall
-    mark: int
+
+    @property
+    def mark(self) -> int:
+        return self.call.mark
 
     @property
     def operator(self) -> Operator:
@@ -223,13 +225,14 @@ def _enqueue(
                 result[number].copy_(parts[number].sum(0, dtype=torch.float32))
 
 
-def run(call: LayerCall, mark: int) -> torch.Tensor:
-    """Return ``y [T, hidden]``. Collective in the group's first call.
+def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+    """Return ``y [T, hidden]``; tensors for the backward pass are not filled. Collective in the
+    group's first call.
 
     A token's sum over its experts on one rank is float32, and rounded to the dtype of x; the sum
     over ranks is float32, in their order, and rounded once.
     """
-    exchange, parted, sizes = _Exchange(call, mark), _TokenCut.of(call), call.sizes
+    exchange, parted, sizes = _Exchange(call), _TokenCut.of(call), call.sizes
     x, peers = call.x.contiguous(), len(parted.peers)
     tokens, sums = x.new_empty(2, peers * sizes.tokens, sizes.hidden)
     routing = x.new_empty(peers * sizes.tokens, 2 * sizes.top_k, dtype=torch.float32)
@@ -238,17 +241,17 @@ def run(call: LayerCall, mark: int) -> torch.Tensor:
     counters = counters_of(exchange, parted.count)
 
     def enqueue() -> None:
-        rows = x, stock.routing_of(call)
+        rows = x, grouped.routing_of(call)
         memory = _Memory(rows, (tokens, routing), (sums,), (parts,), (own,), (y,))
         compute = functools.partial(grouped.sum_experts, call)
         _enqueue(exchange, parted, memory, counters, compute)
 
     run_products(exchange, parted.count, enqueue, x, y, tokens, sums, routing, parts, own)
-    return y
+    return y, call.unused()
 
 
-def run_backward(
-    call: LayerCall, mark: int, grad: torch.Tensor, needed: Sequence[bool]
+def backward(
+    call: LayerCall, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of x, weights, w_in, w_out, b_in and b_out. Collective in the group's
     first call.
@@ -256,10 +259,10 @@ def run_backward(
     The last four are empty unless they are ``needed``. Gradients of x are rounded and summed as the
     results of :func:`run`.
     """
-    exchange, parted, sizes = _Exchange(call, mark), _TokenCut.of(call), call.sizes
+    exchange, parted, sizes = _Exchange(call), _TokenCut.of(call), call.sizes
     peers, ranks, tokens = len(parted.peers), sizes.world_size, sizes.tokens
     x = call.x.contiguous()
-    rows = x, grad.contiguous(), stock.routing_of(call)
+    rows = x, grad.contiguous(), grouped.routing_of(call)
     # Of all ranks, this one's own first, and then slice by slice.
     of_all = [each.new_empty(ranks * tokens, each.shape[1]) for each in rows]
     for every, each in zip(of_all, rows, strict=True):

@@ -9,14 +9,18 @@ ranks knew each other holds these sizes.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
 from interlace.comm.groups.registration import UNCAPTURABLE_TAGS, once_differentiable, register
-from interlace.operators.mixture_of_experts.call import LayerCall, Saved
-from interlace.operators.mixture_of_experts.launch import run, run_backward
+from interlace.gemm.invariance import effective_impl
+from interlace.operators.mixture_of_experts.call import LayerCall, Saved, run, run_backward
+from interlace.operators.mixture_of_experts.config import OPERATOR as NAME
 from interlace.operators.mixture_of_experts.layout import ExpertSizes, Parameters
+from interlace.registry import operator_named
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _INPUTS = (
@@ -24,9 +28,10 @@ _INPUTS = (
     "Tensor? b_out"
 )
 _OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config, str activation"
+_TENSORS, _NUMBERS = 7, 6  # how many arguments these are
+_SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 # The unfused implementation, which a tuned table may choose, waits for the device, so no CUDA graph
 # can hold the operators.
-_SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 _library.define(
     f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps, bool saves) -> (Tensor, Tensor, "
     "Tensor, Tensor, Tensor, Tensor)",
@@ -37,45 +42,28 @@ _library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=UNCAPTURABLE_TAGS,
 )
+OPERATOR = torch.ops.interlace.mixture_of_experts
 
 Tensors = tuple[torch.Tensor, ...]
 
 
-class _Inputs(NamedTuple):
-    """The tensors that both operators take, in the schemas' order."""
-
-    x: torch.Tensor
-    experts: torch.Tensor
-    weights: torch.Tensor
-    w_in: torch.Tensor
-    w_out: torch.Tensor
-    b_in: torch.Tensor | None
-    b_out: torch.Tensor | None
-
-
-class _Options(NamedTuple):
-    """The options that both operators take, in the schemas' order."""
-
-    world_size: int
-    capacity: int
-    group_name: str
-    impl: str
-    config: str
-    activation: str
-
-
-_TENSORS, _NUMBERS = len(_Inputs._fields), len(_Options._fields)
-
-
-def _call(inputs: _Inputs, options: _Options, keeps: bool, saves: bool) -> LayerCall:
-    return LayerCall(*inputs, *options[1:], keeps, saves)
+def _call(inputs: Sequence[Any], keeps: bool, saves: bool) -> LayerCall:
+    """Return the call of both operators' tensors and options, in the schemas' order."""
+    # The group says how many ranks there are.
+    _, capacity, group_name, impl, config, activation = inputs[_TENSORS:]
+    options = capacity, group_name, impl, config, activation
+    x, experts, weights, w_in, w_out, b_in, b_out = inputs[:_TENSORS]
+    return LayerCall(
+        x, experts, weights, w_in, w_out, b_in, b_out, *options, keeps=keeps, saves=saves
+    )
 
 
 def _run(*arguments: Any) -> Tensors:
     *inputs, keeps, saves = arguments
-    options = _Options(*inputs[_TENSORS:])
-    y, saved = run(_call(_Inputs(*inputs[:_TENSORS]), options, keeps, saves))
-    return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
+    call = _call(inputs, keeps, saves)
+    impl = effective_impl(operator_named(NAME), call.impl)
+    y, saved = run(call if impl == call.impl else dataclasses.replace(call, impl=impl))
+    return y, *saved
 
 
 def _fake(*arguments: Any) -> Tensors:
@@ -83,14 +71,13 @@ def _fake(*arguments: Any) -> Tensors:
     *options, _, saves = arguments[_TENSORS:]
     world_size, capacity, *_ = options
     saved = Saved.empty(ExpertSizes.of(x, experts, w_in, world_size, capacity), x, saves)
-    y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    return y, saved.plan, saved.slot_rows, saved.slot_at, saved.received, saved.kept
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *saved
 
 
 def _run_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
     tensors, (*options, needed) = arguments[: -_NUMBERS - 1], arguments[-_NUMBERS - 1 :]
     saved = Saved(*tensors[_TENSORS:])
-    call = _call(_Inputs(*tensors[:_TENSORS]), _Options(*options), True, saved.plan.numel() > 0)
+    call = _call([*tensors[:_TENSORS], *options], True, saved.plan.numel() > 0)
     return run_backward(call, grad, saved, needed)
 
 

@@ -1,7 +1,12 @@
-"""The launches of one call, step by step: dispatch, combine and sum, in both directions."""
+"""``impl="fused"``, forward: kernels that send rows as they compute them.
+
+The backward pass, in :mod:`interlace.operators.mixture_of_experts.fused_backward`, has the same
+steps between launches of its own.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,15 +20,67 @@ from interlace.comm.launching.kernels import (
     processors,
     triton_dtype,
 )
+from interlace.comm.runtime.interpreter import require
 from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.call import Saved
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
+    from interlace.operators.mixture_of_experts.call import LayerCall
 
 _RESULTS = f"{OPERATOR}.results"
+_BLOCK_SLOTS = 128
+
+
+def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+    """Return ``y [T, hidden]``, and the tensors that the backward pass needs."""
+    launches, y, saved, may_keep = prepare(call)
+    with call.group.running():
+        for launch in launches:
+            launch()
+    if not call.saves:
+        return y, call.unused()
+    # The landing is written again by the next call, so its rows cannot be kept for the backward
+    # pass, but must be copied.
+    return y, saved if may_keep else saved._replace(received=saved.received.clone())
+
+
+def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
+    """Prepare the launches of the forward pass, in order. Collective when memory must grow.
+
+    They are: count, plan, dispatch and first product, second product and combine, sum.
+
+    Returns:
+        The launches, y, the tensors for the backward pass, and whether ``received`` may be kept or
+        must be copied at once.
+    """
+    group, sizes = call.group, call.sizes
+    require(group.backend)
+    steps = Steps(call, OPERATOR)
+    # Rows that the backward pass needs arrive in a buffer that stays in use until then.
+    reserve = group.outputs.take if call.saves else group.outputs.landing
+    space = reserve(steps.buffer_bytes)
+    new = functools.partial(call.new, device=call.x.device)
+    kept = (sizes.gates, sizes.arrivals, sizes.ffn) if call.saves else 0
+    saved = Saved(
+        plan=new(sizes.plan, dtype=torch.int32),
+        slot_rows=new((sizes.tokens, sizes.top_k), dtype=torch.int32),
+        slot_at=new(sizes.returns, dtype=torch.int32),
+        received=space.tensor((sizes.arrivals, sizes.hidden), call.x.dtype, call.x.device),
+        kept=new(kept, dtype=call.x.dtype),
+    )
+    active = new((sizes.arrivals, sizes.ffn), dtype=call.x.dtype)
+    grants = new(sizes.world_size, dtype=torch.int32)
+    y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    launches = [
+        *steps.plan(saved, grants, space),
+        steps.dispatch(saved, active, grants, space),
+        steps.combine(saved.plan, active),
+        steps.sum(saved, call.weights, y, None),
+    ]
+    return launches, y, saved, space.lent
 
 
 def fits_descriptors(call: LayerCall, config: MixtureOfExpertsConfig) -> bool:
@@ -53,11 +110,12 @@ class Steps:
         scale_bytes, buffer_bytes: Bytes of a buffer's rows, and of the buffer with its scales.
     """
 
-    def __init__(self, call: LayerCall, operator: str, mark: int) -> None:
+    def __init__(self, call: LayerCall, operator: str) -> None:
         from interlace.gemm.kernels.tiles import Tiling
+        from interlace.operators.mixture_of_experts.kernels.plan import ExpertLanes
 
         group, sizes = call.group, call.sizes
-        self.call, self.group, self.sizes, self.mark = call, group, sizes, mark
+        self.call, self.group, self.sizes, self.mark = call, group, sizes, call.mark
         _, self.config = call.chosen
         self.dtype = call.x.dtype
         self.w_in, self.in_order = layout.in_memory_order(call.w_in)
@@ -78,10 +136,8 @@ class Steps:
             _RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2)
         ).data.address
         self.gradients = self.results + round_up(sizes.returns * row_bytes, 16)
-        self.lanes = {
-            "E_LANES": next_power_of_2(max(experts, 2)),
-            "L_LANES": next_power_of_2(max(sizes.local, 2)),
-        }
+        self.local_lanes = next_power_of_2(max(sizes.local, 2))
+        self.lanes = ExpertLanes(ranks, next_power_of_2(max(experts, 2)), self.local_lanes)
         self.align = layout.alignment(sizes.hidden, self.dtype.itemsize)
         cuda = group.backend == "cuda"
         self.programs = min(
@@ -100,7 +156,7 @@ class Steps:
             "WORLD_SIZE": ranks,
             "DTYPE": triton_dtype(self.dtype),
             "TILING": self.tiling,
-            "L_LANES": self.lanes["L_LANES"],
+            "L_LANES": self.local_lanes,
             "num_warps": self.config.num_warps,
             "num_stages": self.config.num_stages,
         }
@@ -131,101 +187,131 @@ class Steps:
             return self.operand(weight, inner, (block_n, block_k))
         return self.operand(weight, columns, (block_k, block_n))
 
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        saved: Saved,
-        out: torch.Tensor,
-        space: Output,
-        *,
-        kept: torch.Tensor | None = None,
-        scales: torch.Tensor | None = None,
-        grants: torch.Tensor | None = None,
-        met: torch.Tensor | None = None,
-    ) -> Launch:
-        """Send rows of ``x`` to their experts and multiply the rows that arrive.
-
-        Forward, the weight is w_in; backward, where ``x`` is the gradient of y, it is w_out.
+    def plan(self, saved: Saved, grants: torch.Tensor, space: Output) -> tuple[Launch, Launch]:
+        """Count the rows for each expert, and agree with all ranks on their places.
 
         Args:
-            space: The buffers of all ranks that rows arrive in.
-            kept: Forward, if a backward pass follows: gate and up are stored here.
-            scales: Backward: the slots' weights, which travel with the rows.
-            grants: Forward: the indices of the ranks' buffers. Without them, all ranks' indices are
-                the same, and ranks have yet to meet.
-            met: Backward: int32 ``[1]``, which becomes 1 once ranks have met.
+            saved: Its ``plan``, ``slot_rows`` and ``slot_at`` are written.
+            grants: int32 ``[ranks]``; becomes the index of the buffer that each rank grants.
+            space: The buffer that this rank grants.
         """
-        from interlace.operators.mixture_of_experts.kernels.dispatch import (
-            RowPushing,
-            dispatch_grouped_gemm,
-        )
+        from interlace.operators.mixture_of_experts.kernels.plan import count_slots, plan_call
 
-        sizes, config, forward = self.sizes, self.config, grants is not None
-        gates = sizes.gates if forward else 1
-        columns, width = gates * sizes.ffn, config.block_n // gates
-        if forward:
-            weight, along_k, halves = self.w_in, *self.in_order
-        else:
-            weight, along_k, halves = self.w_out, not self.out_order.along_k, False
-        own_buffer = (
-            space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride
-        )
-        # The product reads arriving rows from this rank's own buffer, which peers write.
-        a_tiles = None
-        if self.tiles:
-            block = config.block_m, config.block_k
-            a_tiles = self._matrix(own_buffer, sizes.arrivals, sizes.hidden, block)
-        push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
-        rows, row_columns = layout.push_tile(
-            sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
-        )
-        x = x.contiguous()
-        # Programs take tickets for tiles, because experts get different numbers of rows.
-        ticket = torch.zeros(1, dtype=torch.int32, device=x.device)
-        block = config.block_m, width
+        sizes, numbers = self.sizes, self.workspace
+        blocks, lanes = layout.blocks(sizes.slots, _BLOCK_SLOTS), self.lanes.experts
+        # Counting per block lets every block number its slots without waiting for the blocks before
+        # it.
+        histograms = self.call.new((blocks, lanes), dtype=torch.int32, device=self.call.x.device)
+        shared = {
+            "experts": self.call.experts.contiguous(),
+            "histograms": histograms,
+            "slots": sizes.slots,
+            "E": sizes.experts,
+        }
+        constants = {"E_LANES": lanes, "BLOCK": _BLOCK_SLOTS}
+        count = Launch(count_slots, (blocks,), shared, constants)
         arguments = {
-            "x": x,
+            **shared,
+            "slot_rows": saved.slot_rows,
             "slot_at": saved.slot_at,
-            "scales": scales,
             "plan": saved.plan,
             "grants": grants,
-            "a_tiles": a_tiles,
-            "b": self.weight(weight, columns, sizes.hidden, along_k, halves),
-            "bias": self.b_in if forward else None,
-            "out": self.operand(out, sizes.ffn, block),
+            "numbers": numbers.data.address,
+            "signals": numbers.signals.address,
+            "epochs": numbers.epochs,
+            "ctx": self.context,
+            "call": self.mark,
+            "half": numbers.half_bytes,
+            "buffer_index": space.index,
+            "capacity": sizes.capacity,
+            "L": sizes.local,
+        }
+        # With so many warps, the comparisons of slots with experts fit in registers.
+        warps = max(4, min(32, lanes // 16))
+        constants = {"LANES": self.lanes, "BLOCK": _BLOCK_SLOTS, "num_warps": warps}
+        return count, Launch(plan_call, (blocks,), arguments, constants)
+
+    def dispatch(
+        self, saved: Saved, active: torch.Tensor, grants: torch.Tensor, space: Output
+    ) -> Launch:
+        """Send tokens to their experts, and compute ``active [arrivals, F]`` of those that arrive.
+
+        Args:
+            saved: Gate and up are stored in its ``kept`` if the call saves tensors.
+            active: The activation of gate and up.
+            grants: The indices of the ranks' buffers.
+            space: The buffers of all ranks that rows arrive in.
+        """
+        from interlace.operators.mixture_of_experts.kernels.dispatch import dispatch_grouped_gemm
+
+        sizes, config = self.sizes, self.config
+        kept = saved.kept if self.call.saves else None
+        columns = sizes.gates * sizes.ffn
+        along_k, halves = self.in_order
+        block = config.block_m, config.block_n // sizes.gates
+        arguments = {
+            **self.pushing_arguments(saved, space),
+            "x": self.call.x.contiguous(),
+            "grants": grants,
+            "b": self.weight(self.w_in, columns, sizes.hidden, along_k, halves),
+            "bias": self.b_in,
+            "out": self.operand(active, sizes.ffn, block),
             "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
-            "ticket": ticket,
-            "met": met,
             "buffers": space.address,
+            "buffer_bytes": space.buffer_bytes,
+            "arrivals": sizes.arrivals,
+            "columns": columns,
+        }
+        constants = self.pushing_constants(along_k) | {"FORM": self.call.form}
+        grid, keep = (config.push_programs + self.programs,), (self.w_in, active, kept)
+        return Launch(dispatch_grouped_gemm, grid, arguments, constants, keep)
+
+    def pushing_arguments(self, saved: Saved, space: Output) -> dict[str, Any]:
+        """Return the arguments that both directions' kernels take which push rows."""
+        sizes, config = self.sizes, self.config
+        own = self._matrix(
+            space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride,
+            sizes.arrivals,
+            sizes.hidden,
+            (config.block_m, config.block_k),
+        )
+        return {
+            "slot_at": saved.slot_at,
+            "plan": saved.plan,
+            # The product reads arriving rows from this rank's own buffer, which peers write.
+            "a": own,
+            # Programs take tickets for tiles, because experts get different numbers of rows.
+            "ticket": torch.zeros(1, dtype=torch.int32, device=self.call.x.device),
             "signals": self.workspace.signals.address,
             "epochs": self.workspace.epochs,
             "ctx": self.context,
             "call": self.mark,
-            "buffer_bytes": space.buffer_bytes,
-            "scale_bytes": self.scale_bytes,
-            "buffer_index": space.index,
-            "arrivals": sizes.arrivals,
-            "E": sizes.experts,
             "L": sizes.local,
-            "columns": columns,
             "hidden_groups": sizes.hidden // self.align,
         }
-        constants = self.constants | {
-            "TILING": self.tiling._replace(w_along_k=along_k),
-            "HALVES": halves,
-            "FORM": self.call.form,
+
+    def pushing_constants(self, along_k: bool) -> dict[str, Any]:
+        """Return the constants that both directions' kernels take which push rows.
+
+        Args:
+            along_k: Whether the weight is contiguous along the product's inner dimension.
+        """
+        from interlace.operators.mixture_of_experts.kernels.dispatch import RowPushing
+
+        sizes, config = self.sizes, self.config
+        push_rows = max(config.push_rows, next_power_of_2(ceil_div(sizes.tokens, MAX_PROGRAMS)))
+        rows, columns = layout.push_tile(
+            sizes.hidden, self.dtype.itemsize, config.num_warps, push_rows
+        )
+        return {
+            "LANES": self.lanes,
             "PUSHING": RowPushing(
-                config.push_programs,
-                push_rows,
-                rows,
-                row_columns,
-                sizes.top_k,
-                self.align,
-                self.lanes["E_LANES"],
+                config.push_programs, push_rows, rows, columns, sizes.top_k, self.align
             ),
+            "TILING": self.tiling._replace(w_along_k=along_k),
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
         }
-        grid = (config.push_programs + self.programs,)
-        return Launch(dispatch_grouped_gemm, grid, arguments, constants, (weight, out, kept))
 
     def combine(
         self, plan: torch.Tensor, rows: torch.Tensor, *, met: torch.Tensor | None = None

@@ -1,0 +1,147 @@
+"""``impl="unfused"``: the layer in steps of torch, for any call; the host waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import _C
+
+from interlace.comm import process_group_named
+from interlace.gemm.reference import is_alone
+from interlace.operators.mixture_of_experts.activation import ExpertActivation
+from interlace.operators.mixture_of_experts.layout import Parameters
+
+if TYPE_CHECKING:
+    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
+
+_AUTOGRAD = _C.DispatchKeySet(_C.DispatchKey.AutogradCPU) | _C.DispatchKeySet(
+    _C.DispatchKey.AutogradCUDA
+)
+
+
+def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+    """Return ``y [T, hidden]``; tensors for the backward pass are not filled."""
+    # The operator has a backward pass of its own, so nothing is recorded here.
+    with torch.no_grad():
+        y = _layer(call, call.x, call.weights, call.parameters)
+    return y.contiguous(), call.unused()
+
+
+def backward(
+    call: LayerCall, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
+) -> tuple[torch.Tensor, ...]:
+    """Return the gradients of x, weights, w_in, w_out, b_in and b_out.
+
+    The forward pass, which saved nothing, runs again. The last four are empty unless they are
+    ``needed``.
+    """
+    x, weights = (tensor.detach().requires_grad_() for tensor in (call.x, call.weights))
+    parameters = Parameters._make(
+        None if tensor is None else tensor.detach().requires_grad_() for tensor in call.parameters
+    )
+    present = [parameter for parameter in parameters if parameter is not None]
+    # Below a mode that looks at every operator, such as a counter of operations, autograd is off.
+    include, exclude = _C._dispatch_tls_local_include_set(), _C._dispatch_tls_local_exclude_set()
+    with torch.enable_grad(), _C._ForceDispatchKeyGuard(include, exclude - _AUTOGRAD):
+        y = _layer(call, x, weights, parameters)
+        found = torch.autograd.grad(
+            y, [x, weights, *present], grad, allow_unused=True, materialize_grads=True
+        )
+    of_present = dict(zip(map(id, present), found[2:], strict=True))
+    gradients = call.parameters.gradients(needed)
+    for target, parameter in zip(gradients, parameters, strict=True):
+        if target.numel():
+            target.copy_(of_present[id(parameter)])
+    return found[0].contiguous(), found[1].contiguous(), *gradients
+
+
+def _layer(
+    call: LayerCall, x: torch.Tensor, weights: torch.Tensor, parameters: Parameters
+) -> torch.Tensor:
+    """Sort, all-to-all, one expert after another, all-to-all, weighted sum; differentiable."""
+    activation, experts = ExpertActivation.parse(call.activation), call.experts
+    group = process_group_named(call.group_name)
+    local = parameters.w_in.shape[0]
+    rank, ranks = (0, 1) if is_alone(group) else (dist.get_rank(group), dist.get_world_size(group))
+    chosen = experts.reshape(-1)
+    # Slots beyond the capacity are dropped by token and then by j, as the kernels drop them.
+    slots = [(chosen == number).nonzero()[: call.capacity, 0] for number in range(ranks * local)]
+    order = torch.cat(slots)
+    counts = torch.tensor([len(part) for part in slots], device=x.device)
+    of_ranks = [counts]
+    if ranks > 1:
+        of_ranks = [torch.empty_like(counts) for _ in range(ranks)]
+        dist.all_gather(of_ranks, counts, group=group)
+    # [source][local expert]
+    own_counts = [part[rank * local : (rank + 1) * local].tolist() for part in of_ranks]
+    sent, arriving = counts.view(ranks, local).sum(1).tolist(), [sum(part) for part in own_counts]
+    received = _exchange(x[order // experts.shape[1]], arriving, sent, group, ranks)
+    # Rows arrive by source, and those of a source by expert.
+    owner = torch.cat(
+        [
+            torch.full((count,), number, device=x.device)
+            for part in own_counts
+            for number, count in enumerate(part)
+        ]
+    )
+    results = torch.zeros_like(received)
+    # Experts one by one, obviously right; index_copy lets gradients through.
+    for number in range(local):
+        rows = (owner == number).nonzero()[:, 0]
+        computed = _expert(number, received[rows], parameters, activation)
+        results = results.index_copy(0, rows, computed)
+    returned = _exchange(results, sent, arriving, group, ranks)
+    rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
+    # A dropped slot's weight may be NaN, which 0 would not hide.
+    is_kept = torch.zeros_like(chosen, dtype=torch.bool).index_fill(0, order, True)
+    weights = torch.where(is_kept.view_as(weights), weights, 0.0)
+    return (rows.view(*experts.shape, x.shape[1]).float() * weights[..., None]).sum(1).to(x.dtype)
+
+
+def _expert(
+    number: int, rows: torch.Tensor, parameters: Parameters, activation: ExpertActivation
+) -> torch.Tensor:
+    """Return the results ``[M, hidden]`` of one expert's ``rows [M, hidden]``."""
+    w_in, w_out = parameters.w_in[number], parameters.w_out[number]
+    b_in, b_out = (None if each is None else each[number] for each in parameters[2:])
+    gates = [
+        F.linear(rows, w_in[:, i], None if b_in is None else b_in[:, i])
+        for i in range(w_in.shape[1])
+    ]
+    return F.linear(activation(*gates), w_out, b_out)
+
+
+def _exchange(
+    rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any, ranks: int
+) -> torch.Tensor:
+    if ranks == 1:
+        return rows
+    exchanged: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
+        rows, arriving, sent, group
+    )
+    return exchanged
+
+
+class _AllToAll(torch.autograd.Function):
+    """Send rows to other ranks, and their gradients back."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any
+    ) -> torch.Tensor:
+        ctx.splits = sent, arriving, group
+        received = rows.new_empty(sum(arriving), rows.shape[1])
+        dist.all_to_all_single(received, rows.contiguous(), arriving, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        sent, arriving, group = ctx.splits
+        (grad,) = grads
+        returned = grad.new_empty(sum(sent), grad.shape[1])
+        dist.all_to_all_single(returned, grad.contiguous(), sent, arriving, group=group)
+        return returned, None, None, None

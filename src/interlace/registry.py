@@ -31,11 +31,6 @@ any other.
 """
 
 
-def _run_by_operator(call: Any) -> Any:
-    """Refuse to run: the operator's forward and backward passes tell implementations apart."""
-    raise NotImplementedError("this operator runs its implementations by itself")
-
-
 @dataclasses.dataclass(frozen=True)
 class Implementation:
     """One way to run an operator, which a caller asks for by ``impl=name``.
@@ -44,8 +39,7 @@ class Implementation:
         name: A word with the same meaning in every operator that has this implementation.
         summary: What it does, in half a sentence.
         run: Runs a call that is not refused. It returns None if it turns out to be impossible for
-            a call that did not ask for it by name. Operators whose forward and backward passes tell
-            implementations apart themselves have none.
+            a call that did not ask for it by name.
         refusal: Returns what a call must have for this implementation and has not, or None.
         schedule: How it computes its product, for predictions of its time (see
             :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"batch"``, a
@@ -65,7 +59,7 @@ class Implementation:
 
     name: str
     summary: str
-    run: Callable[[Any], Any] = _run_by_operator
+    run: Callable[[Any], Any]
     refusal: Callable[[Any], str | None] = lambda _: None
     schedule: Literal[
         "whole", "batch", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"

@@ -227,7 +227,7 @@ def call_normed(
         raise ArgumentError(f"{operator.norm_name}: norm must be a word or None; got {norm!r}.")
     text = "" if config is None else str(config)
     results = entrance(operator.norm_name)(
-        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", eps, scale, out_dtype,
+        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
         default_name(group), impl, text,
     )  # fmt: skip
     return Normed(*results)

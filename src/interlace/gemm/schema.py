@@ -96,6 +96,13 @@ def define(name: str) -> GemmOperator:
     return operator
 
 
+def _numbers(rows: Sequence[int]) -> list[int]:
+    """Return a list of rows as Python's integers, which NumPy's and torch's are not; integers of a
+    compiler that traces the call stay what they are.
+    """
+    return [count if isinstance(count, (int, torch.SymInt)) else int(count) for count in rows]
+
+
 _MOST_VALID = 4096
 _valid: set[tuple[Hashable, ...]] = set()
 """Kinds of calls whose arguments were validated: a program makes few of them, again and again."""
@@ -188,7 +195,7 @@ def call(
             if len(_valid) >= _MOST_VALID:
                 _valid.clear()
             _valid.add(kind)
-    lists = [None if rows is None else list(rows) for rows in splits]  # type: ignore[call-overload]
+    lists = [None if rows is None else _numbers(rows) for rows in splits]  # type: ignore[arg-type]
     overload = f".{_EXCHANGED}" if operator.exchanges(tuple(lists)) else ""
     door = entrance(operator.name + overload)
     # What has a kind nobody listens to, and has ordinary tensors.

@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
+from interlace.comm.groups.registration import entrance
 from interlace.operators.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
-from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.op import DECLARATION
 from interlace.operators.embedding_all_to_all.update import Gradient, RowWiseAdagrad
 from interlace.operators.embedding_all_to_all.validate import batch_of, validate
@@ -135,7 +136,7 @@ def embedding_all_to_all(
     # A rank without trainable tables takes part in the backward pass because of this.
     anchor = anchors[str(indices.device)] if agreed.trains else None
     states = list(gradient.states) if isinstance(gradient, RowWiseAdagrad) else []
-    y: torch.Tensor = torch.ops.interlace.embedding_all_to_all(
+    y: torch.Tensor = entrance(OPERATOR)(
         list(weights),
         indices,
         offsets,
@@ -149,8 +150,8 @@ def embedding_all_to_all(
         mode,
         getattr(torch, agreed.output_dtype),
         kind,
-        0.0 if isinstance(gradient, str) else gradient.learning_rate,
-        gradient.epsilon if isinstance(gradient, RowWiseAdagrad) else 0.0,
+        0.0 if isinstance(gradient, str) else float(gradient.learning_rate),
+        float(gradient.epsilon) if isinstance(gradient, RowWiseAdagrad) else 0.0,
         default_name(group),
         impl,
         "" if config is None else str(config),

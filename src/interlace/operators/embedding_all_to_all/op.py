@@ -12,7 +12,12 @@ from typing import Any
 
 import torch
 
-from interlace.comm.groups.registration import UNCAPTURABLE_TAGS, once_differentiable, register
+from interlace.comm.groups.registration import (
+    UNCAPTURABLE_TAGS,
+    entrance,
+    once_differentiable,
+    register,
+)
 from interlace.gemm.operands import require_values
 from interlace.operators.embedding_all_to_all.backward import (
     BACKWARD,
@@ -182,7 +187,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     nothing[5] = [None] * (len(kept) - ctx.tables if ctx.updates else 0)
     if ctx.updates:
         weights, states = kept[: ctx.tables], kept[ctx.tables :]
-        for_anchor = torch.ops.interlace.embedding_all_to_all_update(
+        for_anchor = entrance("embedding_all_to_all_update")(
             grad,
             weights,
             states,
@@ -199,7 +204,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
         return tuple(nothing)
     sparse = ctx.gradient == "sparse"
-    values, keys, bounds, for_anchor = torch.ops.interlace.embedding_all_to_all_gradient(
+    values, keys, bounds, for_anchor = entrance("embedding_all_to_all_gradient")(
         grad,
         indices,
         offsets,

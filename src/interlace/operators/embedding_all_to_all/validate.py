@@ -77,7 +77,7 @@ def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
             )
         if batch_size < 0:
             raise ArgumentError(f"{OPERATOR}: batch_size must not be negative; got {batch_size}.")
-        return batch_size
+        return int(batch_size)
     if count < 1 or (count - 1) % tables:
         raise ArgumentError(
             f"{OPERATOR}: offsets must be [T * B + 1] for T = {tables} tables; got {count}. "

@@ -103,6 +103,33 @@ def _choice_as_gemm(*, tokens: int, rows: int, columns: int, **context: Any) -> 
     return choice
 
 
+@dataclasses.dataclass(frozen=True)
+class GemvCall:
+    """One call, validated and agreed on by all ranks.
+
+    Attributes:
+        x: ``[B, K]``, the tokens.
+        w: ``[N, K]``, its rows contiguous.
+        bias: ``[N]``, or None.
+        group: The ranks, and what they share.
+        group_name: The name of their process group.
+        chooser: The word by which the operator around a GEMM chooses, where that runs.
+        config: The fused kernel's configuration.
+        mark: The number that the call's signals carry.
+        is_batch_invariant: Whether a token's result must have the same bits in every batch.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    bias: torch.Tensor | None
+    group: Group
+    group_name: str
+    chooser: str
+    config: GemvAllReduceConfig
+    mark: int
+    is_batch_invariant: bool
+
+
 def run(
     x: torch.Tensor,
     w: torch.Tensor,
@@ -116,7 +143,8 @@ def run(
     Raises:
         ArgumentError: The operands have different dtypes.
     """
-    impl = invariance.effective_impl(operator_named(OPERATOR), impl)
+    operator = operator_named(OPERATOR)
+    impl = invariance.effective_impl(operator, impl)
     group = group_named(group_name, x.device)
     # Decoding makes the same call again and again, so the agreement and the choice are kept.
     key = (
@@ -130,59 +158,74 @@ def run(
         config,
     )
     decision = group.once(key, lambda: _decide(group, x, w, bias, impl, config))
-    if decision.impl == "unfused":
-        group.check()
-        with _range(x, w, decision, group):
-            return reference.gemv_all_reduce(x, w, bias, process_group_named(group_name))
-    # The kernels take rows of tokens; a vector is one token.
-    matrix = x if x.dim() == 2 else x[None]
     # The operator around a GEMM measures this kernel beside the others.
-    if decision.impl == "gemm" or (decision.is_predicted and autotune.is_enabled(impl)):
-        gemm = entrance(operator_matching("gemm", "all_reduce").name)
-        chooser = impl if impl in ("measured", BATCH_INVARIANT) else "auto"
-        result: torch.Tensor = gemm(matrix, w, bias, None, None, x.dtype, group_name, chooser, "")
-        return result.view(*x.shape[:-1], w.shape[0])
-    y = x.new_empty([*x.shape[:-1], w.shape[0]])
-    if matrix.stride(-1) != 1:
-        matrix = matrix.contiguous()
+    is_measured = decision.is_predicted and autotune.is_enabled(impl)
+    call = GemvCall(
+        # The kernels take rows of tokens; a vector is one token.
+        x if x.dim() == 2 else x[None],
+        w,
+        bias,
+        group,
+        group_name,
+        impl if impl in ("measured", BATCH_INVARIANT) else "auto",
+        decision.config,
+        decision.mark,
+        decision.is_batch_invariant,
+    )
+    y: torch.Tensor = operator.implementation("gemm" if is_measured else decision.impl).run(call)
+    return y if x.dim() == 2 else y[0]
+
+
+def run_fused(call: GemvCall) -> torch.Tensor:
+    """Return the sum over ranks, ``[B, N]``, by one kernel."""
+    x, w, bias, group = call.x, call.w, call.bias, call.group
+    y = x.new_empty([x.shape[0], w.shape[0]])
+    # Shapes were agreed on, so without elements no rank launches anything.
+    if not y.numel():
+        return y
+    if x.stride(-1) != 1:
+        x = x.contiguous()
     if bias is not None:
         bias = bias.contiguous()
-    # Shapes were agreed on, so without elements no rank launches anything.
-    if y.numel():
-        is_invariant = decision.is_batch_invariant
+    config, mark, is_invariant = call.config, call.mark, call.is_batch_invariant
 
-        def enqueue() -> None:
-            prepare(
-                group,
-                matrix,
-                w,
-                bias,
-                y,
-                decision.config,
-                decision.mark,
-                is_batch_invariant=is_invariant,
-            )()
+    def enqueue() -> None:
+        prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
 
-        with _range(x, w, decision, group), group.running():
-            places_of_call = places(matrix, w, bias, y)
-            call = (OPERATOR, decision.config, decision.mark, is_invariant, places_of_call)
-            group.replays.run(call, enqueue, with_libraries=False)
+    with _range(call, "fused"), group.running():
+        key = OPERATOR, config, mark, is_invariant, places(x, w, bias, y)
+        group.replays.run(key, enqueue, with_libraries=False)
     return y
 
 
-def _range(
-    x: torch.Tensor, w: torch.Tensor, decision: GemvDecisions, group: Group
-) -> contextlib.AbstractContextManager[object]:
+def run_gemm(call: GemvCall) -> torch.Tensor:
+    """Return what the operator around a GEMM computes, by the implementation that it takes."""
+    gemm = entrance(operator_matching("gemm", "all_reduce").name)
+    x, w = call.x, call.w
+    y: torch.Tensor = gemm(x, w, call.bias, None, None, x.dtype, call.group_name, call.chooser, "")
+    return y
+
+
+def run_unfused(call: GemvCall) -> torch.Tensor:
+    """Run ``F.linear``, then ``all_reduce``."""
+    call.group.check()
+    with _range(call, "unfused"):
+        process_group = process_group_named(call.group_name)
+        return reference.gemv_all_reduce(call.x, call.w, call.bias, process_group)
+
+
+def _range(call: GemvCall, implementation: str) -> contextlib.AbstractContextManager[object]:
     """Return the range of a call, for profilers."""
+    x, w = call.x, call.w
     return ranges.around(
         OPERATOR,
-        decision.impl,
+        implementation,
         (x, w),
         lambda: floor_link_bytes(
-            tokens=x.numel() // max(1, x.shape[-1]),
+            tokens=x.shape[0],
             rows=w.shape[0],
             itemsize=x.itemsize,
-            world_size=group.world_size,
+            world_size=call.group.world_size,
         ),
     )
 

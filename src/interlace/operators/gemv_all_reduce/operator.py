@@ -27,14 +27,20 @@ class GemvAllReduce(Operator):
     command_module = "interlace.cli.bench_gemv_all_reduce"
     implementations = (
         Implementation(
-            "fused", "one kernel that sends sums as it computes them", is_batch_invariant=True
+            "fused",
+            "one kernel that sends sums as it computes them",
+            launch.run_fused,
+            is_batch_invariant=True,
         ),
         Implementation(
             "gemm",
             "gemm_all_reduce, by the implementation that it takes itself",
+            launch.run_gemm,
             spans_nodes=True,
         ),
-        Implementation("unfused", "F.linear, then all_reduce", spans_nodes=True),
+        Implementation(
+            "unfused", "F.linear, then all_reduce", launch.run_unfused, spans_nodes=True
+        ),
     )
 
     def choose(self, **call: Any) -> Any:

@@ -7,11 +7,12 @@ import torch.distributed as dist
 
 from interlace.comm import default_name, process_group_named, rank_and_size
 from interlace.comm.groups.group import known_nodes
+from interlace.comm.groups.registration import entrance
 from interlace.comm.host.nodes import declared_ranks_per_node
-from interlace.operators.mixture_of_experts import schema
+from interlace.operators.mixture_of_experts import schema  # noqa: F401  # registers the operator
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.call import validate
-from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.operator import MixtureOfExperts
 
 _DECLARATION = MixtureOfExperts()
@@ -118,7 +119,7 @@ def mixture_of_experts(
         for tensor in (x, weights, w_in, w_out, b_in, b_out)
     )
     text = "" if config is None else str(config)
-    y, *_ = schema.OPERATOR(
+    y, *_ = entrance(OPERATOR)(
         x,
         experts,
         # Kernels read a slot's weight at the slot's number.

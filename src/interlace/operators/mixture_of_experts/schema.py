@@ -15,10 +15,15 @@ from typing import Any
 
 import torch
 
-from interlace.comm.groups.registration import UNCAPTURABLE_TAGS, once_differentiable, register
+from interlace.comm.groups.registration import (
+    UNCAPTURABLE_TAGS,
+    entrance,
+    once_differentiable,
+    register,
+)
 from interlace.gemm.invariance import effective_impl
 from interlace.operators.mixture_of_experts.call import LayerCall, Saved, run, run_backward
-from interlace.operators.mixture_of_experts.config import OPERATOR as NAME
+from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import ExpertSizes, Parameters
 from interlace.registry import operator_named
 
@@ -42,7 +47,6 @@ _library.define(
     "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=UNCAPTURABLE_TAGS,
 )
-OPERATOR = torch.ops.interlace.mixture_of_experts
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -61,7 +65,7 @@ def _call(inputs: Sequence[Any], keeps: bool, saves: bool) -> LayerCall:
 def _run(*arguments: Any) -> Tensors:
     *inputs, keeps, saves = arguments
     call = _call(inputs, keeps, saves)
-    impl = effective_impl(operator_named(NAME), call.impl)
+    impl = effective_impl(operator_named(OPERATOR), call.impl)
     y, saved = run(call if impl == call.impl else dataclasses.replace(call, impl=impl))
     return y, *saved
 
@@ -108,7 +112,7 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
         return *([None] * _TENSORS), *nothing
     tensors = ctx.saved_tensors
     need_x, _, need_weights, *needed = ctx.needs_input_grad[:_TENSORS]
-    x, weights, *parameters = torch.ops.interlace.mixture_of_experts_backward(
+    x, weights, *parameters = entrance("mixture_of_experts_backward")(
         grad, *tensors, *ctx.options, needed
     )
     return (

@@ -234,7 +234,7 @@ def _recorded_with_lists(
         lists: The places of the lists among the arguments.
     """
 
-    class Recorded(torch.autograd.Function):
+    class RecordedOneByOne(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, lengths: tuple[int, ...], *flat: Any) -> Any:
             ctx.lengths = lengths
@@ -247,11 +247,11 @@ def _recorded_with_lists(
                 found = backward(ctx, *grads)
             return None, *_flat(found, lists, ctx.lengths)
 
-    Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{name}"
+    RecordedOneByOne.__name__ = RecordedOneByOne.__qualname__ = f"Recorded_{name}"
 
     def record(*args: Any) -> Any:
         lengths = tuple(len(args[place]) for place in lists)
-        return Recorded.apply(lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
+        return RecordedOneByOne.apply(lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
 
     return record
 

@@ -36,8 +36,8 @@ _ROUNDS = 30
 _SLEEP_CYCLES = 2_000_000
 
 CASES: tuple[tuple[Case, float], ...] = (
-    (GemvCase("gemv_all_reduce", "fused one_shot", "bfloat16", False, 1, 8192, 3584), 1.10),
-    (GemvCase("gemv_all_reduce", "fused two_phase", "bfloat16", False, 1, 8192, 3584), 1.10),
+    (GemvCase("gemv_all_reduce", "gemv one_shot", "bfloat16", False, 1, 8192, 3584), 1.10),
+    (GemvCase("gemv_all_reduce", "gemv two_phase", "bfloat16", False, 1, 8192, 3584), 1.10),
     (ProductCase("gemm_reduce_scatter", "fused", "bfloat16", False, 8192, 8192, 1536), 1.03),
     (ProductCase("gemm_all_reduce", "fused", "bfloat16", False, 4096, 8192, 3072), 1.03),
     (ProductCase("gemm_all_to_all", "fused", "bfloat16", False, 8192, 8192, 1536), 1.03),

@@ -101,7 +101,8 @@ def _choice(name: str, sizes: tuple[int, ...], **call: Any) -> str:
         )
     else:
         choice = operator.choose(**named, **call)
-    values = " ".join(str(value) for value in vars(choice.config).values())
+    config = choice.configs.get(choice.impl, choice.config)
+    values = " ".join(str(value) for value in vars(config).values())
     return f"{choice.impl} [{values}] {hashlib.sha256(choice.reason.encode()).hexdigest()[:8]}"
 
 

@@ -223,8 +223,8 @@ def test_the_table_of_the_readme() -> None:
     decoding = "exploration/2026-11-25-huggingface-decode-2xh200.json"
     step = json.loads((RESULTS / decoding).read_text(encoding="utf-8"))["results"][0]
     expected = [
-        _times("2026-11-20-gemv_all_reduce-4xh200-one-token.json", "fused",
-               "cuBLAS + torch two-shot", rows=8192, columns=2048),
+        _times("2026-11-20-gemv_all_reduce-4xh200-one-token.json", "gemv",
+               "cuBLAS + torch two-shot", columns=8192, inner=2048),
         _times("2026-11-21-gemm_reduce_scatter-4xh200.json", "chunked",
                "torch async-TP", **products),
         _times("2026-11-21-gemm_all_to_all-4xh200.json", "fused", "cuBLAS + NCCL", **products),

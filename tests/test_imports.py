@@ -63,7 +63,7 @@ WITHOUT_TRITON = [
     "import interlace.nn",
     (
         "import interlace; interlace.gemv_all_reduce; import torch; "
-        "torch.ops.interlace.gemv_all_reduce.default"
+        "torch.ops.interlace.gemm_all_reduce.default"
     ),
     # Its gradient is the other operator.
     "import interlace; interlace.gemm_reduce_scatter; import torch; "

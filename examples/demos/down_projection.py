@@ -23,9 +23,9 @@ import torch.distributed as dist
 from interlace.cli.ranks import advance
 from interlace.comm import Group, group_of
 from interlace.costs.gemv_all_reduce import fused
-from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
-from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig, block_tokens
-from interlace.operators.gemv_all_reduce.launch import choose, prepare
+from interlace.operators.gemm_all_reduce import gemv_all_reduce
+from interlace.operators.gemm_all_reduce.config import GemvAllReduceConfig, block_tokens
+from interlace.operators.gemm_all_reduce.gemv import prepare, tuned
 from interlace.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def _judge(
     rows, columns = shape
     error, allowed = (
         max(rank["error"] for rank in ranks),
-        GemvShape(tokens, rows, columns).tolerance,
+        GemvShape("gemv_all_reduce", tokens, rows, columns).tolerance,
     )
     # Not `error > allowed`: a NaN must not pass.
     right = all(rank["error"] <= allowed for rank in ranks)
@@ -280,10 +280,10 @@ def _one_shape(
     folder: str, group: Group, rows: int, columns: int, tokens: int, *, record: bool
 ) -> dict[str, Any]:
     x, w = _inputs(group, rows, columns, tokens)
-    config = choose(
-        tokens=tokens,
-        rows=rows,
-        columns=columns,
+    config = tuned(
+        rows=tokens,
+        columns=rows,
+        inner=columns,
         dtype=x.dtype,
         world_size=group.world_size,
         device=x.device,
@@ -344,7 +344,7 @@ def _inputs(
 def _run(
     group: Group, x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig | None = None
 ) -> torch.Tensor:
-    y = gemv_all_reduce(x, w, impl="fused", config=config)
+    y = gemv_all_reduce(x, w, impl="gemv", config=config)
     group.synchronize()
     return y
 
@@ -392,7 +392,7 @@ def _time(x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig) -> dict
     copies = max(2, min(8, 2 * cache // max(1, w.nbytes) + 2))
     weights = [w, *(w.clone() for _ in range(copies - 1))]
     calls = {
-        "fused": lambda i: gemv_all_reduce(x, weights[i % copies], impl="fused", config=config),
+        "fused": lambda i: gemv_all_reduce(x, weights[i % copies], impl="gemv", config=config),
         "unfused": lambda i: gemv_all_reduce(x, weights[i % copies], impl="unfused"),
         "compute alone": lambda i: linear(x, weights[i % copies]),
     }

@@ -41,12 +41,11 @@ if TYPE_CHECKING:
     from interlace.operators.embedding_all_to_all import embedding_all_to_all
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.operators.explain import explain
-    from interlace.operators.gemm_all_reduce import GemmAllReduceConfig, gemm_all_reduce
+    from interlace.operators.gemm_all_reduce import gemm_all_reduce, gemv_all_reduce
+    from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
     from interlace.operators.gemm_all_reduce_norm import GemmAllReduceNormConfig
     from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
-    from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
-    from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
     from interlace.operators.mixture_of_experts import mixture_of_experts
     from interlace.operators.mixture_of_experts.activation import ExpertActivation
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
@@ -92,14 +91,14 @@ _PUBLIC = {
     "explain": "interlace.operators.explain",
     "operator": "interlace.registry",
     "gemm_all_reduce": "interlace.operators.gemm_all_reduce",
-    "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce",
+    "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce.config",
     "GemmAllReduceNormConfig": "interlace.operators.gemm_all_reduce_norm",
     "gemm_all_to_all": "interlace.operators.gemm_all_to_all",
     "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all",
     "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter",
     "GemmReduceScatterConfig": "interlace.operators.gemm_reduce_scatter",
-    "gemv_all_reduce": "interlace.operators.gemv_all_reduce.api",
-    "GemvAllReduceConfig": "interlace.operators.gemv_all_reduce.config",
+    "gemv_all_reduce": "interlace.operators.gemm_all_reduce",
+    "GemvAllReduceConfig": "interlace.operators.gemm_all_reduce.config",
     "mixture_of_experts": "interlace.operators.mixture_of_experts",
     "ExpertActivation": "interlace.operators.mixture_of_experts.activation",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",

@@ -52,6 +52,10 @@ class Implementation:
             memory.
         is_batch_invariant: Whether a row's result has the same bits in every batch, if the call
             asks for that; see :mod:`interlace.gemm.invariance`.
+        config_type: Its configuration, where that is another one than the operator's own kernel
+            has; else None.
+        is_predictable: Returns whether its predicted time holds for such a call. Where it does not,
+            only a caller or a table takes the implementation.
         backward: Runs the backward pass of a call, of operators whose backward pass depends on the
             implementation; its arguments are the operator's own. None where it does not, or where
             this implementation is for calls without gradients.
@@ -67,6 +71,8 @@ class Implementation:
     is_stock: bool = False
     spans_nodes: bool = False
     is_batch_invariant: bool = False
+    config_type: type | None = None
+    is_predictable: Callable[[Any], bool] = lambda _: True
     backward: Callable[..., Any] | None = None
 
 
@@ -82,12 +88,15 @@ class Operator(abc.ABC):
             Empty for an operator that declares a name of its own and no pattern.
         name: The operator's name, as in ``torch.ops.interlace``; by default its pattern's words.
         sizes: The names of the sizes by which entries of the tuned table are found.
-        config_type: The fused kernel's configuration; None if there is nothing to configure.
+        config_type: The fused kernel's configuration; None if there is nothing to configure. Other
+            implementations may have one of their own.
         has_public_function: Whether users call it as ``interlace.<name>``; some operators are made
             by the pass for ``torch.compile`` only.
         sum_name: The name of its variant for a sum of several products, which adds them chunk by
             chunk; empty if there is none.
         norm_name: The name of its variant that normalises the sum; empty if there is none.
+        vector_name: The name of its public function for few rows, which takes a vector, too; empty
+            if there is none.
         command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
             adds its ``interlace bench`` and ``interlace tune``; empty if it has neither.
         choosers: The values of ``impl`` by which the operator chooses an implementation itself:
@@ -106,6 +115,7 @@ class Operator(abc.ABC):
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
     norm_name: ClassVar[str] = ""
+    vector_name: ClassVar[str] = ""
     command_module: ClassVar[str] = ""
     choosers: ClassVar[tuple[str, ...]] = ("auto",)
     implementations: ClassVar[tuple[Implementation, ...]]
@@ -153,6 +163,12 @@ class Operator(abc.ABC):
         has for a call of :meth:`timed_call`.
         """
         raise NotImplementedError
+
+    @property
+    def config_types(self) -> tuple[type, ...]:
+        """Return the types of configurations that a call may have."""
+        own = (self.config_type, *(each.config_type for each in self.implementations))
+        return tuple(kind for kind in own if kind is not None)
 
     @property
     def words(self) -> tuple[str, ...]:
@@ -269,12 +285,12 @@ class Operator(abc.ABC):
         """Refuse an ``impl`` that does not exist, and a ``config`` of another operator.
 
         Raises:
-            ArgumentError: There is no such implementation, or ``config`` is neither None nor this
-                operator's configuration.
+            ArgumentError: There is no such implementation, or ``config`` is neither None nor a
+                configuration of this operator.
         """
         self.validate_impl(impl)
-        if config is not None and not isinstance(config, self.config_type or ()):
-            expected = "None" if self.config_type is None else self.config_type.__name__
+        if config is not None and not isinstance(config, self.config_types):
+            expected = _or([kind.__name__ for kind in self.config_types] or ["None"])
             raise ArgumentError(
                 f"{self.name}: config must be of type {expected}; got {type(config).__name__}."
             )
@@ -308,16 +324,27 @@ def operators() -> Mapping[str, Operator]:
     return MappingProxyType(_operators)
 
 
+def find_operator(name: str) -> Operator | None:
+    """Return the operator of that name, or whose public function for few rows has it; None if there
+    is none.
+    """
+    known = operators()
+    if name in known:
+        return known[name]
+    return next((each for each in known.values() if name == each.vector_name != ""), None)
+
+
 def operator_named(name: str) -> Operator:
-    """Return the operator of that name.
+    """Return the operator of that name, or whose public function for few rows has it.
 
     Raises:
         ArgumentError: There is none.
     """
-    known = operators()
-    if name not in known:
-        raise ArgumentError(f"operator must be one of {', '.join(sorted(known))}; got {name!r}.")
-    return known[name]
+    found = find_operator(name)
+    if found is None:
+        known = ", ".join(sorted(operators()))
+        raise ArgumentError(f"operator must be one of {known}; got {name!r}.")
+    return found
 
 
 def operator_matching(*pattern: str) -> Operator:

@@ -156,10 +156,10 @@ def _bench(results: list[Any], source: str) -> list[Product]:
             ),
             default=None,
         )
-        if alone is not None and {"tokens", "rows", "columns"} <= result.keys():
+        if alone is not None and {"rows", "columns", "inner"} <= result.keys():
             m, n, k = (
                 integer(result[name], f"{location}.{name}", least=1)
-                for name in ("tokens", "rows", "columns")
+                for name in ("rows", "columns", "inner")
             )
             products.append(Product(m, n, k, alone))
     return products

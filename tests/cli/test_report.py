@@ -60,11 +60,12 @@ def result(fused: float = 12.0, nccl: float = 30.0, **changes: Any) -> dict[str,
         }
         for name, us in times.items()
     }
+    sizes = {"rows": 1, "columns": 8192, "inner": 2048}
+    shape = " x ".join(str(changes.get(name, size)) for name, size in sizes.items())
     return {
         "operator": "gemv_all_reduce",
-        "tokens": 1,
-        "rows": 8192,
-        "columns": 2048,
+        "shape": shape,
+        **sizes,
         "dtype": "bfloat16",
         "world_size": 4,
         "config": "one_shot 4 512 4 1 0 0",
@@ -97,7 +98,7 @@ def test_table_shows_every_time() -> None:
     console = Console(width=140, record=True, file=io.StringIO())
     console.print(report.table("gemv_all_reduce", result()))
     text = console.export_text()
-    assert "gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks" in text
+    assert "gemv_all_reduce: 1 x 8192 x 2048, bfloat16, 4 ranks" in text
     lines = {
         line.split("│")[1].strip(): [cell.strip() for cell in line.split("│")[2:-1]]
         for line in text.splitlines()
@@ -119,7 +120,7 @@ def test_markdown(tmp_path: Path) -> None:
         "date": "2026-11-20T15:00:00+00:00",
     }
     file.write_text(
-        json.dumps({**document, "results": [result(), result(tokens=2, world_size=2)]}),
+        json.dumps({**document, "results": [result(), result(rows=2, world_size=2)]}),
         encoding="utf-8",
     )
     done = CliRunner().invoke(app, ["bench", "table", str(file), str(file)])
@@ -233,9 +234,9 @@ def test_entry_is_unfused_only_where_what_it_runs_is_faster() -> None:
     assert tuned.entry(result()) == {
         "world_size": 4,
         "dtype": "bfloat16",
-        "tokens": 1,
-        "rows": 8192,
-        "columns": 2048,
+        "rows": 1,
+        "columns": 8192,
+        "inner": 2048,
         "impl": "fused",
         "config": "one_shot 4 512 4 1 0 0",
         "fused_us": 12.0,
@@ -252,18 +253,18 @@ def test_tables_merge_by_point(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     assert tuned.read(file, "gemv_all_reduce") is None
     first = tuned.merge(
-        None, "gemv_all_reduce", MACHINE, [tuned.entry(result(tokens=2)), tuned.entry(result())]
+        None, "gemv_all_reduce", MACHINE, [tuned.entry(result(rows=2)), tuned.entry(result())]
     )
-    assert [entry["tokens"] for entry in first["entries"]] == [1, 2]
+    assert [entry["rows"] for entry in first["entries"]] == [1, 2]
     file.write_text(json.dumps(first), encoding="utf-8")
     newer = {**MACHINE, "driver": "580.1"}
     second = tuned.merge(
         tuned.read(file, "gemv_all_reduce"),
         "gemv_all_reduce",
         newer,
-        [tuned.entry(result(fused=11.0)), tuned.entry(result(tokens=4))],
+        [tuned.entry(result(fused=11.0)), tuned.entry(result(rows=4))],
     )
-    assert [(entry["tokens"], entry["fused_us"]) for entry in second["entries"]] == [
+    assert [(entry["rows"], entry["fused_us"]) for entry in second["entries"]] == [
         (1, 11.0),
         (2, 12.0),
         (4, 12.0),
@@ -295,7 +296,7 @@ def test_written_tables_are_what_tuning_reads(
     tuning._table.cache_clear()
     try:
         point = tuning.Point(
-            world_size=4, dtype="bfloat16", sizes={"tokens": 1, "rows": 8192, "columns": 2048}
+            world_size=4, dtype="bfloat16", sizes={"rows": 1, "columns": 8192, "inner": 2048}
         )
         found = tuning.nearest("gemv_all_reduce", "NVIDIA H200", point)
     finally:
@@ -347,7 +348,7 @@ def measuring(monkeypatch: pytest.MonkeyPatch) -> Callable[[Answer], list[tuple[
 @pytest.fixture
 def measured(measuring: Callable[[Answer], list[tuple[Any, ...]]]) -> list[tuple[Any, ...]]:
     """Ranks that have measured a product of a few tokens; what they were asked."""
-    names = "tokens", "rows", "columns"
+    names = "rows", "columns", "inner"
     return measuring(lambda sizes, _: result(**dict(zip(names, sizes, strict=True))))
 
 
@@ -401,7 +402,7 @@ def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path)
         assert done.exit_code == 0, done.output
     table = json.loads(file.read_text(encoding="utf-8"))
     assert table["operator"] == "gemv_all_reduce"
-    assert [entry["tokens"] for entry in table["entries"]] == [1, 2, 4]
+    assert [entry["rows"] for entry in table["entries"]] == [1, 2, 4]
     assert "gemv_all_reduce.nvidia_h200.json" in done.output
 
 
@@ -412,9 +413,9 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     from interlace.cli import bench_ranks
 
     def bench(shape: operator.GemvShape, config: object) -> dict[str, Any]:
-        if shape.tokens == 2:
+        if shape.rows == 2:
             raise ArgumentError("the second shape fails")
-        return result(tokens=shape.tokens)
+        return result(rows=shape.rows)
 
     monkeypatch.setattr(operator, "bench", bench)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)

@@ -19,7 +19,7 @@ DECIDING = [
     "gemm/choice.py",
     "gemm/operands.py",
     "operators/gemm_all_reduce/fused.py",
-    "operators/gemv_all_reduce/config.py",
+    "operators/gemm_all_reduce/config.py",
     "compile/requirements.py",
     "comm/groups/group.py",
     "tuning/__init__.py",

@@ -176,7 +176,6 @@ ADDED: dict[str, tuple[Program, list[tuple[int, ...]], list[str]]] = {
         [(ROWS, K), (COLUMNS, K)],
         ["gemm_all_reduce"],
     ),
-    # gemv_all_reduce returns the dtype of its operands.
     "few rows reduced, with views": (
         lambda x, w: all_reduce((x @ w.t()).view(2, -1, N).float()).view(-1, N).relu(),
         [(FEW, K), (N, K)],

@@ -20,7 +20,6 @@ from interlace.gemm import choice as products
 from interlace.gemm import invariance
 from interlace.gemm.choice import Choice
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatter, GemmReduceScatterConfig
-from interlace.operators.gemv_all_reduce import launch as gemv
 from interlace.registry import operator_named
 
 
@@ -41,11 +40,9 @@ def _an_h200(monkeypatch: pytest.MonkeyPatch) -> Any:
         shared_memory_per_block=0,
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    for cached in (products.choose_product, gemv.choose):
-        cached.cache_clear()
+    products.choose_product.cache_clear()
     yield
-    for cached in (products.choose_product, gemv.choose):
-        cached.cache_clear()
+    products.choose_product.cache_clear()
 
 
 class _OnGpu(Product):
@@ -164,7 +161,7 @@ def test_what_is_known_to_be_faster() -> None:
     assert choose("gemm_all_reduce", _product(8192, 8192, 2048), 8192, 4).startswith(
         "predicted for NVIDIA H200: fused "
     )
-    assert choose("gemv_all_reduce", _product(1, 8192, 2048), 1, 4).startswith(
+    assert choose("gemm_all_reduce", _product(1, 8192, 2048), 1, 4).startswith(
         "measured on NVIDIA H200"
     )
 
@@ -288,9 +285,7 @@ def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant(
     """
     with interlace.batch_invariant():
         for rows in (1, 16, 4096):
-            operator = choice.all_reduce_operator(rows, True)
-            assert operator.name == "gemm_all_reduce"
-            reason = choice.choose(operator, _product(rows, 8192, 2048), rows, 4)
+            reason = choose("gemm_all_reduce", _product(rows, 8192, 2048), rows, 4)
             assert reason == "calls must be batch-invariant"
         batch = _product(256, 512, 512, batch=2)
         assert choose("all_to_all_bmm", batch, 512, 4) == "calls must be batch-invariant"
@@ -299,7 +294,6 @@ def test_nothing_goes_by_rows_where_calls_must_be_batch_invariant(
             choose("all_to_all_bmm", batch, 512, 4)
         with pytest.raises(LeftAlone, match="gemm_reduce_scatter is not batch-invariant"):
             choose_sum("gemm_reduce_scatter", [_product(512, 512, 512)] * 2, 512, 4)
-    assert choice.all_reduce_operator(1, True).name == "gemv_all_reduce"
 
 
 def test_products_of_the_program_are_left_alone() -> None:

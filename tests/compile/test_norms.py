@@ -256,7 +256,7 @@ def _one_number() -> tuple[list[str], float]:
 def test_one_number_is_no_bias(ranks: Any) -> None:
     """A vector of one element is added to all columns, which no operator does."""
     for names, error in ranks(2).run(_one_number):
-        assert names == ["gemv_all_reduce"]
+        assert names == ["gemm_all_reduce"]
         assert error < 1e-6
 
 
@@ -300,7 +300,7 @@ def test_the_norm_as_one_call(ranks: Any) -> None:
         assert names == [NORMED]
         assert reason.startswith("with the residual and RMSNorm that follow: the cpu backend")
         assert re.search(r"`interlace explain` predicts a GPU's\): \d+x\d+x\d+ -n 2$", reason)
-        assert left == ["gemv_all_reduce"]
+        assert left == ["gemm_all_reduce"]
         assert "a part of the norm" in why
         assert max(error, same) < 1e-6
 
@@ -347,7 +347,7 @@ def test_only_graphs_without_gradients(ranks: Any) -> None:
     """A backward pass needs the reciprocal root, which the operator does not return."""
     for inference, training, error in ranks(2).run(_compiled, FEW):
         assert inference == [NORMED]
-        assert training[0] == "gemv_all_reduce"
+        assert training[0] == "gemm_all_reduce"
         assert NORMED not in training
         assert error < 1e-5
 

@@ -45,7 +45,7 @@ def _by_products(rows: torch.Tensor, batch: int) -> torch.Tensor:
 # name: the program, shapes of its arguments, the operators wanted
 FUSED: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str]]] = {
     "many tokens": (lambda x, w: all_reduce(x @ w.t()), [(M, K), (N, K)], ["gemm_all_reduce"]),
-    "few tokens": (lambda x, w: all_reduce(x @ w.t()), [(FEW, K), (N, K)], ["gemv_all_reduce"]),
+    "few tokens": (lambda x, w: all_reduce(x @ w.t()), [(FEW, K), (N, K)], ["gemm_all_reduce"]),
     "few tokens, weight along n": (
         lambda x, w: all_reduce(x @ w),
         [(FEW, K), (K, N)],

@@ -52,7 +52,7 @@ MERGED: dict[str, tuple[Program, list[tuple[int, ...]], list[str]]] = {
     "one, whose sum is reduced": (
         lambda x, q, k, v: (x @ q.t(), all_reduce(x @ k.t()), x @ v.t()),
         [X, *WEIGHTS],
-        ["linears", "gemv_all_reduce"],
+        ["linears", "gemm_all_reduce"],
     ),
     # What the operator cannot compute, or not faster.
     "one product": (lambda x, q: x @ q.t(), [X, WEIGHTS[0]], []),

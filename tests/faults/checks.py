@@ -37,7 +37,7 @@ def other_operator(outcomes: list[Outcome]) -> None:
         _disagreed(outcome)
         assert "ranks must make the same calls in the same order" in outcome.message
         assert f"'gemm_all_reduce' on rank {FAULTY}" in outcome.message
-        assert "'gemv_all_reduce' on rank 0" in outcome.message
+        assert "'gemm_all_reduce' on rank 0" in outcome.message
 
 
 def other_shape(outcomes: list[Outcome]) -> None:

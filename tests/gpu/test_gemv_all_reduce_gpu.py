@@ -62,7 +62,7 @@ def _matches(dtype):
     for config in CONFIGS:
         for tokens, rows, columns in ((1, 100, 200), (2, 512, 512), (17, 257, 130), (70, 320, 256)):
             x, w, b = inputs(tokens, rows, columns, dtype, bias=True)
-            y = interlace.gemv_all_reduce(x, w, b, impl="fused", config=config)
+            y = interlace.gemv_all_reduce(x, w, b, impl="gemv", config=config)
             error = relative_error(y, expected(x, w, b))
             found.append(
                 (
@@ -100,7 +100,7 @@ def _long_run(calls):
         (64, 4096, 512, GemvAllReduceConfig("two_phase", 32, 128, 4, 3, 64)),
     ):
         x, w, _ = inputs(tokens, rows, columns, torch.bfloat16)
-        first = interlace.gemv_all_reduce(x, w, impl="fused", config=config)
+        first = interlace.gemv_all_reduce(x, w, impl="gemv", config=config)
         assert relative_error(first, expected(x, w)) <= bound(
             torch.bfloat16, columns, dist.get_world_size()
         )
@@ -111,7 +111,7 @@ def _long_run(calls):
         x, w, config, first = cases[call % len(cases)]
         if torch.rand((), generator=delays) < 0.05:
             torch.cuda._sleep(int(torch.randint(1000, 200_000, (), generator=delays)))
-        y = interlace.gemv_all_reduce(x, w, impl="fused", config=config)
+        y = interlace.gemv_all_reduce(x, w, impl="gemv", config=config)
         wrong += (y != first).any()
     interlace.synchronize()
     return int(wrong)
@@ -124,32 +124,32 @@ def test_ten_thousand_calls_with_random_delays(ranks, world_size, turns):
 def _graphs_and_streams(turns):
     torch._dynamo.reset()
     x, w, _ = inputs(1, 4096, 1024, torch.bfloat16)
-    first = interlace.gemv_all_reduce(x, w, impl="fused").clone()
+    first = interlace.gemv_all_reduce(x, w, impl="gemv").clone()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = [interlace.gemv_all_reduce(x, w, impl="fused") for _ in range(3)]
+        captured = [interlace.gemv_all_reduce(x, w, impl="gemv") for _ in range(3)]
     same = True
     for _ in range(turns):
         graph.replay()
-        eager = interlace.gemv_all_reduce(x, w, impl="fused")
+        eager = interlace.gemv_all_reduce(x, w, impl="gemv")
         same &= all(torch.equal(y, first) for y in [*captured, eager])
     stream = torch.cuda.Stream()
     for _ in range(turns // 4):
         with torch.cuda.stream(stream):
-            there = interlace.gemv_all_reduce(x, w, impl="fused")
-        here = interlace.gemv_all_reduce(x, w, impl="fused")
+            there = interlace.gemv_all_reduce(x, w, impl="gemv")
+        here = interlace.gemv_all_reduce(x, w, impl="gemv")
     torch.cuda.synchronize()
     same &= torch.equal(here, first) and torch.equal(there, first)
     # The memory of a captured call outlives the growth of its workspace.
     big_x, big_w, _ = inputs(8, 16384, 64, torch.bfloat16)
     interlace.gemv_all_reduce(
-        big_x, big_w, impl="fused", config=GemvAllReduceConfig("one_shot", 32, 64, 4, 2)
+        big_x, big_w, impl="gemv", config=GemvAllReduceConfig("one_shot", 32, 64, 4, 2)
     )
     graph.replay()
     torch.cuda.synchronize()
     same &= all(torch.equal(y, first) for y in captured)
     compiled = torch.compile(
-        lambda a, b: interlace.gemv_all_reduce(a, b, impl="fused") + 1, fullgraph=True
+        lambda a, b: interlace.gemv_all_reduce(a, b, impl="gemv") + 1, fullgraph=True
     )
     return same, torch.equal(compiled(x, w), first + 1)
 
@@ -164,14 +164,14 @@ def _groups_and_memory():
     errors = []
     if rank in (0, dist.get_world_size() - 1):
         x, w, _ = inputs(1, 512, 256, torch.bfloat16)
-        y = interlace.gemv_all_reduce(x, w, group=pair, impl="fused")
+        y = interlace.gemv_all_reduce(x, w, group=pair, impl="gemv")
         want = x.double() @ w.double().T
         dist.all_reduce(want, group=pair)
         errors.append(relative_error(y, want))
     x, w, _ = inputs(1, 512, 256, torch.bfloat16)
     want = expected(x, w)
     for _ in range(3):
-        errors.append(relative_error(interlace.gemv_all_reduce(x, w, impl="fused"), want))
+        errors.append(relative_error(interlace.gemv_all_reduce(x, w, impl="gemv"), want))
         interlace.group_of().release()
     sym = interlace.empty_symmetric((4, 8), dtype=torch.float32)
     sym.peers[(rank + 1) % dist.get_world_size()].fill_(float(rank))
@@ -192,14 +192,14 @@ def _absent_peer(protocol, absent):
     group = dist.new_group()
     config = GemvAllReduceConfig(protocol, 16, 64, 4, 2)
     x, w, _ = inputs(1, 2048, 256, torch.bfloat16)
-    interlace.gemv_all_reduce(x, w, group=group, impl="fused", config=config)
+    interlace.gemv_all_reduce(x, w, group=group, impl="gemv", config=config)
     interlace.synchronize(group)
     interlace.set_deadline(1.0, group)
     dist.barrier()
     outcome = None
     if dist.get_rank() != absent:
         start = time.monotonic()
-        y = interlace.gemv_all_reduce(x, w, group=group, impl="fused", config=config)
+        y = interlace.gemv_all_reduce(x, w, group=group, impl="gemv", config=config)
         try:
             interlace.synchronize(group)
         except PeerTimeoutError as error:

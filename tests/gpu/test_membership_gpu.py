@@ -127,9 +127,7 @@ def _on_another_gpu() -> bool:
             for impl in ("fused", "remote_stores", "chunked"):
                 y = interlace.gemm_all_reduce(x, w, impl=impl)
                 right &= torch.equal(y.float(), expected)
-        right &= torch.equal(
-            interlace.gemv_all_reduce(x[:2], w, impl="fused").float(), expected[:2]
-        )
+        right &= torch.equal(interlace.gemv_all_reduce(x[:2], w, impl="gemv").float(), expected[:2])
         group.synchronize()
     finally:
         torch.cuda.set_device(own)

@@ -35,7 +35,7 @@ _GEMMS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all")
 IMPLEMENTATIONS = {
     "auto": {},
     "measured": dict.fromkeys(_GEMMS, "measured"),
-    "fused": dict.fromkeys((*_GEMMS, "gemv"), "fused"),
+    "fused": dict.fromkeys(_GEMMS, "fused") | {"gemv": "gemv"},
     "chunked": dict.fromkeys(_GEMMS, "chunked"),
     "stores": dict.fromkeys(_GEMMS, "remote_stores") | {"all_gather": "pushed"},
     "nccl": dict.fromkeys(_GEMMS, "nccl"),

@@ -123,7 +123,7 @@ def test_compiled_blocks(ranks: Any, name: str, backend: Any, sequence_parallel:
     """One compiled block serves all layers: four collectives forward, four backward, all fused."""
     wanted = [("forward", each) for each in FORWARD] + [("backward", each) for each in BACKWARD]
     if not sequence_parallel:
-        wanted = [("forward", "gemv_all_reduce")] * 2 + [
+        wanted = [("forward", "gemm_all_reduce")] * 2 + [
             (
                 "backward",
                 None,

@@ -145,7 +145,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
     "few tokens": (
         lambda x, w: _ops().all_reduce(x @ w.t(), group_name="tp:0"),
         [(6, K), (N, K)],
-        ["gemv_all_reduce"],
+        ["gemm_all_reduce"],
         0,
     ),
     "residual and norm": (
@@ -187,7 +187,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]], list[str | 
             _ops().all_reduce(x @ w.t(), "tp:0"), v, 1e-6, N // 2
         ),
         [(6, K), (N, K), (N,)],
-        ["gemv_all_reduce"],
+        ["gemm_all_reduce"],
         1,
     ),
     "vLLM's norm of a sum that is not a product's": (

@@ -94,9 +94,9 @@ def _run(name: str, tokens: int, changing: bool) -> tuple[list[str | None], floa
 @pytest.mark.parametrize(
     ("name", "tokens", "changing", "operators"),
     [
-        ("row-parallel linear", 6, False, ["gemv_all_reduce"]),
+        ("row-parallel linear", 6, False, ["gemm_all_reduce"]),
         ("columns and rows", 130, False, ["gemm_all_reduce"]),
-        ("the MLP of a Llama", 6, False, ["gemv_all_reduce"]),
+        ("the MLP of a Llama", 6, False, ["gemm_all_reduce"]),
         ("the MLP of a Llama", 130, True, ["gemm_all_reduce"]),
     ],
 )

@@ -39,7 +39,7 @@ def test_single_process_is_the_whole_layer() -> None:
 
 def test_explain_names_the_choice() -> None:
     text = interlace.explain("gemv_all_reduce", torch.zeros(2, 8), torch.zeros(5, 8))
-    assert text.startswith("gemv_all_reduce of x [2, 8] and w [5, 8], float32, on 1 rank: fused (")
+    assert text.startswith("gemm_all_reduce of x [2, 8] and w [5, 8], float32, on 1 rank: gemv (")
     assert "because" in text
 
 

@@ -209,9 +209,9 @@ def _refused(operator, impl):
             "'auto', 'chunked' or 'unfused'",
         ),
         (
-            "gemv_all_reduce",
-            "fused",
-            "'auto', 'gemm' or 'unfused'",
+            "gemm_all_reduce",
+            "gemv",
+            "'auto', 'chunked' or 'unfused'",
         ),
         ("mixture_of_experts", "fused", "'auto', 'chunked' or 'unfused'"),
         ("mixture_of_experts", "decode", "'auto', 'chunked' or 'unfused'"),

@@ -294,10 +294,6 @@ def _mixed() -> dict[str, Any]:
         "gemm_all_reduce with bias": lambda: ops.gemm_all_reduce(
             x, w.bfloat16(), bias, no, no, bfloat16, name, "auto", ""
         ),
-        "gemv_all_reduce": lambda: ops.gemv_all_reduce(x, w, no, name, "auto", ""),
-        "gemv_all_reduce with bias": lambda: ops.gemv_all_reduce(
-            x, w.bfloat16(), bias, name, "auto", ""
-        ),
         "gemm_reduce_scatter": lambda: ops.gemm_reduce_scatter(
             x, w, no, no, no, no, float32, name, "auto", ""
         ),
@@ -318,7 +314,7 @@ def _mixed() -> dict[str, Any]:
         ),
     }
     for plain in (x, w):  # calls of one dtype, which must not be taken for these
-        ops.gemv_all_reduce(plain, w.to(plain.dtype), no, name, "auto", "")
+        ops.gemm_all_reduce(plain, w.to(plain.dtype), no, no, no, plain.dtype, name, "auto", "")
     return {name: error_of(call) for name, call in calls.items()}
 
 

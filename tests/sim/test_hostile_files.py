@@ -73,7 +73,7 @@ _MEASUREMENTS = {
     "timings": [
         {"op": "all_reduce", "gpus": 2, "bytes": 512 * i, "us": 5.5 + i} for i in range(1, 9)
     ],
-    "results": [{"tokens": 1, "rows": 2, "columns": 3, "times": {}}],
+    "results": [{"rows": 1, "columns": 2, "inner": 3, "times": {}}],
 }
 
 

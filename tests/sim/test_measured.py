@@ -158,8 +158,8 @@ def test_h200_gemv_against_measurements() -> None:
     made = [
         operators.gemv_all_reduce(
             tokens=1,
-            rows=result["rows"],
-            columns=result["columns"],
+            rows=result["columns"],
+            columns=result["inner"],
             itemsize=2,
             world_size=4,
             protocol="one_shot",
@@ -175,7 +175,7 @@ def test_h200_gemv_against_measurements() -> None:
         5,
         6,
     ]
-    assert errors([operator.tasks(True) for operator in made], found, "fused") == [
+    assert errors([operator.tasks(True) for operator in made], found, "gemv") == [
         20,
         18,
         17,

@@ -202,7 +202,7 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
     return [Mutant(protocol, *mistake) for mistake in mistakes]
 
 
-_GEMV, _SUM = "operators.gemv_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
+_GEMV, _SUM = "operators.gemm_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
 _GRANTS = "gemm.kernels.grants"
 _RS, _A2A = (
     f"operators.gemm_{name}.kernel:gemm_{name}" for name in ("reduce_scatter", "all_to_all")

@@ -63,7 +63,7 @@ def gemv(rank: Rank, protocol: str = "one_shot", dtype: torch.dtype = torch.floa
         tokens, rows = ((1, 16), (2, 48))[kind]
         x, w, total = _product(rank, tokens, rows, 32, turn)
         return functools.partial(
-            interlace.gemv_all_reduce, x.to(dtype), w.to(dtype), impl="fused", config=config
+            interlace.gemv_all_reduce, x.to(dtype), w.to(dtype), impl="gemv", config=config
         ), total.to(dtype)
 
     _rounds(rank, make)

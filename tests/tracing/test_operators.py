@@ -103,7 +103,7 @@ def _forward(operator: str, impl: str) -> Trace:
 @pytest.mark.quick
 def test_words_arrive_after_they_were_put(ranks: Any) -> None:
     """One token's product: every program puts its tile at the peer and waits for the peer's."""
-    [trace, other] = ranks(2).run(_forward, "gemv_all_reduce", "fused one_shot")
+    [trace, other] = ranks(2).run(_forward, "gemv_all_reduce", "gemv one_shot")
     assert trace.to_perfetto() == other.to_perfetto()
     work = trace.work
     for of_rank in trace.launches:
@@ -144,7 +144,7 @@ def test_misuse_is_refused(ranks: Any) -> None:
 
 def _outside() -> tuple[int, str]:
     """What a trace leaves behind."""
-    case = _one("gemv_all_reduce", "fused one_shot")
+    case = _one("gemv_all_reduce", "gemv one_shot")
     prepared = case.prepare()
     with interlace.trace():
         prepared.check()

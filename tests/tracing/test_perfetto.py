@@ -19,7 +19,7 @@ from tests.tracing.chrome_format import violations
 CASES = {
     "gather": ProductCase("all_gather_gemm", "fused", "bfloat16", False, 64, 1024, 512),
     "sum": ProductCase("gemm_reduce_scatter", "chunked", "bfloat16", False, 512, 1024, 512),
-    "words": GemvCase("gemv_all_reduce", "fused two_phase", "bfloat16", False, 1, 512, 256),
+    "words": GemvCase("gemv_all_reduce", "gemv two_phase", "bfloat16", False, 1, 512, 256),
     "pair": ProductCase("gemm_all_reduce", "unfused", "bfloat16", False, 512, 1024, 512),
 }
 

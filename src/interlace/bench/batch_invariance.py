@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from interlace.bench import gemv_all_reduce, products
-from interlace.bench.benchmark import Benchmark, Way, relative_error
+from interlace.bench import products
+from interlace.bench.benchmark import Way, relative_error
 from interlace.comm import group_of
 from interlace.registry import BATCH_INVARIANT, operator_named
 from interlace.units import round_up
@@ -33,18 +33,10 @@ def bench(
     Raises:
         InterlaceError: A result is wrong; nothing is timed then.
     """
-    case: Benchmark[Any]
-    declaration = operator_named(operator)
-    if declaration.collective != "all_reduce":
+    if operator_named(operator).collective != "all_reduce":
         tokens = round_up(tokens, group_of().world_size)
-    if declaration.computation == "gemv":
-        gemv = gemv_all_reduce.TimedGemv(gemv_all_reduce.GemvShape(tokens, columns, inner, dtype))
-        case, ways = gemv, [_way(word, gemv.call) for word in _WORDS]
-    else:
-        product = products.TimedProduct(
-            products.ProductShape(operator, tokens, columns, inner, dtype)
-        )
-        case, ways = product, [_way(word, product.call) for word in _WORDS]
+    case = products.TimedProduct(products.ProductShape(operator, tokens, columns, inner, dtype))
+    ways = [_way(word, case.call) for word in _WORDS]
     expected = case.expected(0)
     worst = max(
         case.accept([relative_error(way.call(0), expected)], way.name)  # type: ignore[arg-type]

@@ -1,4 +1,6 @@
-"""Benchmark and tuner of ``gemv_all_reduce`` on CUDA: every figure that a claim needs."""
+"""Benchmark and tuner of ``gemm_all_reduce``'s kernel for few rows, on CUDA: every figure that a
+claim needs.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,12 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant
 from interlace.bench.collectives import symmetric_all_reduces
+from interlace.bench.products import ProductShape
 from interlace.comm.groups.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
-from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
-from interlace.operators.gemv_all_reduce.config import GemvAllReduceConfig
-from interlace.operators.gemv_all_reduce.launch import choose, prepare
+from interlace.operators.gemm_all_reduce import gemv_all_reduce
+from interlace.operators.gemm_all_reduce.config import GemvAllReduceConfig
+from interlace.operators.gemm_all_reduce.gemv import GEMV, prepare
 from interlace.registry import operator_named
 
 OPERATOR = "gemv_all_reduce"
@@ -26,16 +29,8 @@ _L2_MULTIPLE = 3
 
 
 @dataclasses.dataclass(frozen=True)
-class GemvShape:
-    """One benchmarked call: ``x [tokens, columns]``, ``w [rows, columns]`` per rank."""
-
-    tokens: int
-    rows: int
-    columns: int
-    dtype: torch.dtype = torch.bfloat16
-
-    def __str__(self) -> str:
-        return f"{self.tokens} x {self.rows} x {self.columns}"
+class GemvShape(ProductShape):
+    """One benchmarked call: ``x [rows, inner]``, ``w [columns, inner]`` on every rank."""
 
     @property
     def tolerance(self) -> float:
@@ -46,7 +41,7 @@ class GemvShape:
         """
         return (
             1.5 * torch.finfo(self.dtype).eps / 2
-            + 8 * math.sqrt(max(self.columns, 1)) * torch.finfo(torch.float32).eps
+            + 8 * math.sqrt(max(self.inner, 1)) * torch.finfo(torch.float32).eps
         )
 
 
@@ -62,21 +57,21 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
     def __init__(self, shape: GemvShape, group: dist.ProcessGroup | None = None) -> None:
         super().__init__(operator_named(OPERATOR), shape, group)
         generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
-        nbytes = shape.rows * shape.columns * shape.dtype.itemsize
+        nbytes = shape.columns * shape.inner * shape.dtype.itemsize
         # Decoding reads each weight once per token, so no weight may be in the cache at its turn.
         cache = torch.cuda.get_device_properties(self.device).L2_cache_size
         self.operand_sets = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
 
         def random(rows: int) -> torch.Tensor:
-            size = rows, shape.columns
+            size = rows, shape.inner
             return torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
 
-        self.weights = [random(shape.rows) for _ in range(self.operand_sets)]
-        self.x = random(shape.tokens)
-        self.choice = choose(
-            tokens=shape.tokens,
+        self.weights = [random(shape.columns) for _ in range(self.operand_sets)]
+        self.x = random(shape.rows)
+        self.choice = self.operator.choose(
             rows=shape.rows,
             columns=shape.columns,
+            inner=shape.inner,
             dtype=shape.dtype,
             world_size=self.owner.world_size,
             device=self.device,
@@ -91,8 +86,8 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
         return gemv_all_reduce(self.x, self.weight(i), group=self.group, impl=impl, config=config)
 
     def fused(self, i: int, config: GemvAllReduceConfig) -> torch.Tensor:
-        """Run the fused kernel."""
-        return self.call(i, "fused", config)
+        """Run the kernel."""
+        return self.call(i, GEMV.name, config)
 
     def expected(self, i: int) -> torch.Tensor:
         """Return the sum in float64."""
@@ -103,13 +98,14 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
     # The ways
 
     def ways(self, config: GemvAllReduceConfig) -> list[Way]:
-        """Return the fused kernel, every pair of stock torch, and each part alone."""
-        fused = Way("fused", "ours", functools.partial(self.fused, config=config), "fused")
+        """Return the kernel, every pair of stock torch, and each part alone."""
+        name = GEMV.name
+        fused = Way(name, "ours", functools.partial(self.fused, config=config), name)
         return [fused, *self._pairs(), *self._compute_alone(config), self._exchange_alone(config)]
 
     def _pairs(self) -> list[Way]:
         """Return product and collective, and the collective alone, by every library."""
-        size = self.shape.tokens, self.shape.rows
+        size = self.shape.rows, self.shape.columns
         shared, steps = symmetric_all_reduces(size, self.shape.dtype, self.group)
         # NCCL needs no symmetric memory.
         private = torch.zeros_like(shared)
@@ -126,7 +122,7 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
         return ways
 
     def _run_pair(self, out: torch.Tensor, collective: Step, i: int) -> None:
-        if self.shape.tokens == 1:
+        if self.shape.rows == 1:
             torch.mv(self.weight(i), self.x[0], out=out[0])
         else:
             torch.mm(self.x, self.weight(i).T, out=out)
@@ -134,7 +130,7 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
 
     def _compute_alone(self, config: GemvAllReduceConfig) -> list[Way]:
         """Return the product without a collective, by cuBLAS and by our kernel."""
-        out = self.x.new_empty(self.shape.tokens, self.shape.rows)
+        out = self.x.new_empty(self.shape.rows, self.shape.columns)
         solo = solo_group(self.device)
         ways: dict[str, Step] = {
             "cuBLAS mm alone": lambda i: torch.mm(self.x, self.weight(i).T, out=out),
@@ -143,14 +139,14 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
             "our GEMV alone": lambda i: prepare(solo, self.x, self.weight(i), None, out, config)(),
         }
         # cuBLAS has a kernel of its own for a single token.
-        if self.shape.tokens != 1:
+        if self.shape.rows != 1:
             del ways["cuBLAS mv alone"]
         return [Way(name, "compute", call) for name, call in ways.items()]
 
     def _exchange_alone(self, config: GemvAllReduceConfig) -> Way:
-        """Return the fused kernel without columns: all of the communication, of zeros."""
+        """Return the kernel without a K to sum over: all of the communication, of zeros."""
         x, weights = self.x[:, :0], [weight[:, :0] for weight in self.weights]
-        options: dict[str, Any] = {"group": self.group, "impl": "fused", "config": config}
+        options: dict[str, Any] = {"group": self.group, "impl": GEMV.name, "config": config}
         return Way(
             "our exchange alone",
             "communication",
@@ -160,18 +156,18 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
     # Timing and tuning
 
     def tuned_call(self, config: GemvAllReduceConfig) -> Step:
-        """Return the fused call."""
+        """Return the kernel's call."""
         return functools.partial(self.fused, config=config)
 
     def work(self) -> LeastWork:
         """Return the least work of a rank."""
         shape, itemsize = self.shape, self.shape.dtype.itemsize
         memory_bytes = floor_memory_bytes(
-            tokens=shape.tokens, rows=shape.rows, columns=shape.columns, itemsize=itemsize
+            tokens=shape.rows, rows=shape.columns, columns=shape.inner, itemsize=itemsize
         )
         link_bytes = floor_link_bytes(
-            tokens=shape.tokens,
-            rows=shape.rows,
+            tokens=shape.rows,
+            rows=shape.columns,
             itemsize=itemsize,
             world_size=self.owner.world_size,
         )
@@ -189,27 +185,28 @@ def bench(
         InterlaceError: The fused result is wrong; nothing is timed then.
     """
     case = TimedGemv(shape, group)
-    chosen = config or case.choice.config
+    chosen = config or case.choice.configs[GEMV.name]
     error = case.check(chosen)
     times = case.time(case.ways(chosen))
     case.owner.synchronize()
     return {
+        "shape": str(shape),
         **case.header(chosen, case.choice.impl, error),
         **case.work().entries(),
         "times": times,
     }
 
 
-def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
+def candidates(rows: int, columns: int) -> Iterator[GemvAllReduceConfig]:
     """Yield the configurations worth measuring."""
     # A single token has no use for tensor cores: warps read rows of w as fast as they can.
-    if tokens == 1:
+    if rows == 1:
         one_warp = [(2, 512), (4, 512), (2, 1024), (4, 1024)]
         two_warps = [(4, 512), (8, 512), (4, 1024), (2, 2048)]
         four_warps = [(8, 512), (16, 256), (16, 512), (8, 1024), (4, 2048)]
         for warps, tiles in ((1, one_warp), (2, two_warps), (4, four_warps)):
             for block_n, block_k in tiles:
-                count = math.ceil(rows / block_n)
+                count = math.ceil(columns / block_n)
                 for share in (1, 2):
                     programs = math.ceil(count / share)
                     if programs <= MAX_PROGRAMS and (share == 1 or programs >= 1024):
@@ -219,7 +216,7 @@ def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
         return
     # Few tokens are sent at once; many are reduced by one rank each and sent again. Tiles of few
     # rows give all SMs a program where the weight has few, and a warp of its own needs no barrier.
-    if tokens <= 16:
+    if rows <= 16:
         for block_n, block_k, warps, stages in (
             (16, 256, 1, 4),
             (16, 256, 1, 5),
@@ -232,7 +229,7 @@ def candidates(tokens: int, rows: int) -> Iterator[GemvAllReduceConfig]:
             (64, 256, 4, 4),
         ):
             yield GemvAllReduceConfig("one_shot", block_n, block_k, warps, stages)
-    if tokens >= 8:
+    if rows >= 8:
         for block_k, warps, stages in (
             (64, 4, 6),
             (64, 4, 8),
@@ -254,8 +251,8 @@ def tune(shape: GemvShape, group: dist.ProcessGroup | None = None) -> GemvAllRed
         BackendError: There is none.
     """
     case = TimedGemv(shape, group)
-    owner, configs = case.owner, list(candidates(shape.tokens, shape.rows))
-    y = case.x.new_empty(shape.tokens, shape.rows)
+    owner, configs = case.owner, list(candidates(shape.rows, shape.columns))
+    y = case.x.new_empty(shape.rows, shape.columns)
     launches = [prepare(owner, case.x, case.weight(0), None, y, config) for config in configs]
     # Ranks share out the compiling: there are dozens of candidates.
     compilations = [

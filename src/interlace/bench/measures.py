@@ -17,10 +17,12 @@ Result = dict[str, Any]
 
 
 def measure_gemv(sizes: tuple[int, int, int], *, dtype: str, tunes: bool) -> list[Result]:
-    """Benchmark ``(tokens, rows, columns)``, with the best configuration if ``tunes``."""
+    """Benchmark an all-reduce of ``(M, N, K)`` with few rows, with the best configuration if
+    ``tunes``.
+    """
     from interlace.bench import gemv_all_reduce as operator
 
-    shape = operator.GemvShape(*sizes, getattr(torch, dtype))
+    shape = operator.GemvShape(operator.OPERATOR, *sizes, getattr(torch, dtype))
     return [operator.bench(shape, operator.tune(shape) if tunes else None)]
 
 

@@ -20,7 +20,7 @@ from interlace.bench.roles import PAIR_NAMES, is_disturbed, role_of
 from interlace.costs.corrections import Corrections, Schedule, TimedCall, place_of
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import operator_matching, operators
+from interlace.registry import find_operator, operators
 
 _LEAST_POINTS = 8
 """Fewer measured points than this say too little about a composition."""
@@ -60,9 +60,8 @@ def points_of(
 ) -> list[MeasuredPoint]:
     """Return the measured points of results that ``interlace bench`` wrote.
 
-    A GEMV's are points of the operator around a GEMM that has the same collective: its fused kernel
-    is that one's ``impl="gemv"``. Results of other operators are passed over, and so are times of
-    implementations that no operator has, as of ``"pushed_with_signals"``.
+    Results of other operators are passed over, and so are times of implementations that no operator
+    has, as of ``"pushed_with_signals"``.
 
     Args:
         with_disturbed: Whether times that other work on the machine has lengthened are points, too,
@@ -71,31 +70,25 @@ def points_of(
     points = []
     for document in documents:
         for result in document["results"]:
-            declaration = operators().get(str(result.get("operator")))
+            declaration = find_operator(str(result.get("operator")))
             if declaration is None or "splits" in result:
                 continue
-            is_gemv = declaration.pattern[:1] == ("gemv",)
-            target, call, tile = declaration, declaration.timed_call(result), None
-            if is_gemv or isinstance(declaration, GemmOperator):
+            call, tile = declaration.timed_call(result), None
+            if isinstance(declaration, GemmOperator):
                 if not set(declaration.sizes) <= result.keys():
                     continue
                 rows, columns, inner = (int(result[name]) for name in declaration.sizes)
                 dtype, ranks = str(result["dtype"]), int(result["world_size"])
                 call = SizedCall.of_dtype(dtype, rows, columns, inner, ranks)
-                tile = (1, 1) if is_gemv else tile_of(str(result["config"]))
-            if is_gemv:
-                target = operator_matching("gemm", declaration.collective)
+                tile = tile_of(str(result["config"]))
             if call is None:
                 continue
-            for implementation in target.implementations:
+            for implementation in declaration.implementations:
                 name = implementation.name
-                if is_gemv:
-                    # The GEMV's result has its own kernel as "fused", and the stock pairs.
-                    name = {"gemv": "fused", "fused": ""}.get(name, name)
                 us = _time_of(name, result.get("times", {}), with_disturbed)
                 if us is not None:
-                    kind = target.name, implementation.name, call, implementation.schedule
-                    own_tile = tile or target.timed_tile(implementation.name, call)
+                    kind = declaration.name, name, call, implementation.schedule
+                    own_tile = tile or declaration.timed_tile(name, call)
                     points.append(MeasuredPoint(*kind, own_tile, us))
     return points
 
@@ -106,18 +99,16 @@ def _time_of(
     """Return the shortest median by which an implementation was measured, in microseconds; None if
     it was not, or only while the machine had other work.
 
-    A stock pair is also known by its display name: the GEMV's benchmark times pairs that are no
-    implementations of its operator.
+    A stock pair is also known by its display name: the benchmark of few tokens times pairs itself.
 
     Args:
-        impl: Its name in the result; empty if the result cannot have it.
+        impl: Its name in the result.
         with_disturbed: Whether times count that were measured while the machine had other work.
     """
     times_us = [
         float(time["median_us"])
         for name, time in times.items()
-        if impl
-        and (role_of(time)[1] == impl or name == PAIR_NAMES.get(impl))
+        if (role_of(time)[1] == impl or name == PAIR_NAMES.get(impl))
         and (with_disturbed or not is_disturbed(time))
     ]
     return min(times_us, default=None)

@@ -77,7 +77,7 @@ def summarise(result: Result) -> Summary:
     )
     times, own_names = impl_times(result), _require(own_impls(result), "fused", result)
     return Summary(
-        fused_us=times["fused"] if "fused" in times else min(times[impl] for impl in own_names),
+        fused_us=times[_kernel(own_names, times)],
         unfused=fastest("pair", "an unfused pair"),
         compute=fastest("compute", "compute alone"),
         communication=(
@@ -85,6 +85,17 @@ def summarise(result: Result) -> Summary:
         ),
         floor_us=float(result["floor_us"]),
     )
+
+
+def _kernel(own: list[str], times: Mapping[str, float]) -> str:
+    """Return the implementation that others are compared with: the fused kernel, or the fastest of
+    ours if there is none.
+
+    Args:
+        own: Our implementations.
+        times: Their microseconds.
+    """
+    return "fused" if "fused" in own else min(own, key=times.__getitem__)
 
 
 def _require(values: list[AnyValue], description: str, result: Result) -> list[AnyValue]:
@@ -146,23 +157,16 @@ def fastest_impl(result: Result, among: Collection[str] | None = None) -> tuple[
 
 
 def shape(result: Result) -> str:
-    """Return a shape's name, or tokens, rows and columns such as ``"1 x 8192 x 2048"``."""
-    return str(
-        result.get("shape") or f"{result['tokens']} x {result['rows']} x {result['columns']}"
-    )
+    """Return a shape's name, such as ``"1 x 8192 x 2048"``."""
+    return str(result["shape"])
 
 
 def title(operator: str, result: Result) -> str:
     """Return a result's title: operator, shape, dtype and ranks.
 
-    An example is ``"gemv_all_reduce: x [1, 2048], w [8192, 2048] a rank, bfloat16, 4 ranks"``.
+    An example is ``"gemv_all_reduce: 1 x 8192 x 2048, bfloat16, 4 ranks"``.
     """
-    context = f"{result['dtype']}, {_count(result['world_size'], 'rank')}"
-    # Results of a few tokens' products have sizes only.
-    if "shape" in result:
-        return f"{operator}: {result['shape']}, {context}"
-    tokens, rows, columns = result["tokens"], result["rows"], result["columns"]
-    return f"{operator}: x [{tokens}, {columns}], w [{rows}, {columns}] a rank, {context}"
+    return f"{operator}: {shape(result)}, {result['dtype']}, {_count(result['world_size'], 'rank')}"
 
 
 def table(operator: str, result: Result) -> Table:
@@ -171,11 +175,12 @@ def table(operator: str, result: Result) -> Table:
     headings = ("what", "median us", "p10 - p90 us", "skew us", "fused is")
     view = _view(operator, result, headings, left=("what",))
     times: dict[str, Any] = result["times"]
-    order = {name: _order(time) for name, time in times.items()}
+    kernel = _kernel(own_impls(result), impl_times(result))
+    order = {name: _order(time, kernel) for name, time in times.items()}
     best = {summary.unfused[0], summary.compute[0]}
     for name in sorted(times, key=order.__getitem__):
         time = times[name]
-        is_fused = role_of(time)[1] == "fused"
+        is_fused = role_of(time)[1] == kernel
         view.add_row(
             name,
             f"{time['median_us']:.2f}",
@@ -221,10 +226,12 @@ def _view(operator: str, result: Result, headings: Sequence[str], left: Collecti
     )
 
 
-def _order(time: Mapping[str, Any]) -> tuple[bool, bool, bool, float]:
-    """Return the sort key of a time: the fused kernel, pairs, compute, the others."""
+def _order(time: Mapping[str, Any], kernel: str) -> tuple[bool, bool, bool, float]:
+    """Return the sort key of a time: the implementation that others are compared with, pairs,
+    compute, the others.
+    """
     role, impl = role_of(time)
-    return impl != "fused", role != "pair", role != "compute", median_us(time)
+    return impl != kernel, role != "pair", role != "compute", median_us(time)
 
 
 def transports_table(operator: str, result: Result) -> Table:
@@ -279,7 +286,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
             "files must have the times of an operator's implementations in all results; these are "
             "of something else."
         )
-    lines, machines, named = [], [], False
+    lines, machines = [], []
     several = any(
         impl != "fused"
         for document in documents
@@ -297,7 +304,6 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
             summary = summarise(result)
             impl, impl_us = fastest_impl(result)
             ours_impl, ours_us = fastest_impl(result, own_impls(result))
-            named = named or "shape" in result
             cells = [
                 shape(result),
                 str(result["world_size"]),
@@ -312,7 +318,7 @@ def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
             ]
             lines.append("| " + " | ".join(cells) + " |")
     heading = [
-        f"| {'shape a rank' if named else 'tokens x N x K/R'} | ranks | dtype | {ours} us | best "
+        f"| shape a rank | ranks | dtype | {ours} us | best "
         f"unfused us | {ours} is "
         f"| compute alone us | {ours} / compute | floor us | auto |",
         "|---|---|---|---:|---:|---:|---:|---:|---:|---|",

@@ -10,7 +10,7 @@ from rich.table import Table
 from interlace.bench import report
 from interlace.bench.measures import measure_batch_invariance
 from interlace.cli import bench
-from interlace.cli.bench_gemv_all_reduce import parse_work
+from interlace.cli.bench_gemm_all_reduce import parse_work
 from interlace.cli.console import make_console
 from interlace.cli.options import Run
 from interlace.cli.tables import make_table

@@ -22,7 +22,7 @@ from interlace.errors import ArgumentError, ConfigError
 from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import operator_matching, operator_named, operators
+from interlace.registry import operator_named, operators
 from interlace.tuning.choice import Choice
 
 
@@ -49,9 +49,6 @@ def run_explain(
             none.
     """
     declaration = operator_named(operator)
-    if declaration.pattern[:1] == ("gemv",):
-        # The two names are one decision.
-        declaration = operator_matching("gemm", declaration.collective)
     if not isinstance(declaration, GemmOperator):
         products = [
             name for name in sorted(operators()) if isinstance(operator_named(name), GemmOperator)
@@ -74,10 +71,9 @@ def run_explain(
     work = parse_work(declaration.name, shapes, dtype, dtypes=bench.DTYPES)
     for _, rows, columns, inner in work:
         call = SizedCall.of_dtype(dtype, rows, columns, inner, world_size)
-        title = operator if operator == declaration.name else f"{operator} or {declaration.name}"
         console.print(
-            f"{title} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, {name}"
-            + (f", {nodes} nodes, {rates.network}" if rates else "")
+            f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
+            f"{name}" + (f", {nodes} nodes, {rates.network}" if rates else "")
         )
         if rates is None:
             choice = choice_on(device, declaration, call, getattr(torch, dtype))

@@ -13,7 +13,7 @@ from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
-from interlace.operators.gemv_all_reduce.config import default_config
+from interlace.operators.gemm_all_reduce.config import default_config
 from interlace.testing.cases import Case
 from interlace.testing.cases.base import DTYPES
 from interlace.testing.cases.gemv import GemvCase
@@ -84,8 +84,11 @@ def _gemv(case: GemvCase, ranks: int, gpu: Gpu) -> simulated.SimulatedCall:
     if not case.variant:
         pair = simulated_operators.gemv_all_reduce(**shape)
         return simulated.simulate_pair(machine, pair, ranks)
-    start = default_config(tokens=tokens, rows=case.rows, world_size=ranks, itemsize=dtype.itemsize)
-    config = by_table(case.operator, gpu.name, sizes, dtype, ranks, start).config
+    product = {"rows": tokens, "columns": case.rows, "inner": case.columns}
+    start = default_config(
+        rows=tokens, columns=case.rows, world_size=ranks, itemsize=dtype.itemsize
+    )
+    config = by_table(case.operator, gpu.name, product, dtype, ranks, start).config
     return simulated.simulate_words(
         machine,
         f"{case.operator}_{case.variant}",

@@ -23,8 +23,7 @@ from interlace.gemm.batch import BatchOperator
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.terms import Terms
-from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
-from interlace.registry import Operator, operator_matching
+from interlace.registry import Operator
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 """Folder with an entry for each GPU of the machine, or of its container."""
@@ -299,21 +298,6 @@ def choose_sum(
             f"{'side by side' if side_by_side else 'in parts'}: {choice.reason}"
         ),
     )
-
-
-def all_reduce_operator(rows: int, rows_contiguous: bool, *, converts: bool = False) -> Operator:
-    """Return the operator for a product and an all-reduce of ``rows`` tokens.
-
-    Args:
-        rows: M.
-        rows_contiguous: Whether the weight's rows are contiguous along K.
-        converts: Whether the result's dtype is not that of the operands.
-    """
-    # With few tokens the product is limited by reading the weight, which the GEMV operator does
-    # fastest; it needs the weight to be contiguous along K, and returns the operands' dtype.
-    # Batch-invariant calls must take the same one for any number of tokens.
-    few = rows < FEW_TOKENS and rows_contiguous and not (converts or invariance.is_enabled())
-    return operator_matching("gemv" if few else "gemm", "all_reduce")
 
 
 def overload(name: str) -> Any:

@@ -21,7 +21,7 @@ from interlace.compile import (
     siblings,
     sums,
 )
-from interlace.compile.choice import all_reduce_operator, choose_in_group, overload, usable_ranks
+from interlace.compile.choice import choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
 from interlace.compile.findings import Finding, LeftAlone, module_of, record
 from interlace.compile.graph import (
@@ -41,8 +41,13 @@ from interlace.compile.requirements import (
     require_unchanged,
     rows_of,
 )
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm import invariance
 from interlace.registry import operator_matching, operators
+
+_FEW_TOKENS = 128
+"""Below this many tokens a product takes the time of reading its weight, and another collective
+costs more than an operator saves (measured on H200s).
+"""
 
 
 def fuse(graph: Graph, *, autotune: bool = True, merge_products: bool = True) -> list[Finding]:
@@ -250,22 +255,19 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
         note = f"; the norm that follows is not part of it: {refusal}"
     tokens = rows_of(product)
     writer = Writer(product.node, collective.node)
-    weight = value(product.w)
-    along_k = (weight if not product.by_columns else weight.mT).stride(-1) == 1
-    operator = all_reduce_operator(tokens, along_k, converts=dtype != product.dtype)
-    is_gemm = isinstance(operator, GemmOperator)
-    if product.bias is not None and not is_gemm:
+    operator = operator_matching("gemm", "all_reduce")
+    is_short = tokens < _FEW_TOKENS and not invariance.is_enabled()
+    if product.bias is not None and is_short:
         raise LeftAlone(
             "a bias is added before the sum, which for few tokens costs a collective of its own"
         )
     reason = choose_in_group(operator, product, tokens, ranks, collective.group_name, dtype)
     x = product.rows(writer)
     bias = _summed_bias(product, dtype, collective.group_name, writer)
-    options = [None, None, dtype] if is_gemm else []
-    target = overload(operator.name)
     y = writer.call(
-        target, x, product.weight(writer), bias, *options, collective.group_name, "auto", ""
-    )
+        overload(operator.name), x, product.weight(writer), bias, None, None, dtype,
+        collective.group_name, "auto", "",
+    )  # fmt: skip
     if value(y).dim() != value(product.node).dim():
         y = writer.reshape(y, value(product.node).shape)
     product.node.replace_all_uses_with(writer.laid_out_as(y, value(product.node)))

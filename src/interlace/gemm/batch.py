@@ -140,7 +140,7 @@ class BatchOperator(Operator):
             if is_invariant:
                 invariance.require_invariant(self)
             self.require_nodes(impl, group.nodes)
-            choice: Choice[GemmConfig] = Choice.unpacked(self.config_type, chosen_by_rank_0)
+            choice: Choice[GemmConfig] = Choice.unpacked(self, chosen_by_rank_0)
             name = choice.impl if impl == "auto" else impl
             if is_invariant:
                 name = invariance.invariant_implementations(self)[0].name

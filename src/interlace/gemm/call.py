@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from interlace.comm import Group, process_group_named
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.operands import Operands
+from interlace.tuning.configuration import Configuration
 
 if TYPE_CHECKING:
     from interlace.gemm.operator import GemmOperator
@@ -55,6 +56,7 @@ class GemmCall:
         group: The ranks, and what they share.
         group_name: The name of their process group.
         config: The fused kernel's configuration.
+        configs: The configurations of implementations that have one of their own, by name.
         mark: The number that this call's signals carry; from the ranks' agreement.
         is_batch_invariant: Whether a row's result must have the same bits in every batch.
         is_explicit: Whether the caller has asked for the implementation by name. Else it may give
@@ -69,6 +71,7 @@ class GemmCall:
     group: Group
     group_name: str
     config: GemmConfig
+    configs: Mapping[str, Configuration]
     mark: int
     is_explicit: bool
     is_batch_invariant: bool = False

@@ -149,8 +149,8 @@ def predicted_times(
 ) -> dict[str, float]:
     """Return the time of each implementation in microseconds, the shortest first.
 
-    Implementations are missing whose times the profile does not compose, and those that refuse
-    every call of these sizes.
+    Implementations are missing whose times the profile does not compose, or that do not keep to
+    them, and those that refuse every call of these sizes.
 
     Args:
         tile: Rows and columns of the fused kernel's tiles.
@@ -158,6 +158,8 @@ def predicted_times(
     """
     known = []
     for implementation in operator_named(operator).implementations:
+        if not implementation.is_predictable(terms):
+            continue
         time = profile.predict_us(
             operator, implementation.name, call, implementation.schedule, tile
         )

@@ -31,7 +31,8 @@ from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
 from interlace.registry import Implementation
-from interlace.tuning.choice import Choice
+from interlace.tuning.choice import Choice, configured
+from interlace.tuning.configuration import Configuration
 
 log = logging.getLogger("interlace.gemm")
 
@@ -52,12 +53,14 @@ class Decision:
         is_measured: Whether the order of the implementations was measured.
         has_run: Whether such a call has run, so that its memory is there.
         config: The fused kernel's configuration.
+        configs: The configurations of implementations that have one of their own, by name.
     """
 
     mark: int
     rows: RowPlan
     implementations: tuple[Implementation, ...]
     config: GemmConfig
+    configs: Mapping[str, Configuration]
     predicted_us: Mapping[str, float]
     worst_error: float
     kind: tuple[Hashable, ...]
@@ -115,6 +118,7 @@ def run(
         group=group,
         group_name=group_name,
         config=decision.config,
+        configs=decision.configs,
         mark=decision.mark,
         is_explicit=impl not in operator.choosers,
         is_batch_invariant=is_invariant(impl),
@@ -264,18 +268,20 @@ def _decide(
     if chosen_by_rank_0 is None:
         choice = _choose(operator, operands, rows, group)
     else:
-        choice = Choice.unpacked(operator.config_type, chosen_by_rank_0)
+        choice = Choice.unpacked(operator, chosen_by_rank_0)
     if not is_free:
-        # A configuration is that of the operator's own kernel.
-        asked = named or (operator.implementations[0].name if config else "")
+        # A configuration names the kernel that it is for.
+        asked = named or (configured(operator, config).name if config else "")
         x = operands.x
         invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
         operator.require_nodes(invariant.name, group.nodes, terms, is_invariant=True)
         implementations = resolve(operator, invariant.name, choice, terms)
-        chosen = operator.invariant_config(operands, choice, group.world_size)
+        chosen = operator.invariant_choice(operands, choice, group.world_size)
     else:
         implementations = resolve(operator, impl, choice, terms)
-        chosen = choice.config
+        chosen = choice
+    if config:
+        chosen = chosen.with_text(operator, config)
     # Where the caller has decided there is nothing to measure.
     is_open = impl in operator.choosers and is_free and not config
     log.debug(
@@ -287,7 +293,8 @@ def _decide(
         mark,
         rows,
         implementations,
-        operator.config_type.parse(config) if config else chosen,
+        chosen.config,
+        chosen.configs,
         # Only calls within a node are measured at their first call.
         choice.times_us if is_open and not group.spans_nodes else {},
         choice.worst_error,

@@ -91,20 +91,20 @@ class GemmOperator(Operator):
 
     def choose(self, **call: Any) -> Choice[Any]:
         """Return what ``impl="auto"`` runs; see :func:`interlace.gemm.choice.choose_product`."""
-        default = self.implementations[0].name
-        return choose_product(self.name, cast(Any, self.config_type), **call, default=default)
+        call = {"default": self.implementations[0].name, **call}
+        return choose_product(self.name, cast(Any, self.config_type), **call)
 
-    def invariant_config(
+    def invariant_choice(
         self, operands: Operands, choice: Choice[Any], world_size: int
-    ) -> GemmConfig:
-        """Return the configuration of batch-invariant calls: where tiles may change bits, that of
-        one number of rows.
+    ) -> Choice[Any]:
+        """Return a choice with the configuration of batch-invariant calls: where tiles may change
+        bits, that of one number of rows.
         """
-        config: GemmConfig = choice.config
-        if not invariance.has_one_arithmetic(operands.x.device, operands.x.dtype):
-            sizes = operands.sizes(invariance.REFERENCE_ROWS * world_size)
-            config = self.choose(**sizes, world_size=world_size).config
-        return config
+        if invariance.has_one_arithmetic(operands.x.device, operands.x.dtype):
+            return choice
+        sizes = operands.sizes(invariance.REFERENCE_ROWS * world_size)
+        config = self.choose(**sizes, world_size=world_size).config
+        return dataclasses.replace(choice, config=config)
 
     def run_empty(self, call: GemmCall) -> Any:
         """Return the result of a call in which there is nothing to compute on any rank."""
@@ -201,8 +201,7 @@ class GemmOperator(Operator):
         terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
         if invariance.is_enabled():
             name = invariance.invariant_implementation(self, x.device, x.dtype, choice, terms).name
-            config = self.invariant_config(operands, choice, world_size)
-            chosen = f"{name} ({config})" if name == self.implementations[0].name else name
+            chosen = self._described(name, self.invariant_choice(operands, choice, world_size))
             return described, chosen, f"calls must be batch-invariant; {choice.reason}"
         name, unmet = choice.accepted(self, terms)
         reason = choice.reason
@@ -215,8 +214,13 @@ class GemmOperator(Operator):
                 f"{reason}; measured here by interlace.autotune, and so within it or with "
                 f"impl='measured' {next(iter(measured_us))}: {times}"
             )
-        chosen = f"{name} ({choice.config})" if name == "fused" else name
-        return described, chosen, reason
+        return described, self._described(name, choice), reason
+
+    @staticmethod
+    def _described(name: str, choice: Choice[Any]) -> str:
+        """Return an implementation with its configuration, if it has one, as text."""
+        config = choice.configs.get(name, choice.config if name == "fused" else None)
+        return name if config is None else f"{name} ({config})"
 
     def _measured_us(
         self, operands: Operands, world_size: int, splits: Splits

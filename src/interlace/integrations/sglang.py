@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from interlace.compile.choice import all_reduce_operator, overload, usable_ranks
+from interlace.compile.choice import overload, usable_ranks
 from interlace.compile.findings import LeftAlone
 from interlace.gemm import invariance
 from interlace.gemm.operands import FLOATS, contiguous_dimension
-from interlace.gemm.operator import GemmOperator
 from interlace.integrations import hosts
 from interlace.integrations.calls import Calls
+from interlace.registry import operator_matching
 
 TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
 
@@ -146,17 +146,17 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
     ranks = usable_ranks(group_name, x.device)
     rows = x.reshape(-1, x.shape[-1])
     columns, inner = weight.shape
-    operator = all_reduce_operator(len(rows), weight.stride(1) == 1)
-    sizes = dict(zip(operator.sizes, (len(rows), columns, inner), strict=True))
-    choice = operator.choose(**sizes, dtype=x.dtype, world_size=ranks, device=x.device)
+    operator = operator_matching("gemm", "all_reduce")
+    choice = operator.choose(
+        rows=len(rows), columns=columns, inner=inner, dtype=x.dtype, world_size=ranks,
+        device=x.device,
+    )  # fmt: skip
     # In Interlace's own mode, a choice by time would depend on the number of rows.
     is_by_time = x.device.type == "cuda" and not invariance.is_enabled()
     if is_by_time and choice.impl not in choice.faster:
         raise LeftAlone("the operator is not known to be faster at these sizes")
-    is_gemm = isinstance(operator, GemmOperator)
-    options = [None, None, x.dtype] if is_gemm else []
     with torch.no_grad():
         y: torch.Tensor = overload(operator.name)(
-            rows, weight, bias, *options, group_name, "auto", ""
+            rows, weight, bias, None, None, x.dtype, group_name, "auto", ""
         )
     return y.view(*x.shape[:-1], columns)

@@ -12,8 +12,6 @@ from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.operators.gemm_all_reduce import gemm_all_reduce
 from interlace.operators.gemm_reduce_scatter import gemm_reduce_scatter
-from interlace.operators.gemv_all_reduce.api import gemv_all_reduce
-from interlace.operators.gemv_all_reduce.config import FEW_TOKENS
 
 
 class RowParallelLinear(ParallelLinear):
@@ -46,9 +44,8 @@ class RowParallelLinear(ParallelLinear):
     is computed; the gradients are those above.
 
     The sum over ranks is float32 in rank order; multiplication and communication overlap in one
-    kernel, which is :func:`interlace.gemv_all_reduce` for few tokens (below 128),
-    :func:`interlace.gemm_all_reduce` for more, and :func:`interlace.gemm_reduce_scatter` with
-    ``sequence_parallel``.
+    kernel, which is that of :func:`interlace.gemm_all_reduce`, or of
+    :func:`interlace.gemm_reduce_scatter` with ``sequence_parallel``.
 
     The module's parameters are ``weight``, which is ``weight_shard_k``, and ``bias``, so
     ``state_dict`` holds this rank's shard. ``load_state_dict`` takes this rank's shard, or a full
@@ -133,14 +130,11 @@ class RowParallelLinear(ParallelLinear):
             )
         if self.sequence_parallel:
             return self._scattered(x)
-        # The operators take 2-D inputs; the GEMV's also a single token.
+        # The operator takes 2-D inputs.
         x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
-        flat = x if x.dim() <= 2 else x.flatten(0, -2)
-        # Few tokens are bound by memory and by latency, which the GEMV's protocols are made for.
-        few_tokens = flat.dim() == 1 or flat.shape[0] < FEW_TOKENS
-        operator = gemv_all_reduce if few_tokens else gemm_all_reduce
-        y = operator(flat, weight, bias, group=self.group, impl=self.impl)
-        return y if x.dim() <= 2 else y.reshape(*x.shape[:-1], self.out_features)
+        flat = x if x.dim() == 2 else x.reshape(-1, columns)
+        y = gemm_all_reduce(flat, weight, bias, group=self.group, impl=self.impl)
+        return y if x.dim() == 2 else y.reshape(*x.shape[:-1], self.out_features)
 
     def _scattered(self, x: torch.Tensor) -> torch.Tensor:
         """Compute ``x_shard_k [S, ..., K/R] -> y_shard_s [S/R, ..., N]``, for sequence parallelism.

@@ -19,8 +19,6 @@ _MODULES = (
     "gemm_all_to_all.gradient",
     "gemm_reduce_scatter",
     "gemm_reduce_scatter.sums",
-    "gemv_all_reduce.op",
-    "gemv_all_reduce.operator",
     "linears",
     "mixture_of_experts",
 )

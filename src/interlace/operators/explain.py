@@ -52,14 +52,12 @@ def explain(
 
     Example:
         >>> print(interlace.explain("gemv_all_reduce", x_shard_k, w_shard_k))
-        gemv_all_reduce of x [1, 2048] and w [8192, 2048], bfloat16, on 4 ranks: fused
+        gemm_all_reduce of x [1, 2048] and w [8192, 2048], bfloat16, on 4 ranks: gemv
         (protocol=one_shot, ...), because measured on ...
     """
-    known = {
-        name: declaration
-        for name, declaration in operators().items()
-        if declaration.has_public_function
-    }
+    public = [each for each in operators().values() if each.has_public_function]
+    known = {each.name: each for each in public}
+    known |= {each.vector_name: each for each in public if each.vector_name}
     if operator not in known:
         raise ArgumentError(
             f"explain: operator must be one of {', '.join(sorted(known))}; got {operator!r}."
@@ -85,6 +83,10 @@ def explain(
                 f"explain: arguments of {operator} must be {', '.join((*names, *optional))}; got "
                 f"{name}."
             )
+    if operator == known[operator].vector_name:
+        # A vector is one row.
+        x, *others = arguments
+        arguments = (x[None] if isinstance(x, torch.Tensor) and x.dim() == 1 else x, *others)
     _, world_size = rank_and_size(group)
     nodes = (known_nodes(group) if world_size > 1 else None) or 1
     call, chosen, reason = known[operator].explain(

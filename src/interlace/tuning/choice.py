@@ -11,7 +11,7 @@ import torch
 from interlace import tuning
 from interlace.costs.network import Prediction
 from interlace.costs.time import in_order
-from interlace.registry import Operator
+from interlace.registry import Implementation, Operator
 from interlace.tuning.configuration import Configuration
 
 Config = TypeVar("Config", bound=Configuration)
@@ -69,6 +69,7 @@ class Choice(Generic[Config]):
         is_known: Whether times are known by a table or a profile; else it is a default.
         faster: All implementations that take less time than the fastest stock pair.
         is_exact: Whether a table has the very sizes of the call.
+        configs: The configurations of implementations that have one of their own, by name.
     """
 
     impl: str
@@ -79,6 +80,7 @@ class Choice(Generic[Config]):
     is_known: bool = False
     faster: tuple[str, ...] = ()
     is_exact: bool = False
+    configs: Mapping[str, Configuration] = dataclasses.field(default_factory=dict)
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -140,21 +142,37 @@ class Choice(Generic[Config]):
         """Return what ranks must have in common of it, as JSON can hold it."""
         return [
             self.impl, str(self.config), self.reason, dict(self.times_us), self.worst_error,
-            self.is_exact,
+            self.is_exact, {name: str(config) for name, config in self.configs.items()},
         ]  # fmt: skip
 
-    @classmethod
-    def unpacked(cls, config_type: type[Config], packed: Sequence[Any]) -> Choice[Config]:
-        """Return the choice that another rank has packed."""
-        impl, config, reason, times_us, worst_error, is_exact = packed
-        return cls(
+    @staticmethod
+    def unpacked(operator: Operator, packed: Sequence[Any]) -> Choice[Any]:
+        """Return the choice of an operator that another rank has packed."""
+        impl, config, reason, times_us, worst_error, is_exact, configs = packed
+        kind: Any = operator.config_type
+        kinds: dict[str, Any] = {each.name: each.config_type for each in operator.implementations}
+        return Choice(
             impl,
-            config_type.parse(config),
+            kind.parse(config),
             reason,
             times_us,
             worst_error,
             is_exact=is_exact,
+            configs={name: kinds[name].parse(text) for name, text in configs.items()},
         )
+
+    def with_text(self, operator: Operator, text: str) -> Choice[Config]:
+        """Return this choice with a caller's configuration, given as its text.
+
+        Raises:
+            ArgumentError: It is not the text of a configuration of the operator.
+        """
+        implementation = configured(operator, text)
+        if implementation.config_type is None:
+            return dataclasses.replace(self, config=type(self.config).parse(text))
+        kind: Any = implementation.config_type
+        own = {implementation.name: kind.parse(text)}
+        return dataclasses.replace(self, configs={**self.configs, **own})
 
     def accepted(self, operator: Operator, terms: Any) -> tuple[str, dict[str, str]]:
         """Return the first candidate that does not refuse a call, and what the ones before it must
@@ -173,6 +191,15 @@ class Choice(Generic[Config]):
         raise AssertionError("the unfused pair refuses no call")
 
 
+def configured(operator: Operator, text: str) -> Implementation:
+    """Return the implementation whose configuration a text is: one with a configuration of its own
+    that has these fields, or else the operator's own kernel.
+    """
+    first, *others = operator.implementations
+    own: list[tuple[Implementation, Any]] = [(each, each.config_type) for each in others]
+    return next((each for each, kind in own if kind and kind.has_fields_of(text)), first)
+
+
 def on_cpu(config: Config, impl: str = "fused") -> Choice[Config]:
     """Return the choice on the CPU backend, with a configuration that suits the interpreter."""
     return Choice(
@@ -188,6 +215,7 @@ def by_device(
     sizes: dict[str, int],
     default: Config,
     on_interpreter: Mapping[str, Any],
+    impl: str = "fused",
     *,
     dtype: torch.dtype,
     world_size: int,
@@ -200,10 +228,12 @@ def by_device(
         default: The configuration where nothing was measured.
         on_interpreter: The fields of ``default`` that are too large for Triton's interpreter, and
             their values there.
+        impl: The kernel, which runs where nothing was measured.
     """
     if device.type == "cpu":
-        return on_cpu(dataclasses.replace(default, **on_interpreter))
-    return by_table(operator, torch.cuda.get_device_name(device), sizes, dtype, world_size, default)
+        return on_cpu(dataclasses.replace(default, **on_interpreter), impl)
+    gpu = torch.cuda.get_device_name(device)
+    return by_table(operator, gpu, sizes, dtype, world_size, default, impl)
 
 
 def by_table(

@@ -51,15 +51,20 @@ class Configuration:
         return None
 
     @classmethod
+    def has_fields_of(cls, text: str) -> bool:
+        """Return whether a text has the names of this type's fields, so that :meth:`parse` may read
+        it.
+        """
+        return _values_in(text).keys() == {field.name for field in dataclasses.fields(cls)}
+
+    @classmethod
     def parse(cls, text: str) -> Self:
         """Return the configuration whose ``str`` is ``text``.
 
         Raises:
             ArgumentError: It is not the text of a configuration, or its values are refused.
         """
-        values: dict[str, Any] = dict(
-            item.split("=", 1) for item in text.split(", ") if "=" in item
-        )
+        values = _values_in(text)
         fields = {field.name: field.type for field in dataclasses.fields(cls)}
         numbers = {name for name, value in values.items() if value.isdecimal()}
         config = None
@@ -73,6 +78,11 @@ class Configuration:
                 f"{cls.__name__}: text must be str() of a configuration; got {text!r}."
             )
         return config
+
+
+def _values_in(text: str) -> dict[str, Any]:
+    """Return the values of a configuration's text by the names of its fields."""
+    return dict(item.split("=", 1) for item in text.split(", ") if "=" in item)
 
 
 def power_of_two(default: int, least: int, most: int) -> int:

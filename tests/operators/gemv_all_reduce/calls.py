@@ -23,7 +23,7 @@ class Call:
     columns: int
     dtype: str = "float32"
     bias: bool = False
-    impl: str = "fused"
+    impl: str = "gemv"
     config: interlace.GemvAllReduceConfig | None = None
     seed: int = 0
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import interlace
 from interlace import GemvAllReduceConfig
 from interlace.costs.gemv_all_reduce import fused
-from interlace.operators.gemv_all_reduce.config import block_tokens
+from interlace.operators.gemm_all_reduce.config import block_tokens
 from tests.operators.gemv_all_reduce.calls import DTYPES, Call, check_all, run_one
 from tests.operators.traffic import changing_shapes, check_traffic, with_traffic
 

@@ -69,31 +69,31 @@ def _t(*shape, dtype=f32, device="cpu"):
             _t(4),
             _t(5, 4),
             {"bias": _t(5, dtype=bf16)},
-            "bias must be torch.float32 on cpu, like x; got torch.bfloat16 on cpu.",
+            "bias must be torch.float32, like the output, on cpu; got torch.bfloat16 on cpu.",
         ),
         (
             _t(4),
             _t(5, 4),
             {"bias": _t(5, device="meta")},
-            "bias must be torch.float32 on cpu, like x; got torch.float32 on meta.",
+            "bias must be torch.float32, like the output, on cpu; got torch.float32 on meta.",
         ),
         (
             _t(4),
             _t(5, 4),
             {"impl": "fast"},
-            "impl must be one of auto, measured, batch_invariant, fused, gemm, unfused; got "
-            "'fast'.",
+            "impl must be one of auto, measured, batch_invariant, fused, gemv, remote_stores, "
+            "pushed, chunked, unfused, nccl, one_shot, two_shot; got 'fast'.",
         ),
         (
             _t(4),
             _t(5, 4),
             {"config": "one_shot 4 64 4"},
-            "config must be of type GemvAllReduceConfig; got str.",
+            "config must be of type GemmAllReduceConfig or GemvAllReduceConfig; got str.",
         ),
     ],
 )
 def test_bad_arguments(x, w, more, message):
-    with pytest.raises(ArgumentError, match=f"^{re.escape('gemv_all_reduce: ' + message)}$"):
+    with pytest.raises(ArgumentError, match=f"^gem[mv]_all_reduce: {re.escape(message)}$"):
         interlace.gemv_all_reduce(x, w, **more)
 
 
@@ -138,8 +138,6 @@ def test_text_that_is_no_configuration(text):
         ("tokens", (2, 3),
             "the shape of x must be the same on every rank; got [2, 8] on rank 0, [3, 8] on rank "
             "1."),
-        ("tokens", (None, 1),
-            "the shape of x must be the same on every rank; got [8] on rank 0, [1, 8] on rank 1."),
         ("rows", (5, 6),
             "the shape of w must be the same on every rank; got [5, 8] on rank 0, [6, 8] on rank "
             "1."),
@@ -148,8 +146,8 @@ def test_text_that_is_no_configuration(text):
                 "'torch.bfloat16' on rank 1."),
         ("bias", (True, False),
             "bias must be the same on every rank; got True on rank 0, False on rank 1."),
-        ("impl", ("fused", "auto"),
-            "impl must be the same on every rank; got 'fused' on rank 0, 'auto' on rank 1."),
+        ("impl", ("gemv", "auto"),
+            "impl must be the same on every rank; got 'gemv' on rank 0, 'auto' on rank 1."),
         (
             "config",
             (GemvAllReduceConfig(block_n=8), GemvAllReduceConfig(block_n=16)),
@@ -169,7 +167,7 @@ def test_ranks_that_disagree_are_told_on_every_rank(ranks, name, values, message
         assert error is not None
         assert error[:2] == (
             "RankMismatchError",
-            f"gemv_all_reduce: {message} Nothing was computed.",
+            f"gemm_all_reduce: {message} Nothing was computed.",
         )
         assert not broken
     good = Call(2, 5, 8)
@@ -199,20 +197,20 @@ def test_different_calls_are_told_on_every_rank(ranks):
         assert error is not None
         assert error[:2] == (
             "RankMismatchError",
-            "ranks must make the same calls in the same order; got 'gemv_all_reduce' on rank 0, "
+            "ranks must make the same calls in the same order; got 'gemm_all_reduce' on rank 0, "
             "'empty_symmetric' on rank 1. "
             "Look for a call that depends on the rank.",
         )
 
 
 def _too_large():
-    from interlace.operators.gemv_all_reduce import launch
+    from interlace.gemm import dispatch
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "MAX_RANKS", 1)
+        patch.setattr(dispatch, "MAX_RANKS", 1)
         return error_of(run_one, Call(2, 5, 8))
 
 
 def test_groups_that_are_too_large(ranks):
-    expected = ("GroupError", "gemv_all_reduce: a group must have at most 1 ranks; got 2.")
+    expected = ("GroupError", "gemm_all_reduce: a group must have at most 1 ranks; got 2.")
     assert [error and error[:2] for error in ranks(2).run(_too_large)] == [expected] * 2

@@ -1,5 +1,5 @@
-"""``torch.ops.interlace.gemv_all_reduce`` as torch's own tools see it: opcheck, fake tensors,
-compiled graphs.
+"""``impl="gemv"`` of ``torch.ops.interlace.gemm_all_reduce`` as torch's own tools see it: opcheck,
+fake tensors, compiled graphs.
 """
 
 import pytest
@@ -17,11 +17,11 @@ def _opcheck(call):
     x, w, bias = call.inputs(dist.get_rank())
     inputs = [t.requires_grad_() for t in (x, w, bias)]
     assert interlace.gemv_all_reduce is not None  # the first use of the name registers the op
-    op = torch.ops.interlace.gemv_all_reduce.default
-    return torch.library.opcheck(op, (*inputs, "", "fused", str(CONFIG)))
+    op = torch.ops.interlace.gemm_all_reduce.default
+    return torch.library.opcheck(op, (*inputs, None, None, torch.float32, "", "gemv", str(CONFIG)))
 
 
-@pytest.mark.parametrize("tokens", [None, 3])
+@pytest.mark.parametrize("tokens", [1, 3])
 def test_opcheck(ranks, tokens):
     """Schema, autograd registration, fake tensor and AOT dispatch with dynamic shapes agree with
     the kernel.

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
+from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.config import SumConfig
 from interlace.gemm.epilogue import (
     Norm,
     Normed,
@@ -23,22 +23,19 @@ from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
-from interlace.gemm.implementations.gemv import GEMV
 from interlace.gemm.implementations.pushed import PUSHED_ALL_REDUCE
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
 from interlace.gemm.implementations.unfused import UNFUSED
+from interlace.gemm.operands import Operands, require_float, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced
-from interlace.operators.gemm_all_reduce import fused, reference
+from interlace.operators.gemm_all_reduce import fused, gemv, reference
+from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
 from interlace.registry import operator
+from interlace.tuning.choice import Choice
 from interlace.tuning.configuration import Configuration
-
-
-@dataclasses.dataclass(frozen=True)
-class GemmAllReduceConfig(SumConfig):
-    """One way to run the fused kernel of ``gemm_all_reduce``."""
 
 
 @operator
@@ -49,10 +46,12 @@ class GemmAllReduce(GemmOperator):
     config_type = GemmAllReduceConfig
     split_names = ()
     norm_name = "gemm_all_reduce_norm"
+    vector_name = "gemv_all_reduce"
+    command_module = "interlace.cli.bench_gemm_all_reduce"
     adds_ranks = True
     implementations = (
         dataclasses.replace(FUSED, is_batch_invariant=True),
-        GEMV,
+        gemv.GEMV,
         # Which rank sums which rows is nobody's business, so they need not divide evenly.
         dataclasses.replace(
             REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True), schedule="whole"
@@ -78,8 +77,24 @@ class GemmAllReduce(GemmOperator):
         """Return all rows."""
         return rows
 
+    def choose(self, **call: Any) -> Choice[Any]:
+        """Return what ``impl="auto"`` runs: by predicted times, unless the table of the kernel for
+        few rows has the very sizes.
+        """
+        is_few = gemv.is_default(call["rows"], call["dtype"], call.get("out_dtype"))
+        default = gemv.GEMV.name if is_few else self.implementations[0].name
+        return gemv.with_table(super().choose(**call, default=default), **call)
+
+    def invariant_choice(
+        self, operands: Operands, choice: Choice[Any], world_size: int
+    ) -> Choice[Any]:
+        """Return a choice with the configurations of batch-invariant calls."""
+        invariant = super().invariant_choice(operands, choice, world_size)
+        sizes = operands.sizes(operands.rows) | {"world_size": world_size}
+        return gemv.with_invariant_tiles(invariant, sizes)
+
     def run_fused(self, call: GemmCall) -> torch.Tensor:
-        """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernel`."""
+        """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernels.fused`."""
         return fused.run(call)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
@@ -156,8 +171,9 @@ def gemm_all_reduce(
 
     ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a Transformer
     for many tokens (training, prefill), its weight sharded along K. While some programs still
-    multiply, others' tiles are on their way to be added. For up to some hundred tokens, see
-    :func:`interlace.gemv_all_reduce`.
+    multiply, others' tiles are on their way to be added. With few tokens, as in decoding, programs
+    send sums while others still read weights; :func:`interlace.gemv_all_reduce` is the same
+    function and takes a single token as a vector, too.
 
     Dimensions: M rows (tokens), K inner, N columns, R ranks.
 
@@ -175,28 +191,39 @@ def gemm_all_reduce(
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
             without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.
         w_scale: The same for w: ``[]`` or ``[1]``, or one a row: ``[N]`` or ``[1, N]``.
-        residual, norm, norm_weight, norm_bias, eps, scale: As :func:`interlace.gemv_all_reduce`
-            takes them, for up to some hundred rows without gradients; x must not be float8 then.
+        residual: ``[M, N]`` of x's dtype, the same on every rank: added to the sum before the norm.
+        norm: ``"rms"`` or ``"layer"``: the result is normalised over N, as what follows this layer
+            in a Transformer; ``"rms"`` where ``norm_weight`` is given alone. For up to some hundred
+            rows, without gradients and not of float8.
+        norm_weight: ``[N]``, float16, bfloat16 or float32: what the normalised sum is multiplied
+            by; None for 1.
+        norm_bias: ``[N]``, the same: what is added to that; None for 0.
+        eps: What is added to the mean square, or to the variance.
+        scale: float32, one element, for ``out_dtype=torch.float8_e4m3fn``: the normalised sum is
+            divided by it. Without it each row gets a scale of its own.
         out_dtype: Of the result and of the parts that travel: float16, bfloat16 or float32;
             default: x's, and bfloat16 for float8. With a norm, the dtype of its result, and
             float8_e4m3fn is one more.
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
             sends slices over the network and ``"unfused"`` takes any call; default: the default
             process group.
-        impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is the kernel of
-            :func:`interlace.gemv_all_reduce` (16 rows at most). ``"remote_stores"`` is ``torch.mm``
-            with the peers' memory as its output (rows split evenly, no bias). ``"pushed"`` is
-            a product, then one kernel that sends this rank's part to all and adds theirs (16 MiB
-            at most). ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send.
-            ``"unfused"`` is ``F.linear``, then ``all_reduce``. ``"nccl"``, ``"one_shot"`` and
-            ``"two_shot"`` are PyTorch's own pairs, on GPUs. ``"auto"`` is the one of these that is
-            predicted to be the fastest; :func:`interlace.explain` says which it is and why.
+        impl: The implementation. ``"fused"`` is a single kernel. ``"gemv"`` is a single kernel
+            for few rows, which reads the weight along K (float16, bfloat16 or float32).
+            ``"remote_stores"`` is ``torch.mm`` with the peers' memory as its output (rows split
+            evenly, no bias). ``"pushed"`` is a product, then one kernel that sends this rank's part
+            to all and adds theirs (16 MiB at most). ``"chunked"`` is ``torch.mm`` for each rank's
+            rows, which copy engines send. ``"unfused"`` is ``F.linear``, then ``all_reduce``.
+            ``"nccl"``, ``"one_shot"`` and ``"two_shot"`` are PyTorch's own pairs, on GPUs.
+            ``"auto"`` is the one of these that was
+            measured for a table, or is predicted, to be the fastest; :func:`interlace.explain` says
+            which it is and why.
             ``"measured"`` is the one that the first call of a kind measures to be the fastest
             (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch
             (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
-        config: The fused kernel's configuration, the same on every rank; default: the tuned
-            table's.
+        config: The configuration of ``"fused"``, a ``GemmAllReduceConfig``, or of ``"gemv"``, a
+            :class:`interlace.GemvAllReduceConfig`; the same on every rank; default: the tuned
+            table's. With a norm, that of :mod:`interlace.operators.gemm_all_reduce_norm`.
 
     Returns:
         ``[M, N]`` of ``out_dtype``, the same on every rank. With a norm, a
@@ -239,3 +266,136 @@ def gemm_all_reduce(
         OPERATOR, x, w, bias, x_scale, w_scale, [], out_dtype, group, impl, cast(Any, config)
     )
     return y
+
+
+@overload
+def gemv_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: GemmAllReduceConfig | GemvAllReduceConfig | None = None,
+) -> torch.Tensor: ...
+@overload
+def gemv_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    norm_weight: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: Configuration | None = None,
+) -> Normed: ...
+def gemv_all_reduce(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    residual: torch.Tensor | None = None,
+    norm: Norm | None = None,
+    norm_weight: torch.Tensor | None = None,
+    norm_bias: torch.Tensor | None = None,
+    eps: float = 1e-6,
+    scale: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+    config: Configuration | None = None,
+) -> torch.Tensor | Normed:
+    """Multiply a matrix by a vector, or by a few, and all-reduce the result, in one kernel.
+
+    ``y = sum over ranks r of x_r @ w_r.T, + bias``: the row-parallel linear layer of a
+    Transformer's decoding step, its weight sharded along K. It is
+    :func:`interlace.gemm_all_reduce`, which takes every argument in the same way, of few rows: x
+    may be a vector, and rows of w must be contiguous.
+
+    The partial sums of ``impl="gemv"`` are float32 and are added in rank order, so its result is
+    the same, bit by bit, on every rank and in every run. Runs on the current stream, without
+    synchronising the host; calls of one group on several streams are put in order.
+
+    Args:
+        x: ``[K/R]`` or ``[B, K/R]``: float16, bfloat16 or float32; B is meant to be 1 to 256
+            tokens.
+        w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype, its rows contiguous.
+        bias: ``[N]``, the same on every rank; added once, after the sum.
+        residual, norm, norm_weight, norm_bias, eps, scale: As :func:`interlace.gemm_all_reduce`
+            takes them; ``residual`` has the shape of the result.
+        out_dtype: dtype of the normalised sum: float16, bfloat16, float32 or float8_e4m3fn;
+            default: x's. Refused without a norm.
+        group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
+            group.
+        impl: The implementation, as of :func:`interlace.gemm_all_reduce`; ``"gemv"`` is the kernel
+            that is made for few tokens.
+        config: The kernel's protocol and tiles, as of :func:`interlace.gemm_all_reduce`.
+
+    Returns:
+        ``[N]`` or ``[B, N]``, of x's dtype, the same on every rank. With a norm, a
+        :class:`interlace.Normed`: the normalised sum, the new residual (sum, bias and residual,
+        rounded to x's dtype), and the scales of rows.
+
+        Gradients, and where they come from, are those of :func:`interlace.gemm_all_reduce`.
+
+    Raises:
+        ArgumentError: Shapes, strides, dtypes or devices do not fit.
+        RankMismatchError: Ranks differ in shapes, dtype, bias, impl or config; raised on every
+            rank.
+        GroupError: The group is too large.
+        PeerTimeoutError: A peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, fills its output with NaN, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> # [1, 8192/R], [4096, 8192/R] -> [1, 4096]
+        >>> y = interlace.gemv_all_reduce(x_shard_k, w_shard_k)
+
+    Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "GEMV + AllReduce".
+    """
+    _require_tokens(x, w)
+    is_vector = x.dim() == 1
+    if is_vector:
+        # A vector is one token.
+        x, residual = x[None], residual if residual is None else residual[None]
+    if norm is None and norm_weight is None:
+        refuse_without_norm(
+            "gemv_all_reduce",
+            residual=residual, norm_bias=norm_bias, scale=scale, out_dtype=out_dtype,
+        )  # fmt: skip
+        y: torch.Tensor = schema.call(
+            OPERATOR, x, w, bias, None, None, [], None, group, impl, cast(Any, config)
+        )
+        return y[0] if is_vector else y
+    results = call_normed(
+        OPERATOR, x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight,
+        norm_bias=norm_bias, eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl,
+        config=config,
+    )  # fmt: skip
+    return Normed(results.y[0], results.residual[0], results.scale) if is_vector else results
+
+
+def _require_tokens(x: torch.Tensor, w: torch.Tensor) -> None:
+    """Refuse operands that ``gemv_all_reduce`` does not take; what both functions refuse, the
+    operator says.
+
+    Raises:
+        ArgumentError: x is no vector or matrix of a dtype that the kernel multiplies, or rows of w
+            are not contiguous.
+    """
+    require_tensor("gemv_all_reduce: x", x)
+    require_tensor("gemv_all_reduce: w", w)
+    if x.dim() not in (1, 2):
+        raise ArgumentError(f"gemv_all_reduce: x must be [K] or [B, K]; got shape {list(x.shape)}.")
+    require_float("gemv_all_reduce: x", x.dtype)
+    if w.dim() == 2 and w.stride(1) != 1 and w.shape[1] > 1 and w.shape[0] > 0:
+        raise ArgumentError(
+            f"gemv_all_reduce: rows of w must be contiguous; got strides {list(w.stride())}. "
+            "Keep w as nn.Linear does, [N, K], or call .contiguous() once."
+        )

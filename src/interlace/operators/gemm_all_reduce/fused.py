@@ -51,7 +51,7 @@ def prepare(
         in_rank_order: Whether a sum has the same bits whichever rank computes it.
     """
     require(group.backend)
-    from interlace.operators.gemm_all_reduce import kernel
+    from interlace.operators.gemm_all_reduce.kernels import fused as kernels
 
     dtype, tiles = operands.out_dtype, launch.has_descriptors(group)
     rows = balanced(operands.rows, group.world_size)
@@ -97,7 +97,7 @@ def prepare(
         "spread_ns": launch.spread_ns(config, operands.inner),
     }
     return Launch(
-        kernel.gemm_all_reduce,
+        kernels.gemm_all_reduce,
         (launch.programs(group, config),),
         arguments,
         launch.constants(

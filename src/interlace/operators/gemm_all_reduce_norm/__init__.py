@@ -71,7 +71,7 @@ class GemmAllReduceNorm(GemmOperator):
         return rows
 
     def choose(self, **call: Any) -> Choice[Any]:
-        """Return what ``impl="auto"`` runs, with the GEMV operator's tiles."""
+        """Return what ``impl="auto"`` runs, with the tiles of ``impl="gemv"`` of the sum."""
         return _choose(**call)
 
     def run_empty(self, call: GemmCall) -> Normed:
@@ -96,12 +96,10 @@ _CPU_TILES = {"block_n": 16, "block_k": 64, "num_warps": 4, "max_programs": 8}
 
 @cached_by_profiles
 def _choose(**call: Any) -> Choice[Any]:
-    gemv = operator_matching("gemv", "all_reduce")
-    sizes = {"tokens": call["rows"], "rows": call["columns"], "columns": call["inner"]}
-    context = {name: call[name] for name in ("dtype", "world_size", "device")}
-    tiles = gemv.choose(**sizes, **context)
+    plain = {name: value for name, value in call.items() if name != "out_dtype"}
+    tiles = operator_matching("gemm", "all_reduce").choose(**plain).configs["gemv"]
+    fields = dataclasses.asdict(tiles)
     names = {field.name for field in dataclasses.fields(GemmAllReduceNormConfig)}
-    fields = dataclasses.asdict(tiles.config)
     config = GemmAllReduceNormConfig(**{name: fields[name] for name in names & fields.keys()})
     # Beside one program per tile there must be room for the programs that receive.
     while config.block_n < 64 and ceil_div(call["columns"], config.block_n) > _MOST_TILES:

@@ -1,4 +1,4 @@
-"""Calls of ``gemv_all_reduce``."""
+"""Calls of ``gemm_all_reduce`` with few rows, by ``gemv_all_reduce``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
-from interlace.operators.gemv_all_reduce.launch import choose
+from interlace.operators.gemm_all_reduce.gemv import tuned
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 OPERATOR = "gemv_all_reduce"
-IMPLEMENTATIONS = {OPERATOR: ("fused one_shot", "fused two_phase", "gemm", "unfused")}
+IMPLEMENTATIONS = {OPERATOR: ("gemv one_shot", "gemv two_phase", "unfused")}
 
 # Tokens (0 for a vector), rows, columns, dtype, whether there is a bias.
 _KINDS = (
@@ -76,10 +76,10 @@ class GemvCase(Case):
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         owner = group_of(group)
-        choice = choose(
-            tokens=self.tokens or 1,
-            rows=self.rows,
-            columns=self.columns,
+        choice = tuned(
+            rows=self.tokens or 1,
+            columns=self.rows,
+            inner=self.columns,
             dtype=DTYPES[self.dtype],
             world_size=owner.world_size,
             device=owner.device,

@@ -1,4 +1,4 @@
-"""The configuration of ``gemv_all_reduce``: its protocol and tiles, tuned or set by the caller."""
+"""The configurations of ``gemm_all_reduce``'s kernels, ``"fused"`` and ``"gemv"``."""
 
 from __future__ import annotations
 
@@ -9,15 +9,11 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS
 from interlace.gemm import invariance
+from interlace.gemm.config import SumConfig
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 from interlace.units import next_power_of_2
 
-OPERATOR = "gemv_all_reduce"
 PROTOCOLS = ("one_shot", "two_phase")
-FEW_TOKENS = 128
-"""Below this many tokens, reading the weight takes the time, and ``gemv_all_reduce`` is the
-operator (measured on H200s).
-"""
 
 # Above this many packed words from a rank, the two-phase protocol's fewer bytes are worth its two
 # signals (8 tokens of 8192 rows on four H200s).
@@ -34,13 +30,21 @@ _PROCESSORS = 132
 more loads in flight.
 """
 
-_FEWEST_ROWS_OF_WIDE_TILES = 6144
-"""With fewer rows of the weight, tiles of 64 rows leave many processors without one."""
+_FEWEST_COLUMNS_OF_WIDE_TILES = 6144
+"""With fewer columns, which are rows of the weight, tiles of 64 of them leave many processors
+without one.
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class GemmAllReduceConfig(SumConfig):
+    """One way to run the fused kernel of ``gemm_all_reduce``."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GemvAllReduceConfig(Configuration):
-    """One way to run the fused kernel. Every rank of a call must use the same one.
+    """One way to run the kernel for few rows, ``impl="gemv"``. Every rank of a call must use the
+    same one.
 
     Attributes:
         protocol: ``"one_shot"`` (packed words to every peer) or ``"two_phase"`` (owner reduces,
@@ -72,10 +76,10 @@ class GemvAllReduceConfig(Configuration):
         the weight. Several tokens were tuned with weights of 8192 rows, whose wide tiles take up to
         1.7 times as long as narrow ones where there are fewer rows.
         """
-        tokens, rows = sizes["tokens"], sizes["rows"]
+        tokens, columns = sizes["rows"], sizes["columns"]
         if tokens <= 1:
             return "one token"
-        few = tokens <= _MOST_TOKENS_OF_NARROW_TILES and rows < _FEWEST_ROWS_OF_WIDE_TILES
+        few = tokens <= _MOST_TOKENS_OF_NARROW_TILES and columns < _FEWEST_COLUMNS_OF_WIDE_TILES
         return "narrow tiles" if few else "wide tiles"
 
 
@@ -102,32 +106,36 @@ def fewest_tokens(device: torch.device, dtype: torch.dtype) -> int:
 
 
 def default_config(
-    *, tokens: int, rows: int, world_size: int, itemsize: int
+    *, rows: int, columns: int, world_size: int, itemsize: int
 ) -> GemvAllReduceConfig:
     """Return a configuration for sizes that have not been measured.
 
     Its tiles fit the shared memory of small GPUs too.
+
+    Args:
+        rows, columns: M and N of the product: tokens, and rows of the weight.
+        itemsize: Bytes of an element.
     """
-    if tokens <= 1:
+    if rows <= 1:
         block_n = 4
-        while rows > block_n * MAX_PROGRAMS:
+        while columns > block_n * MAX_PROGRAMS:
             block_n *= 2
         return GemvAllReduceConfig(
             "one_shot", block_n=block_n, block_k=1024 // itemsize, num_warps=1
         )
-    if tokens * rows * max(1, world_size - 1) > _ONE_SHOT_WORDS:
+    if rows * columns * max(1, world_size - 1) > _ONE_SHOT_WORDS:
         return GemvAllReduceConfig("two_phase", block_n=64, block_k=256 // itemsize, num_stages=3)
     # Narrow tiles of one warp read the weight fastest (decision 0005). The tokens are read again
-    # for each tile, so more of them need wider tiles, where there are rows for these. Elements of
-    # four bytes are multiplied without tensor cores, for which a warp may be too little.
-    is_one_wave = rows <= _NARROW_TILE * _PROCESSORS
-    most_tokens = _MOST_TOKENS_OF_NARROW_TILES * (2 if is_one_wave else 1)
-    if tokens > most_tokens or itemsize > 2:
+    # for each tile, so more of them need wider tiles, where the weight has rows for these. Elements
+    # of four bytes are multiplied without tensor cores, for which a warp may be too little.
+    is_one_wave = columns <= _NARROW_TILE * _PROCESSORS
+    most_rows = _MOST_TOKENS_OF_NARROW_TILES * (2 if is_one_wave else 1)
+    if rows > most_rows or itemsize > 2:
         return GemvAllReduceConfig("one_shot", block_n=32, block_k=256 // itemsize, num_stages=3)
     return GemvAllReduceConfig(
         "one_shot",
-        block_n=_NARROW_TILE if tokens <= 8 or is_one_wave else 2 * _NARROW_TILE,
+        block_n=_NARROW_TILE if rows <= 8 or is_one_wave else 2 * _NARROW_TILE,
         block_k=512 // itemsize,
-        num_warps=1 if tokens <= 8 else 2,
-        num_stages=5 if is_one_wave and tokens <= 16 else 4,
+        num_warps=1 if rows <= 8 else 2,
+        num_stages=5 if is_one_wave and rows <= 16 else 4,
     )

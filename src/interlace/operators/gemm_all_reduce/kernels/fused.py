@@ -1,4 +1,4 @@
-"""The kernel of ``gemm_all_reduce``; README.md explains the protocol."""
+"""The kernel of ``impl="fused"``; README.md explains the protocol."""
 
 import triton
 import triton.language as tl

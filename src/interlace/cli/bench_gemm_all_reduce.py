@@ -1,4 +1,4 @@
-"""``interlace bench`` and ``interlace tune`` of a few tokens' product and all-reduce."""
+"""``interlace bench`` and ``interlace tune`` of a product and an all-reduce."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 
 from interlace.bench.gemv_all_reduce import OPERATOR
 from interlace.bench.measures import measure_gemv
-from interlace.cli import bench
+from interlace.cli import bench, bench_products
 from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
@@ -33,9 +33,10 @@ _SHAPES = shape_option(
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
-    """Add the operator's commands."""
-    bench_app.command(operator.name)(bench_operator)
-    tune_app.command(operator.name)(tune_operator)
+    """Add the operator's commands, and those for a few tokens by the name of their function."""
+    bench_products.add_commands(operator, bench_app, tune_app)
+    bench_app.command(operator.vector_name)(bench_operator)
+    tune_app.command(operator.vector_name)(tune_operator)
 
 
 @takes_run()
@@ -47,8 +48,8 @@ def bench_operator(
         bool, typer.Option("--tune", help="First find the best configuration of each shape.")
     ] = False,
 ) -> None:
-    """GEMV + AllReduce: fused, every unfused pair, compute alone, communication alone, and the
-    physical floor.
+    """GEMV + AllReduce: the kernel for few tokens, every unfused pair, compute alone, communication
+    alone, and the physical floor.
     """
     work = parse_work(tokens, shape, run.dtype)
     measure = functools.partial(measure_gemv, tunes=tune)
@@ -67,7 +68,7 @@ def tune_operator(
 
 
 def parse_work(tokens: str, shapes: Sequence[str] | None, dtype: str) -> list[tuple[int, int, int]]:
-    """Return the tokens, rows and columns of every shape at every number of tokens."""
+    """Return the M, N and K of every shape at every number of tokens."""
     sizes = [
         bench.parse_sizes(shape, "NxK, the sizes of one rank's weight", "8192x2048")
         for shape in shapes or SHAPES
@@ -75,7 +76,7 @@ def parse_work(tokens: str, shapes: Sequence[str] | None, dtype: str) -> list[tu
     # All options are refused before a minute is spent on the first shape.
     counts = parse_tokens(tokens)
     bench.require_dtype(dtype)
-    return [(count, rows, columns) for rows, columns in sizes for count in counts]
+    return [(count, columns, inner) for columns, inner in sizes for count in counts]
 
 
 def parse_tokens(text: str) -> list[int]:

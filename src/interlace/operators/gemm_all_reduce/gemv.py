@@ -1,0 +1,220 @@
+"""``impl="gemv"`` of ``gemm_all_reduce``: one kernel for few rows, which reads the weight once.
+
+Its tiles and protocol come from a tuned table of its own, or from ``default_config``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from interlace.comm import MAX_PROGRAMS, Group
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.replay.replays import places
+from interlace.comm.runtime.interpreter import require
+from interlace.gemm.call import GemmCall
+from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.operands import FLOATS
+from interlace.gemm.terms import Terms
+from interlace.operators.gemm_all_reduce.config import (
+    GemvAllReduceConfig,
+    block_tokens,
+    default_config,
+    fewest_tokens,
+)
+from interlace.registry import Implementation
+from interlace.tuning.choice import Choice, by_device
+from interlace.units import ceil_div, round_up
+
+MOST_ROWS = 16
+"""Rows up to which ``impl="auto"`` takes this kernel without a measurement of the very sizes. With
+more it needs a configuration that was tuned for them: with another one, 24 and 48 rows took 1.35
+and 1.5 times the predicted time on two H200s.
+"""
+
+TABLE = "gemv_all_reduce"
+"""The name of the kernel's tuned tables: that of the public function for few rows."""
+
+_KERNEL = "gemv_all_reduce"
+
+
+def run(call: GemmCall) -> torch.Tensor:
+    """Return the sum over ranks, ``[M, N]``, by one kernel."""
+    operands, group, mark = call.operands, call.group, call.mark
+    config, is_invariant = call.configs[GEMV.name], call.is_batch_invariant
+    assert isinstance(config, GemvAllReduceConfig)
+    x, w, bias = operands.x, operands.w, operands.bias
+    # The kernel reads both along K.
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    if w.stride(1) != 1:
+        w = w.contiguous()
+    y = x.new_empty([x.shape[0], w.shape[0]])
+
+    def enqueue() -> None:
+        prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
+
+    with group.running():
+        key = _KERNEL, config, mark, is_invariant, places(x, w, bias, y)
+        group.replays.run(key, enqueue, with_libraries=False)
+    return y
+
+
+def _is_predictable(terms: Terms) -> bool:
+    """Return whether predicted times hold for the configuration that a call has."""
+    return terms.rows <= MOST_ROWS
+
+
+GEMV = Implementation(
+    "gemv",
+    "one kernel that sends sums as it reads the weight, for few rows",
+    run,
+    needs(same_dtype=True, dtypes=FLOATS),
+    is_batch_invariant=True,
+    config_type=GemvAllReduceConfig,
+    is_predictable=_is_predictable,
+)
+
+
+def tuned(
+    *,
+    rows: int,
+    columns: int,
+    inner: int,
+    dtype: torch.dtype,
+    world_size: int,
+    device: torch.device,
+) -> Choice[GemvAllReduceConfig]:
+    """Return what the kernel's tuned table of this GPU says; without an entry near these sizes, the
+    kernel with its default configuration.
+    """
+    sizes = {"rows": rows, "columns": columns, "inner": inner}
+    default = default_config(
+        rows=rows, columns=columns, world_size=world_size, itemsize=dtype.itemsize
+    )
+    small = {"block_n": max(16, min(default.block_n, 64)), "block_k": 256, "max_programs": 8}
+    return by_device(
+        TABLE, sizes, default, small, GEMV.name, dtype=dtype, world_size=world_size, device=device
+    )
+
+
+def is_default(rows: int, dtype: torch.dtype, out_dtype: torch.dtype | None) -> bool:
+    """Return whether the kernel is what runs where no time is known."""
+    return rows <= MOST_ROWS and dtype in FLOATS and out_dtype in (None, dtype)
+
+
+def with_table(
+    choice: Choice[Any], *, out_dtype: torch.dtype | None = None, **call: Any
+) -> Choice[Any]:
+    """Return a choice with the kernel's configuration; where the table has the very sizes of the
+    call, what was measured to be the fastest.
+
+    Args:
+        choice: What is taken by predicted times.
+        out_dtype: The dtype of the result, if it is not the one that comes by default.
+        call: As :func:`tuned` takes it.
+    """
+    tabulated = tuned(**call)
+    configs: Mapping[str, GemvAllReduceConfig] = {GEMV.name: tabulated.config}
+    if not tabulated.is_exact or out_dtype not in (None, call["dtype"]):
+        return dataclasses.replace(choice, configs=configs)
+    return dataclasses.replace(tabulated, config=choice.config, configs=configs)
+
+
+def with_invariant_tiles(choice: Choice[Any], call: Mapping[str, Any]) -> Choice[Any]:
+    """Return a choice with the kernel's configuration of batch-invariant calls, whose smallest
+    tiles have several rows.
+
+    Args:
+        call: As :func:`tuned` takes it.
+    """
+    fewest = fewest_tokens(call["device"], call["dtype"])
+    config = tuned(**{**call, "rows": max(call["rows"], fewest)}).config
+    return dataclasses.replace(choice, configs={GEMV.name: config})
+
+
+def prepare(
+    group: Group,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    y: torch.Tensor,
+    config: GemvAllReduceConfig,
+    mark: int = 0,
+    *,
+    is_batch_invariant: bool = False,
+) -> Launch:
+    """Prepare the launch for x ``[B, K]``, its rows contiguous, w ``[N, K]`` and y ``[B, N]``.
+
+    Collective when the workspace must grow.
+
+    Args:
+        mark: The number that the ranks' agreement returned.
+        is_batch_invariant: Whether a token's result must have the same bits in every batch.
+    """
+    require(group.backend)
+    from interlace.gemm.kernels.gemv import GemvTiling
+    from interlace.operators.gemm_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
+    from interlace.operators.gemm_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
+
+    tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
+    fewest = fewest_tokens(x.device, x.dtype) if is_batch_invariant else 1
+    block_b = block_tokens(tokens, fewest)
+    row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
+    tiles = row_tiles * token_tiles
+    programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
+    # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
+    values = 2 if x.element_size() == 2 and block_b > 1 else 1
+    tiling = GemvTiling(
+        block_n=config.block_n,
+        block_b=block_b,
+        block_k=config.block_k,
+        even=rows % config.block_n == 0 and tokens % block_b == 0,
+        even_k=columns > 0 and columns % config.block_k == 0,
+        word_values=values,
+        # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
+        # bfloat16.
+        round_parts=is_batch_invariant,
+    )
+    constants = {
+        "WORLD_SIZE": ranks,
+        "ONE_TILE": programs == tiles,
+        "TILING": tiling,
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+    if config.max_registers:
+        constants["maxnreg"] = config.max_registers
+    # Protocols have workspaces of their own, because their slots and epochs differ.
+    name = f"{_KERNEL}.{config.protocol}"
+    words = tiles * config.block_n * block_b // values
+    if config.protocol == "one_shot":
+        function, slot, results = gemv_all_reduce_one_shot, round_up(words, 16), 0
+    else:
+        owned_rows = tiles * ceil_div(config.block_n, ranks)
+        slot, results = round_up(owned_rows * block_b // values, 16), words
+        function = gemv_all_reduce_two_phase
+    # The 16 words in front of the slots say which call this is.
+    workspace = group.workspace(name, 8 * (16 + ranks * slot + results))
+    arguments = {
+        "x": x,
+        "w": w,
+        "bias": bias,
+        "y": y,
+        "words": workspace.data.address,
+        "epochs": workspace.epochs,
+        "ctx": group.context(name),
+        "call": mark,
+        "half": workspace.half_bytes // 8,
+        "slot": slot,
+        "N": rows,
+        "B": tokens,
+        "K": columns,
+        "tiles": tiles,
+        "stride_x": x.stride(0),
+        "stride_w": w.stride(0),
+    }
+    return Launch(function, (programs,), arguments, constants)

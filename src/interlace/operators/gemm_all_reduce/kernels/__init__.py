@@ -1,0 +1,1 @@
+"""The kernels of ``gemm_all_reduce``; README.md and gemv.md explain them."""

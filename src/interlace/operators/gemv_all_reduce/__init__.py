@@ -1,1 +1,0 @@
-"""GEMV + AllReduce; see README.md."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compile import choice, eager_backend, fuse, recording
+from interlace.compile import choice, eager_backend, fuse, recording, rewrite
 from tests.compile import models
 from tests.compile.models import WIDTH, parallel_block
 from tests.compile.programs import (
@@ -428,7 +428,7 @@ def _step(call: Any, block: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def _block(sequence_parallel: bool, trains: bool) -> tuple[list[Any], list[float]]:
     """Findings of a block under autocast; and relative errors against eager execution."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "FEW_TOKENS", 8)  # 128 take the interpreter a while
+        patch.setattr(rewrite, "_FEW_TOKENS", 8)  # 128 take the interpreter a while
         patch.setattr(models, "HIDDEN", 32)  # rows of a shard of w2 in bfloat16 fill 16 bytes
         block = parallel_block(sequence_parallel, bias=False)
         torch.manual_seed(11 + (dist.get_rank() if sequence_parallel else 0))

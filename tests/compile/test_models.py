@@ -22,13 +22,13 @@ from interlace.compile import (
     Finding,
     InductorPass,
     Report,
-    choice,
     eager_backend,
     explain,
     foreign,
     foreign_norms,
     installed,
     recording,
+    rewrite,
 )
 from tests.compile.models import WIDTH, Experts, parallel_block
 from tests.compile.programs import K, N, all_reduce, tensors
@@ -64,7 +64,7 @@ def _block(sequence_parallel: bool, bias: bool) -> tuple[list[Finding], dict[str
     torch.manual_seed(11 + (dist.get_rank() if sequence_parallel else 0))
     x = torch.randn(2, 4, WIDTH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "FEW_TOKENS", 8)  # 128 take the interpreter a while
+        patch.setattr(rewrite, "_FEW_TOKENS", 8)  # 128 take the interpreter a while
         return _compare(parallel_block(sequence_parallel, bias), x)
 
 

@@ -256,8 +256,8 @@ def _all_reduce(collective: Collective) -> tuple[str, str]:
     tokens = rows_of(product)
     writer = Writer(product.node, collective.node)
     operator = operator_matching("gemm", "all_reduce")
-    is_short = tokens < _FEW_TOKENS and not invariance.is_enabled()
-    if product.bias is not None and is_short:
+    is_free = dtype == product.dtype and not invariance.is_enabled()
+    if product.bias is not None and tokens < _FEW_TOKENS and is_free:
         raise LeftAlone(
             "a bias is added before the sum, which for few tokens costs a collective of its own"
         )

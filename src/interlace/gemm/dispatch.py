@@ -127,14 +127,17 @@ def run(
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
-    if not (decision.is_measured or is_new_each_time) and autotune.is_enabled(impl):
+    is_open = decision.predicted_us and not (decision.is_measured or is_new_each_time)
+    if is_open and autotune.is_enabled(impl):
         _measure(call, decision)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
-    results = (_run_if_memory(each, call, decision) for each in decision.implementations)
-    result = next(result for result in results if result is not None)
-    decision.has_run = True
-    return result
+    for implementation in decision.implementations:
+        result = _run_if_memory(implementation, call, decision)
+        if result is not None:
+            decision.has_run = True
+            return result
+    raise AssertionError("the unfused pair runs any call")
 
 
 def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:
@@ -202,8 +205,6 @@ def _measure(call: GemmCall, decision: Decision) -> None:
     nothing about that, as another one may be made for other rows of this rank alone.
     """
     known = call.group.cache.measured
-    if not decision.predicted_us:
-        return
     if decision.kind not in known:
         if not autotune.may_measure(call):
             return

@@ -271,10 +271,14 @@ def _decide(
     else:
         choice = Choice.unpacked(operator, chosen_by_rank_0)
     if not is_free:
-        # A configuration names the kernel that it is for.
-        asked = named or (configured(operator, config).name if config else "")
-        x = operands.x
-        invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
+        # A configuration names the kernel that it is for. One of another type than the operator's
+        # has one kernel, whatever the number of rows.
+        kernel = configured(operator, config) if config else None
+        if kernel is not None and kernel.config_type is not None and not named:
+            invariant = kernel
+        else:
+            asked, x = named or (kernel.name if kernel else ""), operands.x
+            invariant = invariant_implementation(operator, x.device, x.dtype, choice, terms, asked)
         operator.require_nodes(invariant.name, group.nodes, terms, is_invariant=True)
         implementations = resolve(operator, invariant.name, choice, terms)
         chosen = operator.invariant_choice(operands, choice, group.world_size)

@@ -275,6 +275,7 @@ def test_copies_of_a_weight_as_far_as_there_is_memory(monkeypatch: pytest.Monkey
         group=group,
         group_name="",
         config=GemmAllReduce.config_type(),
+        configs={},
         mark=0,
         is_explicit=False,
     )

@@ -173,6 +173,7 @@ def _run(operator, impl, operands, config, group, process_group, replace):
         group=group,
         group_name=process_group.group_name,
         config=config,
+        configs={},
         mark=0,
         is_explicit=replace,
     )

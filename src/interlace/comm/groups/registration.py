@@ -276,18 +276,14 @@ def _nested(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -
         lists: The places of lists among the arguments.
         lengths: The length of each of them.
     """
-    if not lists:
-        return tuple(flat)
     args = list(flat)
     for place, length in zip(lists, lengths, strict=True):
         args[place : place + length] = [args[place : place + length]]
     return tuple(args)
 
 
-def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> Sequence[Any]:
+def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> list[Any]:
     """Return what :func:`_nested` takes; a list that is None has as many None as elements."""
-    if not lists:
-        return args
     flat: list[Any] = []
     for place, value in enumerate(args):
         if place not in lists:

@@ -116,5 +116,9 @@ def test_arguments_are_refused_again_after_the_same_call_was_valid():
             interlace.gemm_reduce_scatter(x, w, out_dtype=torch.int32)
         with pytest.raises(interlace.ArgumentError, match="contiguous along K or along N"):
             interlace.gemm_reduce_scatter(x, torch.randn(8, 32)[:, ::2], impl="unfused")
+        with pytest.raises(interlace.ArgumentError, match=r"x must be a torch\.Tensor"):
+            interlace.gemm_reduce_scatter(None, w, impl="unfused")  # type: ignore[arg-type]
+        with pytest.raises(interlace.ArgumentError, match=r"w must be a torch\.Tensor"):
+            interlace.gemm_reduce_scatter(x, None, impl="unfused")  # type: ignore[arg-type]
         with pytest.raises(interlace.ArgumentError, match="dense"):
             interlace.gemm_reduce_scatter(x, w.to_sparse(), impl="unfused")

@@ -16,6 +16,8 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import group_of
+from interlace.comm.host.common_profile import published
+from interlace.comm.host.members import Exchange, Members
 from interlace.comm.host.store_owner import expected_owner, is_served_here
 from tests.errors import error_of
 from tests.faults.scenarios import MortalPool
@@ -75,6 +77,25 @@ def _after_the_death_of(victim: int) -> dict[str, Any] | None:
     return found
 
 
+def _where_profiles_are_shared(victim: int) -> tuple[str, int, bool]:
+    """What a rank sees when one dies while those that join a group agree on a machine profile."""
+    process_group = dist.new_group()
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+
+    def share(members: Members, exchange: Exchange) -> None:
+        if members.rank == victim:
+            os.kill(os.getpid(), signal.SIGKILL)
+        _wait_for_the_end_of(pids[victim])
+        assert published("a machine") is None
+
+    with (
+        mock.patch.object(interlace.comm.groups.group, "share_profile", share),
+        mock.patch.dict(os.environ, INTERLACE_DEADLINE_S=str(_DEADLINE_S)),
+    ):
+        return _seen(interlace.group_of, process_group)
+
+
 def _wait_for_the_end_of(pid: int) -> None:
     end = time.monotonic() + 60
     while time.monotonic() < end:
@@ -105,3 +126,15 @@ def test_every_use_of_the_store_names_the_dead_rank(victim: int) -> None:
             # Nobody of that group has died, and its members know that the store is elsewhere.
             assert found.pop("outside") == ("PeerTimeoutError", -1, True)
         assert set(found.values()) == {("PeerTimeoutError", victim, victim == 0)}, found
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_that_dies_while_profiles_are_shared_is_named(victim: int) -> None:
+    pool = MortalPool(3, store="rank 0")
+    try:
+        outcomes = pool.run(_where_profiles_are_shared, victim)
+    finally:
+        pool.close()
+    assert outcomes[victim] is None
+    living = [outcome for outcome in outcomes if outcome is not None]
+    assert living == [("PeerTimeoutError", victim, victim == 0)] * 2

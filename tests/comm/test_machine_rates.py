@@ -53,7 +53,11 @@ def _on_gpu(group: Group) -> Any:
         device=torch.device("cuda", 0),
     )
     return SimpleNamespace(
-        members=members, rank=group.rank, device=members.device, exchange=group.exchange
+        members=members,
+        rank=group.rank,
+        device=members.device,
+        channel=group.channel,
+        exchange=group.exchange,
     )
 
 

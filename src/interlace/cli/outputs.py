@@ -84,19 +84,19 @@ class Outputs:
 
     def write_json(self, document: Callable[[], object]) -> None:
         """Write the document to ``--json``."""
-        self._write(self.json, lambda file: _write_text(file, to_json(document())))
+        self._write(self.json, lambda file: write_text(file, to_json(document())))
 
     def write_csv(self, text: Callable[[], str]) -> None:
         """Write the table to ``--csv``."""
-        self._write(self.csv, lambda file: _write_text(file, text()))
+        self._write(self.csv, lambda file: write_text(file, text()))
 
     def write_trace(self, document: Callable[[], object]) -> None:
         """Write the trace to ``--trace``, on one line: it may have 100000 events."""
-        self._write(self.trace, lambda file: _write_text(file, to_json(document(), indent=None)))
+        self._write(self.trace, lambda file: write_text(file, to_json(document(), indent=None)))
 
     def write_table(self, document: Callable[[], object]) -> None:
         """Write the tuned table to ``--table``."""
-        self._write(self.table, lambda file: _write_text(file, to_json(document())))
+        self._write(self.table, lambda file: write_text(file, to_json(document())))
 
     def write_plot(self, draw: Callable[[Path], Any], name: str = "") -> None:
         """Draw a picture to ``--plot``.
@@ -121,7 +121,7 @@ class Outputs:
             self._write(self.folder / name, content)
         else:
             text = content if isinstance(content, str) else to_json(content)
-            self._write(self.folder / name, lambda file: _write_text(file, text))
+            self._write(self.folder / name, lambda file: write_text(file, text))
 
     def say_written(self, console: Console, title: str = "Written") -> None:
         """Name the written files in one line; print nothing if there are none."""
@@ -137,7 +137,7 @@ class Outputs:
             self.written.append(file)
 
 
-def _write_text(file: Path, text: str) -> None:
+def write_text(file: Path, text: str) -> None:
     """Write a text file.
 
     Raises:

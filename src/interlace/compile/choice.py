@@ -69,8 +69,10 @@ def require_common_profile(device: torch.device, nodes: int = 1) -> None:
         settle_profile(device)
         if nodes > 1:
             settle_network(device)
-    except GroupError as error:
-        raise LeftAlone(str(error)) from error
+    except RuntimeError as error:  # whatever kind of store it is
+        raise LeftAlone(
+            f"ranks cannot agree on a machine profile without the program's store: {error}"
+        ) from error
 
 
 def usable_ranks(group_name: str, device: torch.device) -> int:

@@ -110,11 +110,7 @@ _valid: set[tuple[Hashable, ...]] = set()
 
 def _kind(
     operator: GemmOperator,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
+    tensors: tuple[Any, ...],
     splits: Sequence[object],
     out_dtype: torch.dtype | None,
     impl: str,
@@ -123,14 +119,18 @@ def _kind(
     """Return everything that a validation of these arguments looks at; None for calls that are
     validated each time: of float8, of lists of rows, of a configuration, of what is no ordinary
     tensor, and of what a compiler traces.
+
+    Args:
+        tensors: X, w, bias and both scales, whatever the caller has given for them.
     """
+    x, w, bias, x_scale, w_scale = tensors
     is_simple = x_scale is None and w_scale is None and config is None and isinstance(impl, str)
     is_known = out_dtype is None or isinstance(out_dtype, torch.dtype)
     has_lists = any(rows is not None for rows in splits)
     if not is_simple or not is_known or has_lists or not is_unobserved():
         return None
-    for tensor in (x, w, bias):
-        if tensor is not None and not (is_ordinary(tensor) and tensor.layout is torch.strided):
+    for tensor in (x, w) if bias is None else (x, w, bias):
+        if not (is_ordinary(tensor) and tensor.layout is torch.strided):
             return None
     extra = None if bias is None else (bias.shape, bias.dtype, bias.device)
     return (
@@ -184,7 +184,8 @@ def call(
     Raises:
         ArgumentError: No rank could compute this.
     """
-    kind = _kind(operator, x, w, bias, x_scale, w_scale, splits, out_dtype, impl, config)
+    tensors = (x, w, bias, x_scale, w_scale)
+    kind = _kind(operator, tensors, splits, out_dtype, impl, config)
     if kind is None or kind not in _valid:
         validate(
             operator, x, w, bias, x_scale, w_scale, out_dtype, impl, config,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.cli.console import make_console
-from interlace.cli.outputs import Outputs
+from interlace.cli.outputs import Outputs, write_text
 from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
 from interlace_sim import calibrate, plot, validate
@@ -198,22 +198,8 @@ def run_calibrate(
     document = calibrate.machine_document(
         base, fits, source, name, gpus or max((t.gpus for t in timings), default=1)
     )
-    _write_yaml(out, calibrate.to_yaml(document))
+    write_text(out, calibrate.to_yaml(document))
     console.print(f"Written: {out}")
-
-
-def _write_yaml(file: Path, text: str) -> None:
-    """Write a YAML file.
-
-    Raises:
-        ConfigError: The file cannot be written.
-    """
-    try:
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"{file} must be a file that can be written; {error.strerror}."
-        ) from error
 
 
 def run_presets(name: str | None, yaml: Path | None) -> None:
@@ -238,7 +224,7 @@ def run_presets(name: str | None, yaml: Path | None) -> None:
         )
     file = find(folder, name)
     if yaml is not None:
-        _write_yaml(yaml, file.read_text(encoding="utf-8"))
+        write_text(yaml, file.read_text(encoding="utf-8"))
         console.print(f"Written: {yaml}")
         return
     document = read(file)

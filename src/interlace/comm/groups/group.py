@@ -105,7 +105,8 @@ class Group:
             self.health.trace_by(self.channel.first_late)
         self.health.deadline_s = default_deadline(members.ranks_per_gpu)
         self.agreement.compare("joining a group", settings())
-        share_profile(members, self.exchange)
+        with self.channel.reaching_store("joining a group"):
+            share_profile(members, self.exchange)
         # Each rank chooses by itself, so all must choose by the same code, tables and profiles.
         self.agreement.compare("joining a group", identity(device))
         self.memory = SymmetricMemory(

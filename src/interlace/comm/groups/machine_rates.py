@@ -15,7 +15,7 @@ import random
 import statistics
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -101,7 +101,7 @@ def measure_unknown(group: Group) -> None:
     # Groups of other ranks of this program may measure at the same time; the first one to end
     # counts for all of them, as ranks of both may form a group later.
     name = f"measured {gpu}"
-    measured = group.exchange("a measured machine", published(name) if group.rank == 0 else None)[0]
+    measured = _of_rank_0(group, "a measured machine", lambda: published(name))
     if measured is None:
         try:
             rates = measure_rates(group)
@@ -111,19 +111,19 @@ def measure_unknown(group: Group) -> None:
                 RuntimeWarning,
                 stacklevel=2,
             )
-            settle_profile(group.device)
+            with group.channel.reaching_store("a measured machine"):
+                settle_profile(group.device)
             return
         date = datetime.date.today()
         source = f"{guess.source}; products and links measured {date} by {rates.world_size} ranks"
         profile = with_rates(guess, gpu, processors, rates, source)
         own = json.dumps([text_of(profile), rates.is_complete])
-        measured = group.exchange(
-            "a measured machine", publish(name, own) if group.rank == 0 else None
-        )[0]
+        measured = _of_rank_0(group, "a measured machine", lambda: publish(name, own))
     text, is_complete = json.loads(measured)
     profile = parse_profile(text)
     # What the program has compiled by the guess it must go on with.
-    adopt(settle_profile(group.device, profile))
+    with group.channel.reaching_store("a measured machine"):
+        adopt(settle_profile(group.device, profile))
     # What is missing in it another program may have memory to measure.
     _keep(profile if is_complete else None, group)
 
@@ -149,7 +149,7 @@ def measure_unknown_network(group: Group) -> None:
     if profile.network is not None:
         return
     name = f"measured network of {torch.cuda.get_device_name(group.device)}"
-    measured = group.exchange("a measured network", published(name) if group.rank == 0 else None)[0]
+    measured = _of_rank_0(group, "a measured network", lambda: published(name))
     # Imported here, since that module's own imports lead back to this one.
     from interlace.comm.groups.network_rates import measure_network
 
@@ -169,12 +169,17 @@ def measure_unknown_network(group: Group) -> None:
         named = dataclasses.replace(network, network=f"the network between {group.nodes} nodes")
         # Rank 0's text counts for all, so its loss of digits does, too.
         own = json.dumps(dataclasses.asdict(named))
-        measured = group.exchange(
-            "a measured network", publish(name, own) if group.rank == 0 else None
-        )[0]
+        measured = _of_rank_0(group, "a measured network", lambda: publish(name, own))
     named = parse_network(json.loads(measured))
-    settle_network(group.device, named)
+    with group.channel.reaching_store("a measured network"):
+        settle_network(group.device, named)
     _keep(dataclasses.replace(profile, network=named), group)
+
+
+def _of_rank_0(group: Group, label: str, ask: Callable[[], str | None]) -> Any:
+    """Return what rank 0 of a group has learnt from the program's store. Collective."""
+    with group.channel.reaching_store(label):
+        return group.exchange(label, ask() if group.rank == 0 else None)[0]
 
 
 def _may_measure(members: Members) -> bool:

@@ -101,18 +101,20 @@ def register(
     _entrances[qualified_name] = Entrance(operator, run, recorded)
 
 
-def _dispatch_sets() -> tuple[list[Any], Any]:
-    """Return the sets of keys that the dispatcher includes where nothing listens, without and with
-    inference mode, and the set that it excludes below autograd and autocast.
-    """
-    included = [_C._dispatch_tls_local_include_set()]
-    with torch.inference_mode():
-        included.append(_C._dispatch_tls_local_include_set())
+def _keys_below_autograd() -> Any:
+    """Return the keys that the dispatcher excludes below autograd."""
     with _C._AutoDispatchBelowAutograd():
-        return included, _C._dispatch_tls_local_exclude_set() | _AUTOCAST
+        return _C._dispatch_tls_local_exclude_set()
 
 
-_INCLUDED, _BELOW_AUTOGRAD = _dispatch_sets()
+_BELOW_AUTOGRAD = _keys_below_autograd() | _AUTOCAST
+_IN_INFERENCE_MODE = _C.DispatchKeySet(_C.DispatchKey.BackendSelect)
+# What the dispatcher includes on every thread where nothing listens; this module may be imported
+# where something does.
+_INCLUDED = (
+    _IN_INFERENCE_MODE | _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView),
+    _IN_INFERENCE_MODE,
+)
 _is_profiled = torch.autograd._profiler_enabled
 
 
@@ -274,18 +276,14 @@ def _nested(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -
         lists: The places of lists among the arguments.
         lengths: The length of each of them.
     """
-    if not lists:
-        return tuple(flat)
     args = list(flat)
     for place, length in zip(lists, lengths, strict=True):
         args[place : place + length] = [args[place : place + length]]
     return tuple(args)
 
 
-def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> Sequence[Any]:
+def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> list[Any]:
     """Return what :func:`_nested` takes; a list that is None has as many None as elements."""
-    if not lists:
-        return args
     flat: list[Any] = []
     for place, value in enumerate(args):
         if place not in lists:

@@ -83,7 +83,7 @@ class HostChannel:
         Raises:
             PeerTimeoutError: A rank did not come.
         """
-        with self._reaching_store(label):
+        with self.reaching_store(label):
             name = meet(self._meeting_store, label, self.rank, self.world_size, timeout_s)
         self._store: Any = dist.PrefixStore(name, self._meeting_store)
         self._sequence = 0
@@ -97,7 +97,7 @@ class HostChannel:
         return dist.PrefixStore(f"{purpose}/{self._sequence}", self._store)
 
     @contextlib.contextmanager
-    def _reaching_store(self, label: str) -> Iterator[None]:
+    def reaching_store(self, label: str) -> Iterator[None]:
         """Name the rank that had the store if that is gone.
 
         Raises:
@@ -297,7 +297,7 @@ class HostChannel:
         """
         text = json.dumps([_GIVEN_UP, f"{operator}: {error}"])
         keys = [f"{self._sequence}/{rank}" for rank in range(self.world_size)]
-        with self._reaching_store(operator):
+        with self.reaching_store(operator):
             self._store.set(keys[self.rank], text)
             have_come = wait_for_keys(self._store, keys, self.answer_s)
         if not have_come:
@@ -309,7 +309,7 @@ class HostChannel:
         """Return the parsed JSON text of every rank."""
         sequence, self._sequence = self._sequence, self._sequence + 1
         keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
-        with self._reaching_store(label):
+        with self.reaching_store(label):
             self._store.set(keys[self.rank], text)
             given_up = f"{sequence}/given up"
             if not wait_for_keys(self._store, keys, deadline_s, unless=given_up):

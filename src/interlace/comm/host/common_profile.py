@@ -8,11 +8,9 @@ ends. This is no exchange: a rank asks alone, whenever it wants, and nobody wait
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,7 +20,6 @@ from interlace import environment
 from interlace.costs.known_profiles import adopt, parse_profile, profile_of, text_of
 from interlace.costs.network import NetworkRates, parse_network
 from interlace.costs.time import MachineProfile
-from interlace.errors import GroupError
 
 VARIABLE = "INTERLACE_MEASURE_MACHINE"
 
@@ -52,7 +49,7 @@ def settle_profile(device: torch.device, profile: MachineProfile | None = None) 
         profile: What this rank brings; default: what it knows.
 
     Raises:
-        GroupError: The program's store cannot be reached.
+        RuntimeError: The program's store cannot be reached.
     """
     known = known_profile(device)
     brought = text_of(known if profile is None else profile)
@@ -82,7 +79,7 @@ def settle_network(device: torch.device, network: NetworkRates | None = None) ->
         network: What this rank brings; default: what it knows.
 
     Raises:
-        GroupError: The program's store cannot be reached.
+        RuntimeError: The program's store cannot be reached.
     """
     profile = known_profile(device)
     brought = _text_of_network(network or profile.network)
@@ -98,32 +95,19 @@ def published(name: str) -> str | None:
     """Return what a rank of this program has published under a name; None if none has.
 
     Raises:
-        GroupError: The program's store cannot be reached.
+        RuntimeError: The program's store cannot be reached.
     """
-    with _reaching_the_store():
-        store = _programs_store()
-        return str(store.get(name).decode()) if store.check([name]) else None
+    store = _programs_store()
+    return str(store.get(name).decode()) if store.check([name]) else None
 
 
 def publish(name: str, text: str) -> str:
     """Publish a text, if no rank has published another one before; return the first one.
 
     Raises:
-        GroupError: The program's store cannot be reached.
+        RuntimeError: The program's store cannot be reached.
     """
-    with _reaching_the_store():
-        return str(_programs_store().compare_set(name, "", text).decode())
-
-
-@contextlib.contextmanager
-def _reaching_the_store() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:  # whatever kind of store it is
-        raise GroupError(
-            f"the program's store must be reached to agree on a machine profile; got {error}. "
-            "Look at the rank that has the store, the first one."
-        ) from error
+    return str(_programs_store().compare_set(name, "", text).decode())
 
 
 def _settle(name: str, brought: str) -> str | None:

@@ -22,7 +22,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import multiprocessing
 import os
 import random
@@ -37,6 +36,8 @@ import traceback
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
+
+import documents
 
 MOMENTS = ("start", "first call", "between calls", "call", "new call", "recover", "graph")
 """What the other ranks do when a rank dies; "start" is before their first call."""
@@ -388,6 +389,13 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+def _row(result: dict[str, Any]) -> dict[str, Any]:
+    """A job as a row of the file: what was drawn, and the seconds until each error."""
+    names = ("number", "ranks", "nodes", "victim", "moment", "operator", "impl", "store", "leaves")
+    seconds = [round(each, 3) for each in result.get("seconds", ())]
+    return {**{name: result[name] for name in names}, "seconds": seconds}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -442,15 +450,12 @@ def main() -> int:
                       *result["wrong"], sep="\n  ", flush=True)  # fmt: skip
             if len(results) % 20 == 0:
                 print(f"{len(results)} deaths after {time.monotonic() - begun:.0f} s", flush=True)
-    document = {
-        "command": " ".join(sys.argv), "backend": backend, "seed": chosen.seed, "jobs": jobs,
-        "deadline_s": deadline_s, "torch": torch.__version__,
-        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
-        "seconds": round(time.monotonic() - begun, 1), **summary(results),
-    }  # fmt: skip
-    chosen.json.write_text(json.dumps(document, indent=1), encoding="utf-8")
-    wrong = document["wrong"]
-    print(f"{len(results)} deaths, {wrong} wrong, in {document['seconds']} s; see {chosen.json}.")
+    took_s = round(time.monotonic() - begun, 1)
+    found = summary(results)
+    documents.write(chosen.json, [_row(result) for result in results], backend=backend, seed=chosen.seed,
+          jobs=jobs, deadline_s=deadline_s, seconds=took_s, **found)  # fmt: skip
+    wrong = found["wrong"]
+    print(f"{len(results)} deaths, {wrong} wrong, in {took_s} s; see {chosen.json}.")
     return 1 if wrong else 0
 
 

@@ -452,8 +452,10 @@ def main() -> int:
                 print(f"{len(results)} deaths after {time.monotonic() - begun:.0f} s", flush=True)
     took_s = round(time.monotonic() - begun, 1)
     found = summary(results)
-    documents.write(chosen.json, [_row(result) for result in results], backend=backend, seed=chosen.seed,
-          jobs=jobs, deadline_s=deadline_s, seconds=took_s, **found)  # fmt: skip
+    documents.write(
+        chosen.json, [_row(result) for result in results], backend=backend, seed=chosen.seed,
+        jobs=jobs, deadline_s=deadline_s, seconds=took_s, **found,
+    )  # fmt: skip
     wrong = found["wrong"]
     print(f"{len(results)} deaths, {wrong} wrong, in {took_s} s; see {chosen.json}.")
     return 1 if wrong else 0

@@ -56,6 +56,8 @@ class Implementation:
             has; else None.
         is_predictable: Returns whether its predicted time holds for such a call. Where it does not,
             only a caller or a table takes the implementation.
+        host_us: Microseconds that the host takes in an eager call, where they are several times
+            those of the others; no time of a GPU in a choice is less (decision record 0014).
         backward: Runs the backward pass of a call, of operators whose backward pass depends on the
             implementation; its arguments are the operator's own. None where it does not, or where
             this implementation is for calls without gradients.
@@ -73,6 +75,7 @@ class Implementation:
     is_batch_invariant: bool = False
     config_type: type | None = None
     is_predictable: Callable[[Any], bool] = lambda _: True
+    host_us: float = 0.0
     backward: Callable[..., Any] | None = None
 
 
@@ -198,6 +201,15 @@ class Operator(abc.ABC):
     def pairs_among(self, names: Iterable[str]) -> set[str]:
         """Return the names of those implementations that are such pairs."""
         return {name for name in names if self.is_pair(name)}
+
+    def eager_us(self, times_us: Mapping[str, float]) -> dict[str, float]:
+        """Return times in which a GPU runs implementations, each at least the host's.
+
+        Args:
+            times_us: Microseconds on the GPU, by implementation.
+        """
+        host_us = {each.name: each.host_us for each in self.implementations}
+        return {name: max(us, host_us.get(name, 0.0)) for name, us in times_us.items()}
 
     def refusal(self, name: str, terms: Any) -> str | None:
         """Return what a call must have for an implementation and has not, or None.

@@ -102,7 +102,7 @@ def test_a_product_that_is_cast_before_the_sum() -> None:
         ("gemm_all_reduce", "fused"),
         ("gemm_reduce_scatter", "chunked"),
         ("gemm_all_to_all", "fused"),
-        ("all_gather_gemm", "async_tp"),
+        ("all_gather_gemm", "chunked"),
     ],
 )
 def test_rows_that_do_not_fill_tiles(operator: str, fastest: str) -> None:
@@ -117,6 +117,17 @@ def test_stock_pairs_are_chosen_where_they_are_the_fastest() -> None:
     assert few.candidates[0] == "two_shot"
     assert few.faster == ()
     assert few.is_known
+
+
+def test_an_eager_call_takes_no_less_than_the_host() -> None:
+    """PyTorch's asynchronous tensor parallelism, without which a GPU would wait for its host."""
+    implementation = operator_named("all_gather_gemm").implementation("async_tp")
+    short = _auto("all_gather_gemm", 2560, 1152, 4096, 2)
+    assert short.times_us["async_tp"] == implementation.host_us
+    assert list(short.times_us)[-1] == "async_tp"
+    assert short.impl == "pushed"
+    long = _auto("all_gather_gemm", 16384, 8192, 8192, 2)
+    assert long.times_us["async_tp"] > implementation.host_us
 
 
 def test_the_same_implementations_are_the_fastest_at_eight_ranks() -> None:

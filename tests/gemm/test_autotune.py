@@ -163,6 +163,14 @@ def test_a_pair_wins_ties() -> None:
     assert autotune.in_measured_order(operator, {**times, "fused": 99.2})[0] == "two_shot"
 
 
+def test_a_pair_that_waits_for_its_host_wins_no_short_call() -> None:
+    operator = operator_named("all_gather_gemm")
+    short = {"async_tp": 90.0, "chunked": 110.0, "unfused": 150.0}
+    assert autotune.in_measured_order(operator, short) == ["chunked", "unfused", "async_tp"]
+    long = {name: 10 * us for name, us in short.items()}
+    assert autotune.in_measured_order(operator, long) == ["async_tp", "chunked", "unfused"]
+
+
 def test_what_rank_0_remembers_counts(ranks: Any, tmp_path: Path) -> None:
     """Ranks whose memories differ agree: rank 1 has none, and nobody measures."""
     for timed, order, _ in ranks(2).run(_measured, str(tmp_path), [{}, {}], [True, False]):

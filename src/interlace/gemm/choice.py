@@ -147,7 +147,8 @@ def choose_on(
 def predicted_times(
     profile: MachineProfile, operator: str, call: SizedCall, tile: tuple[int, int], terms: Terms
 ) -> dict[str, float]:
-    """Return the time of each implementation in microseconds, the shortest first.
+    """Return the time of each implementation in microseconds, the shortest first: the GPU's, or
+    the host's in an eager call where that is declared and more.
 
     Implementations are missing whose times the profile does not compose, or that do not keep to
     them, and those that refuse every call of these sizes.
@@ -156,16 +157,18 @@ def predicted_times(
         tile: Rows and columns of the fused kernel's tiles.
         terms: The properties of the simplest call of these sizes.
     """
-    known = []
-    for implementation in operator_named(operator).implementations:
+    declaration = operator_named(operator)
+    known = {}
+    for implementation in declaration.implementations:
         if not implementation.is_predictable(terms):
             continue
         time = profile.predict_us(
             operator, implementation.name, call, implementation.schedule, tile
         )
         if time is not None and implementation.refusal(terms) is None:
-            known.append((time, implementation.name))
-    return {name: time for time, name in sorted(known)}
+            known[implementation.name] = time
+    eager_us = declaration.eager_us(known)
+    return dict(sorted(eager_us.items(), key=lambda known: known[::-1]))
 
 
 def _fastest(

@@ -217,6 +217,11 @@ def _all_gather(call: GemmCall, name: str) -> tuple[torch.Tensor, torch.Tensor]:
     return y, gathered if call.gather else x.new_empty([0, call.operands.inner])
 
 
+# Streams, barriers and copies for every rank's rows, one call of the driver after another, on the
+# host of two H100s (decision record 0014).
+_ASYNC_HOST_US = 580.0
+
+
 def _async_tp(steps: str, run: Callable[[GemmCall, str], Any], operator: str) -> Implementation:
     """Return asynchronous tensor parallelism by one operator of ``torch.ops.symm_mem``."""
     return Implementation(
@@ -226,6 +231,7 @@ def _async_tp(steps: str, run: Callable[[GemmCall, str], Any], operator: str) ->
         _needs(torch_operator=operator, even_rows=True, no_bias=True),
         schedule="by_rank",
         is_stock=True,
+        host_us=_ASYNC_HOST_US,
     )
 
 

@@ -119,6 +119,16 @@ def test_stock_pairs_are_chosen_where_they_are_the_fastest() -> None:
     assert few.is_known
 
 
+@pytest.mark.parametrize("rows", [1, 7, 16])
+def test_a_kernel_that_would_copy_the_weight_is_not_taken(rows: int) -> None:
+    """The kernels for few rows read w along K, and would copy another one in each call."""
+    for operator, name in (("gemm_all_reduce", "gemv"), ("gemm_all_reduce_norm", "fused")):
+        along_k = _auto(operator, rows, 8192, 4096, 2)
+        along_n = _auto(operator, rows, 8192, 4096, 2, w_along_k=False)
+        assert name in along_k.times_us or along_k.impl == name
+        assert name not in along_n.candidates
+
+
 def test_an_eager_call_takes_no_less_than_the_host() -> None:
     """PyTorch's asynchronous tensor parallelism, without which a GPU would wait for its host."""
     implementation = operator_named("all_gather_gemm").implementation("async_tp")

@@ -12,10 +12,14 @@ MISMATCH = "must be the same on every rank; got"
 A2A, RS, AR, AG = "gemm_all_to_all", "gemm_reduce_scatter", "gemm_all_reduce", "all_gather_gemm"
 
 
-def _call(operator, x=(4, 8), w=(6, 8), dtype=torch.float32, bias=False, **options):
+def _call(operator, x=(4, 8), w=(6, 8), dtype=torch.float32, bias=False, along_k=True, **options):
     more = {"bias": torch.zeros(w[0], dtype=dtype)} if bias else {}
+    weight = torch.zeros(w, dtype=dtype)
     return getattr(interlace, operator)(
-        torch.zeros(x, dtype=dtype), torch.zeros(w, dtype=dtype), **more, **options
+        torch.zeros(x, dtype=dtype),
+        weight if along_k else weight.T.contiguous().T,
+        **more,
+        **options,
     )
 
 
@@ -27,6 +31,8 @@ CASES = [
         f"splits {MISMATCH} 'even, of 4 rows' on rank 0, 'given' on rank 1."),
     (A2A, {"w": (6, 8)}, {"w": (5, 8)},
         f"the shape of w {MISMATCH} [6, 8] on rank 0, [5, 8] on rank 1."),
+    (RS, {"along_k": True}, {"along_k": False},
+        f"the layout of w {MISMATCH} 'along K' on rank 0, 'along N' on rank 1."),
     (A2A, {"config": GemmAllToAllConfig()}, {"config": GemmAllToAllConfig(block_m=64)},
         f"config {MISMATCH} '{GemmAllToAllConfig()}' on rank 0, '{GemmAllToAllConfig(block_m=64)}' "
         f"on rank 1."),

@@ -109,6 +109,7 @@ def choose_on(
     dtype: torch.dtype,
     world_size: int,
     out_dtype: torch.dtype | None = None,
+    w_along_k: bool = True,
     default: str = "fused",
 ) -> Choice[Config]:
     """Return the implementation that takes the least time on a GPU, which need not be here.
@@ -117,6 +118,7 @@ def choose_on(
         rows, columns, inner: M, N and K of this rank's product, the same on every rank (so not the
             rows of one rank's split).
         out_dtype: The dtype of the result, if it is not the one that comes by default.
+        w_along_k: Whether w is contiguous along K; else it is along N.
         default: The implementation to take where no time is known.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}
@@ -134,7 +136,8 @@ def choose_on(
         terms = Terms.of_sizes(rows, columns, dtype, "cuda")
         # Float8 has a wider result.
         converts = dtype.itemsize == 1 if out_dtype is None else out_dtype != dtype
-        terms = dataclasses.replace(terms, is_even=rows % world_size == 0, converts=converts)
+        is_even = rows % world_size == 0
+        terms = dataclasses.replace(terms, is_even=is_even, converts=converts, w_along_k=w_along_k)
         if out_dtype is not None and converts:
             call = dataclasses.replace(call, output_itemsize=out_dtype.itemsize)
         tile = config.block_m, config.block_n

@@ -310,7 +310,12 @@ def _decide(
 def _choose(operator: GemmOperator, operands: Operands, rows: RowPlan, group: Group) -> Choice[Any]:
     """Return what a free call takes by what this rank knows, between nodes if there are several."""
     sizes = operands.sizes(rows.product)
-    choice = operator.choose(**sizes, out_dtype=operands.out_dtype, world_size=group.world_size)
+    choice = operator.choose(
+        **sizes,
+        out_dtype=operands.out_dtype,
+        world_size=group.world_size,
+        w_along_k=operands.w_along_k,
+    )
     if not group.spans_nodes:
         return choice
     times = times_between_nodes(operator.name, group.nodes, **sizes, world_size=group.world_size)

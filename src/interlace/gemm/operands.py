@@ -300,6 +300,11 @@ class Operands:
         """K, the length of the sums."""
         return self.x.shape[1]
 
+    @property
+    def w_along_k(self) -> bool:
+        """Whether w is contiguous along K, as in ``nn.Linear``; else it is along N."""
+        return contiguous_dimension(self.w) == 1
+
     def agreed(self) -> dict[str, Any]:
         """Return the properties that all ranks' operands must share, for ``Group.agree``.
 
@@ -307,6 +312,7 @@ class Operands:
         """
         return {
             "the_shape_of_w": tuple(self.w.shape),
+            "the_layout_of_w": "along K" if self.w_along_k else "along N",
             "dtype": str(self.x.dtype),
             "out_dtype": str(self.out_dtype),
             "bias": self.bias is not None,
@@ -317,7 +323,8 @@ class Operands:
 
         It consists of M and the properties that :meth:`agreed` returns.
         """
-        return self.x.shape, self.w.shape, self.x.dtype, self.out_dtype, self.bias is None
+        shapes = self.x.shape, self.w.shape, self.w_along_k
+        return *shapes, self.x.dtype, self.out_dtype, self.bias is None
 
     def memory(self) -> tuple[Hashable, ...]:
         """Return where the operands lie, by which ``Replays.run`` tells calls apart."""
@@ -337,6 +344,7 @@ class Operands:
             converts=self.out_dtype != self.x.dtype,
             is_even=is_even,
             node_of_rank=node_of_rank,
+            w_along_k=self.w_along_k,
             result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
         )
 

@@ -196,7 +196,8 @@ class GemmOperator(Operator):
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
         sizes = operands.sizes(rows) | {"world_size": world_size}
         predicted = times_between_nodes(self.name, nodes, **sizes) if nodes > 1 else None
-        choice = self.choose(**sizes, out_dtype=operands.out_dtype).between(self, nodes, predicted)
+        layout = {"out_dtype": operands.out_dtype, "w_along_k": operands.w_along_k}
+        choice = self.choose(**sizes, **layout).between(self, nodes, predicted)
         node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
         terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
         if invariance.is_enabled():

@@ -23,6 +23,7 @@ class Terms:
         converts: Whether the result's dtype is not that of the operands.
         is_even: Whether every rank gets as many rows from every rank.
         node_of_rank: Number of each rank's node; empty if all ranks are on one node.
+        w_along_k: Whether w is contiguous along K, as in ``nn.Linear``; else it is along N.
     """
 
     rows: int
@@ -33,6 +34,7 @@ class Terms:
     converts: bool = False
     is_even: bool = True
     node_of_rank: tuple[int, ...] = ()
+    w_along_k: bool = True
 
     @staticmethod
     def of_sizes(rows: int, columns: int, dtype: torch.dtype, device_type: str) -> Terms:

@@ -81,7 +81,9 @@ class GemmAllReduce(GemmOperator):
         """Return what ``impl="auto"`` runs: by predicted times, unless the table of the kernel for
         few rows has the very sizes.
         """
-        is_few = gemv.is_default(call["rows"], call["dtype"], call.get("out_dtype"))
+        is_few = gemv.is_default(
+            call["rows"], call["dtype"], call.get("out_dtype"), call.get("w_along_k", True)
+        )
         default = gemv.GEMV.name if is_few else self.implementations[0].name
         return gemv.with_table(super().choose(**call, default=default), **call)
 

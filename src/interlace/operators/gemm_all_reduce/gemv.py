@@ -64,8 +64,10 @@ def run(call: GemmCall) -> torch.Tensor:
 
 
 def _is_predictable(terms: Terms) -> bool:
-    """Return whether predicted times hold for the configuration that a call has."""
-    return terms.rows <= MOST_ROWS
+    """Return whether predicted times hold for the configuration that a call has, and without the
+    copy of a w along N.
+    """
+    return terms.rows <= MOST_ROWS and terms.w_along_k
 
 
 GEMV = Implementation(
@@ -101,13 +103,19 @@ def tuned(
     )
 
 
-def is_default(rows: int, dtype: torch.dtype, out_dtype: torch.dtype | None) -> bool:
+def is_default(
+    rows: int, dtype: torch.dtype, out_dtype: torch.dtype | None, w_along_k: bool
+) -> bool:
     """Return whether the kernel is what runs where no time is known."""
-    return rows <= MOST_ROWS and dtype in FLOATS and out_dtype in (None, dtype)
+    return rows <= MOST_ROWS and w_along_k and dtype in FLOATS and out_dtype in (None, dtype)
 
 
 def with_table(
-    choice: Choice[Any], *, out_dtype: torch.dtype | None = None, **call: Any
+    choice: Choice[Any],
+    *,
+    out_dtype: torch.dtype | None = None,
+    w_along_k: bool = True,
+    **call: Any,
 ) -> Choice[Any]:
     """Return a choice with the kernel's configuration; where the table has the very sizes of the
     call, what was measured to be the fastest.
@@ -115,11 +123,12 @@ def with_table(
     Args:
         choice: What is taken by predicted times.
         out_dtype: The dtype of the result, if it is not the one that comes by default.
+        w_along_k: Whether w is contiguous along K, as all were that were measured.
         call: As :func:`tuned` takes it.
     """
     tabulated = tuned(**call)
     configs: Mapping[str, GemvAllReduceConfig] = {GEMV.name: tabulated.config}
-    if not tabulated.is_exact or out_dtype not in (None, call["dtype"]):
+    if not (tabulated.is_exact and w_along_k) or out_dtype not in (None, call["dtype"]):
         return dataclasses.replace(choice, configs=configs)
     return dataclasses.replace(tabulated, config=choice.config, configs=configs)
 

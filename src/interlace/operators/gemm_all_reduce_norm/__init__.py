@@ -51,6 +51,8 @@ class GemmAllReduceNorm(GemmOperator):
             "one kernel from the product to the norm",
             launch.run_fused,
             needs(most_rows=MOST_FUSED_ROWS, dtypes=FLOATS),
+            # It reads w along K, and copies another one in each call.
+            is_predictable=lambda terms: terms.w_along_k,
         ),
         Implementation("pushed", "a product, then one kernel", launch.run_pushed),
         Implementation(
@@ -113,7 +115,8 @@ def _choose(**call: Any) -> Choice[Any]:
         # without the operator, so a graph that was traced with few rows loses nothing with many.
         reason = f"times are known of up to {MOST_ROWS} rows; the sum takes what is best for it"
         return Choice("gemm", config, reason)
-    default = "fused" if call["rows"] <= MOST_FUSED_ROWS else "pushed"
+    is_few = call["rows"] <= MOST_FUSED_ROWS and call.get("w_along_k", True)
+    default = "fused" if is_few else "pushed"
     # Its own configuration belongs to the tiles of a GEMM, which nothing here has.
     choice = choose_product(GemmAllReduceNorm.name, GemmConfig, default=default, **call)
     return dataclasses.replace(choice, config=config)

@@ -260,8 +260,8 @@ def all_gather_gemm(
         x: ``[rows of this rank, K]``: float16, bfloat16, float32 or float8_e4m3fn. Other than
             contiguous rows are copied.
         w: ``[N/R, K]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
-            of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
-            costs the fused kernel a copy in each call.
+            of a contiguous ``[K, N]``), the same on every rank. An address or a stride that is no
+            multiple of 16 bytes costs the fused kernel a copy in each call.
         bias: ``[N/R]`` of the result's dtype, this rank's part.
         splits: Rows of x on each rank, the same list on every rank. Default: all ranks have as many
             as this one.

@@ -187,8 +187,8 @@ def gemm_all_reduce(
         x: ``[M, K/R]``: float16, bfloat16, float32 or float8_e4m3fn. Other than contiguous rows are
             copied.
         w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
-            of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
-            costs the fused kernel a copy in each call.
+            of a contiguous ``[K, N]``), the same on every rank. An address or a stride that is no
+            multiple of 16 bytes costs the fused kernel a copy in each call.
         bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
         x_scale: float32: what x's elements are to be multiplied by; needed with float8 and refused
             without. ``[]`` or ``[1]``, or one a row: ``[M]`` or ``[M, 1]``.

@@ -208,8 +208,8 @@ def gemm_all_to_all(
         x: ``[M, K]``: float16, bfloat16, float32 or float8_e4m3fn. Rows for rank 0 first, then
             those for rank 1, and so on. Other than contiguous rows are copied.
         w: ``[N, K]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T`` of
-            a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes costs
-            the fused kernel a copy in each call.
+            a contiguous ``[K, N]``), the same on every rank. An address or a stride that is no
+            multiple of 16 bytes costs the fused kernel a copy in each call.
         bias: ``[N]`` of the result's dtype; added by the rank that computes a row.
         input_splits: Rows of x for each rank; they sum to M. Default: M split evenly, and then R
             must divide M.

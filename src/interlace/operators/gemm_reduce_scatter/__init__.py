@@ -154,8 +154,8 @@ def gemm_reduce_scatter(
         x: ``[M, K/R]``: float16, bfloat16, float32 or float8_e4m3fn. Other than contiguous rows are
             copied.
         w: ``[N, K/R]``, as in ``nn.Linear``, of x's dtype: contiguous along K, or along N (``.T``
-            of a contiguous ``[K, N]``). An address or a stride that is no multiple of 16 bytes
-            costs the fused kernel a copy in each call.
+            of a contiguous ``[K, N]``), the same on every rank. An address or a stride that is no
+            multiple of 16 bytes costs the fused kernel a copy in each call.
         bias: ``[N]`` of the result's dtype, the same on every rank; added once, after the sum.
         splits: Rows that each rank owns, the same list on every rank; they sum to M. Default: as
             ``torch.tensor_split``, the first ``M % R`` ranks one more than the others.

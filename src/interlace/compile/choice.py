@@ -167,7 +167,7 @@ def choose(
         return _choose_invariant(operator, terms)
     sizes = dict(zip(operator.sizes, (rows, product.columns, product.inner), strict=True))
     call = {"dtype": product.dtype, "world_size": ranks, "device": product.device, **converts}
-    choice = operator.choose(**sizes, **call)
+    choice = operator.choose(**sizes, **call, w_along_k=product.w_along_k)
     # ``impl="auto"`` of an explicit call runs the fused kernel where no time is known. The pass
     # must not: the user has not asked for the operator, so it has to be known to be faster.
     if not choice.is_known and product.device.type == "cuda":

@@ -51,6 +51,12 @@ class Product:
         return int(value(self.node).shape[-1])
 
     @property
+    def w_along_k(self) -> bool:
+        """Whether the weight is contiguous along K."""
+        w = value(self.w)
+        return bool((w.mT if self.by_columns else w).stride(-1) == 1)
+
+    @property
     def batch(self) -> int:
         """B, the number of products, each with a weight of its own; 1 without a batch."""
         return int(value(self.w).shape[0]) if value(self.w).dim() == 3 else 1

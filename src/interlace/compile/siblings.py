@@ -110,9 +110,8 @@ def _is_suitable(product: Product) -> bool:
             suits = invariance.has_one_arithmetic(product.device, product.dtype)
     except LeftAlone:
         return False
-    w = value(product.w)
-    along_k = (w.mT if product.by_columns else w).stride(-1) == 1
-    return suits and along_k and product.dtype.itemsize == 2 and w.dim() == 2
+    is_matrix = value(product.w).dim() == 2
+    return suits and product.w_along_k and product.dtype.itemsize == 2 and is_matrix
 
 
 def _source(x: Node) -> Node:

@@ -294,17 +294,27 @@ class Operator(abc.ABC):
             self.implementation(name)
 
     def validate_options(self, impl: str, config: object) -> None:
-        """Refuse an ``impl`` that does not exist, and a ``config`` of another operator.
+        """Refuse an ``impl`` that does not exist, and a ``config`` of another operator or kernel.
 
         Raises:
             ArgumentError: There is no such implementation, or ``config`` is neither None nor a
-                configuration of this operator.
+                configuration of this operator; or ``impl`` names a kernel that has another one.
         """
         self.validate_impl(impl)
         if config is not None and not isinstance(config, self.config_types):
             expected = _or([kind.__name__ for kind in self.config_types] or ["None"])
             raise ArgumentError(
                 f"{self.name}: config must be of type {expected}; got {type(config).__name__}."
+            )
+        named = next((each for each in self.implementations if each.name == impl), None)
+        if config is None or named is None:
+            return
+        is_own_kernel = named is self.implementations[0]
+        kind = named.config_type or (self.config_type if is_own_kernel else None)
+        if kind is not None and not isinstance(config, kind):
+            raise ArgumentError(
+                f"{self.name}: config of impl={impl!r} must be of type {kind.__name__}; got "
+                f"{type(config).__name__}."
             )
 
 

@@ -36,7 +36,7 @@ def other_operator(outcomes: list[Outcome]) -> None:
     for outcome in outcomes:
         _disagreed(outcome)
         assert "ranks must make the same calls in the same order" in outcome.message
-        assert f"'gemm_all_reduce' on rank {FAULTY}" in outcome.message
+        assert f"'gemm_reduce_scatter' on rank {FAULTY}" in outcome.message
         assert "'gemm_all_reduce' on rank 0" in outcome.message
 
 

@@ -49,7 +49,7 @@ CASES: dict[str, Case] = {"gemv": GEMV, "all_reduce": SUM, "reduce_scatter": SCA
 their owner.
 """
 
-OTHERS: dict[str, Case] = {"operator": SUM, "shape": SHORTER}
+OTHERS: dict[str, Case] = {"operator": SCATTER, "shape": SHORTER}
 """Calls that do not fit ``GEMV``, by what differs."""
 
 

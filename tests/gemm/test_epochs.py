@@ -119,7 +119,7 @@ def _operators(rank):
     def gemv(protocol, dtype):
         config = GemvAllReduceConfig(protocol, block_n=4, block_k=16)
         return lambda rows: interlace.gemv_all_reduce(
-            random(2, 16).to(dtype), random(rows, 16).to(dtype), impl="fused", config=config
+            random(2, 16).to(dtype), random(rows, 16).to(dtype), impl="gemv", config=config
         )
 
     def embedding(config, backward):

@@ -126,6 +126,20 @@ def test_a_configuration_is_another_operators(operator):
 
 
 @pytest.mark.parametrize(
+    ("impl", "config", "own"),
+    [
+        ("fused", interlace.GemvAllReduceConfig(), "GemmAllReduceConfig"),
+        ("gemv", interlace.GemmAllReduceConfig(), "GemvAllReduceConfig"),
+    ],
+)
+def test_a_configuration_is_another_kernels(impl, config, own):
+    refusal = rf"config of impl='{impl}' must be of type {own}; got {type(config).__name__}\.$"
+    for operator in (interlace.gemm_all_reduce, interlace.gemv_all_reduce):
+        with pytest.raises(ArgumentError, match=refusal):
+            operator(_t(2, 4), _t(5, 4), impl=impl, config=config)
+
+
+@pytest.mark.parametrize(
     ("splits", "message"),
     [
         (

@@ -46,7 +46,8 @@ def test_every_implementation_of_a_draw(ranks: Any, pattern: tuple[str, str]) ->
         assert result["left_out"].keys() <= {"nccl", "one_shot", "two_shot", "async_tp"}
         assert result["times"]["unfused"]["role"] == "pair"
         assert result["times"]["fused"]["role"] == "ours"
-        assert result["auto"] == "fused", "the cpu backend takes the kernel"
+        kernel = "gemv" if operator == "gemm_all_reduce" else "fused"  # of few rows
+        assert result["auto"] == kernel, "the cpu backend takes the kernel"
         assert result["relative_error"] < 1e-5
         first, second, *others = result["times"].values()
         assert (first["attempts"], first["p10_us"]) == (3, 9.0)

@@ -212,8 +212,9 @@ class TimedProduct(Benchmark[GemmConfig]):
             if refusal is None:
                 is_pair = self.operator.is_pair(name)
                 role: Role = "pair" if is_pair else "ours"
-                # A configuration is of our kernels.
-                call = functools.partial(self.call, impl=name, config=None if is_pair else config)
+                # It is the configuration of the operator's own kernel.
+                takes = not is_pair and self.operator.implementation(name).config_type is None
+                call = functools.partial(self.call, impl=name, config=config if takes else None)
                 ways.append(Way(self._display_name(name), role, call, name))
         return sorted(ways, key=lambda way: way.role == "pair")
 

@@ -107,14 +107,20 @@ def _wait_for_the_end_of(pid: int) -> None:
     raise AssertionError("the victim must die")
 
 
-@pytest.mark.parametrize("victim", [0, 2])
-def test_every_use_of_the_store_names_the_dead_rank(victim: int) -> None:
+def _outcomes(call: Any, victim: int) -> list[Any]:
+    """What the ranks return of whom one dies, which returns nothing; rank 0 has the store."""
     pool = MortalPool(3, store="rank 0")
     try:
-        outcomes = pool.run(_after_the_death_of, victim)
+        outcomes: list[Any] = pool.run(call, victim)
     finally:
         pool.close()
     assert outcomes[victim] is None
+    return outcomes
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_every_use_of_the_store_names_the_dead_rank(victim: int) -> None:
+    outcomes = _outcomes(_after_the_death_of, victim)
     living = [outcome for outcome in outcomes if outcome is not None]
     assert len(living) == (2 if victim == 0 else 1)
     for rank, found in enumerate(outcomes):
@@ -130,11 +136,6 @@ def test_every_use_of_the_store_names_the_dead_rank(victim: int) -> None:
 
 @pytest.mark.parametrize("victim", [0, 2])
 def test_a_rank_that_dies_while_profiles_are_shared_is_named(victim: int) -> None:
-    pool = MortalPool(3, store="rank 0")
-    try:
-        outcomes = pool.run(_where_profiles_are_shared, victim)
-    finally:
-        pool.close()
-    assert outcomes[victim] is None
+    outcomes = _outcomes(_where_profiles_are_shared, victim)
     living = [outcome for outcome in outcomes if outcome is not None]
     assert living == [("PeerTimeoutError", victim, victim == 0)] * 2

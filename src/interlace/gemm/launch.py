@@ -133,7 +133,7 @@ def constants(
             block_k=config.block_k,
             group_m=config.group_m,
             descriptors=descriptors,
-            w_along_k=contiguous_dimension(operands.w) == 1,
+            w_along_k=operands.w_along_k,
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

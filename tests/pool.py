@@ -14,6 +14,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -45,6 +46,10 @@ _ENVIRONMENTS = {
 }
 """Waits for peers that do come may be long on a machine with other jobs; ``TIMEOUT_S`` is longer,
 so that a test that hangs fails with the error of the wait."""
+
+
+_starting = threading.Lock()
+"""Held while ranks start, as they take over the environment, which is one for all threads."""
 
 
 class RankFailure(AssertionError):
@@ -82,8 +87,11 @@ class Pool:
             self._start()
         message = pickle.dumps((function, args))
         try:
-            for connection in self._connections:
-                connection.send_bytes(message)
+            for rank, connection in enumerate(self._connections):
+                try:
+                    connection.send_bytes(message)
+                except OSError:  # it has died since its last function, or while it started
+                    raise self._death(function.__name__, rank) from None
             return self._collect(function.__name__, time.monotonic() + timeout_s)
         except BaseException:
             self.close()
@@ -107,7 +115,7 @@ class Pool:
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
                 place = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-        with _environment_of(self.backend):
+        with _starting, _environment_of(self.backend):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
                 folder = self._folder.name
@@ -133,14 +141,17 @@ class Pool:
                 rank = waiting.pop(connection)
                 try:
                     succeeded, results[rank] = pickle.loads(connection.recv_bytes())
-                except EOFError:
-                    self._processes[rank].join(5)
-                    raise RankFailure(
-                        f"{name}: rank {rank} died (exit code {self._processes[rank].exitcode})."
-                    ) from None
+                except (EOFError, OSError):
+                    raise self._death(name, rank) from None
                 if not succeeded:
                     raise RankFailure(f"{name}: rank {rank} failed first.\n{results[rank]}")
         return [results[rank] for rank in range(self.world_size)]
+
+    def _death(self, name: str, rank: int) -> RankFailure:
+        """Return the error that says how a rank has died."""
+        self._processes[rank].join(5)
+        code = self._processes[rank].exitcode
+        return RankFailure(f"{name}: rank {rank} died (exit code {code}).\n{self._stacks()}")
 
     def _stacks(self) -> str:
         assert self._folder is not None
@@ -213,6 +224,7 @@ def _serve(
     connection: Connection, backend: str, rank: int, world_size: int, folder: str, place: str
 ) -> None:
     with open(Path(folder) / f"stack-{rank}", "w") as stacks:
+        faulthandler.enable(file=stacks)
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         import torch
 

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def _die_on_rank_1():
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def _die_on_rank_1_later():
+    if dist.get_rank() == 1:
+        threading.Timer(0.1, os.kill, [os.getpid(), signal.SIGKILL]).start()
+
+
 def test_results_come_in_rank_order(ranks):
     assert ranks(2).run(_rank_and_double, 21) == [(0, 42), (1, 42)]
 
@@ -54,6 +60,13 @@ def test_a_failure_names_its_rank_and_the_pool_recovers(ranks, function, message
     with pytest.raises(RankFailure, match=message):
         ranks(2).run(function, timeout_s=3)
     assert ranks(2).run(_rank_and_double, 1) == [(0, 2), (1, 2)]
+
+
+def test_a_rank_that_died_between_functions_is_named(ranks):
+    ranks(2).run(_die_on_rank_1_later)
+    time.sleep(0.5)
+    with pytest.raises(RankFailure, match=r"_rank_and_double: rank 1 died \(exit code -9\)"):
+        ranks(2).run(_rank_and_double, 0)
 
 
 def test_processor_time_of_all_that_a_command_starts(tmp_path):

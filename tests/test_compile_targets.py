@@ -145,7 +145,7 @@ def _cases_of(kernel):
         "sum_parts": lambda: [
             (
                 _TYPES | dict.fromkeys(("part", "y", "bias"), dtype) | {"elements": "i32"},
-                {"WORLD_SIZE": ranks, "SCATTER": scatter, "CHUNK": 1024} | more,
+                {"WORLD_SIZE": ranks, "SCATTER": scatter, "FACTOR": 1, "CHUNK": 1024} | more,
             )
             for dtype, ranks, scatter, more in (
                 ("*bf16", 2, False, {}),
@@ -187,7 +187,7 @@ def _stage_rows():
     )
     addresses = dict.fromkeys(("staged_address", "scale_offset", "own_address"), "i64")
     types = _FETCHING | dict.fromkeys(names, "i32") | addresses | {"x_scale": "*fp32"}
-    blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "ROWS": 2, "COLS": 512}
+    blocks = {"WORLD_SIZE": 4, "INNER_ALIGN": 8, "FACTOR": 8, "ROWS": 2, "COLS": 512}
     for own in (None, "too", "only"):
         yield types | {"x": "*bf16"}, blocks | {"x_scale": None, "OWN": own}
     yield types | {"x": "*fp8e4nv"}, blocks | {"INNER_ALIGN": 16, "OWN": "too"}
@@ -200,7 +200,7 @@ def _spread_rows():
     for dtype, each in (("*bf16", False), ("*fp32", True)):
         yield (
             types | {"x": dtype, "gathered": dtype},
-            {"WORLD_SIZE": 3, "SCATTER": each, "ROWS": 2, "COLS": 512},
+            {"WORLD_SIZE": 3, "SCATTER": each, "FACTOR": 1, "ROWS": 2, "COLS": 512},
         )
 
 
@@ -211,7 +211,7 @@ def _collect():
     addresses = dict.fromkeys(("slots", "result", "landing"), "i64")
     sizes = dict.fromkeys(("rows", "columns", "slot_stride", "row_stride"), "i32")
     types = _MEETING | addresses | sizes
-    constants = {"WORLD_SIZE": 3, "DTYPE": tl.bfloat16, "ROWS": 2, "COLS": 512}
+    constants = {"WORLD_SIZE": 3, "DTYPE": tl.bfloat16, "FACTOR": 1, "ROWS": 2, "COLS": 512}
     for reduction, captured in (
         ("copy", True), ("sum", True), ("sum_for_all", False), ("sum_for_all", True)
     ):  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
-from interlace.comm.launching.kernels import Launch
+from interlace.comm.launching.kernels import Launch, known_factor
 from interlace.gemm.kernels import layout
 from interlace.gemm.launch import padded_columns, row_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
@@ -182,6 +182,7 @@ def begin(
         "WORLD_SIZE": ranks,
         "OWN": None if own_rows is None else "too" if own_rows.staged else "only",
         "INNER_ALIGN": align,
+        "FACTOR": known_factor(x.shape[1], row_stride(x)),
     }
     # 1. Stage this rank's rows in symmetric memory and tell the peers.
     programs = 2 if group.backend == "cpu" else _STAGERS

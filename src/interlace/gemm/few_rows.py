@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm.launching.kernels import Launch, capability, describe_matrix
+from interlace.comm.launching.kernels import Launch, capability, describe_matrix, known_factor
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
@@ -123,7 +123,7 @@ def multiply(
         "TILING": (
             _tiling_of_a_row(x, weights, config)
             if is_row
-            else _tiling(x, config, weight_first, along_k, descriptors)
+            else _tiling(config, weight_first, along_k, descriptors, _factor(x, weights))
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -133,7 +133,7 @@ def multiply(
 
 
 def _tiling(
-    x: torch.Tensor, config: FewRowsConfig, weight_first: bool, along_k: bool, descriptors: bool
+    config: FewRowsConfig, weight_first: bool, along_k: bool, descriptors: bool, factor: int
 ) -> Any:
     """Return the tiles of a product by the matrix unit, as a kernel's constant."""
     from interlace.gemm.kernels.tiles import Tiling
@@ -149,6 +149,7 @@ def _tiling(
         descriptors=descriptors,
         # x, which is the second operand where the weight is the first, is along K.
         w_along_k=along_k,
+        factor=factor,
     )
 
 
@@ -165,7 +166,14 @@ def _tiling_of_a_row(
         even=all(len(w) % config.columns == 0 for w in weights),
         even_k=x.shape[1] % config.block_k == 0,
         word_values=1,
+        factor=_factor(x, weights),
     )
+
+
+def _factor(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
+    """Return what divides the sizes and strides of all operands, as kernels are told it."""
+    strides = [w.stride(1 - contiguous_dimension(w)) for w in weights]
+    return known_factor(x.shape[1], row_stride(x), *map(len, weights), *strides)
 
 
 def _described(w: torch.Tensor, block: list[int], along_k: bool) -> Any:

@@ -20,6 +20,7 @@ from interlace.comm.launching.kernels import (
     capability,
     describe_matrix,
     describe_ranks,
+    known_factor,
     processors,
     triton_dtype,
 )
@@ -75,7 +76,7 @@ def operand_arguments(operands: Operands, config: GemmConfig, descriptors: bool)
         descriptors: Whether the kernel loads x and w as tiles through tensor descriptors.
     """
     x, w = operands.x, operands.w
-    x_stride, w_stride = row_stride(x), _stride(w, contiguous_dimension(w) or 0)
+    x_stride, w_stride = _strides(operands)
     if descriptors:
         x = describe_matrix(x, x_stride, [config.block_m, config.block_k])
         if contiguous_dimension(w) == 1:
@@ -93,6 +94,13 @@ def operand_arguments(operands: Operands, config: GemmConfig, descriptors: bool)
         "x_scale_stride": _scale_stride(operands.x_scale),
         "w_scale_stride": _scale_stride(operands.w_scale),
     }
+
+
+def _strides(operands: Operands) -> tuple[int, int]:
+    """Return the elements between two rows of x, and between two of w, or two columns of a weight
+    that is contiguous along N.
+    """
+    return row_stride(operands.x), _stride(operands.w, contiguous_dimension(operands.w) or 0)
 
 
 def _scale_stride(scale: torch.Tensor | None) -> int:
@@ -134,6 +142,7 @@ def constants(
             group_m=config.group_m,
             descriptors=descriptors,
             w_along_k=operands.w_along_k,
+            factor=known_factor(operands.columns, operands.inner, *_strides(operands)),
         ),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,

@@ -6,6 +6,7 @@ model is in ``README.md``.
 
 from interlace.language.addresses import (
     join,
+    multiple_of,
     other_ranks,
     peer_pointer,
     pointer,
@@ -63,6 +64,7 @@ __all__ = [
     "is_broken",
     "join",
     "mark",
+    "multiple_of",
     "nan_unless",
     "next_epoch",
     "other_ranks",

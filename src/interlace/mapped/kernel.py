@@ -73,7 +73,8 @@ def settle(counters, tiles, is_valid, ctx, pieces, PIECES: tl.constexpr):
 def collect(
     slots, result, landing, signals, epochs, ctx, is_valid, call, rows, columns, slot_stride,
     row_stride, WORLD_SIZE: tl.constexpr, REDUCTION: tl.constexpr, IN_PLACE: tl.constexpr,
-    CAPTURED: tl.constexpr, DTYPE: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    CAPTURED: tl.constexpr, DTYPE: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """Meet all ranks, then bring the data that they wrote for this rank into ``result``.
 
@@ -94,6 +95,8 @@ def collect(
     20], or [11, 22], or [11, 22] followed by the sums of the peer.
     """
     program, programs = tl.program_id(0), tl.num_programs(0)
+    columns, row_stride = il.multiple_of(columns, FACTOR), il.multiple_of(row_stride, FACTOR)
+    slot_stride = il.multiple_of(slot_stride, FACTOR)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     meetings = il.pointer(signals, tl.int32)
     partings = meetings + _PROGRAMS * 2 * WORLD_SIZE

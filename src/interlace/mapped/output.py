@@ -9,7 +9,13 @@ import torch.distributed as dist
 
 from interlace.comm import Group, group_of
 from interlace.comm.groups.symmetric import require_dtype, sizes_of
-from interlace.comm.launching.kernels import MOST_MOVERS, Launch, cut_rows, triton_dtype
+from interlace.comm.launching.kernels import (
+    MOST_MOVERS,
+    Launch,
+    cut_rows,
+    known_factor,
+    triton_dtype,
+)
 from interlace.comm.replay.memory import Block
 from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
@@ -300,6 +306,7 @@ class MappedOutput:
             "IN_PLACE": is_in_place,
             "CAPTURED": self.captured,
             "DTYPE": triton_dtype(self.dtype),
+            "FACTOR": known_factor(columns, parts.stride(0), parts.stride(1)),
             **tile,
         }
         with self.group.running():

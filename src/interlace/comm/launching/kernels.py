@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,6 +29,7 @@ only take longer; these are enough for programs to take turns and to have severa
 _TILE = {"ROWS": 4, "COLS": 1024}
 _SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no second rank
 _MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
+_KNOWN_TO_TRITON = 16
 # Triton passes integers from here on as 64 bits. Addresses are among them; they differ in each
 # call, and Triton compiles for their alignment alone.
 _MIN_INT64 = 1 << 31
@@ -194,6 +196,16 @@ def cut_rows(rows: int, columns: int, group: Group | WithinNode) -> tuple[int, d
         else min(max(_MOVERS_OF_FEW_ROWS, tiles // 2), MOST_MOVERS)
     )
     return max(min(tiles, max_programs), 1), _TILE
+
+
+def known_factor(*sizes: int) -> int:
+    """Return the ``FACTOR`` of ``interlace.language.multiple_of`` for arguments of a kernel: the
+    power of two, at most 8, that divides them all.
+
+    It is 1 if 16 divides them all, as Triton tells the compiler that by itself.
+    """
+    factor = math.gcd(_KNOWN_TO_TRITON, *sizes)
+    return 1 if factor == _KNOWN_TO_TRITON else factor
 
 
 @functools.cache

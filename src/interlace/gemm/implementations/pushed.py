@@ -14,7 +14,13 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.launching.constants import on_device
-from interlace.comm.launching.kernels import CPU_PROGRAMS, MOST_MOVERS, Launch, cut_rows
+from interlace.comm.launching.kernels import (
+    CPU_PROGRAMS,
+    MOST_MOVERS,
+    Launch,
+    cut_rows,
+    known_factor,
+)
 from interlace.comm.launching.within_node import WithinNode
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
@@ -91,7 +97,8 @@ def push_rows(
             "cells": gathered.numel(),
         }
         # With a share every rank gets other rows of x; without, every rank gets all rows.
-        constants = {"WORLD_SIZE": ranks, "SCATTER": share is not None, **tile}
+        factor = known_factor(columns, row_stride(x), gathered.shape[-1])
+        constants = {"WORLD_SIZE": ranks, "SCATTER": share is not None, "FACTOR": factor, **tile}
         # The program behind them finds out whether the ranks are in the same call.
         Launch(staged.spread_rows, (programs + 1,), arguments, constants)()
 
@@ -137,7 +144,12 @@ def push_and_sum(
     def enqueue() -> None:
         from interlace.gemm.kernels.sum_parts import sum_parts
 
-        constants = {"WORLD_SIZE": group.world_size, "SCATTER": scatter, "CHUNK": _CHUNK}
+        constants = {
+            "WORLD_SIZE": group.world_size,
+            "SCATTER": scatter,
+            "FACTOR": known_factor(y.numel(), y.shape[1]),
+            "CHUNK": _CHUNK,
+        }
         # The program behind them finds out whether the ranks are in the same call.
         Launch(sum_parts, (programs + 1,), arguments, constants)()
 

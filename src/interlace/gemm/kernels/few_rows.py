@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+import interlace.language as il
 from interlace.gemm.kernels import gemv
 from interlace.gemm.kernels.tiles import Matrices, multiply_tile
 
@@ -26,6 +27,7 @@ def multiply_few_rows(
     programs 0 to 3 have weight 0, and 4 and 5 weight 1; ``first_1`` is 4.
     """
     tile, w, bias, y, N, w_stride = tl.program_id(0), w_0, bias_0, y_0, N_0, stride_0
+    FACTOR: tl.constexpr = TILING.factor
     if w_1 is not None:
         in_1, in_2 = tile >= first_1, tile >= first_2
         # One loop multiplies by whichever weight it is, as each loop has shared memory of its own.
@@ -43,6 +45,8 @@ def multiply_few_rows(
         N = tl.where(in_2, N_2, tl.where(in_1, N_1, N_0))
         w_stride = tl.where(in_2, stride_2, tl.where(in_1, stride_1, stride_0))
         tile -= tl.where(in_2, first_2, tl.where(in_1, first_1, 0))
+    K, x_stride = il.multiple_of(K, FACTOR), il.multiple_of(x_stride, FACTOR)
+    N, w_stride = il.multiple_of(N, FACTOR), il.multiple_of(w_stride, FACTOR)
     ROWS: tl.constexpr = 1 if FIRST == "row" else TILING.block_n if FIRST == "w" else TILING.block_m
     COLUMNS: tl.constexpr = TILING.block_m if FIRST == "w" else TILING.block_n
     # Tiles of the same columns follow one another, so that weights stay in the L2.

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+import interlace.language as il
 from interlace.gemm.kernels.tiles import add_product
 
 
@@ -23,6 +24,7 @@ class GemvTiling(NamedTuple):
         word_values: Values in a packed word, 1 or 2.
         round_parts: Whether a part is rounded to the operands' dtype before it travels, as those of
             the operators around a GEMM are.
+        factor: Of the operands' sizes and strides; see ``il.multiple_of``.
     """
 
     block_n: Any
@@ -32,6 +34,7 @@ class GemvTiling(NamedTuple):
     even_k: Any
     word_values: Any
     round_parts: Any = False
+    factor: Any = 1
 
 
 class GemvMatrices(NamedTuple):
@@ -53,6 +56,16 @@ class Result(NamedTuple):
     bias: Any
     N: Any
     B: Any
+
+
+@triton.jit
+def matrices_of(x, w, N, B, K, stride_x, stride_w, TILING: tl.constexpr):
+    """Return the operands as :class:`GemvMatrices`, with what the compiler should know of them."""
+    FACTOR: tl.constexpr = TILING.factor
+    return GemvMatrices(
+        x, w, il.multiple_of(N, FACTOR), B, il.multiple_of(K, FACTOR),
+        il.multiple_of(stride_x, FACTOR), il.multiple_of(stride_w, FACTOR),
+    )
 
 
 @triton.jit

@@ -19,15 +19,14 @@ from interlace.gemm.kernels.words import agree, announce
 @triton.jit(
     do_not_specialize=[
         "staged_address", "scale_offset", "own_address", "own_first", "own_rows", "own_share",
-        "own_distance", "signals", "call", "rows", "K", "x_stride", "x_scale_stride",
-        "inner_groups",
+        "own_distance", "signals", "call", "rows", "x_scale_stride", "inner_groups",
     ]
 )
 def stage_rows(
     x, x_scale, staged_address, scale_offset, own_address, own_first, own_rows, own_share,
     own_distance, signals, epochs, ctx, call, rows, K, x_stride, x_scale_stride, inner_groups,
-    WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, FACTOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
@@ -43,6 +42,7 @@ def stage_rows(
     and sets 3 on rank 0.
     """
     program = tl.program_id(0)
+    K, x_stride = il.multiple_of(K, FACTOR), il.multiple_of(x_stride, FACTOR)
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
     me = il.rank(group)
@@ -152,8 +152,8 @@ def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=["words", "call", "half", "share", "distance", "cells"])
 def spread_rows(
     x, gathered, words, epochs, ctx, routes, call, half, share, distance, K, x_stride,
-    gathered_stride, cells, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
+    gathered_stride, cells, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, FACTOR: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
     """Store this rank's rows in every rank's memory, and gather what the peers store here.
 
@@ -170,6 +170,8 @@ def spread_rows(
     its ``gathered`` and of rank 1's slots, and copies b from row 1 of its own slots.
     """
     program, programs = tl.program_id(0), tl.num_programs(0) - 1
+    K, x_stride = il.multiple_of(K, FACTOR), il.multiple_of(x_stride, FACTOR)
+    gathered_stride = il.multiple_of(gathered_stride, FACTOR)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     calls, slots = memory_of(words, half, epoch, x.dtype.element_ty)
     if program == programs:

@@ -11,7 +11,7 @@ from interlace.gemm.kernels.words import agree, announce
 @triton.jit(do_not_specialize=["words", "call", "half"])
 def sum_parts(
     part, bias, y, words, epochs, ctx, call, half, elements, N,
-    WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, CHUNK: tl.constexpr,
+    WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, FACTOR: tl.constexpr, CHUNK: tl.constexpr,
 ):
     """Compute ``y = sum over ranks of part, + bias``: ``elements`` on each rank.
 
@@ -29,6 +29,7 @@ def sum_parts(
     **Example.** Two ranks, parts ``[1, 2]`` and ``[10, 20]``: both store ``[11, 22]``.
     """
     program, programs = tl.program_id(0), tl.num_programs(0) - 1
+    elements, N = il.multiple_of(elements, FACTOR), il.multiple_of(N, FACTOR)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     calls, slots = memory_of(words, half, epoch, part.dtype.element_ty)
     # Triton makes an argument of 1 a constant, which has no dtype.

@@ -16,6 +16,7 @@ class Tiling(NamedTuple):
         group_m: Rows of tiles that are computed together, so that weights stay in the L2.
         descriptors: Whether x and w are tensor descriptors, or else pointers.
         w_along_k: Whether w is contiguous along K, or else along N.
+        factor: Of the operands' sizes and strides; see ``il.multiple_of``.
     """
 
     block_m: Any
@@ -24,6 +25,7 @@ class Tiling(NamedTuple):
     group_m: Any
     descriptors: Any
     w_along_k: Any
+    factor: Any = 1
 
 
 class Sending(NamedTuple):
@@ -114,9 +116,12 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
             total = add_product(total, left, right)
     else:
+        N, K = il.multiple_of(N, TILING.factor), il.multiple_of(K, TILING.factor)
+        x_stride = il.multiple_of(matrices.x_stride, TILING.factor)
+        w_stride = il.multiple_of(matrices.w_stride, TILING.factor)
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
-        lines = x + m.to(tl.int64)[:, None] * matrices.x_stride
-        columns = w + n.to(tl.int64)[None, :] * (matrices.w_stride if W_ALONG_K else 1)
+        lines = x + m.to(tl.int64)[:, None] * x_stride
+        columns = w + n.to(tl.int64)[None, :] * (w_stride if W_ALONG_K else 1)
         for k in range(0, K, BLOCK_K):
             inner = k + tl.arange(0, BLOCK_K)
             inside_x = (m < rows)[:, None] & (inner < K)[None, :]
@@ -124,7 +129,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
             if W_ALONG_K:
                 step = inner[:, None]
             else:
-                step = inner.to(tl.int64)[:, None] * matrices.w_stride
+                step = inner.to(tl.int64)[:, None] * w_stride
             inside_w = (inner < K)[:, None] & (n < N)[None, :]
             right = tl.load(columns + step, mask=inside_w, other=0.0)
             total = add_product(total, left, right)
@@ -191,7 +196,7 @@ def cells_of(first, row, column, rows, N, row_stride, TILING: tl.constexpr):
     m, n = row + tl.arange(0, TILING.block_m), column + tl.arange(0, TILING.block_n)
     # A matrix may have more than 2^31 cells.
     cells = (first + m).to(tl.int64)[:, None] * row_stride + n[None, :]
-    return cells, (m < rows)[:, None] & (n < N)[None, :]
+    return cells, (m < rows)[:, None] & (n < il.multiple_of(N, TILING.factor))[None, :]
 
 
 @triton.jit

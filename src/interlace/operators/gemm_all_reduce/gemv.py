@@ -12,11 +12,12 @@ from typing import Any
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
-from interlace.comm.launching.kernels import Launch
+from interlace.comm.launching.kernels import Launch, known_factor
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.launch import row_stride
 from interlace.gemm.operands import FLOATS
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import (
@@ -187,6 +188,7 @@ def prepare(
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
         round_parts=is_batch_invariant,
+        factor=known_factor(rows, columns, row_stride(x), row_stride(w)),
     )
     constants = {
         "WORLD_SIZE": ranks,
@@ -223,7 +225,7 @@ def prepare(
         "B": tokens,
         "K": columns,
         "tiles": tiles,
-        "stride_x": x.stride(0),
-        "stride_w": w.stride(0),
+        "stride_x": row_stride(x),
+        "stride_w": row_stride(w),
     }
     return Launch(function, (programs,), arguments, constants)

@@ -9,13 +9,13 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS
 from interlace.comm.groups.registration import entrance
-from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
+from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, known_factor, processors
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply
-from interlace.gemm.launch import lamport_arguments
+from interlace.gemm.launch import lamport_arguments, row_stride
 from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormConfig
 from interlace.registry import BATCH_INVARIANT, operator_matching
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -108,7 +108,8 @@ def _form(call: GemmCall, sections: int) -> Any:
     from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormForm
 
     assert call.epilogue is not None
-    return NormForm(call.epilogue.norm, call.epilogue.quantization, sections)
+    factor = known_factor(call.operands.columns)
+    return NormForm(call.epilogue.norm, call.epilogue.quantization, sections, factor)
 
 
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
@@ -193,6 +194,7 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
         even=rows % config.block_n == 0 and tokens % block_b == 0,
         even_k=columns > 0 and columns % config.block_k == 0,
         word_values=1,
+        factor=known_factor(rows, columns, row_stride(x), row_stride(w)),
         # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
         # bfloat16.
     )
@@ -210,8 +212,8 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
         "K": columns,
         "tiles": tiles,
         "producers": producers,
-        "stride_x": x.stride(0),
-        "stride_w": w.stride(0),
+        "stride_x": row_stride(x),
+        "stride_w": row_stride(w),
     }
     constants = {
         "WORLD_SIZE": ranks,

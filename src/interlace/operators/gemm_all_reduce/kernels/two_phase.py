@@ -7,7 +7,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.gemv import (
-    GemvMatrices, Result, multiply_tile, point_to_operands, store_output, tile_at,
+    Result, matrices_of, multiply_tile, point_to_operands, store_output, tile_at,
 )
 from interlace.gemm.kernels.words import (
     agree, announce, end_call, in_words, out_of_words, words_of,
@@ -56,7 +56,8 @@ def gemv_all_reduce_two_phase(
     VALUES: tl.constexpr = TILING.word_values
     OWNED: tl.constexpr = (BLOCK_N + WORLD_SIZE - 1) // WORLD_SIZE
     program, programs = tl.program_id(0), tl.num_programs(0)
-    matrices = GemvMatrices(x, w, N, B, K, stride_x, stride_w)
+    matrices = matrices_of(x, w, N, B, K, stride_x, stride_w, TILING)
+    N, K = matrices.N, matrices.K
     result = Result(y, bias, N, B)
     if ONE_TILE:
         operands = point_to_operands(program, matrices, TILING)

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.gemv import GemvMatrices, multiply_tile, point_to_operands, tile_at
+from interlace.gemm.kernels.gemv import matrices_of, multiply_tile, point_to_operands, tile_at
 from interlace.gemm.kernels.words import agree, announce
 from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
@@ -41,10 +41,11 @@ def multiply_sum_and_norm(
     """
     if tl.program_id(0) < producers:
         epoch, group = _multiply_and_send(
-            GemvMatrices(x, w, N, B, K, stride_x, stride_w), words, epochs, ctx, call, half, slot, line,
-            tiles, producers, WORLD_SIZE, ONE_TILE, TILING,
+            matrices_of(x, w, N, B, K, stride_x, stride_w, TILING), words, epochs, ctx, call, half,
+            slot, line, tiles, producers, WORLD_SIZE, ONE_TILE, TILING,
         )
     else:
+        N = il.multiple_of(N, TILING.factor)
         inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, N, B)
         outputs = NormOutputs(y, new_residual, scales)
         epoch, group = _receive(

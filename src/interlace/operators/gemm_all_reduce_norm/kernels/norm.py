@@ -17,11 +17,13 @@ class NormForm(NamedTuple):
         norm: ``"rms"`` or ``"layer"``.
         quantization: ``"none"``, ``"tensor"`` or ``"row"``.
         sections: Number of programs that share a token's columns.
+        factor: Of the columns; see ``il.multiple_of``.
     """
 
     norm: Any
     quantization: Any
     sections: Any
+    factor: Any = 1
 
 
 class Inputs(NamedTuple):

@@ -30,6 +30,7 @@ def sum_and_norm_rows(
     the residual ``[11, 24]`` and, of the root mean square 18.7, y = ``[0.59, 1.29]``.
     """
     program, programs = tl.program_id(0), tl.num_programs(0) - 1
+    N = il.multiple_of(N, FORM.factor)
     inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, N, B)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     calls, slots = memory_of(words, half, epoch, part.dtype.element_ty)
@@ -70,6 +71,7 @@ def norm_rows(
 ):
     """Compute ``h = total + residual`` and ``y = norm(h)``, a program per row."""
     row = tl.program_id(0)
+    N = il.multiple_of(N, FORM.factor)
     inputs = Inputs(None, residual, norm_weight, norm_bias, scale, eps, N, B)
     place = place_of(0, 0, row, N, B, COLUMNS, 1)
     loaded = load_inputs(inputs, place)

@@ -49,7 +49,7 @@ def _bench_batch(operator):
     from interlace.bench import batches
 
     with untimed():
-        shape = batches.BatchShape(operator, 8, 16, 24, torch.float32, 3)
+        shape = batches.BatchShape(operator, 8, 16, 24, torch.float32, batch=3)
         case = batches.case_of(shape)
         case.pair(0)
         found = case.received if operator == "bmm_all_to_all" else case.product

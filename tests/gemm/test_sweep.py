@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.bench.draws import PATTERNS, Draw, draws, models
+from interlace.bench.draws import PATTERNS, Draw, draws, draws_of_any_size, models
 from interlace.bench.roles import is_disturbed
 from interlace.bench.sweep_report import draw_curves, geometric_mean, markdown, ratios_of, today
 from interlace.cli.bench_sweep import summary_table
@@ -20,7 +21,7 @@ from interlace.registry import operator_matching
 SWEEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*sweep*seed*.json"))
 
 
-def _bench(pattern: tuple[str, str]) -> dict[str, Any]:
+def _bench(pattern: tuple[str, str], layout: dict[str, Any]) -> dict[str, Any]:
     from interlace.bench import sweep
     from interlace.bench.timing import Timing
 
@@ -34,13 +35,14 @@ def _bench(pattern: tuple[str, str]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sweep, "measure", measure)
         patch.setattr(sweep, "_PAUSES_S", (0.0, 0.0, 0.01))
-        return sweep.bench(Draw(pattern, "a model", "down", 2, 8, 16, 24), torch.float32)
+        drawn = Draw(pattern, "a model", "down", 2, 8, 16, 24)
+        return sweep.bench(dataclasses.replace(drawn, **layout), torch.float32)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_every_implementation_of_a_draw(ranks: Any, pattern: tuple[str, str]) -> None:
     operator = operator_matching(*pattern).name
-    for result in ranks(2).run(_bench, pattern):
+    for result in ranks(2).run(_bench, pattern, {}):
         assert result["operator"] == operator
         assert {"fused", "chunked", "unfused"} <= result["times"].keys()
         assert result["left_out"].keys() <= {"nccl", "one_shot", "two_shot", "async_tp"}
@@ -55,6 +57,36 @@ def test_every_implementation_of_a_draw(ranks: Any, pattern: tuple[str, str]) ->
         assert {each["attempts"] for each in others} == {1}
         assert result["measured"] == kernel, "nothing is measured on the CPU"
         assert ratios_of([result]) == ratios_of([result], "measured") == {operator: [(1.0, 1.0)]}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_a_draw_of_another_layout(ranks: Any, pattern: tuple[str, str]) -> None:
+    layout = {"w_along_k": False, "x_padding": 8, "has_bias": True}
+    for result in ranks(2).run(_bench, pattern, layout):
+        assert result.items() >= layout.items()
+        assert result["relative_error"] < 1e-5
+        assert {"fused", "chunked", "unfused"} <= result["times"].keys()
+
+
+def test_draws_of_any_size() -> None:
+    found = list(itertools.islice(draws_of_any_size(7, 2), 800))
+    assert found == list(itertools.islice(draws_of_any_size(7, 2), 800))
+    assert {draw.pattern for draw in found} == set(PATTERNS)
+    for draw in found:
+        assert draw.columns % 8 == draw.inner % 8 == 0
+        assert min(draw.columns, draw.inner) >= 512
+        assert draw.model is draw.layer is draw.shards is None
+        if draw.pattern in (("gemm", "all_to_all"), ("all_gather", "gemm")):
+            assert draw.rows % 2 == 0
+    for share, has in (
+        (0.3, [not draw.w_along_k for draw in found]),
+        (0.3, [draw.x_padding > 0 for draw in found]),
+        (0.25, [draw.has_bias for draw in found]),
+        (0.47, [draw.columns % 64 == 0 for draw in found]),
+    ):
+        assert abs(sum(has) / len(found) - share) < 0.1
+    exact = list(itertools.islice(draws_of_any_size(7, 2, "float8_e4m3fn"), 100))
+    assert not any(draw.x_padding or draw.has_bias or not draw.w_along_k for draw in exact)
 
 
 def test_draws_come_again_and_are_what_models_have() -> None:

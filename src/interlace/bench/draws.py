@@ -1,4 +1,5 @@
-"""Random calls as real models make them, drawn with a seed, for ``interlace bench sweep``.
+"""Random calls, as real models make them and as no model does, drawn with a seed, for ``interlace
+bench sweep``.
 
 The models are in ``models.json``, with the sizes that their published configurations have. No GPU
 and no torch is needed here.
@@ -23,6 +24,9 @@ PATTERNS = (
 """The operators whose calls are drawn: computation and collective in their order."""
 
 _SHARDS = (2, 4, 8)
+_LOG2_SIDES = (9, 15)
+_SIDE_MULTIPLES = (8, 8, 64, 64, 200)
+_X_PADDING = 64
 _MOST_LOG2_TOKENS = 15
 MOST_FLOPS = {"float8_e4m3fn": 16e12, "bfloat16": 8e12, "float16": 8e12, "float32": 0.5e12}
 """Of a drawn call, by the dtype of its operands: larger calls take more than 10 ms each, and say no
@@ -61,16 +65,23 @@ class Draw:
         layer: The product's place in the model.
         shards: Number of ranks among which the model's weights are split. It need not be the number
             of ranks that measure: the sizes of one rank's product are what counts.
+            None where no model has such a call.
         rows, columns, inner: M, N and K of the product on one rank.
+        w_along_k: Whether the weight is contiguous along K, as in ``nn.Linear``; else along N.
+        x_padding: Elements between the end of a row of x and the next one.
+        has_bias: Whether there is a bias.
     """
 
     pattern: tuple[str, str]
-    model: str
-    layer: str
-    shards: int
+    model: str | None
+    layer: str | None
+    shards: int | None
     rows: int
     columns: int
     inner: int
+    w_along_k: bool = True
+    x_padding: int = 0
+    has_bias: bool = False
 
 
 def models() -> list[Model]:
@@ -99,6 +110,53 @@ def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]
                 if 2 * drawn.rows * drawn.columns * drawn.inner <= MOST_FLOPS[dtype]:
                     break
             yield drawn
+
+
+def draws_of_any_size(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]:
+    """Yield calls without end that no model need have, each operator in turn.
+
+    Columns and inner dimension are drawn between 512 and 32768, each power of two as likely as any
+    other, as multiples of 8, 64 or 200; rows as :func:`draws` draws tokens, a third of them odd.
+    Three weights of ten are contiguous along N, three inputs of ten have padding behind their rows,
+    and a quarter of the calls has a bias. Float8 has none of these, which it supports nowhere.
+
+    Args:
+        seed, world_size, dtype: As :func:`draws` takes them.
+    """
+    chance = random.Random(seed)
+    while True:
+        for pattern in PATTERNS:
+            while True:
+                drawn = _any_draw(pattern, chance, world_size)
+                if 2 * drawn.rows * drawn.columns * drawn.inner <= MOST_FLOPS[dtype]:
+                    break
+            is_plain = dtype.startswith("float8")
+            plain = dataclasses.replace(drawn, w_along_k=True, x_padding=0, has_bias=False)
+            yield plain if is_plain else drawn
+
+
+def _any_draw(pattern: tuple[str, str], chance: random.Random, world_size: int) -> Draw:
+    multiple = chance.choice(_SIDE_MULTIPLES)
+    columns, inner = (
+        max(multiple, round(2 ** chance.uniform(*_LOG2_SIDES) / multiple) * multiple)
+        for _ in range(2)
+    )
+    rows = round(2 ** chance.uniform(0, _MOST_LOG2_TOKENS))
+    rows = rows | 1 if chance.random() < 1 / 3 else round_up(rows, 8)
+    if {"all_to_all", "all_gather"} & set(pattern):
+        rows = round_up(rows, world_size)
+    return Draw(
+        pattern,
+        model=None,
+        layer=None,
+        shards=None,
+        rows=rows,
+        columns=columns,
+        inner=inner,
+        w_along_k=chance.random() >= 0.3,
+        x_padding=_X_PADDING if chance.random() < 0.3 else 0,
+        has_bias=chance.random() < 0.25,
+    )
 
 
 def _draw(

@@ -88,7 +88,7 @@ def measure_batch(work: tuple[str, int, int, int, int], *, dtype: str) -> list[R
     from interlace.bench import batches
 
     operator, count, rows, columns, inner = work
-    shape = batches.BatchShape(operator, rows, columns, inner, getattr(torch, dtype), count)
+    shape = batches.BatchShape(operator, rows, columns, inner, getattr(torch, dtype), batch=count)
     return [batches.bench(shape)]
 
 

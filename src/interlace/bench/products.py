@@ -63,13 +63,22 @@ def declared(operator: str) -> GemmOperator:
 
 @dataclasses.dataclass(frozen=True)
 class ProductShape:
-    """One benchmarked call: a product of ``rows x columns x inner`` (M, N, K) on every rank."""
+    """One benchmarked call: a product of ``rows x columns x inner`` (M, N, K) on every rank.
+
+    Attributes:
+        w_along_k: Whether w is contiguous along K; else along N.
+        x_padding: Elements between the end of a row of x and the next one.
+        has_bias: Whether there is a bias.
+    """
 
     operator: str
     rows: int
     columns: int
     inner: int
     dtype: torch.dtype = torch.bfloat16
+    w_along_k: bool = True
+    x_padding: int = 0
+    has_bias: bool = False
 
     def __str__(self) -> str:
         return f"{self.rows} x {self.columns} x {self.inner}"
@@ -93,6 +102,7 @@ class TimedProduct(Benchmark[GemmConfig]):
 
     Attributes:
         sets: Pairs of x and w.
+        bias: ``[columns]``, or None.
         scale: The scale of float8 operands; None for other dtypes.
         gathered: The x that stock pairs multiply: all ranks' rows, if the operator gathers them.
         product, received: The memory of stock pairs.
@@ -114,10 +124,20 @@ class TimedProduct(Benchmark[GemmConfig]):
 
         elements = (x_rows + shape.columns) * shape.inner + shape.rows * shape.columns
         self.operand_sets = operand_sets(elements * shape.dtype.itemsize, device)
+
+        def weight() -> torch.Tensor:
+            if shape.w_along_k:
+                return random(shape.columns, shape.inner)
+            return random(shape.inner, shape.columns).T
+
         self.sets = [
-            (random(x_rows, shape.inner), random(shape.columns, shape.inner))
+            (random(x_rows, shape.inner + shape.x_padding)[:, : shape.inner], weight())
             for _ in range(self.operand_sets)
         ]
+        # The same on every rank, as a bias must be.
+        same = torch.Generator(device).manual_seed(0)
+        bias = torch.randn(shape.columns, generator=same, device=device).to(shape.dtype)
+        self.bias = bias if shape.has_bias else None
         self.scale = torch.ones([], device=device) if shape.dtype == FLOAT8 else None
         self.gathered = (
             random(shape.rows, shape.inner) if self.operator.returns_gathered else self.sets[0][0]
@@ -132,6 +152,7 @@ class TimedProduct(Benchmark[GemmConfig]):
             dtype=shape.dtype,
             world_size=ranks,
             device=device,
+            w_along_k=shape.w_along_k,
         )
 
     def operands(self, i: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -145,7 +166,7 @@ class TimedProduct(Benchmark[GemmConfig]):
             self.operator,
             x,
             w,
-            None,
+            self.bias,
             splits=[None] * len(self.operator.split_names),
             x_scale=self.scale,
             w_scale=self.scale,
@@ -191,7 +212,12 @@ class TimedProduct(Benchmark[GemmConfig]):
         """The terms by which implementations may refuse the case's calls."""
         shape = self.shape
         terms = Terms.of_sizes(shape.rows, shape.columns, shape.dtype, self.device.type)
-        return dataclasses.replace(terms, is_even=shape.rows % self.owner.world_size == 0)
+        return dataclasses.replace(
+            terms,
+            is_even=shape.rows % self.owner.world_size == 0,
+            has_bias=shape.has_bias,
+            w_along_k=shape.w_along_k,
+        )
 
     def refusals(self) -> dict[str, str | None]:
         """Return what the case's calls lack for each implementation; None if they lack nothing.

@@ -39,7 +39,16 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         :func:`interlace.autotune`, and ``left_out`` says why others were not timed.
     """
     operator = operator_matching(*draw.pattern).name
-    shape = products.ProductShape(operator, draw.rows, draw.columns, draw.inner, dtype)
+    shape = products.ProductShape(
+        operator,
+        draw.rows,
+        draw.columns,
+        draw.inner,
+        dtype,
+        draw.w_along_k,
+        draw.x_padding,
+        draw.has_bias,
+    )
     case = products.TimedProduct(shape)
     # Random calls are too many for products in float64: PyTorch's own pair judges the others.
     expected = case.call(0, "unfused")

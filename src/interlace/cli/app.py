@@ -355,6 +355,14 @@ def bench_sweep(
             "today; several times.",
         ),
     ] = None,
+    any_size: Annotated[
+        bool,
+        typer.Option(
+            "--any-size",
+            help="Draw calls that no model need have: other sizes, weights along N, padded rows, "
+            "biases.",
+        ),
+    ] = False,
     world_size: Ranks = None,
     dtype: Annotated[
         str, typer.Option(help="bfloat16, float16, float32 or float8_e4m3fn.")
@@ -365,12 +373,13 @@ def bench_sweep(
         typer.Option("--plot", metavar="FILE", help="Draw cumulative curves: PNG, SVG or PDF."),
     ] = None,
 ) -> None:
-    """Measure every implementation of random calls of real models, stock pairs among them, and
+    """Measure every implementation of random calls, by default those of models, and
     compare what impl="auto" takes with the fastest.
     """
     from interlace.cli.bench_sweep import run_sweep
 
-    run_sweep(seed, budget, add or (), world_size, dtype, Outputs(json=json_file, plot=plot))
+    outputs = Outputs(json=json_file, plot=plot)
+    run_sweep(seed, budget, add or (), any_size, world_size, dtype, outputs)
 
 
 @bench_app.command("batch-invariance")

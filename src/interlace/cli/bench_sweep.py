@@ -1,4 +1,6 @@
-"""``interlace bench sweep``: random calls of real models, and how far ``auto`` is from the best."""
+"""``interlace bench sweep``: random calls of models or of none, and how far ``auto`` is from the
+best.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 from rich.table import Table
 
 from interlace.bench import report
-from interlace.bench.draws import MOST_FLOPS, draws
+from interlace.bench.draws import MOST_FLOPS, draws, draws_of_any_size
 from interlace.bench.measures import measure_draw
 from interlace.bench.sweep_report import (
     Ratios,
@@ -33,11 +35,16 @@ def run_sweep(
     seed: int,
     budget_s: float,
     add: Sequence[Path],
+    any_size: bool,
     world_size: int | None,
     dtype: str,
     outputs: Outputs,
 ) -> None:
-    """Measure drawn calls, or add up files of earlier sweeps, and print the figures."""
+    """Measure drawn calls, or add up files of earlier sweeps, and print the figures.
+
+    Args:
+        any_size: Whether calls are drawn that no model need have.
+    """
     if add:
         documents = [report.read_document(file) for file in add]
         results = [
@@ -48,7 +55,8 @@ def run_sweep(
         document = {**documents[0], "results": results}
     else:
         bench.require_dtype(dtype, tuple(MOST_FLOPS))
-        work = list(itertools.islice(draws(seed, world_size or 2, dtype), _MOST_DRAWS))
+        draw = draws_of_any_size if any_size else draws
+        work = list(itertools.islice(draw(seed, world_size or 2, dtype), _MOST_DRAWS))
         with bench.nothing_measured():
             document = bench.measure_on_gpus(
                 "bench",

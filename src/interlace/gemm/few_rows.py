@@ -172,7 +172,7 @@ def _tiling_of_a_row(
 
 def _factor(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> int:
     """Return what divides the sizes and strides of all operands, as kernels are told it."""
-    strides = [w.stride(1 - contiguous_dimension(w)) for w in weights]
+    strides = [row_stride(w if contiguous_dimension(w) == 1 else w.T) for w in weights]
     return known_factor(x.shape[1], row_stride(x), *map(len, weights), *strides)
 
 

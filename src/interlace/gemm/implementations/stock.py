@@ -210,7 +210,8 @@ def _reduce_scatter(call: GemmCall, name: str) -> Any:
 
 
 def _all_gather(call: GemmCall, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    x, w = call.operands.x, call.operands.w
+    # PyTorch's copies are of whole rows, one behind the other.
+    x, w = call.operands.x.contiguous(), call.operands.w
     gathered, (y,) = own_kernel("fused_all_gather_matmul", "CUDA")(
         x, [w.T], 0, name, return_A=call.gather
     )

@@ -10,8 +10,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace import WorkspaceError
-from interlace.comm.replay.memory import FreeList
+from interlace.comm.replay.memory import Block, FreeList, memory_of
 from interlace.comm.runtime.dlpack import bytes_at, view_as
+
+
+def test_memory_of_a_rank_is_of_blocks_that_have_this_rank():
+    """Behind the last rank of a small group may be memory of another group, which would count."""
+    device = torch.device("cpu")
+    pair = Block(1 << 50, 64, 4096, 2, device, lambda: None)
+    alone = Block(1 << 51, 64, 4096, 1, device, lambda: None)
+    first, second, third = ({*memory_of(rank)} for rank in range(3))
+    assert {(pair.address, 64), (alone.address, 64)} <= first
+    assert (pair.address + 4096, 64) in second
+    assert all(
+        place[0] not in (alone.address + 4096, pair.address + 8192) for place in second | third
+    )
 
 
 def test_free_list_example():

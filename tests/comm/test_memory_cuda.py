@@ -128,7 +128,7 @@ def test_a_heap_and_its_blocks_leave_nothing(driver: _Driver) -> None:
     heap = _heap(driver)
     blocks = [heap.allocate(3 * MIB), heap.allocate(MIB, 3)]
     address, release = heap.remap([blocks[1].address, blocks[1].address + heap.stride], 2 * MIB)
-    again = Block(address, 4 * MIB, 0, heap.device, release)
+    again = Block(address, 4 * MIB, 0, 1, heap.device, release)
     assert blocks[1].address - blocks[0].address == 4 * MIB
     assert len(driver.mapped) == 2 * (1 + 3) + 2
     assert not any(driver.references.values()), "mappings keep the memory"

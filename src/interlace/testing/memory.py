@@ -146,7 +146,9 @@ class View:
                 f"got {format_bytes(self._used)}. "
                 f"Explore smaller shapes: protocols do not depend on them."
             )
-        block = Block(self.base + offset, nbytes, PART_BYTES, device, lambda: None)
+        block = Block(
+            self.base + offset, nbytes, PART_BYTES, self.nbytes // PART_BYTES, device, lambda: None
+        )
         self._blocks.append(block)
         return block
 

@@ -63,7 +63,8 @@ class CpuHeap(Heap):
             # Nothing can fail any more, and the block owns the mappings from here on.
             undo.pop_all()
         release = functools.partial(_unmap, self._range, ranks, offset, size)
-        return Block(self._range.base + offset, size, self.stride, self.device, release)
+        base, world_size = self._range.base, self._channel.world_size
+        return Block(base + offset, size, self.stride, world_size, self.device, release)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         """Map shared memory once more, contiguously; see :meth:`Heap.remap`."""

@@ -138,7 +138,8 @@ class CudaHeap(Heap):
             torch.cuda.synchronize(self.device)
             undo.pop_all()
         release = functools.partial(_unmap, cu, self._range, ranks, offset, pieces, piece)
-        return Block(self._range.base + offset, size, self.stride, self.device, release)
+        base, world_size = self._range.base, self._channel.world_size
+        return Block(base + offset, size, self.stride, world_size, self.device, release)
 
     def _create(self, piece: int, size: int) -> Any:
         """Return a handle of new memory of this GPU; unused memory makes room for it.

@@ -97,12 +97,14 @@ class WithinNode:
             raise
 
     def _part(self, block: Block) -> _Part:
-        return _Part(block, block.address + self.ranks[0] * block.stride, self._stride)
+        address = block.address + self.ranks[0] * block.stride
+        return _Part(block, address, self._stride, self.world_size)
 
 
 class _Part(Block):
     """Count the ranks of a block from another one on; the block keeps the memory."""
 
-    def __init__(self, whole: Block, address: int, stride: int) -> None:
-        super().__init__(address, whole.nbytes, stride, torch.device("cpu"), lambda: None)
+    def __init__(self, whole: Block, address: int, stride: int, ranks: int) -> None:
+        device = torch.device("cpu")
+        super().__init__(address, whole.nbytes, stride, ranks, device, lambda: None)
         self._whole = whole

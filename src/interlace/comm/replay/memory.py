@@ -103,10 +103,17 @@ _blocks: weakref.WeakValueDictionary[int, Block] = weakref.WeakValueDictionary()
 
 
 def memory_of(rank: int) -> list[tuple[int, int]]:
-    """Return the first address and the number of bytes of a rank's part of every block."""
+    """Return the first address and the number of bytes of a rank's part of every block that has
+    one.
+    """
     # A list of references is made at once, while other threads may allocate.
     blocks = [block for block in (known() for known in _blocks.valuerefs()) if block is not None]
-    return [(block.address + rank * block.stride, block.nbytes) for block in blocks]
+    # Behind the parts of a small group's ranks lies whatever was mapped there.
+    return [
+        (block.address + rank * block.stride, block.nbytes)
+        for block in blocks
+        if rank < block.ranks
+    ]
 
 
 class Range:
@@ -138,16 +145,18 @@ class Block:
             ``address + r * stride``.
         nbytes: Usable bytes per rank, at least as many as were requested.
         stride: Bytes between two ranks' copies.
+        ranks: Number of ranks.
     """
 
     def __init__(
-        self, address: int, nbytes: int, stride: int, device: torch.device,
+        self, address: int, nbytes: int, stride: int, ranks: int, device: torch.device,
         release: Callable[[], object]
     ) -> None:  # fmt: skip
         """Own the memory at ``address``, which ``release()`` unmaps once ``device`` is idle."""
         self.address = address
         self.nbytes = nbytes
         self.stride = stride
+        self.ranks = ranks
         _blocks[id(self)] = self
         call_when_gone(self, device, release)
 
@@ -214,7 +223,7 @@ class SoloHeap(Heap):
         address = round_up(memory.data_ptr(), 256)
         # Torch's caching allocator takes the memory back in stream order, so the release need not
         # wait for the GPU: it is treated as a release of the CPU.
-        return Block(address, size, self.stride, torch.device("cpu"), [memory].clear)
+        return Block(address, size, self.stride, 1, torch.device("cpu"), [memory].clear)
 
     @makes_ordinary_tensors
     def _zeros(self, nbytes: int) -> torch.Tensor:

@@ -15,11 +15,13 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from interlace.bench.roles import PAIR_NAMES, is_disturbed, role_of
 from interlace.costs.corrections import Corrections, Schedule, TimedCall, place_of
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.operator import GemmOperator
+from interlace.gemm.terms import Terms
 from interlace.registry import find_operator, operators
 
 _LEAST_POINTS = 8
@@ -74,6 +76,7 @@ def points_of(
             if declaration is None or "splits" in result:
                 continue
             call, tile = declaration.timed_call(result), None
+            implementations = declaration.implementations
             if isinstance(declaration, GemmOperator):
                 if not set(declaration.sizes) <= result.keys():
                     continue
@@ -81,9 +84,15 @@ def points_of(
                 dtype, ranks = str(result["dtype"]), int(result["world_size"])
                 call = SizedCall.of_dtype(dtype, rows, columns, inner, ranks)
                 tile = tile_of(str(result["config"]))
+                # What does not keep to its predictions in another layout teaches them nothing.
+                terms = dataclasses.replace(
+                    Terms.of_sizes(rows, columns, getattr(torch, dtype), "cuda"),
+                    w_along_k=result.get("w_along_k", True),
+                )
+                implementations = [each for each in implementations if each.is_predictable(terms)]
             if call is None:
                 continue
-            for implementation in declaration.implementations:
+            for implementation in implementations:
                 name = implementation.name
                 us = _time_of(name, result.get("times", {}), with_disturbed)
                 if us is not None:

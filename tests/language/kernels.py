@@ -279,3 +279,14 @@ def clear_signals(signals, epochs, ctx, count, DTYPE: tl.constexpr):
     epoch = il.next_epoch(epochs)
     il.clear_old(il.pointer(signals, DTYPE), count, epoch, il.join(ctx))
     il.advance_epoch(epochs, epoch)
+
+
+@triton.jit
+def copy_rows(x, y, rows, columns, stride, FACTOR: tl.constexpr):
+    """Copy a matrix whose columns and stride are multiples of ``FACTOR``, a row per program."""
+    columns, stride = il.multiple_of(columns, FACTOR), il.multiple_of(stride, FACTOR)
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        for start in range(0, columns, 1024):
+            n = start + tl.arange(0, 1024)
+            value = tl.load(x + row.to(tl.int64) * stride + n, mask=n < columns)
+            tl.store(y + row.to(tl.int64) * columns + n, value, mask=n < columns)

@@ -89,7 +89,9 @@ def points_of(
                     Terms.of_sizes(rows, columns, getattr(torch, dtype), "cuda"),
                     w_along_k=result.get("w_along_k", True),
                 )
-                implementations = [each for each in implementations if each.is_predictable(terms)]
+                implementations = tuple(
+                    each for each in implementations if each.is_predictable(terms)
+                )
             if call is None:
                 continue
             for implementation in implementations:

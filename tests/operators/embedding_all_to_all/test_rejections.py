@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, EmbeddingAllToAllConfig
+from interlace.operators.embedding_all_to_all.validate import validate
 from interlace.optim import SGD, RowWiseAdagrad
 from tests.errors import error_of
 from tests.operators.embedding_all_to_all.calls import SMALL, Call
@@ -95,6 +96,57 @@ TWICE = _t(5, 4)
 def test_bad_arguments(weights, indices, offsets, more, message):
     with pytest.raises(ArgumentError, match=f"^{re.escape('embedding_all_to_all: ' + message)}$"):
         interlace.embedding_all_to_all(weights, indices, offsets, **more)
+
+
+def _cast(weights, states):
+    weights[1].data = _t(5, 4, dtype=torch.float16)
+
+
+def _transpose(weights, states):
+    weights[1].data = _t(4, 5).T
+
+
+def _share(weights, states):
+    weights[1].data = weights[0].data
+
+
+def _shrink(weights, states):
+    states[0].resize_(4)
+
+
+def _lose(weights, states):
+    del states[1]
+
+
+def _convert(weights, states):
+    weights[1] = weights[1].to_sparse()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_cast, "weights[1] must have the dtype of weights[0], torch.float32; got torch.float16."),
+        (_transpose, "weights[1] must have contiguous rows; got strides [1, 5]."),
+        (_share, "a fused update must have each table once; got the same memory twice"),
+        (_shrink, "states[0] must be contiguous float32 [5]; got torch.float32 [4]."),
+        (_lose, "states must be one for each of 2 tables; got 1."),
+        (_convert, "weights[1] must be dense; got torch.sparse_coo."),
+    ],
+)
+def test_tables_that_were_valid_are_refused_once_they_have_changed(change, message):
+    """What was valid is remembered by all that was asked about it."""
+    weights, states = [_t(5, 4), _t(5, 4)], [_t(5), _t(5)]
+    arguments = IDS, ENDS, None, "sum", None, RowWiseAdagrad(1.0, 1.0, states)
+    for _ in range(2):
+        tables = validate(weights, *arguments)
+        assert (tables.widths, tables.dtype) == ((4, 4), "torch.float32")
+        assert not tables.trains
+    weights[0].requires_grad_()
+    assert validate(weights, *arguments).trains
+    weights[0].requires_grad_(False)
+    change(weights, states)
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        validate(weights, *arguments)
 
 
 def test_a_configuration_is_its_text():

@@ -144,6 +144,19 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
     )
 
 
+def are_ordinary(args: Iterable[Any]) -> bool:
+    """Return whether all tensors among arguments, and in lists and tuples of them, are what
+    :func:`is_ordinary` says.
+    """
+    for value in args:
+        if isinstance(value, torch.Tensor):
+            if not is_ordinary(value):
+                return False
+        elif isinstance(value, (list, tuple)) and not are_ordinary(value):
+            return False
+    return True
+
+
 class Entrance:
     """Call an operator at the least cost to the host.
 
@@ -171,7 +184,7 @@ class Entrance:
 
     def __call__(self, *args: Any) -> Any:
         """Call the operator with its schema's arguments, all by position."""
-        if is_unobserved() and all(map(is_ordinary, _tensors(args))):
+        if is_unobserved() and are_ordinary(args):
             return self.past_dispatcher(*args)
         return self._operator(*args)
 

@@ -314,12 +314,19 @@ class HostChannel:
             given_up = f"{sequence}/given up"
             if not wait_for_keys(self._store, keys, deadline_s, unless=given_up):
                 raise self.absence(label, self._absent(sequence, keys), deadline_s)
-            texts = [self._store.get(key) for key in keys]
+            texts = self._texts(keys)
             # All ranks have come to this exchange, so all of them have read the previous one, whose
             # key can go.
             if sequence > 0:
                 self._store.delete_key(f"{sequence - 1}/{self.rank}")
         return [json.loads(answer) for answer in texts]
+
+    def _texts(self, keys: list[str]) -> list[bytes]:
+        """Return the values of keys that are in the store, in one trip to it if it can do that."""
+        if self._store.has_extended_api():
+            found: list[bytes] = self._store.multi_get(keys)
+            return found
+        return [self._store.get(key) for key in keys]
 
     def _absent(self, sequence: int, keys: list[str]) -> int:
         """Give up an exchange; return the rank that did not come, the same on all that wait.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.comm.groups.registration import entrance
+from interlace.comm.groups.registration import are_ordinary, entrance
 from interlace.operators.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.op import DECLARATION
@@ -117,7 +117,7 @@ def embedding_all_to_all(
 
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), "embedding + All-to-All".
     """
-    validate(weights, indices, offsets, per_sample_weights, mode, output_dtype, gradient)
+    tables = validate(weights, indices, offsets, per_sample_weights, mode, output_dtype, gradient)
     DECLARATION.validate_options(impl, config)
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
@@ -126,17 +126,19 @@ def embedding_all_to_all(
         default_name(group),
         str(indices.device),
         name,
-        tuple(int(weight.shape[1]) for weight in weights),
-        str(weights[0].dtype) if weights else None,
+        tables.widths,
+        tables.dtype,
         None if output_dtype is None else str(output_dtype),
         torch.is_grad_enabled(),
-        torch.is_grad_enabled() and any(weight.requires_grad for weight in weights),
+        torch.is_grad_enabled() and tables.trains,
     )
     agreed = recall(question, torch.compiler.is_compiling()) if name else ask(question)
     # A rank without trainable tables takes part in the backward pass because of this.
     anchor = anchors[str(indices.device)] if agreed.trains else None
     states = list(gradient.states) if isinstance(gradient, RowWiseAdagrad) else []
-    y: torch.Tensor = entrance(OPERATOR)(
+    enter = entrance(OPERATOR)
+    is_ordinary = tables.is_ordinary and are_ordinary((indices, offsets, per_sample_weights))
+    y: torch.Tensor = (enter.past_dispatcher if is_ordinary else enter)(
         list(weights),
         indices,
         offsets,

@@ -16,7 +16,11 @@ from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
-from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
+from interlace.operators.embedding_all_to_all.lookups import (
+    Sorted,
+    first_keys_of,
+    sort_lookups,
+)
 from interlace.operators.embedding_all_to_all.pooling import MOST_TILE_BYTES, lanes_of
 from interlace.operators.embedding_all_to_all.record import alignment, entry, owners_of
 from interlace.units import ceil_div, next_power_of_2
@@ -143,8 +147,7 @@ def distinct_rows(
     Sizes do not depend on the numbers.
     """
     count = call.indices.shape[0]
-    first_keys = [sum(rows[:table]) for table in range(len(rows) + 1)]
-    limits = on_device(call.group, [first_keys])[0]
+    limits = on_device(call.group, [first_keys_of(rows)])[0]
     if not count:
         return torch.empty_like(limits[:0]), torch.zeros_like(limits)
     keys, segment_of = lookups_by_row.keys, lookups_by_row.segment_of
@@ -302,13 +305,11 @@ def _records(
     rows = [
         entry(
             width=width, column=first + column, own_column=column,
-            first_key=sum(target.rows[:table]), target=start, target_stride=stride, state=state,
+            first_key=first_key, target=start, target_stride=stride, state=state,
         )
-        for table, (width, column, start, stride, state) in enumerate(
-            zip(
-                widths, layout.table_columns(rank), target.places, target.strides, target.states,
-                strict=True,
-            )
+        for width, column, first_key, start, stride, state in zip(
+            widths, layout.table_columns(rank), first_keys_of(target.rows)[:-1], target.places,
+            target.strides, target.states, strict=True,
         )
     ]  # fmt: skip
     starts = [

@@ -20,7 +20,11 @@ from interlace.mapped.stamped import Landing, StampedQueue
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, Part, Target, launch
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.layout import Layout
-from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
+from interlace.operators.embedding_all_to_all.lookups import (
+    Sorted,
+    first_keys_of,
+    sort_lookups,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +140,8 @@ def _parts(
 ) -> Iterator[Part]:
     """Yield each slice's part once the current stream waits for it."""
     # Keys of rows count through all tables, so a table's first key finds its first run.
-    first_keys = [sum(rows[:table]) for table in cut.tables[call.rank][1:-1]]
+    before = first_keys_of(rows)
+    first_keys = [before[table] for table in cut.tables[call.rank][1:-1]]
     runs = [lookups.run_count]
     if first_keys:
         limits = on_device(call.group, [first_keys])[0].to(lookups.run_keys.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -42,6 +43,11 @@ class Sorted:
     run_count: torch.Tensor
 
 
+def first_keys_of(rows: Sequence[int]) -> list[int]:
+    """Return the number of each table's first row among all rows of the rank, and of all rows."""
+    return [0, *itertools.accumulate(rows)]
+
+
 def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
     """Sort this rank's lookups by row.
 
@@ -69,7 +75,7 @@ def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
         )
     # Keys that fit in 32 bits sort in less time than keys of 64.
     small = sum(rows) < 2**31 - 1
-    first_keys = on_device(call.group, [[sum(rows[:table]) for table in range(tables)]])[0]
+    first_keys = on_device(call.group, [first_keys_of(rows)[:-1]])[0]
     numbers = torch.arange(tables * batch, dtype=torch.int32, device=device)
     lengths = call.offsets.diff()
     # Told the size, torch need not wait for the device to add up the lengths.

@@ -4,10 +4,12 @@ sent.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from typing import NamedTuple
 
 import torch
 
+from interlace.comm.groups.registration import is_unobserved
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
 from interlace.operators.embedding_all_to_all.config import (
@@ -19,6 +21,30 @@ from interlace.operators.embedding_all_to_all.update import SGD, RowWiseAdagrad
 
 INTEGERS = (torch.int32, torch.int64)
 
+_MOST_SETS = 256
+
+
+class TableSet(NamedTuple):
+    """The properties of a rank's tables that a call asks for.
+
+    Attributes:
+        widths: Columns of each table.
+        dtype: Their element type, as text; None without tables.
+        trains: Whether one of them requires a gradient.
+        is_ordinary: Whether it is known that kernels can read the memory of all of them, and of the
+            states of an update, as it is.
+    """
+
+    widths: tuple[int, ...]
+    dtype: str | None
+    trains: bool
+    is_ordinary: bool
+
+
+_known: dict[Hashable, TableSet] = {}
+"""Tables that were valid, by everything that is asked about them: a model has the same ones in
+every step, and to ask anew takes the host longer than all else."""
+
 
 def validate(
     weights: Sequence[torch.Tensor],
@@ -28,8 +54,10 @@ def validate(
     mode: str,
     output_dtype: torch.dtype | None,
     gradient: object,
-) -> None:
-    """Refuse arguments that no rank could compute with; see ``api`` for the rules."""
+) -> TableSet:
+    """Refuse arguments that no rank could compute with; see ``api`` for the rules. Return what the
+    tables are.
+    """
     if isinstance(weights, torch.Tensor):
         raise ArgumentError(
             f"{OPERATOR}: weights must be a list of tables; got one tensor. Write [weights]."
@@ -45,10 +73,7 @@ def validate(
         )
     for name, tensor in (("indices", indices), ("offsets", offsets)):
         require_tensor(f"{OPERATOR}: {name}", tensor)
-    for table, weight in enumerate(weights):
-        require_tensor(f"{OPERATOR}: weights[{table}]", weight)
-    for table, weight in enumerate(weights):
-        _validate_table(table, weight, weights[0].dtype, indices.device)
+    tables = _tables(weights, indices.device, gradient)
     for name, numbers in (("indices", indices), ("offsets", offsets)):
         if numbers.dim() != 1:
             raise ArgumentError(
@@ -63,7 +88,63 @@ def validate(
         _validate_scale(per_sample_weights, indices, mode)
     if output_dtype is not None:
         require_float(f"{OPERATOR}: output_dtype", output_dtype)
+    return tables
+
+
+def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: object) -> TableSet:
+    """Refuse tables, or the result of a backward pass, that no rank could compute with."""
+    key = _key(weights, device, gradient) if is_unobserved() else None
+    known = _known.get(key) if key is not None else None
+    if known is not None:
+        return known
+    for table, weight in enumerate(weights):
+        require_tensor(f"{OPERATOR}: weights[{table}]", weight)
+    for table, weight in enumerate(weights):
+        _validate_table(table, weight, weights[0].dtype, device)
     _validate_gradient(weights, gradient)
+    tables = TableSet(
+        widths=tuple(int(weight.shape[1]) for weight in weights),
+        dtype=str(weights[0].dtype) if weights else None,
+        trains=any(weight.requires_grad for weight in weights),
+        is_ordinary=key is not None,
+    )
+    if key is not None:
+        if len(_known) >= _MOST_SETS:
+            _known.clear()
+        _known[key] = tables
+    return tables
+
+
+def _key(
+    weights: Sequence[torch.Tensor], device: torch.device, gradient: object
+) -> Hashable | None:
+    """Return all that is asked about tables and the result of the backward pass; None if a tensor
+    is no ordinary one, whose memory says nothing.
+    """
+    states = gradient.states if isinstance(gradient, RowWiseAdagrad) else ()
+    kind = gradient if isinstance(gradient, str) else type(gradient)
+    try:
+        parts = [_part(tensor) for tensor in (*weights, *states)]
+    except TypeError:  # states need not be a list
+        return None
+    return None if None in parts else (device, kind, len(weights), *parts)
+
+
+def _part(tensor: torch.Tensor) -> Hashable | None:
+    kind = type(tensor)
+    if (kind is not torch.nn.Parameter and kind is not torch.Tensor) or (
+        tensor.layout is not torch.strided or tensor.is_neg()
+    ):
+        return None
+    return (
+        tensor.data_ptr(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+        tensor.device,
+        tensor.requires_grad,
+        tensor.is_leaf,
+    )
 
 
 def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:

@@ -45,8 +45,8 @@ def multiply_sum_and_norm(
             slot, line, tiles, producers, WORLD_SIZE, ONE_TILE, TILING,
         )
     else:
-        N = il.multiple_of(N, TILING.factor)
-        inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, N, B)
+        columns = il.multiple_of(N, TILING.factor)
+        inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, columns, B)
         outputs = NormOutputs(y, new_residual, scales)
         epoch, group = _receive(
             inputs, outputs, words, epochs, ctx, call, half, slot, line, producers, WORLD_SIZE,

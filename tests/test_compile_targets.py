@@ -172,6 +172,11 @@ _SETTLING = dict.fromkeys(("counters", "tiles", "is_valid"), "*i32") | {
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
 
 
+def _ones(*names):
+    """Sizes of 1, of which Triton makes constants."""
+    return dict.fromkeys(names, 1)
+
+
 def _stage_rows():
     """Rows, this rank's own as well or instead; float8 with scales."""
     names = (
@@ -197,10 +202,10 @@ def _spread_rows():
     """The same rows to all, and others to each."""
     sizes = ("share", "distance", "K", "x_stride", "gathered_stride", "cells")
     types = _TYPES | {"routes": "*i64"} | dict.fromkeys(sizes, "i32")
-    for dtype, each in (("*bf16", False), ("*fp32", True)):
+    for dtype, each, one in (("*bf16", False, {}), ("*fp32", True, _ones("K", "x_stride"))):
         yield (
             types | {"x": dtype, "gathered": dtype},
-            {"WORLD_SIZE": 3, "SCATTER": each, "FACTOR": 1, "ROWS": 2, "COLS": 512},
+            {"WORLD_SIZE": 3, "SCATTER": each, "FACTOR": 1, "ROWS": 2, "COLS": 512} | one,
         )
 
 
@@ -219,7 +224,7 @@ def _collect():
         flags = {"REDUCTION": reduction, "IN_PLACE": in_place, "CAPTURED": captured}
         yield types, constants | flags | {"is_valid": None}
     flags = {"REDUCTION": "copy", "IN_PLACE": False, "CAPTURED": False, "DTYPE": tl.float32}
-    yield types | {"is_valid": "*i32"}, constants | flags
+    yield types | {"is_valid": "*i32"}, constants | flags | _ones("columns", "row_stride")
 
 
 _EMBEDDING_ADDRESSES = ("buffers", "grants", "signals", "buffer_bytes")
@@ -504,7 +509,8 @@ def _multiply_sum_and_norm():
             ONE_TILE=block_b == 1, COLUMNS=256, **more,
         )  # fmt: skip
         sizes = dict.fromkeys(("producers", "line"), "i32")
-        yield gemv | sizes | _NORMING | types, tiling | constants
+        one = _ones("N") if which == 2 else {}
+        yield gemv | sizes | _NORMING | types, tiling | constants | one
 
 
 def _gemv_all_reduce_one_shot():
@@ -512,7 +518,8 @@ def _gemv_all_reduce_one_shot():
     yield _gemv_all_reduce("fp32", 4, 1, 512, False, 1, ONE_TILE=False, WORLD_SIZE=3)
     yield _gemv_all_reduce("fp16", 32, 16, 128, False, 2, ONE_TILE=True, WORLD_SIZE=2)
     yield _gemv_all_reduce("bf16", 16, 4, 128, True, 2, ONE_TILE=True, WORLD_SIZE=2)
-    yield _gemv_all_reduce("bf16", 16, 8, 256, False, 2, ONE_TILE=True, WORLD_SIZE=2, num_warps=1)
+    one = _ones("N", "K", "stride_x", "stride_w") | {"num_warps": 1}
+    yield _gemv_all_reduce("bf16", 16, 8, 256, False, 2, ONE_TILE=True, WORLD_SIZE=2, **one)
     yield _gemv_all_reduce(
         "bf16", 32, 2, 128, True, 2, ONE_TILE=False, WORLD_SIZE=1, bias=None
     )  # fmt: skip

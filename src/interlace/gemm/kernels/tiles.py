@@ -116,7 +116,11 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
             right = w.load([column, k]).T if W_ALONG_K else w.load([w_first + k, column])
             total = add_product(total, left, right)
     else:
-        N, K = il.multiple_of(N, TILING.factor), il.multiple_of(K, TILING.factor)
+        K = il.multiple_of(K, TILING.factor)
+        if not W_ALONG_K:
+            # Else rows of w need no mask that is the same for several: they are read along K. They
+            # may be tokens then, of which there is any number.
+            N = il.multiple_of(N, TILING.factor)
         x_stride = il.multiple_of(matrices.x_stride, TILING.factor)
         w_stride = il.multiple_of(matrices.w_stride, TILING.factor)
         m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)

@@ -84,7 +84,8 @@ def points_of(
                 dtype, ranks = str(result["dtype"]), int(result["world_size"])
                 call = SizedCall.of_dtype(dtype, rows, columns, inner, ranks)
                 tile = tile_of(str(result["config"]))
-                # What does not keep to its predictions in another layout teaches them nothing.
+                # Nothing is fitted where nothing is predicted: by kernels for few rows, with more
+                # rows or with a weight that they copy.
                 terms = dataclasses.replace(
                     Terms.of_sizes(rows, columns, getattr(torch, dtype), "cuda"),
                     w_along_k=result.get("w_along_k", True),

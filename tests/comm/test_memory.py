@@ -40,6 +40,17 @@ def test_free_list_example():
     assert spans.take(10) == 0
 
 
+def test_a_span_that_is_taken_again_leaves_the_gap_of_the_next_one():
+    offsets = FreeList(100, gap=10)
+    assert [offsets.take(20), offsets.take(20)] == [10, 40]
+    offsets.give(10, 20)
+    assert offsets.take(21) == 70, "it would touch the second span's gap"
+    assert offsets.take(20) == 10
+    offsets.give(40, 20)
+    offsets.give(10, 20)
+    assert offsets.take(40) == 10, "between two gaps, up to the last span"
+
+
 def test_free_list_with_gaps():
     """A gap before each span stays free, and is part of the whole again."""
     spans = FreeList(20, gap=2)

@@ -37,12 +37,13 @@ class FreeList:
     """Allocate offsets in ``[0, size)`` by first fit; adjacent free spans are merged.
 
     Attributes:
-        gap: Number of offsets that stay free before every span that is taken.
+        gap: Number of offsets that stay free before every span that is taken, also when a span
+            before it is given back and taken again.
     """
 
     def __init__(self, size: int, gap: int = 0) -> None:
         self._free: list[tuple[int, int]] = [(0, size)]
-        self.gap = gap
+        self._size, self.gap = size, gap
         # The lock is for threads. A finalizer that interrupts the lock's holder in the same thread
         # would wait for ever, so releases are put off while the lock is held.
         self._lock = threading.Lock()
@@ -56,7 +57,8 @@ class FreeList:
         with releases.put_off(), self._lock:
             for i, (start, end) in enumerate(self._free):
                 first, last = start + self.gap, start + self.gap + nbytes
-                if last <= end:
+                # What is taken behind this span keeps its own gap.
+                if last <= (end if end == self._size else end - self.gap):
                     remaining = [(start, first), (last, end)]
                     self._free[i : i + 1] = [span for span in remaining if span[0] < span[1]]
                     return first

@@ -48,7 +48,7 @@ _SECTOR_BYTES, _ACROSS_SECTORS = 32, 1.5
 """What the L2 moves at a time, and how much longer our tiles take where rows do not begin at such
 sectors: with K = 5400, all-to-all, all-reduce, reduce-scatter and all-gather of 23096 x 2816 took
 1.50, 1.44, 1.46 and 1.46 times as long as with 5376 on two H100s, and the library's product 1.05
-(decision 0019).
+(decision 0029).
 """
 
 

@@ -11,7 +11,7 @@ import dataclasses
 import importlib.resources
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from interlace.units import round_up
 
@@ -103,13 +103,7 @@ def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]
         dtype: dtype of the operands, on which the largest product depends.
     """
     chance, known = random.Random(seed), models()
-    while True:
-        for pattern in PATTERNS:
-            while True:
-                drawn = _draw(pattern, chance, known, world_size)
-                if 2 * drawn.rows * drawn.columns * drawn.inner <= MOST_FLOPS[dtype]:
-                    break
-            yield drawn
+    return _in_turn(lambda pattern: _draw(pattern, chance, known, world_size), dtype)
 
 
 def draws_of_any_size(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]:
@@ -124,15 +118,23 @@ def draws_of_any_size(seed: int, world_size: int, dtype: str = "bfloat16") -> It
         seed, world_size, dtype: As :func:`draws` takes them.
     """
     chance = random.Random(seed)
+    drawn = _in_turn(lambda pattern: _any_draw(pattern, chance, world_size), dtype)
+    if not dtype.startswith("float8"):
+        return drawn
+    return (
+        dataclasses.replace(each, w_along_k=True, x_padding=0, has_bias=False) for each in drawn
+    )
+
+
+def _in_turn(draw: Callable[[tuple[str, str]], Draw], dtype: str) -> Iterator[Draw]:
+    """Yield a call of each operator in turn, without end; too large ones are drawn again."""
     while True:
         for pattern in PATTERNS:
             while True:
-                drawn = _any_draw(pattern, chance, world_size)
+                drawn = draw(pattern)
                 if 2 * drawn.rows * drawn.columns * drawn.inner <= MOST_FLOPS[dtype]:
                     break
-            is_plain = dtype.startswith("float8")
-            plain = dataclasses.replace(drawn, w_along_k=True, x_padding=0, has_bias=False)
-            yield plain if is_plain else drawn
+            yield drawn
 
 
 def _any_draw(pattern: tuple[str, str], chance: random.Random, world_size: int) -> Draw:

@@ -134,10 +134,12 @@ class TimedProduct(Benchmark[GemmConfig]):
             (random(x_rows, shape.inner + shape.x_padding)[:, : shape.inner], weight())
             for _ in range(self.operand_sets)
         ]
-        # The same on every rank, as a bias must be.
-        same = torch.Generator(device).manual_seed(0)
-        bias = torch.randn(shape.columns, generator=same, device=device).to(shape.dtype)
-        self.bias = bias if shape.has_bias else None
+        self.bias = None
+        if shape.has_bias:
+            # The same on every rank, as a bias must be.
+            same = torch.Generator(device).manual_seed(0)
+            bias = torch.randn(shape.columns, generator=same, device=device)
+            self.bias = bias.to(shape.dtype)
         self.scale = torch.ones([], device=device) if shape.dtype == FLOAT8 else None
         self.gathered = (
             random(shape.rows, shape.inner) if self.operator.returns_gathered else self.sets[0][0]

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm.groups.registration import is_unobserved
+from interlace.comm.groups.registration import is_ordinary, is_unobserved
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
 from interlace.operators.embedding_all_to_all.config import (
@@ -131,10 +131,7 @@ def _key(
 
 
 def _part(tensor: torch.Tensor) -> Hashable | None:
-    kind = type(tensor)
-    if (kind is not torch.nn.Parameter and kind is not torch.Tensor) or (
-        tensor.layout is not torch.strided or tensor.is_neg()
-    ):
+    if not (is_ordinary(tensor) and tensor.layout is torch.strided):
         return None
     return (
         tensor.data_ptr(),

@@ -219,7 +219,7 @@ def test_what_is_recorded_counts_no_epochs(monkeypatch: pytest.MonkeyPatch) -> N
     """A rank that fails to record some calls would go on in another buffer than its peers."""
     output = mock.Mock(place=(1, 0))
     kept = {"output": mock.Mock(spec=Fused, output=output), "absent": None}
-    group = SimpleNamespace(kept=kept, replays=mock.Mock())
+    group = SimpleNamespace(kept=kept, replays=mock.Mock(), perform=lambda outcome: outcome)
     group.replays.record.side_effect = torch.OutOfMemoryError
     implementation: Any = SimpleNamespace(name="chunked", run=lambda _: torch.ones(1))
     layers: Any = [SimpleNamespace(group=group)]

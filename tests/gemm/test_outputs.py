@@ -86,7 +86,7 @@ def _as_graphs(call, turns):
     group, random = interlace.group_of(), torch.Generator().manual_seed(dist.get_rank())
     right = []
 
-    def run(key, enqueue):
+    def run(key, enqueue, **_):
         output = next(reversed(group.kept.values())).output
         half, turn = output.half, output.turn
         enqueue()
@@ -177,7 +177,7 @@ def _run(operator, impl, operands, config, group, process_group, replace):
         mark=0,
         is_explicit=replace,
     )
-    return declaration.implementation(impl).run(call)
+    return call.group.perform(declaration.implementation(impl).run(call))
 
 
 def _captured_on_one_rank():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from typing import Any
 
 import pytest
@@ -174,6 +175,118 @@ def _returned(turns: int) -> tuple[list[int], int]:
         torch.cuda.empty_cache()
     interlace.synchronize()
     return wrong, again
+
+
+_MOST_FUNCTIONS = 75
+"""Functions of Python that a call which comes again may enter; without recalling it are 200."""
+
+
+def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
+    """How many functions of Python a call enters that has come before with the same memory."""
+    _fresh_group()
+    x, w, bias = _operands(5)
+    mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+    counts = {}
+    for name, words in impls.items():
+        operands = (mine if name == "all_gather_gemm" else x, w, bias)
+        for impl in words:
+            given = operands[:2] if impl == "remote_stores" else operands
+            rows = given[0][:2] if impl == "gemv" else given[0]
+
+            def call(name: str = name, impl: str = impl, given: Any = (rows, *given[1:])) -> Any:
+                return getattr(interlace, name)(*given, impl=impl)
+
+            for _ in range(16):  # mapped outputs have two places and two turns
+                results = [call()]
+            count = 0
+
+            def note(frame: Any, event: str, argument: Any) -> None:
+                nonlocal count
+                count += event == "call"
+
+            sys.setprofile(note)
+            try:
+                results = [call()]
+            finally:
+                sys.setprofile(None)
+            counts[f"{name} {impl}"] = count
+            interlace.group_of().replays.forget()
+            wanted = call()
+            if not torch.equal(results[0], wanted):
+                counts[f"{name} {impl}, wrong"] = count
+    interlace.synchronize()
+    return counts
+
+
+_IMPLS = {
+    "all_gather_gemm": ("fused", "chunked", "pushed"),
+    "gemm_all_reduce": ("fused", "chunked", "pushed", "remote_stores", "gemv"),
+    "gemm_all_to_all": ("fused", "chunked", "pushed", "remote_stores"),
+    "gemm_reduce_scatter": ("fused", "chunked", "pushed", "remote_stores"),
+}
+
+
+def test_a_call_that_comes_again_costs_the_host_little(ranks: Any, world_size: int) -> None:
+    for counts in ranks(world_size).run(_host, _IMPLS):
+        assert not [name for name in counts if name.endswith("wrong")]
+        assert len(counts) == sum(map(len, _IMPLS.values()))
+        assert max(counts.values()) <= _MOST_FUNCTIONS, counts
+
+
+def _long_way(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """A call's result, made the long way."""
+    interlace.group_of().replays.forget()
+    return interlace.gemm_all_reduce(x, w)
+
+
+def _changes() -> list[str]:
+    """What is wrong where a program changes how the same call is to run."""
+    group, wrong = _fresh_group(), []
+    x, w, _ = _operands(6)
+    few = x[:4]
+
+    def compare(title: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
+        if not torch.equal(found, wanted):
+            wrong.append(title)
+
+    def settle() -> torch.Tensor:
+        for _ in range(8):
+            y = interlace.gemm_all_reduce(few, w)
+        return y
+
+    first = settle().clone()
+    with interlace.batch_invariant():
+        compare("batch-invariant", settle(), interlace.gemm_all_reduce(x, w)[:4])
+    compare("by speed again", settle(), first)
+    with torch.profiler.profile() as profile:
+        interlace.gemm_all_reduce(few, w)
+    if not any(
+        each.key.startswith("interlace: gemm_all_reduce") for each in profile.key_averages()
+    ):
+        wrong.append("no range in the profile")
+    # The same memory seen in another way is another call.
+    compare("another layout", interlace.gemm_all_reduce(few, w.T), _long_way(few, w.T))
+    weight = w.clone().requires_grad_()
+    for _ in range(6):
+        y = interlace.gemm_all_reduce(few, weight)
+        weight.grad = None
+        y.sum().backward()
+    compare("with autograd", y.detach(), first)
+    wanted = few.sum(0).expand_as(weight)
+    if not torch.allclose(weight.grad.float(), wanted.float(), rtol=0.05, atol=0.5):
+        wrong.append("gradient")
+    with torch.no_grad():
+        y = interlace.gemm_all_reduce(few, weight)
+    if y.requires_grad:
+        wrong.append("gradient within no_grad")
+    interlace.synchronize()
+    assert len(group.replays)
+    return wrong
+
+
+def test_a_call_that_is_to_run_in_another_way_is_not_recalled(ranks: Any, world_size: int) -> None:
+    for wrong in ranks(world_size).run(_changes):
+        assert wrong == []
 
 
 def test_graphs_compute_what_calls_do(ranks: Any, world_size: int) -> None:

@@ -334,12 +334,12 @@ def _record(
 
     def enqueue() -> None:
         for i in range(calls):
-            implementation.run(layers[i % len(layers)])
+            group.perform(implementation.run(layers[i % len(layers)]))
 
     group = layers[0].group
     try:
         for _ in range(_WARM_UPS):
-            if implementation.run(layers[0]) is None:
+            if group.perform(implementation.run(layers[0])) is None:
                 return None
         with _places_kept(group):
             return group.replays.record(enqueue)

@@ -164,7 +164,7 @@ class BatchOperator(Operator):
         with ranges.around(
             self.name, implementation.name, (call.x, call.w), lambda: self._link_bytes(call)
         ):
-            return implementation.run(call)
+            return call.group.perform(implementation.run(call))
 
     def _link_bytes(self, call: BatchCall) -> int:
         """Return the bytes of the rows that leave this rank, without padding."""

@@ -62,6 +62,7 @@ class GemmCall:
         is_explicit: Whether the caller has asked for the implementation by name. Else it may give
             up, and another one runs.
         epilogue: What is computed of the sum, of operators that have that.
+        known: By what ``Group.recall`` finds the call when it comes again; None for nothing.
     """
 
     operator: GemmOperator
@@ -76,6 +77,7 @@ class GemmCall:
     is_explicit: bool
     is_batch_invariant: bool = False
     epilogue: Epilogue | None = None
+    known: tuple[Hashable, ...] | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -15,7 +15,7 @@ from interlace.comm.runtime import ranges
 from interlace.comm.runtime.gpu_memory import is_out_of_memory
 from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError, InterlaceError, WorkspaceError
-from interlace.gemm import autotune
+from interlace.gemm import autotune, invariance
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import MAX_RANKS
@@ -68,6 +68,32 @@ class Decision:
     has_run: bool = False
 
 
+def known_call(
+    operator: GemmOperator,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    gather: bool,
+    impl: str,
+) -> tuple[Hashable, ...]:
+    """Return what tells a call of plain operands from every other one of its group, for
+    ``Group.recall``: it comes again where all of this does.
+
+    Beside the arguments that is what the program may change between two calls: whether they must be
+    batch-invariant, and whether they are measured. What ranks have agreed on for such calls stays
+    until they forget it together.
+    """
+    extra = None
+    if bias is not None:
+        extra = bias.data_ptr(), bias.shape, bias.dtype
+    return (
+        operator.name, impl, gather, out_dtype, x.data_ptr(), x.shape, x.stride(), x.dtype,
+        w.data_ptr(), w.shape, w.stride(), w.dtype, extra,
+        invariance.is_enabled(), autotune.is_enabled(impl),
+    )  # fmt: skip
+
+
 def run(
     operator: GemmOperator,
     operands: Operands,
@@ -94,8 +120,13 @@ def run(
         RankMismatchError: Ranks differ in what must be the same.
         GroupError: The group is too large or broken.
     """
-    impl = effective_impl(operator, impl)
     group = group_for(operator.name, group_name, operands.x.device)
+    known = _known(operator, operands, splits, gather, impl, config, epilogue)
+    if known is not None and not ranges.is_listening():
+        result = group.recall(known)
+        if result is not None:
+            return result
+    impl = effective_impl(operator, impl)
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
     is_new_each_time = operator.exchanges(lists)
@@ -123,6 +154,7 @@ def run(
         is_explicit=impl not in operator.choosers,
         is_batch_invariant=is_invariant(impl),
         epilogue=epilogue,
+        known=known,
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
@@ -140,6 +172,28 @@ def run(
     raise AssertionError("the unfused pair runs any call")
 
 
+def _known(
+    operator: GemmOperator,
+    operands: Operands,
+    splits: Splits,
+    gather: bool,
+    impl: str,
+    config: str,
+    epilogue: Epilogue | None,
+) -> tuple[Hashable, ...] | None:
+    """Return :func:`known_call` of any call; None of one that is not recalled: of lists of rows, of
+    float8 and of a given configuration, and on a CPU, where nothing is a graph.
+    """
+    x, w, bias = operands.x, operands.w, operands.bias
+    is_plain = operands.x_scale is None and operands.w_scale is None and not config
+    if not is_plain or not x.is_cuda or any(rows is not None for rows in splits):
+        return None
+    key = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
+    if epilogue is None:
+        return key
+    return *key, epilogue.norm, epilogue.eps, epilogue.out_dtype, *epilogue.memory()
+
+
 def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:
     """Run one implementation; return None, and do without it from here on, if a rank has no memory
     for it and another one may run.
@@ -155,6 +209,7 @@ def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Dec
         if not may_fall_back or call.group.capture_id() is not None:
             raise
         decision.implementations = others
+        call.group.replays.forget()
     # Errors and frames that refer to each other keep the tensors of the call that has failed.
     gc.collect()
     return None
@@ -180,7 +235,7 @@ def _run(implementation: Implementation, call: GemmCall) -> Any:
     with ranges.around(
         call.operator.name, implementation.name, (operands.x, operands.w), lambda: _link_bytes(call)
     ):
-        return implementation.run(call)
+        return call.group.perform(implementation.run(call), call.known)
 
 
 def _link_bytes(call: GemmCall) -> int | None:
@@ -212,6 +267,7 @@ def _measure(call: GemmCall, decision: Decision) -> None:
             call, decision.implementations, decision.predicted_us, decision.worst_error
         )
     decision.implementations, decision.is_measured = known[decision.kind].order, True
+    call.group.replays.forget()
 
 
 def group_for(operator: str, group_name: str, device: torch.device) -> Group:

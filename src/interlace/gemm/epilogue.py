@@ -112,18 +112,27 @@ class Epilogue:
         """Return where the tensors lie, by which ``Replays.run`` tells calls apart."""
         return places(self.residual, self.norm_weight, self.norm_bias, self.scale)
 
+    def result_shapes(
+        self, rows: int, columns: int, dtype: torch.dtype
+    ) -> tuple[tuple[list[int], torch.dtype], ...]:
+        """Return shapes and dtypes of the results.
+
+        Args:
+            rows, columns: B and N.
+            dtype: X's.
+        """
+        scales = [rows, 1] if self.quantization == "row" else [0]
+        sums = [rows, columns]
+        return (sums, self.out_dtype), (sums, dtype), (scales, torch.float32)
+
     def empty_results(self, rows: int, columns: int, like: torch.Tensor) -> Normed:
         """Return uninitialised results.
 
         Args:
             like: X, whose device and dtype count.
         """
-        scales = [rows, 1] if self.quantization == "row" else [0]
-        return Normed(
-            like.new_empty([rows, columns], dtype=self.out_dtype),
-            like.new_empty([rows, columns]),
-            like.new_empty(scales, dtype=torch.float32),
-        )
+        shapes = self.result_shapes(rows, columns, like.dtype)
+        return Normed(*(like.new_empty(shape, dtype=dtype) for shape, dtype in shapes))
 
 
 def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Epilogue) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.group import Workspace
-from interlace.comm.groups.outputs import Destination
+from interlace.comm.groups.outputs import Destination, Output
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
@@ -25,6 +25,7 @@ from interlace.comm.launching.kernels import (
     triton_dtype,
 )
 from interlace.comm.launching.within_node import WithinNode
+from interlace.comm.replay.work import Work
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -202,12 +203,15 @@ def run_into_peers(
     most_rows: int,
     key: tuple[Hashable, ...],
     prepare: Callable[[Destination], Launch],
-) -> torch.Tensor:
-    """Run a kernel that stores each row in its owner's result, and return this rank's, ``[rows,
-    columns]``. Collective when the group's output buffers must grow.
+    *,
+    is_of_operands: bool,
+) -> Work | torch.Tensor:
+    """Return the work of a kernel that stores each row in its owner's result; its own result is
+    this rank's, ``[rows, columns]``. Collective when the group's output buffers must grow.
 
     Args:
         operands: As :meth:`Operands.for_kernel` returns them.
+        is_of_operands: Whether they are the call's, and no copies.
         most_rows: The rows of the rank that has most, for whom every rank's buffer has room.
         key: What the launch depends on, beside the addresses of operands and result.
         prepare: Returns the launch into a buffer, whose rows are padded for descriptors.
@@ -220,13 +224,35 @@ def run_into_peers(
         with group.running():
             launch()
         return without_padding(y, columns)
+
+    def prepare_launch(output: Output, y: torch.Tensor) -> Callable[[], None]:
+        return lambda: prepare(output.destination)()
+
+    return Work(
+        (*key, operands.memory()),
+        functools.partial(_take_output, most_rows * shape[1] * dtype.itemsize, shape, dtype),
+        prepare_launch,
+        functools.partial(_output_rows, columns=columns),
+        where=_destination,
+        is_of_operands=is_of_operands,
+    )
+
+
+def _take_output(
+    nbytes: int, shape: Sequence[int], dtype: torch.dtype, group: Group
+) -> tuple[Output, torch.Tensor]:
+    """Return a buffer of the group's, and the tensor over it."""
     # Peers store tiles straight into the result, so it is symmetric memory.
-    output = group.outputs.take(most_rows * shape[1] * dtype.itemsize)
-    y = output.tensor(shape, dtype, group.device)
-    destination = output.destination
-    with group.running():
-        call = (*key, destination, operands.memory())
-        group.replays.run(call, lambda: prepare(destination)())
+    output = group.outputs.take(nbytes)
+    return output, output.tensor(shape, dtype, group.device)
+
+
+def _destination(output: Output, y: torch.Tensor) -> Destination:
+    return output.destination
+
+
+def _output_rows(output: Output, y: torch.Tensor, *, columns: int) -> torch.Tensor:
+    """Return the result ``[rows, columns]`` in a buffer, or copied from one that is not lent."""
     y = y[:, :columns]
     # Memory that is not lent is the landing, which the next call writes again.
     return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)

@@ -38,6 +38,8 @@ from interlace.comm.host.members import meet_members, members_of, require_dedica
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.memory import Block
 from interlace.comm.replay.releases import releases
+from interlace.comm.replay.work import Work
+from interlace.comm.runtime.launches import launches
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.errors import GroupError, WorkspaceError
@@ -177,6 +179,54 @@ class Group:
     def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
         """Return the result of ``make()``, called once per ``key``; see :meth:`CallCache.once`."""
         return self.cache.once(key, make)
+
+    # Calls that come again
+
+    def perform(self, work: Any, operands: Hashable = None) -> Any:
+        """Run a call's work on the current stream, and return the call's result. Collective where
+        symmetric memory must grow.
+
+        Args:
+            work: The call, as :class:`Work`; what is none is the result of a call that has run.
+            operands: By what :meth:`recall` finds the call when it comes again; None for nothing.
+        """
+        if not isinstance(work, Work):
+            return work
+        memory = work.take(self)
+        enqueue = work.prepare(*memory)
+        with self.running():
+            if not self.replays.perform(work, memory, enqueue):
+                work.replayed(self, *memory)
+                if operands is not None:
+                    self.replays.remember(operands, work)
+        return work.result(*memory)
+
+    def recall(self, operands: Hashable) -> Any:
+        """Run a call that has been a graph with these operands; return its result, or None if there
+        is none with the memory that the call gets, or something is to be done before it.
+
+        It does what :meth:`perform` does, at the least cost to the host.
+        """
+        work = self.replays.remembered(operands)
+        if (
+            work is None
+            or self.health.broken
+            or releases
+            or not self.streams.continues()
+            or not self.replays.may_replay()
+        ):
+            return None
+        memory, before = work.take(self), launches.value
+        try:
+            is_found = self.replays.replay(work, memory)
+        except BaseException as error:
+            if launches.value != before:
+                self.health.declare_interrupted("an operator's launches", error)
+            raise
+        if not is_found:
+            return None
+        work.replayed(self, *memory)
+        return work.result(*memory)
 
     # Symmetric memory
 
@@ -363,6 +413,17 @@ def group_of(
             note_default_group(dist.get_world_size())
             groups[device] = Group(process_group, device)
         return groups[device]
+
+
+def known_group(process_group: dist.ProcessGroup | None, device: torch.device) -> Group | None:
+    """Return the :class:`Group` of a process group, or None before its first call."""
+    substitute: Group | None = default_group.get()
+    if process_group is None:
+        if substitute is not None:
+            return substitute
+        process_group = dist.distributed_c10d._world.default_pg
+    groups = None if process_group is None else _groups.get(process_group)
+    return None if groups is None else groups.get(device)
 
 
 def known_nodes(process_group: dist.ProcessGroup | None) -> int | None:

@@ -118,6 +118,11 @@ _INCLUDED = (
 _is_profiled = torch.autograd._profiler_enabled
 
 
+def past_autograd() -> Any:
+    """Return the context in which an implementation runs: below autograd, and without autocast."""
+    return _C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD)
+
+
 def is_unobserved() -> bool:
     """Return whether nothing looks at calls of operators on this thread: no compiler, no mode of
     PyTorch's dispatcher or of its functions, no transform of ``torch.func`` and no profiler.
@@ -195,7 +200,7 @@ class Entrance:
         recorded = self._recorded
         if recorded is not None and torch.is_grad_enabled() and _C._any_requires_grad(*args):
             return recorded(*args)
-        with _C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD):
+        with past_autograd():
             return self._run(*args)
 
 
@@ -217,7 +222,7 @@ def _recorded(
 
     def forward(ctx: Any, *args: Any) -> Any:
         # Below autograd the results are no views of memory that the implementation has made.
-        with _C._ExcludeDispatchKeyGuard(_BELOW_AUTOGRAD):
+        with past_autograd():
             output = run(*args)
         if setup_context is not None:
             setup_context(ctx=ctx, inputs=args, output=output)

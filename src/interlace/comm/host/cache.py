@@ -100,6 +100,7 @@ class CallCache:
             self.agreed.clear()
             self.measured.clear()
             self._computed.clear()
+            self.replays.forget()
         number, self._agreements = self._agreements, self._agreements + 1
         return number
 

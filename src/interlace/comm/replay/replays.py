@@ -35,6 +35,7 @@ import torch
 from interlace import environment
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.releases import releases
+from interlace.comm.replay.work import Work
 from interlace.comm.runtime import inductor_graphs
 from interlace.comm.runtime.gpu_memory import allocation_of, is_out_of_memory
 from interlace.comm.runtime.launches import launches
@@ -42,6 +43,7 @@ from interlace.errors import BackendError
 
 _MAX_GRAPHS = 256
 _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
+_MAX_REMEMBERED = 4096  # calls whose work is found by their operands alone
 _IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
 
 
@@ -97,11 +99,12 @@ class Replays:
         self._enabled = (
             device.type == "cuda" and environment.switch("INTERLACE_REPLAY") is not False
         )
-        self._graphs: OrderedDict[Hashable, _Replayable] = OrderedDict()
+        self._graphs: dict[Hashable, _Replayable] = {}
+        self._remembered: dict[Hashable, Work] = {}
         self._candidates: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
         # Tables of the call that is being enqueued for the first time; None at all other times.
         self._tables: list[torch.Tensor] | None = None
-        self._runs = 0
+        self._runs = self._full_until = 0
         self.capturing = False
 
     def __len__(self) -> int:
@@ -136,24 +139,11 @@ class Replays:
         Returns:
             Whether ``enqueue`` was called.
         """
-        # A launch that records its events has memory of its own for them, each time.
-        if (
-            not self._enabled
-            or recordings.active() is not None
-            or torch.cuda.is_current_stream_capturing()
-            or inductor_graphs.is_running()
-        ):
+        full = self._key(key, with_libraries, copied) if self.may_replay() else None
+        if full is None:
             enqueue()
             return True
-        if with_libraries:
-            key = (key, library_settings())
-        if copied:
-            allocations = _allocations_of(copied)
-            if allocations is None:
-                enqueue()
-                return True
-            key = (key, *allocations)
-        self._runs += 1
+        key, self._runs = full, self._runs + 1
         replayable = self._graphs.get(key)
         is_new = replayable is None
         if replayable is None:
@@ -172,12 +162,57 @@ class Replays:
                 enqueue()
                 return True
             replayable = self._graphs[key] = _Replayable(graph, 0, tables)
-        replayable.last_run = self._runs
-        self._graphs.move_to_end(key)
-        # Counted before the launch: if that is interrupted, the graph may be running.
-        launches.value += 1
-        replayable.graph.replay()
+        self._launch(replayable)
         return is_new
+
+    def may_replay(self) -> bool:
+        """Return whether a call that is made now may be a graph; see :meth:`run`."""
+        # A launch that records its events has memory of its own for them, each time.
+        return (
+            self._enabled
+            and recordings.active() is None
+            and not torch.cuda.is_current_stream_capturing()
+            and not inductor_graphs.is_running()
+        )
+
+    def perform(self, work: Work, memory: tuple[Any, ...], enqueue: Callable[[], None]) -> bool:
+        """Enqueue a call's work with its memory, as :meth:`run` does; return the same."""
+        key, copied = (work.key, work.where(*memory)), [memory[place] for place in work.copied]
+        return self.run(key, enqueue, with_libraries=work.with_libraries, copied=copied)
+
+    def remember(self, operands: Hashable, work: Work) -> None:
+        """Find the work of a call by its operands alone when they come again.
+
+        Args:
+            operands: All by which the call is known: the places of its operands, and its numbers.
+                Nothing else may decide what ranks run until :meth:`forget`.
+            work: What the call is; its operands are not kept alive.
+        """
+        if not work.is_of_operands:
+            return
+        if len(self._remembered) >= _MAX_REMEMBERED:
+            self._remembered.clear()
+        self._remembered[operands] = dataclasses.replace(work, prepare=_forgotten)
+
+    def remembered(self, operands: Hashable) -> Work | None:
+        """Return the work of a call with these operands that has been a graph, or None."""
+        return self._remembered.get(operands)
+
+    def forget(self) -> None:
+        """Remember no call any more, as ranks have agreed on another way to run some."""
+        self._remembered.clear()
+
+    def replay(self, work: Work, memory: tuple[Any, ...]) -> bool:
+        """Launch the graph of a remembered call with this memory, where :meth:`may_replay`; return
+        False if there is none.
+        """
+        key, copied = (work.key, work.where(*memory)), [memory[place] for place in work.copied]
+        replayable = self._graphs.get(self._key(key, work.with_libraries, copied))
+        if replayable is None:
+            return False
+        self._runs += 1
+        self._launch(replayable)
+        return True
 
     def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Return a CUDA graph of calls whose results nobody reads, as a measurement makes them.
@@ -198,6 +233,27 @@ class Replays:
             torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._candidates.clear()
+        self._full_until = 0
+        self.forget()
+
+    def _key(
+        self, key: Hashable, with_libraries: bool, copied: Sequence[torch.Tensor]
+    ) -> Hashable | None:
+        """Return ``key`` with what a graph depends on beside it; None where that is not known."""
+        if with_libraries:
+            key = (key, library_settings())
+        if copied:
+            allocations = _allocations_of(copied)
+            if allocations is None:
+                return None
+            key = (key, *allocations)
+        return key
+
+    def _launch(self, replayable: _Replayable) -> None:
+        replayable.last_run = self._runs
+        # Counted before the launch: if that is interrupted, the graph may be running.
+        launches.value += 1
+        replayable.graph.replay()
 
     def _enqueue_candidate(self, key: Hashable, enqueue: Callable[[], None]) -> None:
         """Enqueue a call that is new, and remember it with the tables that it refers to."""
@@ -217,11 +273,14 @@ class Replays:
             return True
         # A program that cycles through more addresses than are kept must not capture a graph in
         # each call, so a graph makes room only after it was idle for many runs.
-        least_recent = next(iter(self._graphs.values()))
-        if self._runs - least_recent.last_run < _IDLE_RUNS:
+        if self._runs < self._full_until:
+            return False
+        key, least_recent = min(self._graphs.items(), key=lambda item: item[1].last_run)
+        self._full_until = least_recent.last_run + _IDLE_RUNS
+        if self._runs < self._full_until:
             return False
         torch.cuda.synchronize(self._device)  # it may still run
-        self._graphs.popitem(last=False)
+        del self._graphs[key]
         return True
 
     def _capture(
@@ -236,6 +295,11 @@ class Replays:
             self.capturing = False
             # Captured work does not run yet, so the launches were none.
             launches.value = launches_before
+
+
+def _forgotten(*memory: Any) -> Callable[[], None]:
+    """Stand for the preparation of a remembered call, which referred to its operands."""
+    raise AssertionError("a call that is remembered is a graph")
 
 
 def _allocations_of(tensors: Sequence[torch.Tensor]) -> list[int] | None:

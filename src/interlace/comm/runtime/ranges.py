@@ -9,7 +9,9 @@ import torch
 
 from interlace.units import format_bytes
 
-_is_listening = torch.autograd._profiler_enabled
+is_listening = torch.autograd._profiler_enabled
+"""Whether a profiler records what this thread does."""
+
 _NOTHING = contextlib.nullcontext()
 
 
@@ -39,7 +41,7 @@ def around(
         The range is "interlace: gemm_all_reduce fused, bfloat16 [64, 512] x [256, 512], sends 14
         MB".
     """
-    if not _is_listening():
+    if not is_listening():
         return _NOTHING
     return torch.profiler.record_function(_name(operator, implementation, tensors, link_bytes()))
 

@@ -109,6 +109,15 @@ class Streams:
         """Return the driver's id of the capture of the GPU's current stream, or None."""
         return _capture_of(self.current()) if self.capturing() else None
 
+    def continues(self) -> bool:
+        """Return whether a call would follow the most recent one on its stream, on torch's current
+        GPU, so that there is nothing to order.
+        """
+        return (
+            torch._C._cuda_getDevice() == self.device.index
+            and self.current() is self._order.executed
+        )
+
     def follow_last_call(self) -> None:
         """Order this call after the most recent call of any group on this GPU.
 

@@ -9,12 +9,13 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Work
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.outputs import (
     KeptOutput,
     kept_output,
+    product_work,
     run_into_output,
-    run_product,
 )
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.operands import Operands
@@ -22,7 +23,7 @@ from interlace.registry import Implementation
 from interlace.units import ceil_div
 
 
-def run(call: GemmCall) -> torch.Tensor | None:
+def run(call: GemmCall) -> Work | None:
     """Multiply rank by rank, and copy each rank's rows while the next ones are multiplied.
 
     Returns None if the caller has not asked for this implementation and the group cannot keep
@@ -101,9 +102,9 @@ def run_batch(
     group_name: str,
     *,
     replace: bool,
-) -> torch.Tensor | None:
-    """Return a batch ``x [B, M, K] @ w [B, K, N]``, or a sum of several, and the all-to-all of each
-    product's rows, ``[B M, N]``; None if there is no output for these sizes.
+) -> Work | None:
+    """Return the work of a batch ``x [B, M, K] @ w [B, K, N]``, or of a sum of several, and the
+    all-to-all of each product's rows, ``[B M, N]``; None if there is no output for these sizes.
 
     Args:
         replace: Whether the caller has asked for this implementation.
@@ -123,9 +124,9 @@ def run_batch(
     product = kept_output(output, group, group_name, replace=replace)
     if product is None:
         return None
-    y = x[0].new_empty([count * rows, columns])
-    run_product(product, y, (x, w), ("chunked batch", places(*x, *w)), group)
-    return y
+    total = count * rows
+    new = New.like(x[0], [total, columns])
+    return product_work(product, output, new, total, (x, w), places(*x, *w))
 
 
 def _multiply_batch_in_chunks(

@@ -5,7 +5,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, cast
 
@@ -13,7 +15,7 @@ import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.host.channel import GivenUpError
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Work
 from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.mapped import Fused, fuse
@@ -53,9 +55,9 @@ class KeptOutput:
         return self.implementation, self.collective, self.shape, self.dtype
 
 
-def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> torch.Tensor | None:
-    """Return the product and the collective of its rows, written into an output that the group
-    keeps; None if there is no output for these sizes. Collective where it is new.
+def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> Work | None:
+    """Return the work of a product and the collective of its rows, written into an output that the
+    group keeps; None if there is no output for these sizes. Collective where it is new.
 
     If the caller has asked for the implementation, a new output takes the place of the one that was
     not used for longest (but of none that a CUDA graph has captured on any rank). Else there is
@@ -76,10 +78,8 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> t
     operands, rows = call.operands, call.rows.result
     # An all-reduce gives every rank as many rows to sum, also where the last ones are no rows of x.
     padded_rows = math.prod(output.shape[:-1]) if output.collective == "all_reduce" else rows
-    y = operands.x.new_empty([padded_rows, operands.columns], dtype=operands.out_dtype)
-    key = output.implementation, output.collective, operands.memory()
-    run_product(product, y, arguments, key, call.group)
-    return y[:rows]
+    new = New(operands.x.device, (([padded_rows, operands.columns], operands.out_dtype),))
+    return product_work(product, output, new, rows, arguments, operands.memory())
 
 
 def kept_output(
@@ -154,29 +154,65 @@ def _make_output(
     return product
 
 
-def run_product(
+def product_work(
     product: Fused,
-    y: torch.Tensor,
+    kept: KeptOutput,
+    new: New,
+    rows: int,
     arguments: tuple[object, ...],
-    key: tuple[Hashable, ...],
-    group: Group,
-) -> None:
-    """Run a producer and its collective into ``y``; a call that comes again, as a graph.
+    operands: tuple[Hashable, ...],
+) -> Work:
+    """Return the work of a producer and its collective, whose result is the first ``rows`` of a new
+    tensor.
 
     Args:
-        key: The call, and the addresses of its operands.
+        product: The producer with its output.
+        kept: What the group keeps it as.
+        new: Allocates the tensor.
+        arguments: What the producer is called with.
+        operands: The places of its operands.
     """
     output = product.output
-    # A graph contains the addresses of the buffers of its epoch, so it can only be replayed in an
-    # epoch with the same buffers.
-    place = output.place
-    key = (*key, *place, output.captured, places(y))
 
-    def enqueue() -> None:
-        output.go_back(place)  # where an epoch was captured and there is no graph
-        product.run_into(y, *arguments)
+    def prepare(y: torch.Tensor) -> Callable[[], None]:
+        place = output.place
 
-    with group.running():
-        # A replay does not run the host code that counts epochs, so the epoch is counted here.
-        if not group.replays.run(key, enqueue):
-            output.advance()
+        def enqueue() -> None:
+            output.go_back(place)  # where an epoch was captured and there is no graph
+            product.run_into(y, *arguments)
+
+        return enqueue
+
+    # Work outlives the call, and must not be what keeps the output.
+    reference = weakref.ref(output)
+    return Work(
+        (kept.implementation, kept.collective, operands),
+        new,
+        prepare,
+        functools.partial(_first_rows, rows=rows),
+        where=functools.partial(_place, reference),
+        replayed=functools.partial(_advance, reference, kept.key),
+    )
+
+
+def _first_rows(y: torch.Tensor, *, rows: int) -> torch.Tensor:
+    return y if len(y) == rows else y[:rows]
+
+
+def _place(reference: weakref.ref[Any], y: torch.Tensor) -> Hashable:
+    """Return what a graph depends on of an output and a result: it contains the addresses of the
+    buffers of its epoch, so it can only be replayed in an epoch with the same buffers.
+    """
+    output = reference()
+    assert output is not None
+    return *output.place, output.captured, y.data_ptr()
+
+
+def _advance(
+    reference: weakref.ref[Any], key: tuple[Hashable, ...], group: Group, y: torch.Tensor
+) -> None:
+    """Count an epoch, as a replay does not run the host code that does; note that it was used."""
+    output = reference()
+    assert output is not None
+    output.advance()
+    group.kept.move_to_end(key)

@@ -22,7 +22,7 @@ from interlace.comm.launching.kernels import (
     known_factor,
 )
 from interlace.comm.launching.within_node import WithinNode
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
@@ -192,50 +192,54 @@ def laid_out(call: GemmCall) -> GemmCall:
     return call.with_operands(operands.for_kernel()) if call.is_batch_invariant else call
 
 
-Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
+Push = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
 """Returns what enqueues the kernel that takes a call's product to its result, the two tensors."""
 
 
-def _run(call: GemmCall, prepare: Prepare) -> torch.Tensor:
+def _run(call: GemmCall, push: Push) -> torch.Tensor | Work:
     """Multiply, then run a kernel that stores the product's rows in their owners' memory.
 
     Returns:
         ``[rows of this rank, N]``.
     """
-    call = laid_out(call)
-    operands, group = call.operands, call.group
-    product = operands.x.new_empty([operands.rows, operands.columns])
+    laid = laid_out(call)
+    operands, group = laid.operands, laid.group
     # The bias of a sum over ranks is added once, behind it.
-    bias = None if call.operator.adds_ranks else operands.bias
+    bias = None if laid.operator.adds_ranks else operands.bias
+    product_shape = [operands.rows, operands.columns]
     if group.world_size == 1:
-        multiply(call, product, operands.x, bias)
+        product = operands.x.new_empty(product_shape)
+        multiply(laid, product, operands.x, bias)
         if operands.bias is not None and bias is None:
             product += operands.bias
         return product
     require(group.backend)
-    y = product.new_empty([call.rows.result, operands.columns])
-    push = prepare(call, product, y)
 
-    def enqueue() -> None:
-        multiply(call, product, operands.x, bias)
-        push()
+    def prepare(y: torch.Tensor, product: torch.Tensor) -> Callable[[], None]:
+        pushed = push(laid, product, y)
 
-    with group.running():
-        key = (call.operator.name, "pushed", call.mark, places(y, product), operands.memory())
-        group.replays.run(key, enqueue)
-    return y
+        def enqueue() -> None:
+            multiply(laid, product, operands.x, bias)
+            pushed()
+
+        return enqueue
+
+    return Work(
+        (laid.operator.name, "pushed", laid.mark, laid.is_batch_invariant, operands.memory()),
+        New.like(operands.x, [laid.rows.result, operands.columns], product_shape),
+        prepare,
+        is_of_operands=operands is call.operands,
+    )
 
 
-def _prepare_all_to_all(
-    call: GemmCall, product: torch.Tensor, y: torch.Tensor
-) -> Callable[[], None]:
+def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
     group = call.group
     share = len(product) // group.world_size
     rows = [share] * group.world_size
     return push_rows(group, call.operator.name, product, y, rows, call.mark, share=share)
 
 
-def _prepare_sum(
+def _push_sum(
     call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool
 ) -> Callable[[], None]:
     name, bias = call.operator.name, call.operands.bias
@@ -245,7 +249,7 @@ def _prepare_sum(
 PUSHED_ALL_REDUCE = Implementation(
     "pushed",
     "a product, then one kernel that stores the parts in the peers' memory and sums them",
-    functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=False)),
+    functools.partial(_run, push=functools.partial(_push_sum, scatter=False)),
     needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     schedule="to_all",
     is_batch_invariant=True,
@@ -253,14 +257,14 @@ PUSHED_ALL_REDUCE = Implementation(
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
     "a product, then one kernel that stores the rows in the peers' memory",
-    functools.partial(_run, prepare=_prepare_all_to_all),
+    functools.partial(_run, push=_push_all_to_all),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
     "a product, then one kernel that stores the rows in the peers' memory and sums them",
-    functools.partial(_run, prepare=functools.partial(_prepare_sum, scatter=True)),
+    functools.partial(_run, push=functools.partial(_push_sum, scatter=True)),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
 )

@@ -120,7 +120,7 @@ class AllGatherGemm(GemmOperator):
         call.group.check()
         return self.run_unfused(call)
 
-    def run_fused(self, call: GemmCall) -> Pair:
+    def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.all_gather_gemm.kernel`."""
         return fused.run(call)
 

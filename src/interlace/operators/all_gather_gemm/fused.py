@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
@@ -28,78 +29,86 @@ NAME = "all_gather_gemm"
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def run(call: GemmCall) -> Pair:
+def run(call: GemmCall) -> Work | Pair:
     """Return the product ``[M, N]`` by one kernel, and the gathered x, ``[M, K]`` or no rows."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
-    x, config, mark = operands.x, call.config, call.mark
-    shape = [sum(rows), launch.padded_columns(operands.columns, operands.out_dtype)]
-    y = x.new_empty(shape, dtype=operands.out_dtype)
-    gathered, staging = _gathered(operands, rows), _staging(operands, rows)
+    config, mark = call.config, call.mark
+    staging = _staging(operands, rows)
     # Before anything is enqueued: the workspace may have to grow.
     staging.workspace(group)
 
-    def enqueue() -> None:
-        product = prepare(group, staging, operands, rows, y, gathered, config, mark)
-        if group.world_size == 1:
+    def prepare_launches(y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
+        def enqueue() -> None:
+            product = prepare(group, staging, operands, rows, y, gathered, config, mark)
+            if group.world_size == 1:
+                product()
+                return
+            # 1. Stage this rank's rows, then fetch the peers' beside the product.
+            _begin(call, operands, staging, gathered, signal=True)
+            # 2. The product waits for each source's signal in the kernel.
             product()
-            return
-        # 1. Stage this rank's rows, then fetch the peers' beside the product.
-        _begin(call, operands, staging, gathered, signal=True)
-        # 2. The product waits for each source's signal in the kernel.
-        product()
-        fetch.end(group)
+            fetch.end(group)
 
-    with group.running():
-        key = NAME, "fused", config, rows, call.gather, mark, places(y, gathered), operands.memory()
-        group.replays.run(key, enqueue, copied=[gathered])
-    arrived = gathered if group.world_size > 1 else None
-    y = launch.without_padding(y, operands.columns)
-    return y, _result(operands, arrived, call.gather)
+        return enqueue
+
+    columns = launch.padded_columns(operands.columns, operands.out_dtype)
+    work = Work(
+        (NAME, "fused", config, rows, call.gather, mark, operands.memory()),
+        _memory(operands, rows, columns),
+        prepare_launches,
+        _results(operands, call.gather),
+        copied=(1,),
+        is_of_operands=operands is call.operands,
+    )
+    if group.world_size > 1:
+        return work
+    y, _ = group.perform(work)
+    return y, _gathered_alone(operands, call.gather)
 
 
-def run_chunked(call: GemmCall) -> Pair:
+def run_chunked(call: GemmCall) -> Work | Pair:
     """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
     rank's own rows first.
     """
     return _gather_and_multiply(call, "chunked", _prepare_chunked)
 
 
-def run_pushed(call: GemmCall) -> Pair:
+def run_pushed(call: GemmCall) -> Work | Pair:
     """All-gather by one kernel that stores this rank's rows in all ranks' memory; another one
     multiplies all rows once they have arrived.
     """
     return _gather_and_multiply(call, "pushed", _prepare_pushed)
 
 
-Prepare = Callable[[GemmCall, Operands, torch.Tensor, torch.Tensor], Callable[[], None]]
-"""Returns what enqueues a call with these operands, whose product and gathered x are the two
-tensors. Collective when the workspace must grow, so it comes before anything is enqueued.
+Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
+"""Returns what enqueues a call whose product and gathered x are the two tensors. Collective when
+the workspace must grow, so it comes before anything is enqueued.
 """
 
 
-def _gather_and_multiply(call: GemmCall, impl: str, prepare: Prepare) -> Pair:
-    """Gather x and multiply it; a call that comes again is a CUDA graph."""
-    call = laid_out(call.with_operands(call.operands.with_contiguous_rows()))
+def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Work | Pair:
+    """Return the work of gathering x and multiplying it."""
+    call = laid_out(given.with_operands(given.operands.with_contiguous_rows()))
     operands, group, rows = call.operands, call.group, call.rows.by_rank
-    y = operands.x.new_empty([sum(rows), operands.columns])
     if group.world_size == 1:
+        y = operands.x.new_empty([sum(rows), operands.columns])
         multiply(call, y, operands.x, operands.bias)
-        return y, _result(operands, None, call.gather)
+        return y, _gathered_alone(operands, call.gather)
     require(group.backend)
-    gathered = _gathered(operands, rows)
-    enqueue = prepare(call, operands, y, gathered)
-    with group.running():
-        key = NAME, impl, rows, call.gather, call.mark, places(y, gathered), operands.memory()
+    return Work(
+        (NAME, impl, rows, call.gather, call.mark, call.is_batch_invariant, operands.memory()),
+        _memory(operands, rows, operands.columns),
+        functools.partial(prepare, call),
+        _results(operands, call.gather),
         # Copy engines know the pages of a copy, not its address, so graphs with copies are kept by
         # the allocation, too.
-        group.replays.run(key, enqueue, copied=[gathered] if impl == "chunked" else ())
-    return y, _result(operands, gathered, call.gather)
+        copied=(1,) if impl == "chunked" else (),
+        is_of_operands=operands is given.operands,
+    )
 
 
-def _prepare_chunked(
-    call: GemmCall, operands: Operands, y: torch.Tensor, gathered: torch.Tensor
-) -> Callable[[], None]:
-    group, rows = call.group, call.rows.by_rank
+def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
+    operands, group, rows = call.operands, call.group, call.rows.by_rank
     staging = _staging(operands, rows)
     staging.workspace(group)
 
@@ -118,10 +127,9 @@ def _prepare_chunked(
     return enqueue
 
 
-def _prepare_pushed(
-    call: GemmCall, operands: Operands, y: torch.Tensor, gathered: torch.Tensor
-) -> Callable[[], None]:
-    push = push_rows(call.group, NAME, operands.x, gathered, call.rows.by_rank, call.mark)
+def _prepare_pushed(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
+    operands, rows = call.operands, call.rows.by_rank
+    push = push_rows(call.group, NAME, operands.x, gathered, rows, call.mark)
 
     def enqueue() -> None:
         push()
@@ -155,13 +163,25 @@ def _begin(
     )
 
 
-def _gathered(operands: Operands, splits: Sequence[int]) -> torch.Tensor:
-    """Return memory for all ranks' rows, ``[M, padded K]``, with their scales behind it."""
-    x = operands.x
+def _memory(
+    operands: Operands, splits: Sequence[int], columns: int
+) -> Callable[[Group], tuple[torch.Tensor, ...]]:
+    """Return what allocates the product, ``[M, columns]``, and memory for all ranks' rows, ``[M,
+    padded K]``, with their scales behind it.
+    """
+    device, dtype, rows = operands.x.device, operands.x.dtype, sum(splits)
+    product = [rows, columns], operands.out_dtype
+    shape = [rows, launch.padded_columns(max(operands.inner, 1), dtype)]
+    if operands.x_scale is None:
+        return New(device, (product, (shape, dtype)))
     # Scales lie behind the rows in the same memory, so that one tensor keeps both alive.
-    shape = [sum(splits), launch.padded_columns(max(operands.inner, 1), x.dtype)]
-    nbytes = _scale_offset(shape, x.dtype) + 4 * shape[0]
-    return view_as(x.new_empty(nbytes, dtype=torch.uint8), shape, x.dtype)
+    new = New(device, (product, ([_scale_offset(shape, dtype) + 4 * rows], torch.uint8)))
+
+    def take(group: Group) -> tuple[torch.Tensor, ...]:
+        y, memory = new(group)
+        return y, view_as(memory, shape, dtype)
+
+    return take
 
 
 def _scale_offset(shape: Sequence[int], dtype: torch.dtype) -> int:
@@ -203,17 +223,26 @@ def _own_rows(
     )
 
 
-def _result(operands: Operands, gathered: torch.Tensor | None, gather: bool) -> torch.Tensor:
-    """Return the gathered x as callers get it: ``[M, K]``, or no rows unless ``gather``.
-
-    Args:
-        gathered: The gathered rows; None where x is all of it.
+def _results(operands: Operands, gather: bool) -> Callable[[torch.Tensor, torch.Tensor], Pair]:
+    """Return what makes of a call's memory the product ``[M, N]`` and the gathered x as callers get
+    it: ``[M, K]``, or no rows unless ``gather``.
     """
+    columns, inner = operands.columns, operands.inner
+
+    def results(y: torch.Tensor, gathered: torch.Tensor) -> Pair:
+        product = launch.without_padding(y, columns)
+        if gather:
+            return product, gathered[:, :inner].contiguous()
+        return product, gathered.new_empty([0, inner])
+
+    return results
+
+
+def _gathered_alone(operands: Operands, gather: bool) -> torch.Tensor:
+    """Return the gathered x of a group of one, which is x."""
     if not gather:
         return operands.x.new_empty([0, operands.inner])
-    if gathered is None:
-        return operands.x.clone(memory_format=torch.contiguous_format)
-    return gathered[:, : operands.inner].contiguous()
+    return operands.x.clone(memory_format=torch.contiguous_format)
 
 
 def prepare(

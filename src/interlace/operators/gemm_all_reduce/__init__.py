@@ -95,7 +95,7 @@ class GemmAllReduce(GemmOperator):
         sizes = operands.sizes(operands.rows) | {"world_size": world_size}
         return gemv.with_invariant_tiles(invariant, sizes)
 
-    def run_fused(self, call: GemmCall) -> torch.Tensor:
+    def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernels.fused`."""
         return fused.run(call)
 

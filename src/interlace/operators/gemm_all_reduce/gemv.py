@@ -6,7 +6,7 @@ Its tiles and protocol come from a tuned table of its own, or from ``default_con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.launching.kernels import Launch, known_factor
 from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
@@ -42,7 +43,7 @@ TABLE = "gemv_all_reduce"
 _KERNEL = "gemv_all_reduce"
 
 
-def run(call: GemmCall) -> torch.Tensor:
+def run(call: GemmCall) -> Work:
     """Return the sum over ranks, ``[M, N]``, by one kernel."""
     operands, group, mark = call.operands, call.group, call.mark
     config, is_invariant = call.configs[GEMV.name], call.is_batch_invariant
@@ -53,15 +54,20 @@ def run(call: GemmCall) -> torch.Tensor:
         x = x.contiguous()
     if w.stride(1) != 1:
         w = w.contiguous()
-    y = x.new_empty([x.shape[0], w.shape[0]])
 
-    def enqueue() -> None:
-        prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
+    def prepare_launch(y: torch.Tensor) -> Callable[[], None]:
+        def enqueue() -> None:
+            prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
 
-    with group.running():
-        key = _KERNEL, config, mark, is_invariant, places(x, w, bias, y)
-        group.replays.run(key, enqueue, with_libraries=False)
-    return y
+        return enqueue
+
+    return Work(
+        (_KERNEL, config, mark, is_invariant, places(x, w, bias)),
+        New.like(x, [x.shape[0], w.shape[0]]),
+        prepare_launch,
+        with_libraries=False,
+        is_of_operands=x is operands.x and w is operands.w,
+    )
 
 
 def _is_predictable(terms: Terms) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS
 from interlace.comm.groups.registration import entrance
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, known_factor, processors
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Shaped, Work
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
@@ -26,31 +27,49 @@ MOST_COLUMNS = 1 << 16
 _COLUMNS_PER_THREAD = 16
 
 
-def run_fused(call: GemmCall) -> Normed:
+def run_fused(call: GemmCall) -> Work:
     """Multiply, sum and normalise in one kernel."""
-    call = _with_rows_along_k(call)
-    results = empty_results(call)
-    with call.group.running():
-        key = (call.operator.name, "fused", call.config, call.mark, *_memory(call, results))
-        call.group.replays.run(key, lambda: _fused(call, results)(), with_libraries=False)
-    return results
+    laid = _with_rows_along_k(call)
+
+    def prepare(*memory: torch.Tensor) -> Callable[[], None]:
+        return lambda: _fused(laid, Normed(*memory))()
+
+    return Work(
+        (call.operator.name, "fused", call.config, call.mark, *_memory(laid)),
+        _new_results(call),
+        prepare,
+        _results,
+        with_libraries=False,
+        is_of_operands=laid is call,
+    )
 
 
-def run_pushed(call: GemmCall) -> Normed:
+def run_pushed(call: GemmCall) -> Work:
     """Multiply, then exchange rows, sum and normalise in one kernel."""
     require(call.group.backend)
     operands = call.operands
-    results = empty_results(call)
-    product = results.residual.new_empty([operands.rows, operands.columns])
+    product_shape = [operands.rows, operands.columns]
 
-    def enqueue() -> None:
-        multiply(call, product, operands.x, None)
-        _sum_rows(call, product, results)()
+    def prepare(*memory: torch.Tensor) -> Callable[[], None]:
+        *results, product = memory
 
-    with call.group.running():
-        key = (call.operator.name, "pushed", call.mark, *places(product), *_memory(call, results))
-        call.group.replays.run(key, enqueue)
-    return results
+        def enqueue() -> None:
+            multiply(call, product, operands.x, None)
+            _sum_rows(call, product, Normed(*results))()
+
+        return enqueue
+
+    return Work(
+        (call.operator.name, "pushed", call.mark, *_memory(call)),
+        _new_results(call, (product_shape, operands.x.dtype)),
+        prepare,
+        _results,
+    )
+
+
+def _results(*memory: torch.Tensor) -> Normed:
+    """Return the results among a call's memory, which come first."""
+    return Normed(*memory[:3])
 
 
 def run_gemm(call: GemmCall) -> Normed:
@@ -85,6 +104,14 @@ def _with_rows_along_k(call: GemmCall) -> GemmCall:
     return call.with_operands(dataclasses.replace(operands, x=x, w=w))
 
 
+def _new_results(call: GemmCall, *others: Shaped) -> New:
+    """Return what allocates the call's results, and other tensors behind them."""
+    assert call.epilogue is not None
+    operands = call.operands
+    shapes = call.epilogue.result_shapes(operands.rows, operands.columns, operands.x.dtype)
+    return New(operands.x.device, (*shapes, *others))
+
+
 def empty_results(call: GemmCall) -> Normed:
     """Return the call's results, uninitialised."""
     assert call.epilogue is not None
@@ -92,15 +119,14 @@ def empty_results(call: GemmCall) -> Normed:
     return call.epilogue.empty_results(operands.rows, operands.columns, operands.x)
 
 
-def _memory(call: GemmCall, results: Normed) -> tuple[Any, ...]:
-    """Return where the call's tensors lie, by which ``Replays.run`` tells calls apart."""
+def _memory(call: GemmCall) -> tuple[Any, ...]:
+    """Return where the call's operands lie, by which ``Replays.run`` tells calls apart."""
     epilogue = call.epilogue
     assert epilogue is not None
     return (
         *epilogue.signature(),
         *call.operands.memory(),
         *epilogue.memory(),
-        *places(*results),
     )
 
 

@@ -128,7 +128,7 @@ class GemmAllToAll(GemmOperator):
         check_sum(f"{self.name}: output_splits", receives, world_size, None, "the rows of x")
         return rows, len({*sends, *receives}) == 1
 
-    def run_fused(self, call: GemmCall) -> torch.Tensor:
+    def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.gemm_all_to_all.kernel`."""
         return fused.run(call)
 

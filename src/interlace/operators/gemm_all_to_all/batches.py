@@ -12,6 +12,7 @@ import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, register
+from interlace.comm.replay.work import Work
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
 from interlace.gemm.dispatch import group_for
@@ -29,7 +30,7 @@ _library.define(
 )
 
 
-def _run_fused(call: BatchCall) -> torch.Tensor:
+def _run_fused(call: BatchCall) -> Work | torch.Tensor:
     """Run one kernel for all products, whose operands are views where they lie one behind the
     other.
     """
@@ -53,7 +54,7 @@ def _run_fused(call: BatchCall) -> torch.Tensor:
     )
 
 
-def _run_chunked(call: BatchCall) -> torch.Tensor | None:
+def _run_chunked(call: BatchCall) -> Work | torch.Tensor | None:
     # A single rank has nothing to send, so the fused kernel runs instead, without an output.
     if call.group.world_size == 1:
         return None
@@ -121,9 +122,12 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
     columns = w.shape[2]
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
-    y = declaration.run(implementation, call)
+    y: torch.Tensor | None = declaration.run(implementation, call)
     # It is None on every rank or on none, so no rank falls back to the kernel by itself.
-    return _run_fused(call) if y is None else y
+    if y is None:
+        y = call.group.perform(_run_fused(call))
+    assert y is not None
+    return y
 
 
 def _fake(x: torch.Tensor, w: torch.Tensor, *_: object) -> torch.Tensor:
@@ -145,8 +149,9 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
     _agree_on_sum(group, x, w)
     check_even(rows, group.world_size)
     if group.world_size > 1 and count * rows * columns and not group.spans_nodes:
-        y = chunked.run_batch(x, w, group, group_name, replace=False)
-        if y is not None:
+        work = chunked.run_batch(x, w, group, group_name, replace=False)
+        if work is not None:
+            y: torch.Tensor = group.perform(work)
             return y
     total = x[0].new_empty([count, rows, columns])
     chunked.multiply_batch_into(total, x, w)

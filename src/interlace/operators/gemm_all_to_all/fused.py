@@ -11,6 +11,7 @@ from interlace.comm import Group
 from interlace.comm.groups.outputs import BUFFERS, Destination
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.replay.work import Work
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
@@ -25,10 +26,13 @@ Sent = Sequence[Sequence[int]]
 """``sent[s][d]``: rows that go from rank s to rank d; of a batch, of each product."""
 
 
-def run(call: GemmCall) -> torch.Tensor:
+def run(call: GemmCall) -> Work | torch.Tensor:
     """Return the rows for this rank, ``[rows, N]``, by one kernel."""
     operands = call.operands.for_kernel()
-    return multiply_and_send(operands, call.rows.sent, call.group, call.config, call.mark)
+    return multiply_and_send(
+        operands, call.rows.sent, call.group, call.config, call.mark,
+        is_of_operands=operands is call.operands,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +56,15 @@ def multiply_and_send(
     config: GemmConfig,
     mark: int,
     batch: BatchedProducts | None = None,
-) -> torch.Tensor:
+    *,
+    is_of_operands: bool = False,
+) -> Work | torch.Tensor:
     """Return ``[rows for this rank, N]``, computed by one kernel.
 
     Args:
         operands: As :meth:`Operands.for_kernel` returns them.
         batch: What the operands consist of; default: one product.
+        is_of_operands: Whether the operands are the call's, and no copies.
     """
     batch = batch or BatchedProducts(1, operands.rows, operands.columns)
     received = _received(sent, batch)
@@ -69,6 +76,7 @@ def multiply_and_send(
         max(received),
         (NAME, config, mark, tuple(map(tuple, sent)), batch),
         lambda destination: prepare(group, operands, sent, config, mark, destination, batch=batch),
+        is_of_operands=is_of_operands,
     )
 
 

@@ -72,7 +72,7 @@ class GemmReduceScatter(GemmOperator):
         (row_list,) = splits
         return balanced_rows(rows, rank, world_size) if row_list is None else row_list[rank]
 
-    def run_fused(self, call: GemmCall) -> torch.Tensor:
+    def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.gemm_reduce_scatter.kernel`."""
         return fused.run(call)
 

@@ -5,6 +5,8 @@ multiplies this rank's rows and adds the received parts.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +16,7 @@ from interlace.comm import Group, process_group_named
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
 from interlace.comm.launching.kernels import Launch, describe_ranks
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import dispatch, invariance, launch
@@ -34,32 +36,32 @@ _PIECES = 2  # of the rows for one rank, at most
 _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
-def run(call: GemmCall) -> torch.Tensor:
+def run(call: GemmCall) -> Work | torch.Tensor:
     """Return this rank's rows ``[rows, N]`` of the product, summed over ranks."""
     return run_products([call.operands], call.rows.by_rank, call.group, call.config, call.mark)
 
 
 def run_products(
-    products: Sequence[Operands], splits: Sequence[int], group: Group, config: GemmConfig, mark: int
-) -> torch.Tensor:
+    given: Sequence[Operands], splits: Sequence[int], group: Group, config: GemmConfig, mark: int
+) -> Work | torch.Tensor:
     """Return this rank's rows ``[splits[rank], N]`` of a product, or of a sum of products, summed
     over ranks. Collective when the workspace must grow.
 
     Args:
-        products: Operands of the same rows, columns and dtypes. Only the first may have a bias.
+        given: Operands of the same rows, columns and dtypes. Only the first may have a bias.
         splits: The rows that each rank owns.
         group: The ranks.
         config: The configuration of the kernel that multiplies this rank's own rows.
         mark: The number from the ranks' agreement.
     """
-    products = [product.with_contiguous_rows() for product in products]
+    products = [product.with_contiguous_rows() for product in given]
     operands, *other_products = products
     rank, ranks, dtype = group.rank, group.world_size, operands.out_dtype
     rows, columns = max(splits), operands.columns
     stride = launch.padded_columns(columns, dtype)
-    y = operands.x.new_empty([splits[rank], stride])
     weights = [product.w.T for product in products]
     if ranks == 1:
+        y = operands.x.new_empty([splits[rank], stride])
         _multiply(y[:, :columns], [product.x for product in products], weights, operands.bias)
         return launch.without_padding(y, columns)
     require(group.backend)
@@ -81,11 +83,11 @@ def run_products(
     pieces = group.once(
         key, lambda: _Pieces.of(group, splits, piece_rows, row_bytes, address, signals)
     )
-    sent = operands.x.new_empty([sum(pieces.sent), stride])
     notes = workspace.notes
-    own_product = dataclasses.replace(operands, x=operands.x[pieces.own_rows]).for_kernel()
+    own_rows = dataclasses.replace(operands, x=operands.x[pieces.own_rows])
+    own_product = own_rows.for_kernel()
 
-    def enqueue() -> None:
+    def enqueue(y: torch.Tensor, sent: torch.Tensor) -> None:
         # A view costs the host as much time as enqueueing a copy, so each tensor is split once.
         inputs = list(zip(*(product.x.split(pieces.rows) for product in products), strict=True))
         parts = (sent if stride == columns else sent[:, :columns]).split(pieces.sent)
@@ -139,10 +141,17 @@ def run_products(
         last()
         copies.join(group)
 
-    with group.running():
-        operand_memory = own_product.memory(), *(product.memory() for product in products)
-        call_key = (*key, config, mark, places(y, sent), operand_memory)
-        group.replays.run(call_key, enqueue, copied=[sent])
+    return Work(
+        (*key, config, mark, own_product.memory(), *(product.memory() for product in products)),
+        New.like(operands.x, [splits[rank], stride], [sum(pieces.sent), stride]),
+        lambda y, sent: functools.partial(enqueue, y, sent),
+        functools.partial(_result, columns=columns),
+        copied=(1,),
+        is_of_operands=own_product is own_rows and all(map(operator.is_, products, given)),
+    )
+
+
+def _result(y: torch.Tensor, sent: torch.Tensor, *, columns: int) -> torch.Tensor:
     return launch.without_padding(y, columns)
 
 
@@ -334,7 +343,8 @@ def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
         total = first.x.new_empty([first.rows, first.columns])
         _multiply(total, [each.x for each in products], [each.w.T for each in products])
         return sum_rows(total, rows, process_group_named(group_name))
-    return run_products(products, rows, group, config, mark)
+    y: torch.Tensor = group.perform(run_products(products, rows, group, config, mark))
+    return y
 
 
 def _decide_sum(

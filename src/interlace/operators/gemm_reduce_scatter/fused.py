@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from interlace.comm import Group
 from interlace.comm.launching.kernels import Launch
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
@@ -18,23 +19,27 @@ from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 NAME = "gemm_reduce_scatter"
 
 
-def run(call: GemmCall) -> torch.Tensor:
+def run(call: GemmCall) -> Work:
     """Return this rank's rows of the sum, ``[rows, N]``, by one kernel."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
     # A descriptor needs rows that begin at multiples of 16 bytes. Where they do anyhow, the copy at
     # the end is none.
     stride = launch.padded_columns(operands.columns, operands.out_dtype)
-    y = operands.x.new_empty([rows[group.rank], stride], dtype=operands.out_dtype)
-    with group.running():
-        # The key of a call that comes again as a CUDA graph: all that its launch depends on.
-        in_rank_order = call.is_batch_invariant
-        key = (NAME, call.config, call.mark, in_rank_order, rows, places(y), operands.memory())
+    in_rank_order = call.is_batch_invariant
 
+    def prepare_launch(y: torch.Tensor) -> Callable[[], None]:
         def enqueue() -> None:
             prepare(group, operands, rows, y, call.config, call.mark, in_rank_order=in_rank_order)()
 
-        group.replays.run(key, enqueue)
-    return launch.without_padding(y, operands.columns)
+        return enqueue
+
+    return Work(
+        (NAME, call.config, call.mark, in_rank_order, rows, operands.memory()),
+        New(operands.x.device, (([rows[group.rank], stride], operands.out_dtype),)),
+        prepare_launch,
+        functools.partial(launch.without_padding, columns=operands.columns),
+        is_of_operands=operands is call.operands,
+    )
 
 
 def prepare(

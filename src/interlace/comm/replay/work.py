@@ -1,0 +1,92 @@
+"""Describe the work of a call apart from its memory, so that a call that comes again is found by
+its operands alone.
+
+Most of what the host does in a call comes out the same when the call comes again: whether its
+arguments are valid, what ranks have agreed on, which implementation runs, where its workspace lies.
+What differs is the memory of the result, which is new each time. So an implementation says
+separately which memory is new, what is enqueued with it, and what the result is. Where the very
+operands come again, ``Group.recall`` takes new memory and replays the graph that goes with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+Shaped = tuple[Sequence[int], torch.dtype]
+"""Shape and dtype of a tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class New:
+    """Allocate the tensors of one call.
+
+    Attributes:
+        device: Where they are.
+        tensors: Their shapes and dtypes.
+    """
+
+    device: torch.device
+    tensors: tuple[Shaped, ...]
+
+    @staticmethod
+    def like(operand: torch.Tensor, *shapes: Sequence[int]) -> New:
+        """Return what allocates tensors of these shapes, with device and dtype of ``operand``."""
+        return New(operand.device, tuple((shape, operand.dtype) for shape in shapes))
+
+    def __call__(self, group: Any) -> tuple[torch.Tensor, ...]:
+        """Return new tensors, uninitialised."""
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=self.device) for shape, dtype in self.tensors
+        )
+
+
+def addresses(*memory: torch.Tensor) -> Hashable:
+    """Return where tensors lie."""
+    return tuple(tensor.data_ptr() for tensor in memory)
+
+
+def first(*memory: torch.Tensor) -> torch.Tensor:
+    """Return the first tensor: the result, where others are for intermediate values."""
+    return memory[0]
+
+
+def _nothing(group: Any, *memory: Any) -> None:
+    """Do nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The work of one call.
+
+    All but ``prepare`` outlives the call and must refer to no operand and no group.
+
+    Attributes:
+        key: All that the work depends on beside the memory that ``take`` returns: places of the
+            operands, and numbers.
+        take: Returns the call's new memory, given the group.
+        prepare: Returns what enqueues the work, given that memory: kernels and copies that begin
+            and end on the current stream; see :meth:`Replays.run`. Symmetric memory may have to
+            grow, so it is collective, and comes before anything is enqueued.
+        result: Returns the call's result, given that memory.
+        where: Returns all that the work depends on of that memory.
+        copied: The tensors of that memory which copy engines or NCCL read or write, by position.
+        with_libraries: Whether the work may contain products by cuBLAS.
+        replayed: Called with group and memory after a graph has been launched, for what
+            ``prepare`` and its work would have counted on the host.
+        is_of_operands: Whether the work reads the call's own operands, and no copies that were
+            made of them before.
+    """
+
+    key: tuple[Hashable, ...]
+    take: Callable[[Any], tuple[Any, ...]]
+    prepare: Callable[..., Callable[[], None]]
+    result: Callable[..., Any] = first
+    where: Callable[..., Hashable] = addresses
+    copied: tuple[int, ...] = ()
+    with_libraries: bool = True
+    replayed: Callable[..., None] = _nothing
+    is_of_operands: bool = True

@@ -1,0 +1,179 @@
+"""Calls that are found by their operands alone; what graphs do is tested on GPUs
+(tests/gpu/test_replays_gpu.py).
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from interlace.comm.groups.group import Group
+from interlace.comm.replay.releases import releases
+from interlace.comm.replay.work import New, Work
+from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime.launches import launches
+
+
+class _Graph:
+    """What was captured, done again by each replay."""
+
+    def __init__(self, enqueue: Callable[[], object]) -> None:
+        self._enqueue = enqueue
+
+    def replay(self) -> None:
+        self._enqueue()
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    """A group on the CPU that makes graphs as on a GPU."""
+    made = Group(None, torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    monkeypatch.setattr(made.replays, "_enabled", True)
+    monkeypatch.setattr(made.replays, "_capture", _Graph)
+    monkeypatch.setattr(made.streams, "continues", lambda: True)
+    return made
+
+
+class _Doubling:
+    """A call that doubles a tensor, and says how it was done."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.done, self.place = group, [], torch.zeros(4)
+
+    def __call__(self, x: torch.Tensor, **settings: Any) -> torch.Tensor:
+        recalled = self.group.recall(x.data_ptr())
+        self.done.append("long" if recalled is None else "recalled")
+        if recalled is not None:
+            return recalled
+        # The memory of the result is the same each time, as it would be with torch's allocator.
+        take = settings.pop("take", lambda _: (self.place,))
+
+        def prepare(y: torch.Tensor) -> Callable[[], None]:
+            return lambda: y.copy_(2 * x)
+
+        return self.group.perform(Work((x.data_ptr(),), take, prepare, **settings), x.data_ptr())
+
+
+def test_a_call_that_was_a_graph_is_found_by_its_operands(group: Group) -> None:
+    double, x = _Doubling(group), torch.zeros(4)
+    for value in range(5):
+        x.fill_(value)
+        assert double(x).tolist() == [2 * value] * 4
+    assert double.done == ["long", "long", "long", "recalled", "recalled"]
+    other = torch.ones(4)
+    assert double(other).tolist() == [2] * 4
+    assert double.done[-1] == "long"
+
+
+def test_with_other_memory_than_any_graph_has_a_call_takes_the_long_way(group: Group) -> None:
+    double, x = _Doubling(group), torch.ones(4)
+    for _ in range(4):
+        double(x)
+    double.place = torch.zeros(4)
+    assert double(x) is double.place
+    assert double.place.tolist() == [2] * 4
+    assert double.done[-2:] == ["recalled", "long"]
+
+
+def test_memory_that_is_never_the_same_is_no_graph(group: Group) -> None:
+    double, x = _Doubling(group), torch.ones(4)
+    kept = [double(x, take=New.like(x, [4])) for _ in range(5)]
+    assert double.done == ["long"] * 5
+    assert all(y.tolist() == [2] * 4 for y in kept)
+
+
+def test_work_on_copies_of_operands_is_not_remembered(group: Group) -> None:
+    """The copies are made outside of the graph, in each call."""
+    double, x = _Doubling(group), torch.ones(4)
+    for _ in range(5):
+        double(x, is_of_operands=False)
+    assert double.done == ["long"] * 5
+
+
+@pytest.mark.parametrize("obstacle", ["forgotten", "cleared", "capture", "stream", "release"])
+def test_what_must_be_done_before_a_call_is_not_passed_over(
+    group: Group, monkeypatch: pytest.MonkeyPatch, obstacle: str
+) -> None:
+    double, x = _Doubling(group), torch.ones(4)
+    for _ in range(4):
+        double(x)
+    assert double.done[-1] == "recalled"
+    if obstacle == "forgotten":
+        group.replays.forget()
+    elif obstacle == "cleared":
+        group.replays.clear()
+    elif obstacle == "capture":
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    elif obstacle == "stream":
+        monkeypatch.setattr(group.streams, "continues", lambda: False)
+    else:
+        released: list[str] = []
+        with releases.put_off():
+            releases.put(torch.device("cpu"), lambda: released.append("memory"))
+            assert double(x).tolist() == [2] * 4
+            assert double.done[-1] == "long"
+        double(x)
+        assert released == ["memory"]
+        return
+    assert double(x).tolist() == [2] * 4
+    assert double.done[-1] == "long"
+
+
+def test_a_broken_group_is_found_out(group: Group) -> None:
+    double, x = _Doubling(group), torch.ones(4)
+    for _ in range(4):
+        double(x)
+    group.health.declare_broken("double", 0)
+    assert group.recall(x.data_ptr()) is None
+    group.health.reset()
+    assert group.recall(x.data_ptr()) is not None
+
+
+def test_an_interrupted_replay_breaks_the_group(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    double, x = _Doubling(group), torch.ones(4)
+    for _ in range(4):
+        double(x)
+    monkeypatch.setattr(group.members, "world_size", 2)
+
+    def interrupt(_: _Graph) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(_Graph, "replay", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        group.recall(x.data_ptr())
+    assert group.health._record_view[ctx.RECORD_CODE] == ctx.INTERRUPTED
+
+
+def test_a_replay_counts_as_a_launch_and_is_counted_by_its_work(group: Group) -> None:
+    counted: list[tuple[Group, torch.Tensor]] = []
+    double, x = _Doubling(group), torch.ones(4)
+    before = launches.value
+    for _ in range(5):
+        double(x, replayed=lambda *arguments: counted.append(arguments))
+    # The second call is captured: what its host code counts, it has counted.
+    assert [each[0] for each in counted] == [group] * 3
+    assert all(each[1] is double.place for each in counted)
+    assert launches.value - before == 4
+
+
+def test_operands_are_not_kept_alive(group: Group) -> None:
+    double = _Doubling(group)
+    x = torch.ones(4)
+    gone = weakref.ref(x)
+    for _ in range(4):
+        double(x)
+    assert double.done[-1] == "recalled"
+    # The graphs here are closures; a CUDA graph knows an address alone.
+    group.replays._graphs.clear()
+    del x
+    gc.collect()
+    assert gone() is None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import interlace
 import interlace.operators  # registers torch.ops.interlace
+import interlace.optim
 
 pytestmark = pytest.mark.gpu
 
@@ -231,6 +232,74 @@ def test_a_call_that_comes_again_costs_the_host_little(ranks: Any, world_size: i
         assert not [name for name in counts if name.endswith("wrong")]
         assert len(counts) == sum(map(len, _IMPLS.values()))
         assert max(counts.values()) <= _MOST_FUNCTIONS, counts
+
+
+_MOST_FUNCTIONS_OF_TABLES = 260
+"""The same of a forward and a backward pass of embedding tables, whatever their number."""
+
+
+def _tables(count: int, steps: int, bags: int) -> tuple[list[str], list[int], int]:
+    """What differs between training with graphs and without; functions of Python that the last
+    steps enter; graphs at the end.
+    """
+    group, rank, ranks = _fresh_group(), dist.get_rank(), dist.get_world_size()
+    lookups = 3 * bags * count
+    trained, counts = [], []
+    for enabled in (True, False):
+        generator = torch.Generator("cuda").manual_seed(rank)
+        weights = [
+            torch.randn(40 + table, 16, device="cuda", generator=generator).requires_grad_()
+            for table in range(count)
+        ]
+        states = [torch.zeros(len(weight), device="cuda") for weight in weights]
+        update = interlace.optim.RowWiseAdagrad(learning_rate=0.1, epsilon=1e-8, states=states)
+        indices = torch.zeros(lookups, dtype=torch.int64, device="cuda")
+        offsets = torch.arange(count * bags + 1, device="cuda") * 3
+        grad = torch.zeros(bags // ranks, ranks * count * 16, device="cuda")
+        before, group.replays._enabled = group.replays._enabled, enabled
+        outputs = []
+        for _ in range(steps):
+            indices.copy_(torch.randint(0, 40, (lookups,), device="cuda", generator=generator))
+            grad.copy_(torch.randn(grad.shape, device="cuda", generator=generator))
+            functions = 0
+
+            def note(frame: Any, event: str, argument: Any) -> None:
+                nonlocal functions
+                functions += event == "call"
+
+            sys.setprofile(note)
+            try:
+                y = interlace.embedding_all_to_all(
+                    weights, indices, offsets, gradient=update, name=f"replayed {count}"
+                )
+                y.backward(grad)
+            finally:
+                sys.setprofile(None)
+            with torch.no_grad():
+                z = interlace.embedding_all_to_all(
+                    weights, indices, offsets, gradient=update, name=f"replayed {count}"
+                )
+            outputs += [y.detach().clone(), z.clone()]
+            if enabled:
+                counts.append(functions)
+        group.replays._enabled = before
+        trained.append([*outputs, *weights, *states])
+    wrong = [
+        f"tensor {place}"
+        for place, (one, other) in enumerate(zip(*trained, strict=True))
+        if not torch.equal(one, other)
+    ]
+    return wrong, counts, len(group.replays)
+
+
+def test_tables_are_trained_by_graphs_to_the_same_bits(ranks: Any, world_size: int) -> None:
+    last = []
+    for count in (3, 30):
+        for wrong, counts, graphs in ranks(world_size).run(_tables, count, 12, 8 * world_size):
+            assert wrong == []
+            assert graphs >= 3
+            last.append(min(counts))
+    assert max(last) <= _MOST_FUNCTIONS_OF_TABLES, last
 
 
 def _long_way(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

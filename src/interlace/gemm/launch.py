@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.group import Workspace
-from interlace.comm.groups.outputs import Destination, Output
+from interlace.comm.groups.outputs import Destination, Output, TakeOutput, destination_of, kept
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
@@ -230,32 +230,18 @@ def run_into_peers(
 
     return Work(
         (*key, operands.memory()),
-        functools.partial(_take_output, most_rows * shape[1] * dtype.itemsize, shape, dtype),
+        # Peers store tiles straight into the result, so it is symmetric memory.
+        TakeOutput(most_rows * shape[1] * dtype.itemsize, tuple(shape), dtype),
         prepare_launch,
         functools.partial(_output_rows, columns=columns),
-        where=_destination,
+        where=destination_of,
         is_of_operands=is_of_operands,
     )
 
 
-def _take_output(
-    nbytes: int, shape: Sequence[int], dtype: torch.dtype, group: Group
-) -> tuple[Output, torch.Tensor]:
-    """Return a buffer of the group's, and the tensor over it."""
-    # Peers store tiles straight into the result, so it is symmetric memory.
-    output = group.outputs.take(nbytes)
-    return output, output.tensor(shape, dtype, group.device)
-
-
-def _destination(output: Output, y: torch.Tensor) -> Destination:
-    return output.destination
-
-
 def _output_rows(output: Output, y: torch.Tensor, *, columns: int) -> torch.Tensor:
     """Return the result ``[rows, columns]`` in a buffer, or copied from one that is not lent."""
-    y = y[:, :columns]
-    # Memory that is not lent is the landing, which the next call writes again.
-    return y.contiguous() if output.lent else y.clone(memory_format=torch.contiguous_format)
+    return kept(output, y[:, :columns]).contiguous()
 
 
 @dataclasses.dataclass(frozen=True)

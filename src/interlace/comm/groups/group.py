@@ -195,10 +195,8 @@ class Group:
         memory = work.take(self)
         enqueue = work.prepare(*memory)
         with self.running():
-            if not self.replays.perform(work, memory, enqueue):
+            if not self.replays.perform(work, memory, enqueue, operands):
                 work.replayed(self, *memory)
-                if operands is not None:
-                    self.replays.remember(operands, work)
         return work.result(*memory)
 
     def recall(self, operands: Hashable) -> Any:
@@ -218,7 +216,7 @@ class Group:
             return None
         memory, before = work.take(self), launches.value
         try:
-            is_found = self.replays.replay(work, memory)
+            is_found = self.replays.replay(operands, memory)
         except BaseException as error:
             if launches.value != before:
                 self.health.declare_interrupted("an operator's launches", error)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -120,6 +120,37 @@ class Output:
             owner = _Lease(self._space, self.index)
         raw = bytes_at(self._local_address, (nbytes,), (1,), device, owner)
         return view_as(raw, shape, dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class TakeOutput:
+    """Take a group's buffer for a call, and the tensor over it: what :class:`Work` takes.
+
+    Attributes:
+        nbytes: The bytes of the buffer, as many on every rank.
+        shape, dtype: The tensor's.
+    """
+
+    nbytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __call__(self, group: Any) -> tuple[Output, torch.Tensor]:
+        """Return the buffer and the tensor."""
+        output = group.outputs.take(self.nbytes)
+        return output, output.tensor(self.shape, self.dtype, group.device)
+
+
+def destination_of(output: Output, y: torch.Tensor) -> Destination:
+    """Return what the work into a buffer depends on."""
+    return output.destination
+
+
+def kept(output: Output, y: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that may outlive the call: memory that is not lent is the landing, which the
+    next call writes again, so that is copied.
+    """
+    return y if output.lent else y.clone(memory_format=torch.contiguous_format)
 
 
 class OutputPool:

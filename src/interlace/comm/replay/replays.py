@@ -74,7 +74,7 @@ class _Replayable:
     """Hold a captured call.
 
     Attributes:
-        graph: The CUDA graph.
+        graph: The CUDA graph; None when it has made room for another.
         last_run: Number of the run that replayed it last.
         tables: Tables of numbers that the graph refers to.
     """
@@ -82,6 +82,20 @@ class _Replayable:
     graph: Any
     last_run: int
     tables: tuple[torch.Tensor, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Remembered:
+    """Hold a call that is found by its operands.
+
+    Attributes:
+        work: What the call is; its preparation refers to operands, and is left out.
+        graphs: Its graphs, by what they depend on beside the work's key. One that has made room
+            for another has no graph any more.
+    """
+
+    work: Work
+    graphs: dict[Hashable, _Replayable]
 
 
 class Replays:
@@ -100,7 +114,7 @@ class Replays:
             device.type == "cuda" and environment.switch("INTERLACE_REPLAY") is not False
         )
         self._graphs: dict[Hashable, _Replayable] = {}
-        self._remembered: dict[Hashable, Work] = {}
+        self._remembered: dict[Hashable, _Remembered] = {}
         self._candidates: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
         # Tables of the call that is being enqueued for the first time; None at all other times.
         self._tables: list[torch.Tensor] | None = None
@@ -175,44 +189,73 @@ class Replays:
             and not inductor_graphs.is_running()
         )
 
-    def perform(self, work: Work, memory: tuple[Any, ...], enqueue: Callable[[], None]) -> bool:
-        """Enqueue a call's work with its memory, as :meth:`run` does; return the same."""
-        key, copied = (work.key, work.where(*memory)), [memory[place] for place in work.copied]
-        return self.run(key, enqueue, with_libraries=work.with_libraries, copied=copied)
-
-    def remember(self, operands: Hashable, work: Work) -> None:
-        """Find the work of a call by its operands alone when they come again.
+    def perform(
+        self,
+        work: Work,
+        memory: tuple[Any, ...],
+        enqueue: Callable[[], None],
+        operands: Hashable = None,
+    ) -> bool:
+        """Enqueue a call's work with its memory, as :meth:`run` does; return the same.
 
         Args:
-            operands: All by which the call is known: the places of its operands, and its numbers.
-                Nothing else may decide what ranks run until :meth:`forget`.
-            work: What the call is; its operands are not kept alive.
+            work: The call.
+            memory: What it has taken.
+            enqueue: What it has prepared.
+            operands: By what :meth:`recall` finds the call, if it was a graph: the places of its
+                operands and its numbers. Nothing else may decide what ranks run until
+                :meth:`forget`. None for a call that is not to be found.
         """
-        if not work.is_of_operands:
-            return
-        if len(self._remembered) >= _MAX_REMEMBERED:
-            self._remembered.clear()
-        self._remembered[operands] = dataclasses.replace(work, prepare=_forgotten)
+        key, copied = (work.key, work.where(*memory)), [memory[place] for place in work.copied]
+        is_enqueued = self.run(key, enqueue, with_libraries=work.with_libraries, copied=copied)
+        if is_enqueued or operands is None or not work.is_of_operands:
+            return is_enqueued
+        replayable = self._graphs.get(self._key(key, work.with_libraries, copied))
+        if replayable is not None:
+            self._remember(operands, work, memory, replayable)
+        return False
 
     def remembered(self, operands: Hashable) -> Work | None:
         """Return the work of a call with these operands that has been a graph, or None."""
-        return self._remembered.get(operands)
+        found = self._remembered.get(operands)
+        return None if found is None else found.work
 
     def forget(self) -> None:
         """Remember no call any more, as ranks have agreed on another way to run some."""
         self._remembered.clear()
 
-    def replay(self, work: Work, memory: tuple[Any, ...]) -> bool:
+    def replay(self, operands: Hashable, memory: tuple[Any, ...]) -> bool:
         """Launch the graph of a remembered call with this memory, where :meth:`may_replay`; return
         False if there is none.
         """
-        key, copied = (work.key, work.where(*memory)), [memory[place] for place in work.copied]
-        replayable = self._graphs.get(self._key(key, work.with_libraries, copied))
-        if replayable is None:
+        found = self._remembered[operands]
+        replayable = found.graphs.get(self._place(found.work, memory))
+        if replayable is None or replayable.graph is None:
             return False
         self._runs += 1
         self._launch(replayable)
         return True
+
+    def _remember(
+        self,
+        operands: Hashable,
+        work: Work,
+        memory: tuple[Any, ...],
+        replayable: _Replayable,
+    ) -> None:
+        """Find a call by its operands alone when they come again."""
+        found = self._remembered.get(operands)
+        if found is None:
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
+            found = _Remembered(dataclasses.replace(work, prepare=_forgotten), {})
+            self._remembered[operands] = found
+        found.graphs[self._place(work, memory)] = replayable
+
+    def _place(self, work: Work, memory: tuple[Any, ...]) -> Hashable:
+        """Return what a graph of some work depends on beside the work's key."""
+        copied = [memory[place] for place in work.copied]
+        return self._key(work.where(*memory), work.with_libraries, copied)
 
     def record(self, enqueue: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Return a CUDA graph of calls whose results nobody reads, as a measurement makes them.
@@ -280,7 +323,7 @@ class Replays:
         if self._runs < self._full_until:
             return False
         torch.cuda.synchronize(self._device)  # it may still run
-        del self._graphs[key]
+        self._graphs.pop(key).graph = None
         return True
 
     def _capture(

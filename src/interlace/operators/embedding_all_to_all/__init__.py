@@ -4,18 +4,21 @@ README.md.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name
-from interlace.comm.groups.registration import are_ordinary, entrance
+from interlace.comm.groups.group import known_group
+from interlace.comm.groups.registration import are_ordinary, entrance, past_autograd
+from interlace.comm.replay.replays import places
 from interlace.operators.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
+from interlace.operators.embedding_all_to_all.call import KnownCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.op import DECLARATION
 from interlace.operators.embedding_all_to_all.update import Gradient, RowWiseAdagrad
-from interlace.operators.embedding_all_to_all.validate import batch_of, validate
+from interlace.operators.embedding_all_to_all.validate import TableSet, batch_of, validate
 
 
 def embedding_all_to_all(
@@ -121,6 +124,22 @@ def embedding_all_to_all(
     DECLARATION.validate_options(impl, config)
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
+    checks = checks_indices(check_indices, indices.device)
+    known = None
+    if (
+        tables.number
+        and name
+        and not checks
+        and are_ordinary((indices, offsets, per_sample_weights))
+    ):
+        options = mode, output_dtype, gradient, batch, name, impl, config
+        known = _known(tables, (indices, offsets, per_sample_weights), *options)
+    if known is not None and not torch.is_grad_enabled():
+        owner = known_group(group, indices.device)
+        with past_autograd():
+            again: torch.Tensor | None = None if owner is None else owner.recall(known)
+        if again is not None:
+            return again
     # A plain tuple, because tracing can evaluate no other type.
     question = (  # the fields of a Question
         default_name(group),
@@ -137,7 +156,9 @@ def embedding_all_to_all(
     anchor = anchors[str(indices.device)] if agreed.trains else None
     states = list(gradient.states) if isinstance(gradient, RowWiseAdagrad) else []
     enter = entrance(OPERATOR)
-    is_ordinary = tables.is_ordinary and are_ordinary((indices, offsets, per_sample_weights))
+    is_ordinary = known is not None or (
+        tables.is_ordinary and are_ordinary((indices, offsets, per_sample_weights))
+    )
     y: torch.Tensor = (enter.past_dispatcher if is_ordinary else enter)(
         list(weights),
         indices,
@@ -157,6 +178,34 @@ def embedding_all_to_all(
         default_name(group),
         impl,
         "" if config is None else str(config),
-        checks_indices(check_indices, indices.device),
+        checks,
+        *(() if known is None else (known,)),
     )
     return y
+
+
+def _known(
+    tables: TableSet,
+    lookups: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
+    mode: str,
+    output_dtype: torch.dtype | None,
+    gradient: Gradient,
+    batch: int,
+    name: str,
+    impl: str,
+    config: EmbeddingAllToAllConfig | None,
+) -> KnownCall | None:
+    """Return what a call of valid arguments is known by; None where lookups are copied first."""
+    if any(numbers is not None and not numbers.is_contiguous() for numbers in lookups):
+        return None
+    update: tuple[Hashable, ...] = (
+        (gradient,)
+        if isinstance(gradient, str)
+        else (
+            type(gradient).__name__,
+            float(gradient.learning_rate),
+            float(gradient.epsilon) if isinstance(gradient, RowWiseAdagrad) else 0.0,
+        )
+    )
+    options = mode, output_dtype, batch, name, impl, config, torch.is_grad_enabled()
+    return KnownCall(tables.addresses, tables.number, places(*lookups), (*options, *update))

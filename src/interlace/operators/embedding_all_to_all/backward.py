@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 
-from interlace.comm import MAX_PROGRAMS, Group
+from interlace.comm import MAX_PROGRAMS, Group, Workspace
+from interlace.comm.groups.outputs import Output
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_ranks, triton_dtype
+from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import Work
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
@@ -56,6 +60,12 @@ class Target:
     by_segment: bool = False
     learning_rate: float = 0.0
     epsilon: float = 0.0
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Return all of a target of tables, for the key of a replay."""
+        tables = map(tuple, (self.places, self.strides, self.states, self.rows))
+        return self.update, self.dtype, self.learning_rate, self.epsilon, *tables
 
     @property
     def address(self) -> int:
@@ -170,6 +180,35 @@ def run(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Sorted:
     return lookups_by_row
 
 
+def update(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Work:
+    """Return the work of :func:`run` on tables that it updates in place, whose result is ().
+
+    Sorting is a part of it, as the host takes longer to enqueue its steps than the GPU to take
+    them.
+    """
+
+    def prepared(*landing: Output) -> Callable[[], None]:
+        _reserve(call)  # what may have to grow
+
+        def enqueue() -> None:
+            prepare(call, grad, target, sort_lookups(call, target.rows))()
+
+        return enqueue
+
+    return Work(
+        (
+            *(BACKWARD, call.mark, call.config, call.layout, call.mode, call.dtype),
+            *(call.indices.shape, *places(call.indices, call.offsets, call.scale, grad)),
+            *target.key,
+        ),
+        functools.partial(_landing, call.layout, call.dtype.itemsize),
+        prepared,
+        lambda *landing: (),
+        where=_address,
+        with_libraries=False,
+    )
+
+
 def launch(
     call: EmbeddingCall,
     grad: torch.Tensor,
@@ -218,18 +257,10 @@ def prepare(
     group, config, device = call.group, call.config, call.indices.device
     layout, ranks = call.layout, call.layout.world_size
     entries, align = _records(call, target, grad, 0 if part is None else part.first_column)
-    landing = 0
-    if ranks > 1:
-        # Gradients are used up within the call, so no tensor has to keep the memory that they
-        # arrive in.
-        space = group.outputs.landing(layout.batch * max(layout.rank_columns) * call.dtype.itemsize)
-        landing = space.address + space.index * space.buffer_bytes
+    landing, workspace = _reserve(call)
     tiles = None
     if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
         tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
-    # A table's signals lie at the same place on every rank, however many tables a rank has.
-    signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
-    workspace = group.workspace(BACKWARD, 4096, signals)
     pushers = config.push_programs if ranks > 1 else 0
     lookups = call.indices.shape[0]
     width, full = lanes_of(layout.widths[call.rank])
@@ -290,6 +321,31 @@ def prepare(
         constants["maxnreg"] = config.update_registers
     keep = (grad, lookups_by_row, part)
     return Launch(embedding_all_to_all_backward, (pushers + updaters,), arguments, constants, keep)
+
+
+def _reserve(call: EmbeddingCall) -> tuple[int, Workspace]:
+    """Return the address at which peers' gradients arrive, 0 without peers, and the memory of
+    signals. Collective when memory must grow.
+    """
+    landing = _address(*_landing(call.layout, call.dtype.itemsize, call.group))
+    # A table's signals lie at the same place on every rank, however many tables a rank has.
+    signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
+    return landing, call.group.workspace(BACKWARD, 4096, signals)
+
+
+def _landing(layout: Layout, itemsize: int, group: Group) -> tuple[Output, ...]:
+    """Return where peers' gradients arrive; nothing without peers.
+
+    Gradients are used up within the call, so no tensor has to keep that memory.
+    """
+    if layout.world_size == 1:
+        return ()
+    return (group.outputs.landing(layout.batch * max(layout.rank_columns) * itemsize),)
+
+
+def _address(*landing: Output) -> int:
+    """Return the address of what :func:`_landing` returns, on rank 0."""
+    return sum(output.address + output.index * output.buffer_bytes for output in landing)
 
 
 def _records(

@@ -57,6 +57,23 @@ class SharedArguments(NamedTuple):
         return self.widths[first : first + self.counts[self.rank]]
 
 
+class KnownCall(NamedTuple):
+    """What tells a call of valid arguments from every other one of its group, for ``Group.recall``:
+    it comes again where all of this does.
+
+    Attributes:
+        addresses: Where this rank's tables begin.
+        tables: The number of the set of tables, states and gradient; see ``validate``.
+        lookups: The places of indices, offsets and factors.
+        options: The other arguments.
+    """
+
+    addresses: tuple[int, ...]
+    tables: int
+    lookups: tuple[Hashable, ...]
+    options: tuple[Hashable, ...]
+
+
 @dataclasses.dataclass(frozen=True)
 class EmbeddingCall:
     """One pass of a call, forward or backward, validated and agreed on by all ranks.
@@ -76,6 +93,7 @@ class EmbeddingCall:
         config: The kernels' configuration.
         is_config_given: Whether the caller has given the configuration; else it is the tuned one.
         mark: The number that the signals of this pass carry; from the ranks' agreement.
+        known: By what ``Group.recall`` finds the pass when it comes again; None for nothing.
     """
 
     weights: Sequence[torch.Tensor]
@@ -92,6 +110,7 @@ class EmbeddingCall:
     config: EmbeddingAllToAllConfig
     is_config_given: bool = True
     mark: int = 0
+    known: Hashable = None
 
     @functools.cached_property
     def plan(self) -> network_choice.NetworkPlan:
@@ -153,6 +172,7 @@ def agreed_call(
     shared: SharedArguments,
     options: Sequence[str],
     check: bool | None = None,
+    known: Hashable = None,
 ) -> EmbeddingCall:
     """Agree on one pass of a call with all ranks, and choose its configuration.
 
@@ -165,6 +185,7 @@ def agreed_call(
             configuration, empty for the tuned one.
         check: Whether all ranks look at indices and offsets, which waits for the device; None in
             the backward pass, which never does.
+        known: By what the pass is found when it comes again; None for nothing.
 
     Raises:
         ArgumentError: Indices or offsets of some rank are wrong; raised on every rank.
@@ -200,6 +221,7 @@ def agreed_call(
         else tuned_config(weights, indices, layout, shared.dtype),
         bool(config),
         mark,
+        known,
     )
     # Indices are checked on the device, which the host must wait for; so it is an option.
     if check:

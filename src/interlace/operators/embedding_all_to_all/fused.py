@@ -6,8 +6,15 @@ from typing import Any
 
 import torch
 
-from interlace.comm.groups.outputs import BUFFERS, Destination
+from interlace.comm.groups.outputs import (
+    BUFFERS,
+    Destination,
+    TakeOutput,
+    destination_of,
+    kept,
+)
 from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.replay.work import Work
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import (
     backward,
@@ -30,27 +37,34 @@ def refusal(call: EmbeddingCall) -> str | None:
     return None
 
 
-def run(call: EmbeddingCall) -> torch.Tensor:
+def run(call: EmbeddingCall) -> Work | torch.Tensor:
     """Return ``[samples of this rank, columns]``, which peers store to. Collective."""
     group, layout = call.group, call.layout
     if group.spans_nodes:
         return between_nodes.run(call)
     if layout.world_size == 1:
         return pooling.pool(call)
-    # Peers store to the output directly, so it is symmetric memory that this rank grants to them.
-    output = group.outputs.take(layout.chunk * layout.columns * call.dtype.itemsize)
-    y = output.tensor([layout.samples(call.rank), layout.columns], call.dtype, group.device)
-    launch = prepare(call, output.destination)
-    with group.running():
-        launch()
-    # Memory that is not lent is the landing, which the next call writes again.
-    return y if output.lent else y.clone()
+    shape = [layout.samples(call.rank), layout.columns]
+    return Work(
+        (OPERATOR, call.mark, call.config, layout, call.mode, call.dtype, call.memory()),
+        # Peers store to the output directly: symmetric memory that this rank grants to them.
+        TakeOutput(layout.chunk * layout.columns * call.dtype.itemsize, tuple(shape), call.dtype),
+        lambda output, y: prepare(call, output.destination),
+        kept,
+        where=destination_of,
+        with_libraries=False,
+    )
 
 
-def run_backward(call: EmbeddingCall, grad: torch.Tensor, target: backward.Target) -> Sorted | None:
+def run_backward(
+    call: EmbeddingCall, grad: torch.Tensor, target: backward.Target
+) -> Work | Sorted | None:
     """Send the gradients of this rank's samples to the owners of their tables, which apply them."""
-    run_kernel = gradients_between_nodes.run if call.group.spans_nodes else backward.run
-    return run_kernel(call, grad.contiguous(), target)
+    if call.group.spans_nodes:
+        return gradients_between_nodes.run(call, grad.contiguous(), target)
+    if target.values is None:
+        return backward.update(call, grad.contiguous(), target)
+    return backward.run(call, grad.contiguous(), target)
 
 
 def prepare(call: EmbeddingCall, destination: Destination) -> Launch:

@@ -7,14 +7,17 @@ The operator and its two backward halves have the arguments of ``call.SharedArgu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
+from interlace.comm import group_named
 from interlace.comm.groups.registration import (
     UNCAPTURABLE_TAGS,
     entrance,
+    is_ordinary,
+    is_unobserved,
     once_differentiable,
     register,
 )
@@ -25,7 +28,7 @@ from interlace.operators.embedding_all_to_all.backward import (
     gradients_target,
     update_target,
 )
-from interlace.operators.embedding_all_to_all.call import SharedArguments, agreed_call
+from interlace.operators.embedding_all_to_all.call import KnownCall, SharedArguments, agreed_call
 from interlace.operators.embedding_all_to_all.config import OPERATOR
 from interlace.operators.embedding_all_to_all.layout import dense_bounds
 from interlace.operators.embedding_all_to_all.operator import EmbeddingAllToAll
@@ -59,6 +62,10 @@ _library.define(
 
 
 _SHARED = len(SharedArguments._fields)
+_OPTIONS_END = _SHARED + 7
+"""The place behind the shared arguments and those that follow them. What a call is known by stands
+there, of calls that go past PyTorch's dispatcher.
+"""
 DECLARATION = EmbeddingAllToAll()
 
 
@@ -71,10 +78,22 @@ def _run(
     states: list[torch.Tensor],
     *others: Any,
 ) -> torch.Tensor:
-    exchange = SharedArguments(*others[:_SHARED])
-    _gradient, _learning_rate, _epsilon, *options, check = others[_SHARED:]
-    lookups = indices, offsets, scale
-    return DECLARATION.run(agreed_call(OPERATOR, weights, lookups, exchange, options, check))
+    known = others[_OPTIONS_END] if len(others) > _OPTIONS_END else None
+    group_name, impl, config, check = others[_OPTIONS_END - 4 : _OPTIONS_END]
+    if known is not None:
+        y: torch.Tensor | None = group_named(group_name, indices.device).recall(known)
+        if y is not None:
+            return y
+    call = agreed_call(
+        OPERATOR,
+        weights,
+        (indices, offsets, scale),
+        SharedArguments(*others[:_SHARED]),
+        (group_name, impl, config),
+        check,
+        known,
+    )
+    return DECLARATION.run(call)
 
 
 def _fake(weights: list[torch.Tensor], indices: torch.Tensor, *others: Any) -> torch.Tensor:
@@ -144,8 +163,12 @@ def _run_update(
     *others: Any,
 ) -> torch.Tensor:
     exchange = SharedArguments(*others[:_SHARED])
-    trainable, kind, learning_rate, epsilon, *options = others[_SHARED:]
-    call = agreed_call(BACKWARD, weights, (indices, offsets, scale), exchange, options)
+    trainable, kind, learning_rate, epsilon, group_name, impl, config, *more = others[_SHARED:]
+    known = more[0] if more else None
+    if known is not None and group_named(group_name, indices.device).recall(known) is not None:
+        return _for_anchor(grad, trainable)
+    options = group_name, impl, config
+    call = agreed_call(BACKWARD, weights, (indices, offsets, scale), exchange, options, known=known)
     target = update_target(call, states, trainable, kind, learning_rate, epsilon)
     DECLARATION.run_backward(call, grad, target)
     return _for_anchor(grad, trainable)
@@ -158,14 +181,15 @@ def _fake_update(grad: torch.Tensor, *others: Any) -> torch.Tensor:
 
 # Autograd
 
-_INPUTS = 19  # arguments of embedding_all_to_all
 _ANCHOR = 4
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     weights, indices, offsets, scale, _, states, *options = inputs
     ctx.exchange, ctx.tables = SharedArguments(*options[:_SHARED]), len(weights)
-    ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = options[_SHARED:]
+    behind = options[_SHARED:_OPTIONS_END]
+    ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = behind
+    ctx.known, ctx.inputs = (*options[_OPTIONS_END:], None)[0], len(inputs)
     ctx.trainable = [weight.requires_grad for weight in weights]
     ctx.rows = [weight.shape[0] for weight in weights]
     ctx.table_dtype = weights[0].dtype if weights else ctx.exchange.dtype
@@ -182,12 +206,12 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     indices, offsets, *kept = ctx.saved_tensors
     scale = kept.pop(0) if ctx.scaled else None
     # Autograd expects an entry per input, and a list for each list of tensors.
-    nothing: list[Any] = [None] * _INPUTS
+    nothing: list[Any] = [None] * ctx.inputs
     nothing[0] = [None] * ctx.tables
     nothing[5] = [None] * (len(kept) - ctx.tables if ctx.updates else 0)
     if ctx.updates:
         weights, states = kept[: ctx.tables], kept[ctx.tables :]
-        for_anchor = entrance("embedding_all_to_all_update")(
+        arguments = (
             grad,
             weights,
             states,
@@ -200,6 +224,10 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
             ctx.learning_rate,
             ctx.epsilon,
             *ctx.options,
+        )
+        enter, known = entrance("embedding_all_to_all_update"), _known_update(ctx, grad, weights)
+        for_anchor = (
+            enter(*arguments) if known is None else enter.past_dispatcher(*arguments, known)
         )
         nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
         return tuple(nothing)
@@ -227,6 +255,20 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     ]
     nothing[_ANCHOR] = None if any(ctx.trainable) else for_anchor
     return tuple(nothing)
+
+
+def _known_update(
+    ctx: Any, grad: torch.Tensor, weights: Sequence[torch.Tensor]
+) -> tuple[Hashable, ...] | None:
+    """Return what tells the update of a known call from every other one; None if it must be looked
+    at as a whole: something listens now, or a table lies elsewhere than in the forward pass.
+    """
+    known: KnownCall | None = ctx.known
+    if known is None or not (is_unobserved() and is_ordinary(grad) and grad.is_contiguous()):
+        return None
+    if known.addresses != tuple(weight.data_ptr() for weight in weights):
+        return None
+    return BACKWARD, known, grad.data_ptr(), grad.shape, grad.dtype
 
 
 def _dense(values: torch.Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:

@@ -65,7 +65,7 @@ class EmbeddingAllToAll(Operator):
             return call.new_output()
         implementation = self._chosen(call)
         with self._range(self.name, implementation, call):
-            y: torch.Tensor = implementation.run(call)
+            y: torch.Tensor = call.group.perform(implementation.run(call), call.known)
         return y
 
     def run_backward(
@@ -87,7 +87,8 @@ class EmbeddingAllToAll(Operator):
         implementation = self._chosen(call)
         assert implementation.backward is not None
         with self._range(BACKWARD, implementation, call):
-            lookups: Sorted | None = implementation.backward(call, grad, target)
+            outcome = implementation.backward(call, grad, target)
+            lookups: Sorted | None = call.group.perform(outcome, call.known)
         return lookups
 
     def _chosen(self, call: EmbeddingCall) -> Implementation:

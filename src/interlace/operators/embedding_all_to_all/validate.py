@@ -4,6 +4,7 @@ sent.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -33,14 +34,20 @@ class TableSet(NamedTuple):
         trains: Whether one of them requires a gradient.
         is_ordinary: Whether it is known that kernels can read the memory of all of them, and of the
             states of an update, as it is.
+        number: The number of what was found valid, by which it is told from other sets; 0 if it was
+            looked at for this call alone.
+        addresses: Where the tables begin; none for 0.
     """
 
     widths: tuple[int, ...]
     dtype: str | None
     trains: bool
     is_ordinary: bool
+    number: int = 0
+    addresses: tuple[int, ...] = ()
 
 
+_numbers = itertools.count(1)
 _known: dict[Hashable, TableSet] = {}
 """Tables that were valid, by everything that is asked about them: a model has the same ones in
 every step, and to ask anew takes the host longer than all else."""
@@ -109,6 +116,8 @@ def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: obj
         is_ordinary=key is not None,
     )
     if key is not None:
+        addresses = tuple(weight.data_ptr() for weight in weights)
+        tables = tables._replace(number=next(_numbers), addresses=addresses)
         if len(_known) >= _MOST_SETS:
             _known.clear()
         _known[key] = tables
@@ -124,24 +133,21 @@ def _key(
     states = gradient.states if isinstance(gradient, RowWiseAdagrad) else ()
     kind = gradient if isinstance(gradient, str) else type(gradient)
     try:
-        parts = [_part(tensor) for tensor in (*weights, *states)]
+        tensors = [*weights, *states]
     except TypeError:  # states need not be a list
         return None
-    return None if None in parts else (device, kind, len(weights), *parts)
-
-
-def _part(tensor: torch.Tensor) -> Hashable | None:
-    if not (is_ordinary(tensor) and tensor.layout is torch.strided):
-        return None
-    return (
-        tensor.data_ptr(),
-        tensor.shape,
-        tensor.stride(),
-        tensor.dtype,
-        tensor.device,
-        tensor.requires_grad,
-        tensor.is_leaf,
-    )
+    # A call asks this of every table, so it is written for speed.
+    for tensor in tensors:
+        if not (is_ordinary(tensor) and tensor.layout is torch.strided):
+            return None
+    parts = [
+        (
+            tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
+            tensor.requires_grad, tensor.is_leaf,
+        )
+        for tensor in tensors
+    ]  # fmt: skip
+    return (device, kind, len(weights), *parts)
 
 
 def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:

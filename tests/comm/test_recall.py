@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
 from collections.abc import Callable
@@ -38,6 +39,8 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     monkeypatch.setattr(made.replays, "_enabled", True)
     monkeypatch.setattr(made.replays, "_capture", _Graph)
     monkeypatch.setattr(made.streams, "continues", lambda: True)
+    # Nothing here is a kernel, so it does not matter whether the interpreter runs kernels.
+    monkeypatch.setattr(made, "running", contextlib.nullcontext)
     return made
 
 

@@ -234,7 +234,7 @@ def test_a_call_that_comes_again_costs_the_host_little(ranks: Any, world_size: i
         assert max(counts.values()) <= _MOST_FUNCTIONS, counts
 
 
-_MOST_FUNCTIONS_OF_TABLES = 260
+_MOST_FUNCTIONS_OF_TABLES = 300
 """The same of a forward and a backward pass of embedding tables, whatever their number."""
 
 
@@ -300,6 +300,73 @@ def test_tables_are_trained_by_graphs_to_the_same_bits(ranks: Any, world_size: i
             assert graphs >= 3
             last.append(min(counts))
     assert max(last) <= _MOST_FUNCTIONS_OF_TABLES, last
+
+
+def _experts(steps: int) -> tuple[list[str], int, int]:
+    """What differs between experts that train and decode with graphs and without; functions of
+    Python that the last step enters; graphs at the end.
+    """
+    group, rank, ranks = _fresh_group(), dist.get_rank(), dist.get_world_size()
+    tokens, hidden, inner, count = 64, 256, 128, 4 * dist.get_world_size()
+    trained, functions = [], 0
+    for enabled in (True, False):
+        generator = torch.Generator("cuda").manual_seed(rank)
+
+        def random(*shape: int, source: torch.Generator = generator) -> torch.Tensor:
+            return torch.randn(*shape, device="cuda", generator=source).bfloat16() * 0.1
+
+        x, grad = random(tokens, hidden).requires_grad_(), random(tokens, hidden)
+        w_in = random(count // ranks, inner, 2, hidden).requires_grad_()
+        w_out = random(count // ranks, hidden, inner).requires_grad_()
+        weights, experts = torch.rand(tokens, count, device="cuda", generator=generator).topk(2)
+        before, group.replays._enabled = group.replays._enabled, enabled
+        found = []
+        for _ in range(steps):
+            with torch.no_grad():
+                x.copy_(random(tokens, hidden))
+                experts.copy_(
+                    torch.rand(x.shape[0], count, device="cuda", generator=generator)
+                    .topk(2)
+                    .indices
+                )
+            entered = 0
+
+            def note(frame: Any, event: str, argument: Any) -> None:
+                nonlocal entered
+                entered += event == "call"
+
+            sys.setprofile(note)
+            try:
+                y = interlace.mixture_of_experts(x, experts, weights, w_in, w_out)
+                y.backward(grad)
+            finally:
+                sys.setprofile(None)
+            with torch.no_grad():
+                few = interlace.mixture_of_experts(
+                    x[:8], experts[:8], weights[:8], w_in, w_out, impl="decode"
+                )
+            found += [y.detach().cpu(), few.cpu()]  # no memory of the GPU, which is to be the same
+            for leaf in (x, w_in, w_out):
+                assert leaf.grad is not None
+                found.append(leaf.grad.cpu())
+                leaf.grad = None
+            if enabled:
+                functions = entered
+        group.replays._enabled = before
+        trained.append(found)
+    wrong = [
+        f"step {place // 5}, tensor {place % 5}"
+        for place, (one, other) in enumerate(zip(*trained, strict=True))
+        if not torch.equal(one, other)
+    ]
+    return wrong, functions, len(group.replays)
+
+
+def test_experts_train_and_decode_by_graphs_to_the_same_bits(ranks: Any, world_size: int) -> None:
+    for wrong, functions, graphs in ranks(world_size).run(_experts, 12):
+        assert wrong == []
+        assert graphs >= 3
+        assert functions <= _MOST_FUNCTIONS_OF_TABLES
 
 
 def _long_way(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:

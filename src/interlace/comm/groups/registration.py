@@ -39,6 +39,7 @@ def register(
     *,
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
+    record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
 ) -> None:
     """Register the kernels of the operator ``interlace::<qualified_name>``, which ``library`` has
     defined; :func:`entrance` returns what calls it.
@@ -57,6 +58,8 @@ def register(
             graph; they cost the host less.
         setup_context: Saves the tensors that ``backward`` needs, as for
             ``torch.library.register_autograd``.
+        record: Returns what records a call that goes past PyTorch's dispatcher, given what does so
+            for any call; default: the latter.
     """
     name, _, overload = qualified_name.partition(".")
     operator = getattr(getattr(torch.ops.interlace, name), overload or "default")
@@ -98,6 +101,8 @@ def register(
 
     library.impl(qualified_name, run_with_autograd, "Autograd", with_keyset=True)
     recorded = _recorded(operator, run, backward, setup_context)
+    if record is not None:
+        recorded = record(recorded)
     _entrances[qualified_name] = Entrance(operator, run, recorded)
 
 

@@ -134,10 +134,11 @@ def embedding_all_to_all(
     ):
         options = mode, output_dtype, gradient, batch, name, impl, config
         known = _known(tables, (indices, offsets, per_sample_weights), *options)
-    if known is not None and not torch.is_grad_enabled():
-        owner = known_group(group, indices.device)
+    is_recorded = torch.is_grad_enabled()
+    owner = None if known is None else known_group(group, indices.device)
+    if known is not None and owner is not None and not is_recorded:
         with past_autograd():
-            again: torch.Tensor | None = None if owner is None else owner.recall(known)
+            again: torch.Tensor | None = owner.recall(known.key)
         if again is not None:
             return again
     # A plain tuple, because tracing can evaluate no other type.
@@ -148,10 +149,15 @@ def embedding_all_to_all(
         tables.widths,
         tables.dtype,
         None if output_dtype is None else str(output_dtype),
-        torch.is_grad_enabled(),
-        torch.is_grad_enabled() and tables.trains,
+        is_recorded,
+        is_recorded and tables.trains,
     )
-    agreed = recall(question, torch.compiler.is_compiling()) if name else ask(question)
+    if owner is not None and (tables.trains or not is_recorded):
+        # Ranks have asked once whether one trains its tables: this one does, or gradients do not
+        # count. So to make this anew, on this rank alone, exchanges nothing.
+        agreed = owner.once((OPERATOR, question), lambda: recall(question, traced=False))
+    else:
+        agreed = recall(question, torch.compiler.is_compiling()) if name else ask(question)
     # A rank without trainable tables takes part in the backward pass because of this.
     anchor = anchors[str(indices.device)] if agreed.trains else None
     states = list(gradient.states) if isinstance(gradient, RowWiseAdagrad) else []
@@ -208,4 +214,4 @@ def _known(
         )
     )
     options = mode, output_dtype, batch, name, impl, config, torch.is_grad_enabled()
-    return KnownCall(tables.addresses, tables.number, places(*lookups), (*options, *update))
+    return KnownCall((tables.number, *places(*lookups), *options, *update), tables.addresses)

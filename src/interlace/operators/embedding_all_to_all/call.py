@@ -62,16 +62,13 @@ class KnownCall(NamedTuple):
     it comes again where all of this does.
 
     Attributes:
-        addresses: Where this rank's tables begin.
-        tables: The number of the set of tables, states and gradient; see ``validate``.
-        lookups: The places of indices, offsets and factors.
-        options: The other arguments.
+        key: The number of the set of tables, states and gradient (see ``validate``), the places of
+            indices, offsets and factors, and the other arguments.
+        addresses: Where this rank's tables begin, as the number says.
     """
 
+    key: tuple[Hashable, ...]
     addresses: tuple[int, ...]
-    tables: int
-    lookups: tuple[Hashable, ...]
-    options: tuple[Hashable, ...]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ The operator and its two backward halves have the arguments of ``call.SharedArgu
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from interlace.comm.groups.registration import (
     is_ordinary,
     is_unobserved,
     once_differentiable,
+    past_autograd,
     register,
 )
 from interlace.gemm.operands import require_values
@@ -81,7 +82,7 @@ def _run(
     known = others[_OPTIONS_END] if len(others) > _OPTIONS_END else None
     group_name, impl, config, check = others[_OPTIONS_END - 4 : _OPTIONS_END]
     if known is not None:
-        y: torch.Tensor | None = group_named(group_name, indices.device).recall(known)
+        y: torch.Tensor | None = group_named(group_name, indices.device).recall(known.key)
         if y is not None:
             return y
     call = agreed_call(
@@ -91,7 +92,7 @@ def _run(
         SharedArguments(*others[:_SHARED]),
         (group_name, impl, config),
         check,
-        known,
+        None if known is None else known.key,
     )
     return DECLARATION.run(call)
 
@@ -165,7 +166,8 @@ def _run_update(
     exchange = SharedArguments(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, group_name, impl, config, *more = others[_SHARED:]
     known = more[0] if more else None
-    if known is not None and group_named(group_name, indices.device).recall(known) is not None:
+    group = group_named(group_name, indices.device)
+    if known is not None and group.recall(known) is not None:
         return _for_anchor(grad, trainable)
     options = group_name, impl, config
     call = agreed_call(BACKWARD, weights, (indices, offsets, scale), exchange, options, known=known)
@@ -257,6 +259,38 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
     return tuple(nothing)
 
 
+class _Updating(torch.autograd.Function):
+    """A call whose backward pass updates the tables itself, so that no gradient leaves it.
+
+    Tables are no inputs of autograd's graph, then, which takes the host microseconds for each; the
+    anchor, which there is where any rank trains its tables, makes the output require a gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, arguments: tuple[Any, ...]) -> torch.Tensor:
+        # Below autograd the output is no view of memory that the implementation has made.
+        with past_autograd():
+            y = _run(*arguments)
+        _setup_context(ctx, arguments, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+        return _backward(ctx, *grads)[_ANCHOR], None
+
+
+def _record(record_any: Callable[..., Any]) -> Callable[..., Any]:
+    """Return what records a call, given what records one whose tables get gradients."""
+
+    def record(*arguments: Any) -> Any:
+        anchor, gradient = arguments[_ANCHOR], arguments[_ANCHOR + 2 + _SHARED]
+        if anchor is None or gradient in ("dense", "sparse"):
+            return record_any(*arguments)
+        return _Updating.apply(anchor, arguments)  # type: ignore[no-untyped-call]
+
+    return record
+
+
 def _known_update(
     ctx: Any, grad: torch.Tensor, weights: Sequence[torch.Tensor]
 ) -> tuple[Hashable, ...] | None:
@@ -268,7 +302,7 @@ def _known_update(
         return None
     if known.addresses != tuple(weight.data_ptr() for weight in weights):
         return None
-    return BACKWARD, known, grad.data_ptr(), grad.shape, grad.dtype
+    return BACKWARD, *known.key, grad.data_ptr(), grad.shape, grad.dtype
 
 
 def _dense(values: torch.Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:
@@ -304,7 +338,13 @@ def _sparse(
 
 
 register(
-    _library, "embedding_all_to_all", _run, _fake, backward=_backward, setup_context=_setup_context
+    _library,
+    "embedding_all_to_all",
+    _run,
+    _fake,
+    backward=_backward,
+    setup_context=_setup_context,
+    record=_record,
 )
 register(_library, "embedding_all_to_all_gradient", _run_gradient, _fake_gradient)
 register(_library, "embedding_all_to_all_update", _run_update, _fake_update)

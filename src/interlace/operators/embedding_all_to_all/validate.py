@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm.groups.registration import is_ordinary, is_unobserved
+from interlace.comm.groups.registration import is_unobserved
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
 from interlace.operators.embedding_all_to_all.config import (
@@ -48,9 +48,13 @@ class TableSet(NamedTuple):
 
 
 _numbers = itertools.count(1)
-_known: dict[Hashable, TableSet] = {}
-"""Tables that were valid, by everything that is asked about them: a model has the same ones in
-every step, and to ask anew takes the host longer than all else."""
+_ORDINARY = (torch.nn.Parameter, torch.Tensor)
+
+_MOST_ALIKE = 7  # other sets with the same first table
+
+_known: dict[Hashable, list[tuple[list[Hashable], TableSet]]] = {}
+"""Tables that were valid, with everything that is asked about them: a model has the same ones in
+every step, and to check them anew takes the host longer than all else."""
 
 
 def validate(
@@ -100,10 +104,16 @@ def validate(
 
 def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: object) -> TableSet:
     """Refuse tables, or the result of a backward pass, that no rank could compute with."""
-    key = _key(weights, device, gradient) if is_unobserved() else None
-    known = _known.get(key) if key is not None else None
-    if known is not None:
-        return known
+    parts = _parts(weights, gradient) if is_unobserved() else None
+    kind = gradient if isinstance(gradient, str) else type(gradient)
+    sets = []
+    if parts is not None:
+        # Found by the first table and compared, as the hash of all of them takes longer.
+        key = (device, kind, len(weights), *parts[:1])
+        sets = _known.get(key, [])
+        for known, tables in sets:
+            if known == parts:
+                return tables
     for table, weight in enumerate(weights):
         require_tensor(f"{OPERATOR}: weights[{table}]", weight)
     for table, weight in enumerate(weights):
@@ -113,41 +123,37 @@ def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: obj
         widths=tuple(int(weight.shape[1]) for weight in weights),
         dtype=str(weights[0].dtype) if weights else None,
         trains=any(weight.requires_grad for weight in weights),
-        is_ordinary=key is not None,
+        is_ordinary=parts is not None,
     )
-    if key is not None:
+    if parts is not None:
         addresses = tuple(weight.data_ptr() for weight in weights)
         tables = tables._replace(number=next(_numbers), addresses=addresses)
         if len(_known) >= _MOST_SETS:
             _known.clear()
-        _known[key] = tables
+        _known[key] = [(parts, tables), *sets[:_MOST_ALIKE]]
     return tables
 
 
-def _key(
-    weights: Sequence[torch.Tensor], device: torch.device, gradient: object
-) -> Hashable | None:
-    """Return all that is asked about tables and the result of the backward pass; None if a tensor
-    is no ordinary one, whose memory says nothing.
+def _parts(weights: Sequence[torch.Tensor], gradient: object) -> list[Hashable] | None:
+    """Return all that is asked about each table and each state; None if a tensor is no ordinary
+    one, whose memory says nothing.
     """
     states = gradient.states if isinstance(gradient, RowWiseAdagrad) else ()
-    kind = gradient if isinstance(gradient, str) else type(gradient)
     try:
         tensors = [*weights, *states]
     except TypeError:  # states need not be a list
         return None
-    # A call asks this of every table, so it is written for speed.
+    # A call asks this about every table, so nothing is asked twice.
     for tensor in tensors:
-        if not (is_ordinary(tensor) and tensor.layout is torch.strided):
+        if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_neg():
             return None
-    parts = [
+    return [
         (
             tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
             tensor.requires_grad, tensor.is_leaf,
         )
         for tensor in tensors
     ]  # fmt: skip
-    return (device, kind, len(weights), *parts)
 
 
 def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:

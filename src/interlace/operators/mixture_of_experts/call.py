@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from interlace.comm import Group, group_named
+from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.invariance import is_invariant, name_in
@@ -208,6 +209,7 @@ class LayerCall:
         activation: The text of an ``ExpertActivation``.
         keeps: Whether a backward pass will follow.
         saves: Whether tensors for it are results. If not, it computes them anew.
+        known: By what ``Group.recall`` finds the pass when it comes again; None for nothing.
         mark: The number that this call's signals carry; 0 until :meth:`agree`.
     """
 
@@ -225,6 +227,7 @@ class LayerCall:
     activation: str
     keeps: bool
     saves: bool
+    known: Hashable = None
     mark: int = dataclasses.field(default=0, init=False)
 
     def __post_init__(self) -> None:
@@ -239,6 +242,12 @@ class LayerCall:
     def parameters(self) -> Parameters:
         """The experts' weights and biases."""
         return Parameters(self.w_in, self.w_out, self.b_in, self.b_out)
+
+    @property
+    def key(self) -> tuple[Hashable, ...]:
+        """Return the places of the tensors and all settings, for the key of a replay."""
+        tensors = (self.x, self.experts, self.weights, *self.parameters)
+        return *places(*tensors), self.capacity, self.activation, self.saves, self.chosen[1]
 
     @functools.cached_property
     def form(self) -> Form:
@@ -356,7 +365,8 @@ def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
     """
     call.agree(OPERATOR)
     with call.range(OPERATOR):
-        result: tuple[torch.Tensor, Saved] = call.implementation.run(call)
+        outcome = call.implementation.run(call)
+        result: tuple[torch.Tensor, Saved] = call.group.perform(outcome, call.known)
     return result
 
 
@@ -371,5 +381,6 @@ def run_backward(
     backward = call.implementation.backward
     assert backward is not None  # the others refuse calls that keep tensors for it
     with call.range(_BACKWARD):
-        gradients: tuple[torch.Tensor, ...] = backward(call, grad, saved, needed)
+        outcome = backward(call, grad, saved, needed)
+        gradients: tuple[torch.Tensor, ...] = call.group.perform(outcome, call.known)
     return gradients

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from interlace.comm import Workspace
 from interlace.comm.groups.group import MAX_PROGRAMS
 from interlace.comm.launching.kernels import Launch, processors, triton_dtype
+from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
@@ -18,6 +21,7 @@ from interlace.operators.mixture_of_experts.layout import (
     DECODE_SIGNALS,
     MAX_DECODE_TOKENS,
     SENDERS,
+    ExpertSizes,
 )
 from interlace.units import ceil_div, next_power_of_2, round_up
 
@@ -47,13 +51,50 @@ def refusal(terms: ExpertTerms) -> str | None:
     return unmet((*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank")))
 
 
-def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
-    """Return ``y [T, hidden]``; no backward pass follows."""
-    launches, y = prepare(call)
-    with call.group.running():
-        for launch in launches:
-            launch()
-    return y, call.unused()
+def run(call: LayerCall) -> Work:
+    """Return the work whose result is ``y [T, hidden]``; no backward pass follows."""
+
+    def prepared(y: torch.Tensor) -> Callable[[], None]:
+        _workspaces(call)  # what may have to grow
+
+        def enqueue() -> None:
+            for launch in prepare(call, y)[0]:
+                launch()
+
+        return enqueue
+
+    return Work(
+        (WORKSPACE, call.mark, *call.key),
+        New.like(call.x, call.x.shape),
+        prepared,
+        functools.partial(_result, call.sizes, call.new),
+        with_libraries=False,
+    )
+
+
+def _result(
+    sizes: ExpertSizes, new: Callable[..., torch.Tensor], y: torch.Tensor
+) -> tuple[torch.Tensor, Saved]:
+    from interlace.operators.mixture_of_experts.call import Saved
+
+    return y, Saved.empty(sizes, y, saves=False, new=new)
+
+
+def _workspaces(call: LayerCall) -> tuple[Workspace, Workspace]:
+    """Return the memory of tokens and signals, and of results. Collective when it must grow."""
+    sizes = call.sizes
+    row_bytes = sizes.hidden * call.x.dtype.itemsize
+    half_bytes = round_up(rows_at(sizes) + sizes.world_size * sizes.tokens * row_bytes, 16)
+    return (
+        call.group.workspace(WORKSPACE, half_bytes, DECODE_SIGNALS),
+        # Used as one memory: its halves need not take turns.
+        call.group.workspace(_RESULTS, ceil_div(sizes.slots * row_bytes, 2)),
+    )
+
+
+def rows_at(sizes: ExpertSizes) -> int:
+    """Return the offset of tokens, in front of which are the experts that all ranks' slots name."""
+    return round_up(4 * sizes.world_size * sizes.slots, 16)
 
 
 def columns(hidden: int) -> int:
@@ -95,10 +136,14 @@ def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.devic
     return max(1, min(_MOST_RESIDENT, resident)) * processors(device)
 
 
-def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
+def prepare(call: LayerCall, y: torch.Tensor | None = None) -> tuple[list[Launch], torch.Tensor]:
     """Prepare the launches of a forward pass, in order, and y. Collective when memory must grow.
 
     They are: tokens and lists; first product; second product and sum.
+
+    Args:
+        call: The call.
+        y: Where its result goes; new memory by default.
     """
     group, sizes, dtype = call.group, call.sizes, call.x.dtype
     require(group.backend)
@@ -107,19 +152,15 @@ def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
 
     config, device, itemsize = call.chosen[1], call.x.device, dtype.itemsize
     ranks, local, length = sizes.world_size, sizes.local, sizes.world_size * sizes.slots
-    row_bytes = sizes.hidden * itemsize
-    # In front of the tokens are the experts that all ranks' slots name.
-    rows_at = round_up(4 * length, 16)
-    half_bytes = round_up(rows_at + ranks * sizes.tokens * row_bytes, 16)
-    workspace = group.workspace(WORKSPACE, half_bytes, DECODE_SIGNALS)
-    # Used as one memory: its halves need not take turns.
-    results = group.workspace(_RESULTS, ceil_div(sizes.slots * row_bytes, 2)).data.address
+    workspace, returned = _workspaces(call)
+    results = returned.data.address
     is_cpu = group.backend == "cpu"
     entries = torch.empty((local, length), dtype=torch.int32, device=device)
     counts = torch.empty(local + 1, dtype=torch.int32, device=device)
     # Each slot of each rank may name an expert of this rank.
     active = torch.empty((length, sizes.ffn), dtype=dtype, device=device)
-    y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
+    if y is None:
+        y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     x, experts = call.x.contiguous(), call.experts.contiguous()
     w_in, in_order = layout.in_memory_order(call.w_in)
     w_out, out_order = layout.in_memory_order(call.w_out)
@@ -155,7 +196,7 @@ def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
             "landing": workspace.data.address,
             "signals": workspace.signals.address,
             "half": workspace.half_bytes,
-            "rows_at": rows_at,
+            "rows_at": rows_at(sizes),
             "tokens": sizes.tokens,
         },
         {
@@ -199,7 +240,7 @@ def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
             "active": active.data_ptr(),
             "landing": workspace.data.address,
             "half": workspace.half_bytes,
-            "rows_at": rows_at,
+            "rows_at": rows_at(sizes),
             "length": length,
             "ffn_groups": sizes.ffn // ffn_align,
         },

@@ -6,11 +6,14 @@ steps between launches of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from interlace.comm import Group, Workspace
 from interlace.comm.groups.group import MAX_PROGRAMS
 from interlace.comm.groups.outputs import Output
 from interlace.comm.launching.kernels import (
@@ -20,60 +23,147 @@ from interlace.comm.launching.kernels import (
     processors,
     triton_dtype,
 )
+from interlace.comm.replay.work import Work, addresses
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout
-from interlace.operators.mixture_of_experts.call import Saved
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall
+    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 
 _RESULTS = f"{OPERATOR}.results"
 _BLOCK_SLOTS = 128
 
 
-def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
-    """Return ``y [T, hidden]``, and the tensors that the backward pass needs."""
-    launches, y, saved, may_keep = prepare(call)
-    with call.group.running():
-        for launch in launches:
-            launch()
-    if not call.saves:
-        return y, call.unused()
-    # The landing is written again by the next call, so its rows cannot be kept for the backward
-    # pass, but must be copied.
-    return y, saved if may_keep else saved._replace(received=saved.received.clone())
+def run(call: LayerCall) -> Work:
+    """Return the work whose result is ``y [T, hidden]``, and the tensors that the backward pass
+    needs.
+    """
+
+    def prepared(*memory: Any) -> Callable[[], None]:
+        workspaces(call, OPERATOR)  # what may have to grow
+
+        def enqueue() -> None:
+            for launch in prepare(call, Memory(*memory))[0]:
+                launch()
+
+        return enqueue
+
+    take = _TakeMemory(call.sizes, call.x.dtype, call.x.device, call.saves, call.new)
+    return Work(
+        (OPERATOR, "fused", call.mark, *call.key),
+        take,
+        prepared,
+        take.results,
+        where=_where,
+        with_libraries=False,
+    )
 
 
-def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
+class Memory(NamedTuple):
+    """The memory of a forward pass that outlives its launches.
+
+    Attributes:
+        space: The buffer in which rows for this rank's experts arrive.
+        y: ``[T, hidden]``.
+        plan, slot_rows, slot_at, received, kept: Those of :class:`Saved`.
+    """
+
+    space: Output
+    y: torch.Tensor
+    plan: torch.Tensor
+    slot_rows: torch.Tensor
+    slot_at: torch.Tensor
+    received: torch.Tensor
+    kept: torch.Tensor
+
+    @property
+    def saved(self) -> Saved:
+        """Return the tensors that the backward pass needs."""
+        from interlace.operators.mixture_of_experts.call import Saved
+
+        return Saved(*self[2:])
+
+
+@dataclasses.dataclass(frozen=True)
+class _TakeMemory:
+    """Take the memory of a forward pass, and make its results of it.
+
+    Attributes:
+        sizes: The call's sizes.
+        dtype, device: Those of its tokens.
+        saves: Whether tensors for the backward pass are results.
+        new: Makes new tensors of the call.
+    """
+
+    sizes: ExpertSizes
+    dtype: torch.dtype
+    device: torch.device
+    saves: bool
+    new: Callable[..., torch.Tensor]
+
+    def __call__(self, group: Group) -> Memory:
+        """Return new memory, not filled."""
+        sizes, new = self.sizes, functools.partial(self.new, device=self.device)
+        # Rows that the backward pass needs arrive in a buffer that stays in use until then.
+        reserve = group.outputs.take if self.saves else group.outputs.landing
+        space = reserve(buffer_bytes(sizes, self.dtype))
+        kept = (sizes.gates, sizes.arrivals, sizes.ffn) if self.saves else 0
+        return Memory(
+            space,
+            torch.empty((sizes.tokens, sizes.hidden), dtype=self.dtype, device=self.device),
+            plan=new(sizes.plan, dtype=torch.int32),
+            slot_rows=new((sizes.tokens, sizes.top_k), dtype=torch.int32),
+            slot_at=new(sizes.returns, dtype=torch.int32),
+            received=space.tensor((sizes.arrivals, sizes.hidden), self.dtype, self.device),
+            kept=new(kept, dtype=self.dtype),
+        )
+
+    def results(self, *memory: Any) -> tuple[torch.Tensor, Saved]:
+        """Return the results in a call's memory."""
+        from interlace.operators.mixture_of_experts.call import Saved
+
+        taken = Memory(*memory)
+        if not self.saves:
+            return taken.y, Saved.empty(self.sizes, taken.y, saves=False, new=self.new)
+        # The landing is written again by the next call, so its rows cannot be kept for the backward
+        # pass, but must be copied.
+        received = taken.received if taken.space.lent else taken.received.clone()
+        return taken.y, taken.saved._replace(received=received)
+
+
+def _where(space: Output, *tensors: torch.Tensor) -> Hashable:
+    return space.destination, addresses(*tensors)
+
+
+def prepare(
+    call: LayerCall, memory: Memory | None = None
+) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
     """Prepare the launches of the forward pass, in order. Collective when memory must grow.
 
     They are: count, plan, dispatch and first product, second product and combine, sum.
+
+    Args:
+        call: The call.
+        memory: Its memory; new by default.
 
     Returns:
         The launches, y, the tensors for the backward pass, and whether ``received`` may be kept or
         must be copied at once.
     """
-    group, sizes = call.group, call.sizes
-    require(group.backend)
+    sizes = call.sizes
+    require(call.group.backend)
     steps = Steps(call, OPERATOR)
-    # Rows that the backward pass needs arrive in a buffer that stays in use until then.
-    reserve = group.outputs.take if call.saves else group.outputs.landing
-    space = reserve(steps.buffer_bytes)
+    if memory is None:
+        take = _TakeMemory(sizes, call.x.dtype, call.x.device, call.saves, call.new)
+        memory = take(call.group)
+    space, y, saved = memory.space, memory.y, memory.saved
     new = functools.partial(call.new, device=call.x.device)
-    kept = (sizes.gates, sizes.arrivals, sizes.ffn) if call.saves else 0
-    saved = Saved(
-        plan=new(sizes.plan, dtype=torch.int32),
-        slot_rows=new((sizes.tokens, sizes.top_k), dtype=torch.int32),
-        slot_at=new(sizes.returns, dtype=torch.int32),
-        received=space.tensor((sizes.arrivals, sizes.hidden), call.x.dtype, call.x.device),
-        kept=new(kept, dtype=call.x.dtype),
-    )
     active = new((sizes.arrivals, sizes.ffn), dtype=call.x.dtype)
     grants = new(sizes.world_size, dtype=torch.int32)
-    y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     launches = [
         *steps.plan(saved, grants, space),
         steps.dispatch(saved, active, grants, space),
@@ -81,6 +171,28 @@ def prepare(call: LayerCall) -> tuple[list[Launch], torch.Tensor, Saved, bool]:
         steps.sum(saved, call.weights, y, None),
     ]
     return launches, y, saved, space.lent
+
+
+def buffer_bytes(sizes: ExpertSizes, dtype: torch.dtype) -> int:
+    """Return the bytes of a buffer in which rows for a rank's experts arrive, with their scales."""
+    return sizes.arrivals * (sizes.hidden * dtype.itemsize + 4)
+
+
+def workspaces(call: LayerCall, operator: str) -> tuple[Workspace, Workspace]:
+    """Return the memory of a pass for numbers and signals, and for the rows that come back.
+    Collective when it must grow.
+
+    Args:
+        call: The call.
+        operator: The name of the pass.
+    """
+    group, sizes = call.group, call.sizes
+    numbers = 4 * sizes.world_size * (sizes.experts + 1)
+    # The workspace's two halves are used as one: peers write here only once this rank is in its
+    # next call.
+    row_bytes = sizes.hidden * call.x.dtype.itemsize
+    results = group.workspace(_RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2))
+    return group.workspace(operator, numbers, layout.SIGNALS), results
 
 
 def fits_descriptors(call: LayerCall, config: MixtureOfExpertsConfig) -> bool:
@@ -125,16 +237,12 @@ class Steps:
             self.b_in = layout.bias_in_order(call.b_in, self.in_order)
         self.b_out = None if call.b_out is None else call.b_out.contiguous()
         ranks, experts = sizes.world_size, sizes.experts
-        self.workspace = group.workspace(operator, 4 * ranks * (experts + 1), layout.SIGNALS)
+        self.workspace, results = workspaces(call, operator)
         self.context = group.context(operator)
         row_bytes = sizes.hidden * self.dtype.itemsize
         self.scale_bytes = sizes.arrivals * row_bytes
-        self.buffer_bytes = self.scale_bytes + 4 * sizes.arrivals
-        # The workspace's two halves are used as one: peers write here only once this rank is in its
-        # next call.
-        self.results = group.workspace(
-            _RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2)
-        ).data.address
+        self.buffer_bytes = buffer_bytes(sizes, self.dtype)
+        self.results = results.data.address
         self.gradients = self.results + round_up(sizes.returns * row_bytes, 16)
         self.local_lanes = next_power_of_2(max(sizes.local, 2))
         self.lanes = ExpertLanes(ranks, next_power_of_2(max(experts, 2)), self.local_lanes)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Hashable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from interlace.comm import Group
 from interlace.comm.groups.outputs import Output
 from interlace.comm.launching.kernels import Launch, triton_dtype
+from interlace.comm.replay.replays import places
+from interlace.comm.replay.work import Work, addresses
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout, unfused
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.fused import Steps
+from interlace.operators.mixture_of_experts.fused import Steps, buffer_bytes, workspaces
 from interlace.units import ceil_div, next_power_of_2
 
 if TYPE_CHECKING:
@@ -25,41 +28,98 @@ _BIAS_COLUMNS = 128
 
 def run(
     call: LayerCall, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
-) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of x, weights, w_in, w_out, b_in and b_out.
+) -> Work | tuple[torch.Tensor, ...]:
+    """Return the work whose results are the gradients of x, weights, w_in, w_out, b_in and b_out.
 
     The last four are empty unless they are ``needed``.
     """
     if not call.saves:
         return unfused.backward(call, grad, saved, needed)
-    launches, gradients = prepare(call, grad, saved, needed)
-    with call.group.running():
-        for launch in launches:
-            launch()
+
+    def prepared(space: Output, *gradients: torch.Tensor) -> Callable[[], None]:
+        workspaces(call, _BACKWARD)  # what may have to grow
+
+        def enqueue() -> None:
+            for launch in prepare(call, grad, saved, needed, (space, *gradients))[0]:
+                launch()
+
+        return enqueue
+
+    return Work(
+        (_BACKWARD, call.mark, tuple(needed), *call.key, *places(grad, *saved)),
+        _take(call, needed),
+        prepared,
+        _gradients,
+        where=_where,
+        with_libraries=False,
+    )
+
+
+_BACKWARD = f"{OPERATOR}.backward"
+
+
+def _take(
+    call: LayerCall, needed: Sequence[bool]
+) -> Callable[[Group], tuple[Output | torch.Tensor, ...]]:
+    """Return what takes the memory of a backward pass: where peers' gradients arrive, and the
+    gradients of x, weights and parameters.
+    """
+    nbytes, device = buffer_bytes(call.sizes, call.x.dtype), call.x.device
+    dtype, x = call.x.dtype, call.x.shape
+    slots, slot_dtype = call.weights.shape, call.weights.dtype
+    parameters = call.parameters.gradient_shapes(needed)
+
+    def take(group: Group) -> tuple[Output | torch.Tensor, ...]:
+        return (
+            group.outputs.landing(nbytes),
+            torch.empty(x, dtype=dtype, device=device),
+            torch.empty(slots, dtype=slot_dtype, device=device),
+            *(
+                torch.empty_strided(shape, stride, dtype=dtype, device=device)
+                for shape, stride in parameters
+            ),
+        )
+
+    return take
+
+
+def _where(space: Output, *gradients: torch.Tensor) -> Hashable:
+    return space.destination, addresses(*gradients)
+
+
+def _gradients(space: Output, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return gradients
 
 
 def prepare(
-    call: LayerCall, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
+    call: LayerCall,
+    grad: torch.Tensor,
+    saved: Saved,
+    needed: Sequence[bool],
+    memory: tuple[Any, ...] | None = None,
 ) -> tuple[list[Launch], tuple[torch.Tensor, ...]]:
-    """Prepare the launches of the backward pass, in order.
+    """Prepare the launches of the backward pass, in order; return them and the gradients.
 
     They are: dispatch of gradients and product with w_out; activation; product with w_in and
     combine; gradients of the weights and biases, while the peers' results arrive; sum.
-    """
-    group, sizes = call.group, call.sizes
-    require(group.backend)
 
-    steps = BackwardSteps(call, f"{OPERATOR}.backward")
+    Args:
+        call: The call.
+        grad: The gradient of y.
+        saved: The tensors of the forward pass.
+        needed: Which parameters' gradients are needed.
+        memory: Where peers' gradients arrive, and the gradients; new by default.
+    """
+    sizes = call.sizes
+    require(call.group.backend)
+
+    steps = BackwardSteps(call, _BACKWARD)
     like, rows = call.x, sizes.arrivals
     product_gradient, scaled = like.new_empty(rows, sizes.ffn), like.new_empty(rows, sizes.ffn)
     inner_gradient = like.new_empty(rows, sizes.gates * sizes.ffn)
     factors = None if call.b_out is None else like.new_empty(rows, dtype=torch.float32)
-    grad_x, grad_weights = (
-        torch.empty_like(like, memory_format=torch.contiguous_format),
-        torch.empty_like(call.weights, memory_format=torch.contiguous_format),
-    )
-    space = group.outputs.landing(steps.buffer_bytes)
+    taken: tuple[Any, ...] = memory or _take(call, needed)(call.group)
+    space, grad_x, grad_weights, *grads = taken
     met = torch.empty(1, dtype=torch.int32, device=like.device)
     arrived = space.tensor((rows, sizes.hidden), like.dtype, like.device)
     launches = [
@@ -67,7 +127,6 @@ def prepare(
         steps.activation(saved, met, product_gradient, inner_gradient, scaled, arrived, factors),
         steps.combine(saved.plan, inner_gradient, met=met),
     ]
-    grads = call.parameters.gradients(needed)
     grad_in, grad_out, grad_b_in, grad_b_out = grads
     if needed[0]:
         # The columns of the gradient in memory are those of the second operand.

@@ -195,13 +195,6 @@ def in_memory_order(weight: torch.Tensor) -> tuple[torch.Tensor, Order]:
     return weight.permute(dimensions), _ORDERS[dimensions]
 
 
-def like(weight: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor for the gradient of a weight, its memory in the weight's order."""
-    is_kept = _dimensions(weight) is not None
-    memory_format = torch.preserve_format if is_kept else torch.contiguous_format
-    return torch.empty_like(weight, memory_format=memory_format)
-
-
 def as_in_memory(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return the gradient of ``w_in`` or ``w_out`` whose dimensions follow each other as those of
     :func:`in_memory_order`, some of them as one, in the weight's dimensions.
@@ -225,7 +218,16 @@ class Parameters(NamedTuple):
     b_out: torch.Tensor | None
 
     def gradients(self, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Return a tensor for each parameter's gradient, to be written by kernels.
+        """Return a tensor for each parameter's gradient, to be written by kernels; see
+        :meth:`gradient_shapes`.
+        """
+        new = self.w_in.new_empty_strided
+        return tuple(new(shape, stride) for shape, stride in self.gradient_shapes(needed))
+
+    def gradient_shapes(
+        self, needed: Sequence[bool]
+    ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
+        """Return shape and strides of each parameter's gradient.
 
         That of a weight has the weight's order in memory, that of b_in the order of w_in's lines.
         Those that are not needed, and those of biases that are not there, are empty.
@@ -233,16 +235,28 @@ class Parameters(NamedTuple):
         w_in, w_out, b_in, b_out = (
             parameter if need else None for parameter, need in zip(self, needed, strict=True)
         )
-        new = self.w_in.new_empty
-        of_b_in = new(0 if b_in is None else b_in.shape)
+        of_b_in = _contiguous(b_in)
         if b_in is not None and order_of(self.w_in).halves:
-            of_b_in = new(b_in.transpose(1, 2).shape).transpose(1, 2)
-        return (
-            new(0) if w_in is None else like(w_in),
-            new(0) if w_out is None else like(w_out),
-            of_b_in,
-            new(0 if b_out is None else b_out.shape),
-        )
+            _, ffn, gates = b_in.shape
+            of_b_in = b_in.shape, (ffn * gates, 1, ffn)
+        return _like(w_in), _like(w_out), of_b_in, _contiguous(b_out)
+
+
+def _like(weight: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return shape and strides of a weight, or of a contiguous copy if kernels cannot read it in
+    its order.
+    """
+    if weight is None or _dimensions(weight) is None:
+        return _contiguous(weight)
+    return weight.shape, weight.stride()
+
+
+def _contiguous(tensor: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    shape = (0,) if tensor is None else tensor.shape
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return shape, tuple(reversed(strides))
 
 
 def alignment(width: int, itemsize: int) -> int:

@@ -117,13 +117,13 @@ def test_what_must_be_done_before_a_call_is_not_passed_over(
     elif obstacle == "stream":
         monkeypatch.setattr(group.streams, "continues", lambda: False)
     else:
-        released: list[str] = []
         with releases.put_off():
-            releases.put(torch.device("cpu"), lambda: released.append("memory"))
+            releases.put(torch.device("cpu"), lambda: None)
             assert double(x).tolist() == [2] * 4
             assert double.done[-1] == "long"
+        releases.empty()
         double(x)
-        assert released == ["memory"]
+        assert double.done[-1] == "recalled"
         return
     assert double(x).tolist() == [2] * 4
     assert double.done[-1] == "long"

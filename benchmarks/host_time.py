@@ -1,0 +1,266 @@
+"""Time calls as programs make them: what they cost the host, and last, eager and in a graph.
+
+    python benchmarks/host_time.py --json FILE [--ranks 2] [--only all_gather_gemm]
+
+Each operator around a product stands beside the pair as a program would write it: ``F.linear`` and
+the collective of ``torch.distributed``. Embedding tables and experts stand alone, with and without
+their backward pass, as their stock pairs are other packages.
+
+Host time is what it takes to enqueue a call right after ranks have met, in a row of ten; "eager" is
+how long such a row lasts on the GPU, per call, with the host's time in it where that is longer; and
+"graph" is the same row in a CUDA graph. Microseconds: of each sample the slowest rank's, of samples
+the median, 10th and 90th percentile. Results are compared with the pair's before anything is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import documents
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import interlace
+import interlace.optim
+from interlace.bench.timing import measure
+
+SIZES = (
+    (1, 8192, 4096),
+    (16, 8192, 4096),
+    (256, 8192, 7168),
+    (1024, 8192, 7168),
+    (4096, 8192, 2048),
+)
+TABLES = ((8, 64, 512), (32, 64, 512), (128, 64, 512), (32, 128, 2048))
+EXPERTS = ((64, 2048, 1024, 4, 512), (8, 1024, 1024, 2, 64))
+WEIGHTS = 4
+CALLS, SAMPLES = 10, 15
+SETTLING = 40  # calls, until memory comes again at the same addresses
+
+Call = Callable[[int], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is timed.
+
+    Attributes:
+        name: The operator, and whether its backward pass is in it.
+        sizes: What the sizes are, and how large.
+        ways: The calls by name: ``auto``, and ``pair`` where there is one.
+        is_captured: Whether the calls are timed in a graph, too.
+    """
+
+    name: str
+    sizes: str
+    ways: dict[str, Call]
+    is_captured: bool = True
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").bfloat16() * 0.02
+
+
+def products() -> Iterator[Case]:
+    """Yield the operators around a product, without gradients, and with a backward pass."""
+    ranks = dist.get_world_size()
+    for rows, columns, inner in SIZES:
+        weights = [_random(columns, inner) for _ in range(WEIGHTS)]
+        x, own = _random(rows, inner), max(rows // ranks, 1)
+        mine, part = x[:own].contiguous(), x.new_empty(own, columns)
+        gathered = x.new_empty(own * ranks, inner)
+
+        def all_reduce(i: int, x: torch.Tensor = x, weights: Any = weights) -> torch.Tensor:
+            y = F.linear(x, weights[i % WEIGHTS])
+            dist.all_reduce(y)
+            return y
+
+        def reduce_scatter(
+            i: int, x: torch.Tensor = x, weights: Any = weights, y: torch.Tensor = part
+        ) -> torch.Tensor:
+            dist.reduce_scatter_tensor(y, F.linear(x, weights[i % WEIGHTS]))
+            return y
+
+        def all_gather(
+            i: int, x: torch.Tensor = mine, weights: Any = weights, rows: torch.Tensor = gathered
+        ) -> torch.Tensor:
+            dist.all_gather_into_tensor(rows, x)
+            return F.linear(rows, weights[i % WEIGHTS])
+
+        def all_to_all(i: int, x: torch.Tensor = x, weights: Any = weights) -> torch.Tensor:
+            y = F.linear(x, weights[i % WEIGHTS])
+            z = torch.empty_like(y)
+            dist.all_to_all_single(z, y)
+            return z
+
+        pairs = {"gemm_all_reduce": (x, all_reduce)}
+        if rows % ranks == 0:
+            pairs |= {
+                "gemm_reduce_scatter": (x, reduce_scatter),
+                "all_gather_gemm": (mine, all_gather),
+                "gemm_all_to_all": (x, all_to_all),
+            }
+        for name, (operand, pair) in pairs.items():
+            operator = getattr(interlace, name)
+
+            def auto(
+                i: int, run: Any = operator, x: torch.Tensor = operand, weights: Any = weights
+            ) -> torch.Tensor:
+                y: torch.Tensor = run(x, weights[i % WEIGHTS])
+                return y
+
+            yield Case(name, f"{rows} x {columns} x {inner}", {"pair": pair, "auto": auto})
+
+
+def tables() -> Iterator[Case]:
+    """Yield sets of embedding tables of one lookup per bag, with row-wise Adagrad."""
+    ranks, rows = dist.get_world_size(), 20000
+    for count, width, batch in TABLES:
+        weights = [torch.randn(rows, width, device="cuda").requires_grad_() for _ in range(count)]
+        states = [torch.zeros(rows, device="cuda") for _ in range(count)]
+        update = interlace.optim.RowWiseAdagrad(learning_rate=0.01, epsilon=1e-8, states=states)
+        indices = torch.randint(0, rows, (count * batch,), device="cuda")
+        offsets = torch.arange(count * batch + 1, device="cuda")
+        grad = torch.randn(batch // ranks, ranks * count * width, device="cuda") * 0.01
+
+        def forward(i: int, arguments: Any = (weights, indices, offsets, update)) -> torch.Tensor:
+            weights, indices, offsets, update = arguments
+            return interlace.embedding_all_to_all(
+                weights, indices, offsets, gradient=update, name=f"{len(weights)} {len(indices)}"
+            )
+
+        def both(i: int, run: Call = forward, grad: torch.Tensor = grad) -> None:
+            with torch.enable_grad():
+                run(i).backward(grad)
+
+        sizes = f"{count} tables {width} wide, batch {batch}"
+        yield Case("embedding_all_to_all", sizes, {"auto": forward})
+        yield Case("embedding_all_to_all, backward", sizes, {"auto": both}, is_captured=False)
+
+
+def experts() -> Iterator[Case]:
+    """Yield layers of experts with a gate."""
+    ranks = dist.get_world_size()
+    for count, hidden, inner, top_k, tokens in EXPERTS:
+        leaves = [
+            each.requires_grad_()
+            for each in (
+                _random(tokens, hidden),
+                _random(count // ranks, inner, 2, hidden),
+                _random(count // ranks, hidden, inner),
+            )
+        ]
+        scores = torch.softmax(torch.randn(tokens, count, device="cuda"), -1)
+        weights, chosen = scores.topk(top_k)
+        grad = _random(tokens, hidden)
+
+        def forward(i: int, arguments: Any = (leaves, chosen, weights)) -> torch.Tensor:
+            (x, w_in, w_out), chosen, weights = arguments
+            return interlace.mixture_of_experts(x, chosen, weights, w_in, w_out)
+
+        def both(i: int, run: Call = forward, leaves: Any = leaves, grad: Any = grad) -> None:
+            with torch.enable_grad():
+                run(i).backward(grad)
+            for leaf in leaves:
+                leaf.grad = None
+
+        sizes = f"{count} experts, {hidden} x {inner}, top {top_k}, {tokens} tokens"
+        yield Case("mixture_of_experts", sizes, {"auto": forward})
+        yield Case("mixture_of_experts, backward", sizes, {"auto": both}, is_captured=False)
+
+
+def _spread(times: list[float]) -> dict[str, float]:
+    slowest = torch.tensor(times, device="cuda")
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    deciles = statistics.quantiles(slowest.tolist(), n=10)
+    return {
+        "median_us": round(statistics.median(slowest.tolist()), 1),
+        "p10_us": round(deciles[0], 1),
+        "p90_us": round(deciles[-1], 1),
+    }
+
+
+def _eager(call: Call) -> tuple[list[float], list[float]]:
+    """Return samples of the host's time, and of what a call lasts."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    dist.barrier()
+    torch.cuda.synchronize()
+    start.record()
+    began = time.perf_counter()
+    for i in range(CALLS):
+        call(i)
+    host = (time.perf_counter() - began) / CALLS * 1e6
+    end.record()
+    torch.cuda.synchronize()
+    return [host], [start.elapsed_time(end) / CALLS * 1e3]
+
+
+def _check(case: Case) -> None:
+    if "pair" not in case.ways:
+        return
+    for i in range(WEIGHTS):
+        found, wanted = (case.ways[name](i).float() for name in ("auto", "pair"))
+        torch.testing.assert_close(found, wanted, rtol=0.05, atol=0.02)
+
+
+def time_case(case: Case) -> dict[str, Any]:
+    """Return a case's times; ways take turns, as other programs of the host disturb all alike."""
+    _check(case)
+    for call in case.ways.values():
+        for i in range(SETTLING):
+            call(i)
+    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in case.ways}
+    for _ in range(SAMPLES):
+        for name, call in case.ways.items():
+            for kept, sample in zip(times[name], _eager(call), strict=True):
+                kept += sample
+    found: dict[str, Any] = {"call": case.name, "sizes": case.sizes}
+    for name, call in case.ways.items():
+        host, lasting = map(_spread, times[name])
+        found[name] = {"host": host, "eager": lasting}
+        if case.is_captured:
+            timing = measure(call, period=WEIGHTS)
+            found[name]["graph"] = {
+                key: round(value, 1)
+                for key, value in dataclasses.asdict(timing).items()
+                if key in ("median_us", "p10_us", "p90_us")
+            }
+    return found
+
+
+def worker(only: str) -> list[dict[str, Any]]:
+    """Time all cases on this rank."""
+    torch.manual_seed(dist.get_rank())
+    results = []
+    with torch.no_grad():
+        for cases in (products, tables, experts):
+            for case in cases():
+                if only not in case.name:
+                    continue
+                results.append(time_case(case))
+                if dist.get_rank() == 0:
+                    print(results[-1], flush=True)
+    return results
+
+
+def main() -> None:
+    """Run the benchmark and write its results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--only", default="", help="a part of the operator's name")
+    parser.add_argument("--json", type=Path, required=True)
+    options = parser.parse_args()
+    results, *_ = interlace.launch(worker, options.ranks, options.only, backend="cuda")
+    documents.write(options.json, results)
+
+
+if __name__ == "__main__":
+    main()

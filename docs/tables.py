@@ -6,6 +6,7 @@ Each stands below a comment with the command that prints it, whose files are in
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -22,8 +23,32 @@ _TABLE = re.compile(
 )
 
 
+# The times of calls as programs make them, as benchmarks/host_time.py writes them.
+_HOST_TIMES = re.compile(r"(<!-- host times: (\S+) -->\n\n)(?:\|.*\n)+")
+_KINDS = ("host", "eager", "graph")
+
+
+def _host_times(match: re.Match[str]) -> str:
+    file = ROOT / "benchmarks" / "results" / match[2]
+    lines = [
+        "| operator | sizes | host: pair | `auto` | eager: pair | `auto` | graph: pair | `auto` |",
+        "|---|---|" + 6 * "---:|",
+    ]
+    for result in json.loads(file.read_text(encoding="utf-8"))["results"]:
+        name, *more = result["call"].split(", ")
+        cells = [", ".join([f"`{name}`", *more]), result["sizes"]]
+        for kind in _KINDS:
+            for way in ("pair", "auto"):
+                times = result.get(way, {}).get(kind)
+                cells.append("" if times is None else f"{times['median_us']:.0f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return match[1] + "\n".join(lines) + "\n"
+
+
 def with_tables(text: str) -> str:
-    """Return a page's text, in which the tables are what the commands above them print."""
+    """Return a page's text, in which the tables are what the commands above them print, and what
+    the files above them hold.
+    """
 
     def rendered(match: re.Match[str]) -> str:
         words = shlex.split(match[2])
@@ -34,7 +59,7 @@ def with_tables(text: str) -> str:
         *kept, _machines = result.output.strip().split("\n\n")
         return match[1] + "\n\n".join(kept) + "\n"
 
-    return _TABLE.sub(rendered, text)
+    return _HOST_TIMES.sub(_host_times, _TABLE.sub(rendered, text))
 
 
 if __name__ == "__main__":

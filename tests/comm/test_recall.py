@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from interlace.comm.groups.group import Group
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.releases import releases
-from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime import context as ctx
 from interlace.comm.runtime.launches import launches
 
@@ -61,7 +61,9 @@ class _Doubling:
         def prepare(y: torch.Tensor) -> Callable[[], None]:
             return lambda: y.copy_(2 * x)
 
-        return self.group.perform(Work((x.data_ptr(),), take, prepare, **settings), x.data_ptr())
+        return self.group.perform(
+            DeferredCall((x.data_ptr(),), take, prepare, **settings), x.data_ptr()
+        )
 
 
 def test_a_call_that_was_a_graph_is_found_by_its_operands(group: Group) -> None:

@@ -25,7 +25,7 @@ from interlace.comm.launching.kernels import (
     triton_dtype,
 )
 from interlace.comm.launching.within_node import WithinNode
-from interlace.comm.replay.work import Work
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -205,7 +205,7 @@ def run_into_peers(
     prepare: Callable[[Destination], Launch],
     *,
     is_of_operands: bool,
-) -> Work | torch.Tensor:
+) -> DeferredCall | torch.Tensor:
     """Return the work of a kernel that stores each row in its owner's result; its own result is
     this rank's, ``[rows, columns]``. Collective when the group's output buffers must grow.
 
@@ -228,7 +228,7 @@ def run_into_peers(
     def prepare_launch(output: Output, y: torch.Tensor) -> Callable[[], None]:
         return lambda: prepare(output.destination)()
 
-    return Work(
+    return DeferredCall(
         (*key, operands.memory()),
         # Peers store tiles straight into the result, so it is symmetric memory.
         TakeOutput(most_rows * shape[1] * dtype.itemsize, tuple(shape), dtype),

@@ -36,9 +36,9 @@ from interlace.comm.host.health import Health, Running, default_deadline
 from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of, require_dedicated_gpus
 from interlace.comm.replay import recording as recordings
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.memory import Block
 from interlace.comm.replay.releases import releases
-from interlace.comm.replay.work import Work
 from interlace.comm.runtime.launches import launches
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
@@ -187,10 +187,10 @@ class Group:
         symmetric memory must grow.
 
         Args:
-            work: The call, as :class:`Work`; what is none is the result of a call that has run.
+            work: A :class:`DeferredCall`; what is none is the result of a call that has run.
             operands: By what :meth:`recall` finds the call when it comes again; None for nothing.
         """
-        if not isinstance(work, Work):
+        if not isinstance(work, DeferredCall):
             return work
         memory = work.take(self)
         enqueue = work.prepare(*memory)

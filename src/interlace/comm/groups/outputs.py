@@ -124,7 +124,7 @@ class Output:
 
 @dataclasses.dataclass(frozen=True)
 class TakeOutput:
-    """Take a group's buffer for a call, and the tensor over it: what :class:`Work` takes.
+    """Take a group's buffer for a call, and the tensor over it: what :class:`DeferredCall` takes.
 
     Attributes:
         nbytes: The bytes of the buffer, as many on every rank.

@@ -34,8 +34,8 @@ import torch
 
 from interlace import environment
 from interlace.comm.replay import recording as recordings
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.releases import releases
-from interlace.comm.replay.work import Work
 from interlace.comm.runtime import inductor_graphs
 from interlace.comm.runtime.gpu_memory import allocation_of, is_out_of_memory
 from interlace.comm.runtime.launches import launches
@@ -94,7 +94,7 @@ class _Remembered:
             for another has no graph any more.
     """
 
-    work: Work
+    work: DeferredCall
     graphs: dict[Hashable, _Replayable]
 
 
@@ -191,7 +191,7 @@ class Replays:
 
     def perform(
         self,
-        work: Work,
+        work: DeferredCall,
         memory: tuple[Any, ...],
         enqueue: Callable[[], None],
         operands: Hashable = None,
@@ -215,7 +215,7 @@ class Replays:
             self._remember(operands, work, memory, replayable)
         return False
 
-    def remembered(self, operands: Hashable) -> Work | None:
+    def remembered(self, operands: Hashable) -> DeferredCall | None:
         """Return the work of a call with these operands that has been a graph, or None."""
         found = self._remembered.get(operands)
         return None if found is None else found.work
@@ -239,7 +239,7 @@ class Replays:
     def _remember(
         self,
         operands: Hashable,
-        work: Work,
+        work: DeferredCall,
         memory: tuple[Any, ...],
         replayable: _Replayable,
     ) -> None:
@@ -252,7 +252,7 @@ class Replays:
             self._remembered[operands] = found
         found.graphs[self._place(work, memory)] = replayable
 
-    def _place(self, work: Work, memory: tuple[Any, ...]) -> Hashable:
+    def _place(self, work: DeferredCall, memory: tuple[Any, ...]) -> Hashable:
         """Return what a graph of some work depends on beside the work's key."""
         copied = [memory[place] for place in work.copied]
         return self._key(work.where(*memory), work.with_libraries, copied)

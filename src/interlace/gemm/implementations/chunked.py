@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.comm import Group
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.replays import places
-from interlace.comm.replay.work import New, Work
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.outputs import (
     KeptOutput,
@@ -23,7 +23,7 @@ from interlace.registry import Implementation
 from interlace.units import ceil_div
 
 
-def run(call: GemmCall) -> Work | None:
+def run(call: GemmCall) -> DeferredCall | None:
     """Multiply rank by rank, and copy each rank's rows while the next ones are multiplied.
 
     Returns None if the caller has not asked for this implementation and the group cannot keep
@@ -102,7 +102,7 @@ def run_batch(
     group_name: str,
     *,
     replace: bool,
-) -> Work | None:
+) -> DeferredCall | None:
     """Return the work of a batch ``x [B, M, K] @ w [B, K, N]``, or of a sum of several, and the
     all-to-all of each product's rows, ``[B M, N]``; None if there is no output for these sizes.
 

@@ -15,7 +15,7 @@ import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.host.channel import GivenUpError
-from interlace.comm.replay.work import New, Work
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.mapped import Fused, fuse
@@ -55,7 +55,7 @@ class KeptOutput:
         return self.implementation, self.collective, self.shape, self.dtype
 
 
-def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> Work | None:
+def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> DeferredCall | None:
     """Return the work of a product and the collective of its rows, written into an output that the
     group keeps; None if there is no output for these sizes. Collective where it is new.
 
@@ -161,7 +161,7 @@ def product_work(
     rows: int,
     arguments: tuple[object, ...],
     operands: tuple[Hashable, ...],
-) -> Work:
+) -> DeferredCall:
     """Return the work of a producer and its collective, whose result is the first ``rows`` of a new
     tensor.
 
@@ -183,9 +183,9 @@ def product_work(
 
         return enqueue
 
-    # Work outlives the call, and must not be what keeps the output.
+    # What is deferred outlives the call, and must not be what keeps the output.
     reference = weakref.ref(output)
-    return Work(
+    return DeferredCall(
         (kept.implementation, kept.collective, operands),
         new,
         prepare,

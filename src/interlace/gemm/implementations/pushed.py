@@ -22,7 +22,7 @@ from interlace.comm.launching.kernels import (
     known_factor,
 )
 from interlace.comm.launching.within_node import WithinNode
-from interlace.comm.replay.work import New, Work
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
@@ -196,7 +196,7 @@ Push = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
 """Returns what enqueues the kernel that takes a call's product to its result, the two tensors."""
 
 
-def _run(call: GemmCall, push: Push) -> torch.Tensor | Work:
+def _run(call: GemmCall, push: Push) -> torch.Tensor | DeferredCall:
     """Multiply, then run a kernel that stores the product's rows in their owners' memory.
 
     Returns:
@@ -224,7 +224,7 @@ def _run(call: GemmCall, push: Push) -> torch.Tensor | Work:
 
         return enqueue
 
-    return Work(
+    return DeferredCall(
         (laid.operator.name, "pushed", laid.mark, laid.is_batch_invariant, operands.memory()),
         New.like(operands.x, [laid.rows.result, operands.columns], product_shape),
         prepare,

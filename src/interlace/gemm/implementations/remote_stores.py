@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from interlace.comm.replay.work import Work
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.outputs import KeptOutput, run_into_output
@@ -17,7 +17,7 @@ _FEW_ROWS = 128
 of all rows, by up to 45 % on an H200: tiles of the library's kernels are as high."""
 
 
-def run(call: GemmCall) -> Work | None:
+def run(call: GemmCall) -> DeferredCall | None:
     """Multiply into a mapped output; see docs/mapped-outputs.md.
 
     Returns None if the caller has not asked for this implementation and the group cannot keep

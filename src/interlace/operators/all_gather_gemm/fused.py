@@ -13,7 +13,7 @@ from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
-from interlace.comm.replay.work import New, Work
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
@@ -29,7 +29,7 @@ NAME = "all_gather_gemm"
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def run(call: GemmCall) -> Work | Pair:
+def run(call: GemmCall) -> DeferredCall | Pair:
     """Return the product ``[M, N]`` by one kernel, and the gathered x, ``[M, K]`` or no rows."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
     config, mark = call.config, call.mark
@@ -52,7 +52,7 @@ def run(call: GemmCall) -> Work | Pair:
         return enqueue
 
     columns = launch.padded_columns(operands.columns, operands.out_dtype)
-    work = Work(
+    work = DeferredCall(
         (NAME, "fused", config, rows, call.gather, mark, operands.memory()),
         _memory(operands, rows, columns),
         prepare_launches,
@@ -66,14 +66,14 @@ def run(call: GemmCall) -> Work | Pair:
     return y, _gathered_alone(operands, call.gather)
 
 
-def run_chunked(call: GemmCall) -> Work | Pair:
+def run_chunked(call: GemmCall) -> DeferredCall | Pair:
     """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
     rank's own rows first.
     """
     return _gather_and_multiply(call, "chunked", _prepare_chunked)
 
 
-def run_pushed(call: GemmCall) -> Work | Pair:
+def run_pushed(call: GemmCall) -> DeferredCall | Pair:
     """All-gather by one kernel that stores this rank's rows in all ranks' memory; another one
     multiplies all rows once they have arrived.
     """
@@ -86,7 +86,7 @@ the workspace must grow, so it comes before anything is enqueued.
 """
 
 
-def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Work | Pair:
+def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> DeferredCall | Pair:
     """Return the work of gathering x and multiplying it."""
     call = laid_out(given.with_operands(given.operands.with_contiguous_rows()))
     operands, group, rows = call.operands, call.group, call.rows.by_rank
@@ -95,7 +95,7 @@ def _gather_and_multiply(given: GemmCall, impl: str, prepare: Prepare) -> Work |
         multiply(call, y, operands.x, operands.bias)
         return y, _gathered_alone(operands, call.gather)
     require(group.backend)
-    return Work(
+    return DeferredCall(
         (NAME, impl, rows, call.gather, call.mark, call.is_batch_invariant, operands.memory()),
         _memory(operands, rows, operands.columns),
         functools.partial(prepare, call),

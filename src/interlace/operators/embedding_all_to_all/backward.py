@@ -13,8 +13,8 @@ from interlace.comm import MAX_PROGRAMS, Group, Workspace
 from interlace.comm.groups.outputs import Output
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_ranks, triton_dtype
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import places
-from interlace.comm.replay.work import Work
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
@@ -180,7 +180,7 @@ def run(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Sorted:
     return lookups_by_row
 
 
-def update(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Work:
+def update(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> DeferredCall:
     """Return the work of :func:`run` on tables that it updates in place, whose result is ().
 
     Sorting is a part of it, as the host takes longer to enqueue its steps than the GPU to take
@@ -195,7 +195,7 @@ def update(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Work:
 
         return enqueue
 
-    return Work(
+    return DeferredCall(
         (
             *(BACKWARD, call.mark, call.config, call.layout, call.mode, call.dtype),
             *(call.indices.shape, *places(call.indices, call.offsets, call.scale, grad)),

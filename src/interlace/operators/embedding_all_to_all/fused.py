@@ -14,7 +14,7 @@ from interlace.comm.groups.outputs import (
     kept,
 )
 from interlace.comm.launching.kernels import Launch, describe_ranks
-from interlace.comm.replay.work import Work
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import (
     backward,
@@ -37,7 +37,7 @@ def refusal(call: EmbeddingCall) -> str | None:
     return None
 
 
-def run(call: EmbeddingCall) -> Work | torch.Tensor:
+def run(call: EmbeddingCall) -> DeferredCall | torch.Tensor:
     """Return ``[samples of this rank, columns]``, which peers store to. Collective."""
     group, layout = call.group, call.layout
     if group.spans_nodes:
@@ -45,7 +45,7 @@ def run(call: EmbeddingCall) -> Work | torch.Tensor:
     if layout.world_size == 1:
         return pooling.pool(call)
     shape = [layout.samples(call.rank), layout.columns]
-    return Work(
+    return DeferredCall(
         (OPERATOR, call.mark, call.config, layout, call.mode, call.dtype, call.memory()),
         # Peers store to the output directly: symmetric memory that this rank grants to them.
         TakeOutput(layout.chunk * layout.columns * call.dtype.itemsize, tuple(shape), call.dtype),
@@ -58,7 +58,7 @@ def run(call: EmbeddingCall) -> Work | torch.Tensor:
 
 def run_backward(
     call: EmbeddingCall, grad: torch.Tensor, target: backward.Target
-) -> Work | Sorted | None:
+) -> DeferredCall | Sorted | None:
     """Send the gradients of this rank's samples to the owners of their tables, which apply them."""
     if call.group.spans_nodes:
         return gradients_between_nodes.run(call, grad.contiguous(), target)

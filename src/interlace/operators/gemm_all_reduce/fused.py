@@ -7,7 +7,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups.outputs import BUFFERS, Destination
 from interlace.comm.launching.kernels import Launch, describe_ranks
-from interlace.comm.replay.work import Work
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
@@ -18,7 +18,7 @@ from interlace.gemm.splits import balanced, balanced_tiles
 NAME = "gemm_all_reduce"
 
 
-def run(call: GemmCall) -> Work | torch.Tensor:
+def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return the sum, ``[M, N]``, the same on every rank, by one kernel."""
     operands, group, config, mark = call.operands.for_kernel(), call.group, call.config, call.mark
     in_rank_order = call.is_batch_invariant

@@ -13,8 +13,8 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.launching.kernels import Launch, known_factor
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.replays import places
-from interlace.comm.replay.work import New, Work
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
@@ -43,7 +43,7 @@ TABLE = "gemv_all_reduce"
 _KERNEL = "gemv_all_reduce"
 
 
-def run(call: GemmCall) -> Work:
+def run(call: GemmCall) -> DeferredCall:
     """Return the sum over ranks, ``[M, N]``, by one kernel."""
     operands, group, mark = call.operands, call.group, call.mark
     config, is_invariant = call.configs[GEMV.name], call.is_batch_invariant
@@ -61,7 +61,7 @@ def run(call: GemmCall) -> Work:
 
         return enqueue
 
-    return Work(
+    return DeferredCall(
         (_KERNEL, config, mark, is_invariant, places(x, w, bias)),
         New.like(x, [x.shape[0], w.shape[0]]),
         prepare_launch,

@@ -11,7 +11,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS
 from interlace.comm.groups.registration import entrance
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, known_factor, processors
-from interlace.comm.replay.work import New, Shaped, Work
+from interlace.comm.replay.deferred import DeferredCall, New, Shaped
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
@@ -27,14 +27,14 @@ MOST_COLUMNS = 1 << 16
 _COLUMNS_PER_THREAD = 16
 
 
-def run_fused(call: GemmCall) -> Work:
+def run_fused(call: GemmCall) -> DeferredCall:
     """Multiply, sum and normalise in one kernel."""
     laid = _with_rows_along_k(call)
 
     def prepare(*memory: torch.Tensor) -> Callable[[], None]:
         return lambda: _fused(laid, Normed(*memory))()
 
-    return Work(
+    return DeferredCall(
         (call.operator.name, "fused", call.config, call.mark, *_memory(laid)),
         _new_results(call),
         prepare,
@@ -44,7 +44,7 @@ def run_fused(call: GemmCall) -> Work:
     )
 
 
-def run_pushed(call: GemmCall) -> Work:
+def run_pushed(call: GemmCall) -> DeferredCall:
     """Multiply, then exchange rows, sum and normalise in one kernel."""
     require(call.group.backend)
     operands = call.operands
@@ -59,7 +59,7 @@ def run_pushed(call: GemmCall) -> Work:
 
         return enqueue
 
-    return Work(
+    return DeferredCall(
         (call.operator.name, "pushed", call.mark, *_memory(call)),
         _new_results(call, (product_shape, operands.x.dtype)),
         prepare,

@@ -12,7 +12,7 @@ import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, register
-from interlace.comm.replay.work import Work
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
 from interlace.gemm.dispatch import group_for
@@ -30,7 +30,7 @@ _library.define(
 )
 
 
-def _run_fused(call: BatchCall) -> Work | torch.Tensor:
+def _run_fused(call: BatchCall) -> DeferredCall | torch.Tensor:
     """Run one kernel for all products, whose operands are views where they lie one behind the
     other.
     """
@@ -54,7 +54,7 @@ def _run_fused(call: BatchCall) -> Work | torch.Tensor:
     )
 
 
-def _run_chunked(call: BatchCall) -> Work | torch.Tensor | None:
+def _run_chunked(call: BatchCall) -> DeferredCall | torch.Tensor | None:
     # A single rank has nothing to send, so the fused kernel runs instead, without an output.
     if call.group.world_size == 1:
         return None

@@ -11,7 +11,7 @@ from interlace.comm import Group
 from interlace.comm.groups.outputs import BUFFERS, Destination
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_ranks
-from interlace.comm.replay.work import Work
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
@@ -26,7 +26,7 @@ Sent = Sequence[Sequence[int]]
 """``sent[s][d]``: rows that go from rank s to rank d; of a batch, of each product."""
 
 
-def run(call: GemmCall) -> Work | torch.Tensor:
+def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return the rows for this rank, ``[rows, N]``, by one kernel."""
     operands = call.operands.for_kernel()
     return multiply_and_send(
@@ -58,7 +58,7 @@ def multiply_and_send(
     batch: BatchedProducts | None = None,
     *,
     is_of_operands: bool = False,
-) -> Work | torch.Tensor:
+) -> DeferredCall | torch.Tensor:
     """Return ``[rows for this rank, N]``, computed by one kernel.
 
     Args:

@@ -16,7 +16,7 @@ from interlace.comm import Group, process_group_named
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
 from interlace.comm.launching.kernels import Launch, describe_ranks
-from interlace.comm.replay.work import New, Work
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import dispatch, invariance, launch
@@ -36,14 +36,14 @@ _PIECES = 2  # of the rows for one rank, at most
 _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 
 
-def run(call: GemmCall) -> Work | torch.Tensor:
+def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return this rank's rows ``[rows, N]`` of the product, summed over ranks."""
     return run_products([call.operands], call.rows.by_rank, call.group, call.config, call.mark)
 
 
 def run_products(
     given: Sequence[Operands], splits: Sequence[int], group: Group, config: GemmConfig, mark: int
-) -> Work | torch.Tensor:
+) -> DeferredCall | torch.Tensor:
     """Return this rank's rows ``[splits[rank], N]`` of a product, or of a sum of products, summed
     over ranks. Collective when the workspace must grow.
 
@@ -141,7 +141,7 @@ def run_products(
         last()
         copies.join(group)
 
-    return Work(
+    return DeferredCall(
         (*key, config, mark, own_product.memory(), *(product.memory() for product in products)),
         New.like(operands.x, [splits[rank], stride], [sum(pieces.sent), stride]),
         lambda y, sent: functools.partial(enqueue, y, sent),

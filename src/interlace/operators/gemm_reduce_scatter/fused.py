@@ -9,7 +9,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.launching.kernels import Launch
-from interlace.comm.replay.work import New, Work
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
@@ -19,7 +19,7 @@ from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
 NAME = "gemm_reduce_scatter"
 
 
-def run(call: GemmCall) -> Work:
+def run(call: GemmCall) -> DeferredCall:
     """Return this rank's rows of the sum, ``[rows, N]``, by one kernel."""
     operands, group, rows = call.operands.for_kernel(), call.group, call.rows.by_rank
     # A descriptor needs rows that begin at multiples of 16 bytes. Where they do anyhow, the copy at
@@ -33,7 +33,7 @@ def run(call: GemmCall) -> Work:
 
         return enqueue
 
-    return Work(
+    return DeferredCall(
         (NAME, call.config, call.mark, in_rank_order, rows, operands.memory()),
         New(operands.x.device, (([rows[group.rank], stride], operands.out_dtype),)),
         prepare_launch,

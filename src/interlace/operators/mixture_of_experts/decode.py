@@ -11,7 +11,7 @@ import torch
 from interlace.comm import Workspace
 from interlace.comm.groups.group import MAX_PROGRAMS
 from interlace.comm.launching.kernels import Launch, processors, triton_dtype
-from interlace.comm.replay.work import New, Work
+from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
@@ -51,7 +51,7 @@ def refusal(terms: ExpertTerms) -> str | None:
     return unmet((*terms.inference_rules, (few, f"at most {MAX_DECODE_TOKENS} tokens per rank")))
 
 
-def run(call: LayerCall) -> Work:
+def run(call: LayerCall) -> DeferredCall:
     """Return the work whose result is ``y [T, hidden]``; no backward pass follows."""
 
     def prepared(y: torch.Tensor) -> Callable[[], None]:
@@ -63,7 +63,7 @@ def run(call: LayerCall) -> Work:
 
         return enqueue
 
-    return Work(
+    return DeferredCall(
         (WORKSPACE, call.mark, *call.key),
         New.like(call.x, call.x.shape),
         prepared,

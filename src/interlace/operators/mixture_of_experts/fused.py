@@ -23,7 +23,7 @@ from interlace.comm.launching.kernels import (
     processors,
     triton_dtype,
 )
-from interlace.comm.replay.work import Work, addresses
+from interlace.comm.replay.deferred import DeferredCall, addresses
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout
@@ -38,7 +38,7 @@ _RESULTS = f"{OPERATOR}.results"
 _BLOCK_SLOTS = 128
 
 
-def run(call: LayerCall) -> Work:
+def run(call: LayerCall) -> DeferredCall:
     """Return the work whose result is ``y [T, hidden]``, and the tensors that the backward pass
     needs.
     """
@@ -53,7 +53,7 @@ def run(call: LayerCall) -> Work:
         return enqueue
 
     take = _TakeMemory(call.sizes, call.x.dtype, call.x.device, call.saves, call.new)
-    return Work(
+    return DeferredCall(
         (OPERATOR, "fused", call.mark, *call.key),
         take,
         prepared,

@@ -10,8 +10,8 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups.outputs import Output
 from interlace.comm.launching.kernels import Launch, triton_dtype
+from interlace.comm.replay.deferred import DeferredCall, addresses
 from interlace.comm.replay.replays import places
-from interlace.comm.replay.work import Work, addresses
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout, unfused
 from interlace.operators.mixture_of_experts.config import OPERATOR
@@ -28,7 +28,7 @@ _BIAS_COLUMNS = 128
 
 def run(
     call: LayerCall, grad: torch.Tensor, saved: Saved, needed: Sequence[bool]
-) -> Work | tuple[torch.Tensor, ...]:
+) -> DeferredCall | tuple[torch.Tensor, ...]:
     """Return the work whose results are the gradients of x, weights, w_in, w_out, b_in and b_out.
 
     The last four are empty unless they are ``needed``.
@@ -45,7 +45,7 @@ def run(
 
         return enqueue
 
-    return Work(
+    return DeferredCall(
         (_BACKWARD, call.mark, tuple(needed), *call.key, *places(grad, *saved)),
         _take(call, needed),
         prepared,

@@ -59,7 +59,7 @@ def _nothing(group: Any, *memory: Any) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Work:
+class DeferredCall:
     """The work of one call.
 
     All but ``prepare`` outlives the call and must refer to no operand and no group.

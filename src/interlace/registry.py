@@ -38,8 +38,9 @@ class Implementation:
     Attributes:
         name: A word with the same meaning in every operator that has this implementation.
         summary: What it does, in half a sentence.
-        run: Runs a call that is not refused. It returns None if it turns out to be impossible for
-            a call that did not ask for it by name.
+        run: Runs a call that is not refused, and returns its result, or a ``DeferredCall`` that
+            ``Group.perform`` runs. It returns None if it turns out to be impossible for a call that
+            did not ask for it by name.
         refusal: Returns what a call must have for this implementation and has not, or None.
         schedule: How it computes its product, for predictions of its time (see
             :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"batch"``, a

@@ -94,6 +94,15 @@ def test_memory_that_is_never_the_same_is_no_graph(group: Group) -> None:
     assert all(y.tolist() == [2] * 4 for y in kept)
 
 
+def test_what_takes_much_memory_for_itself_is_no_graph(group: Group) -> None:
+    """It would keep the memory."""
+    double, x = _Doubling(group), torch.ones(4)
+    for _ in range(5):
+        assert double(x, temporary_bytes=1 << 28).tolist() == [2] * 4
+    assert double.done == ["long"] * 5
+    assert len(group.replays) == 0
+
+
 def test_work_on_copies_of_operands_is_not_remembered(group: Group) -> None:
     """The copies are made outside of the graph, in each call."""
     double, x = _Doubling(group), torch.ones(4)
@@ -129,6 +138,26 @@ def test_what_must_be_done_before_a_call_is_not_passed_over(
         return
     assert double(x).tolist() == [2] * 4
     assert double.done[-1] == "long"
+
+
+def test_a_call_that_is_no_graph_is_made_again(group: Group) -> None:
+    made: list[tuple[Any, ...]] = []
+
+    def again(*arguments: Any) -> torch.Tensor | None:
+        made.append(arguments)
+        return None if arguments[1] is None else arguments[1] + 1
+
+    group.replays.remember("call", again)
+    x = torch.ones(4)
+    assert group.recall("call", x).tolist() == [2] * 4
+    assert made == [(group, x)]
+    assert group.recall("call", None) is None
+    assert group.recall("another call", x) is None
+    group.health.declare_broken("call", 0)
+    assert group.recall("call", x) is None
+    group.health.reset()
+    group.replays.forget()
+    assert group.recall("call", x) is None
 
 
 def test_a_broken_group_is_found_out(group: Group) -> None:

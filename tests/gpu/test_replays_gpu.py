@@ -375,6 +375,41 @@ def _long_way(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return interlace.gemm_all_reduce(x, w)
 
 
+def _pairs() -> dict[str, int]:
+    """The same of stock pairs, which are no graphs; ``wrong`` behind the name where a result is."""
+    _fresh_group()
+    x, w, _ = _operands(7)
+    mine = x.chunk(dist.get_world_size())[dist.get_rank()]
+    counts = {}
+    for name in ("gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"):
+        operand = mine if name == "all_gather_gemm" else x
+        operator = getattr(interlace, name)
+        wanted = operator(operand, w, impl="nccl").clone()
+        count = 0
+
+        def note(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += event == "call" and "interlace" in frame.f_code.co_filename
+
+        sys.setprofile(note)
+        try:
+            found = operator(operand, w, impl="nccl")
+        finally:
+            sys.setprofile(None)
+        counts[name if torch.equal(found, wanted) else f"{name}, wrong"] = count
+        with torch.enable_grad():
+            weight = w.clone().requires_grad_()
+            assert operator(operand, weight, impl="nccl").requires_grad
+    interlace.synchronize()
+    return counts
+
+
+def test_a_pair_that_comes_again_costs_the_host_little(ranks: Any, world_size: int) -> None:
+    for counts in ranks(world_size).run(_pairs):
+        assert not [name for name in counts if name.endswith("wrong")]
+        assert max(counts.values()) <= _MOST_FUNCTIONS, counts
+
+
 def _changes() -> list[str]:
     """What is wrong where a program changes how the same call is to run."""
     group, wrong = _fresh_group(), []

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime import ranges
 from interlace.comm.runtime.gpu_memory import is_out_of_memory
 from interlace.costs.registry import OPERATOR_COSTS
@@ -123,7 +124,7 @@ def run(
     group = group_for(operator.name, group_name, operands.x.device)
     known = _known(operator, operands, splits, gather, impl, config, epilogue)
     if known is not None and not ranges.is_listening():
-        result = group.recall(known)
+        result = group.recall(known, operands.x, operands.w, operands.bias)
         if result is not None:
             return result
     impl = effective_impl(operator, impl)
@@ -235,7 +236,43 @@ def _run(implementation: Implementation, call: GemmCall) -> Any:
     with ranges.around(
         call.operator.name, implementation.name, (operands.x, operands.w), lambda: _link_bytes(call)
     ):
-        return call.group.perform(implementation.run(call), call.known)
+        outcome = implementation.run(call)
+        if isinstance(outcome, DeferredCall):
+            return call.group.perform(outcome, call.known)
+    is_pair = call.epilogue is None and call.operator.is_pair(implementation.name)
+    if is_pair and outcome is not None and call.known is not None:
+        call.group.replays.remember(call.known, _PairAgain.of(implementation, call))
+    return outcome
+
+
+@dataclasses.dataclass(frozen=True)
+class _PairAgain:
+    """Runs a stock pair again, past all that was found out before its first run.
+
+    Attributes:
+        implementation: The pair.
+        call: Its call, without group and operands.
+        out_dtype: The result's dtype.
+    """
+
+    implementation: Implementation
+    call: GemmCall
+    out_dtype: torch.dtype
+
+    @staticmethod
+    def of(implementation: Implementation, call: GemmCall) -> _PairAgain:
+        """Return what makes a call again."""
+        absent: Any = None
+        template = dataclasses.replace(call, group=absent, operands=absent, known=None)
+        return _PairAgain(implementation, template, call.operands.out_dtype)
+
+    def __call__(
+        self, group: Group, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+    ) -> Any:
+        """Return the result; None where the pair has no memory."""
+        operands = Operands(x, w, bias, None, None, self.out_dtype)
+        call = dataclasses.replace(self.call, group=group, operands=operands)
+        return group.perform(self.implementation.run(call))
 
 
 def _link_bytes(call: GemmCall) -> int | None:

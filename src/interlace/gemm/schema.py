@@ -182,7 +182,7 @@ def _recalled(
         return None
     known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl)
     with past_autograd():
-        result = known_to.recall(known)
+        result = known_to.recall(known, x, w, bias)
     return None if result is None else (result,)
 
 

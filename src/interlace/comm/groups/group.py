@@ -199,20 +199,22 @@ class Group:
                 work.replayed(self, *memory)
         return work.result(*memory)
 
-    def recall(self, operands: Hashable) -> Any:
-        """Run a call that has been a graph with these operands; return its result, or None if there
-        is none with the memory that the call gets, or something is to be done before it.
+    def recall(self, operands: Hashable, *tensors: torch.Tensor | None) -> Any:
+        """Run a call that has come before with these operands; return its result, or None if there
+        is no graph with the memory that the call gets, or something is to be done before it.
 
         It does what :meth:`perform` does, at the least cost to the host.
+
+        Args:
+            operands: By what the call was remembered.
+            tensors: The operands, for calls that are no graphs.
         """
         work = self.replays.remembered(operands)
-        if (
-            work is None
-            or self.health.broken
-            or releases
-            or not self.streams.continues()
-            or not self.replays.may_replay()
-        ):
+        if work is None or self.health.broken:
+            return None
+        if not isinstance(work, DeferredCall):
+            return work(self, *tensors)
+        if releases or not self.streams.continues() or not self.replays.may_replay():
             return None
         memory, before = work.take(self), launches.value
         try:

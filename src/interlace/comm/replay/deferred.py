@@ -60,7 +60,7 @@ def _nothing(group: Any, *memory: Any) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class DeferredCall:
-    """The work of one call.
+    """A call that has yet to run: its memory, its work and its result, apart.
 
     All but ``prepare`` outlives the call and must refer to no operand and no group.
 
@@ -77,6 +77,8 @@ class DeferredCall:
         with_libraries: Whether the work may contain products by cuBLAS.
         replayed: Called with group and memory after a graph has been launched, for what
             ``prepare`` and its work would have counted on the host.
+        temporary_bytes: What the work allocates for itself alone, of torch's memory, at most. In a
+            graph it stays with the graphs, so with much of it there is none.
         is_of_operands: Whether the work reads the call's own operands, and no copies that were
             made of them before.
     """
@@ -89,4 +91,5 @@ class DeferredCall:
     copied: tuple[int, ...] = ()
     with_libraries: bool = True
     replayed: Callable[..., None] = _nothing
+    temporary_bytes: int = 0
     is_of_operands: bool = True

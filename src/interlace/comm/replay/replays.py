@@ -43,8 +43,13 @@ from interlace.errors import BackendError
 
 _MAX_GRAPHS = 256
 _MAX_CANDIDATES = 4096  # calls that came once and are captured when they come again
+_MOST_TEMPORARY_BYTES = 1 << 27  # of a call that may become a graph
 _MAX_REMEMBERED = 4096  # calls whose work is found by their operands alone
 _IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may make room
+
+
+AgainCall = Callable[..., Any]
+"""Makes a call again, given its group and its operands; returns its result, or None."""
 
 
 def places(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
@@ -114,7 +119,7 @@ class Replays:
             device.type == "cuda" and environment.switch("INTERLACE_REPLAY") is not False
         )
         self._graphs: dict[Hashable, _Replayable] = {}
-        self._remembered: dict[Hashable, _Remembered] = {}
+        self._remembered: dict[Hashable, _Remembered | AgainCall] = {}
         self._candidates: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
         # Tables of the call that is being enqueued for the first time; None at all other times.
         self._tables: list[torch.Tensor] | None = None
@@ -206,6 +211,10 @@ class Replays:
                 operands and its numbers. Nothing else may decide what ranks run until
                 :meth:`forget`. None for a call that is not to be found.
         """
+        if work.temporary_bytes > _MOST_TEMPORARY_BYTES:
+            # The GPU takes longer for so much than the host to enqueue it.
+            enqueue()
+            return True
         key, copied = (work.key, work.where(*memory)), [memory[place] for place in work.copied]
         is_enqueued = self.run(key, enqueue, with_libraries=work.with_libraries, copied=copied)
         if is_enqueued or operands is None or not work.is_of_operands:
@@ -215,10 +224,23 @@ class Replays:
             self._remember(operands, work, memory, replayable)
         return False
 
-    def remembered(self, operands: Hashable) -> DeferredCall | None:
-        """Return the work of a call with these operands that has been a graph, or None."""
+    def remembered(self, operands: Hashable) -> DeferredCall | AgainCall | None:
+        """Return the work of a call with these operands that has been a graph, or what makes a call
+        again that is none; None if there is neither.
+        """
         found = self._remembered.get(operands)
-        return None if found is None else found.work
+        return found.work if isinstance(found, _Remembered) else found
+
+    def remember(self, operands: Hashable, again: AgainCall) -> None:
+        """Find a call that is no graph by its operands; see :meth:`perform`.
+
+        Args:
+            operands: By what the call is found.
+            again: Makes it again, given the group and the operands; it must refer to neither.
+        """
+        if self._enabled:
+            self._make_room()
+            self._remembered[operands] = again
 
     def forget(self) -> None:
         """Remember no call any more, as ranks have agreed on another way to run some."""
@@ -229,6 +251,7 @@ class Replays:
         False if there is none.
         """
         found = self._remembered[operands]
+        assert isinstance(found, _Remembered)
         replayable = found.graphs.get(self._place(found.work, memory))
         if replayable is None or replayable.graph is None:
             return False
@@ -245,12 +268,15 @@ class Replays:
     ) -> None:
         """Find a call by its operands alone when they come again."""
         found = self._remembered.get(operands)
-        if found is None:
-            if len(self._remembered) >= _MAX_REMEMBERED:
-                self._remembered.clear()
+        if not isinstance(found, _Remembered):
+            self._make_room()
             found = _Remembered(dataclasses.replace(work, prepare=_forgotten), {})
             self._remembered[operands] = found
         found.graphs[self._place(work, memory)] = replayable
+
+    def _make_room(self) -> None:
+        if len(self._remembered) >= _MAX_REMEMBERED:
+            self._remembered.clear()
 
     def _place(self, work: DeferredCall, memory: tuple[Any, ...]) -> Hashable:
         """Return what a graph of some work depends on beside the work's key."""

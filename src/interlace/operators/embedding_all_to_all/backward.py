@@ -206,6 +206,7 @@ def update(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> DeferredC
         lambda *landing: (),
         where=_address,
         with_libraries=False,
+        temporary_bytes=_temporary_bytes(call),
     )
 
 
@@ -264,8 +265,7 @@ def prepare(
     pushers = config.push_programs if ranks > 1 else 0
     lookups = call.indices.shape[0]
     width, full = lanes_of(layout.widths[call.rank])
-    # At most two runs of long segments begin within as many lookups as a run has.
-    slots = 2 * (lookups // config.run_lookups + 1)
+    slots = _slots(call)
     # Programs beyond the last ticket would find nothing to do.
     updaters = min(
         config.update_programs,
@@ -331,6 +331,22 @@ def _reserve(call: EmbeddingCall) -> tuple[int, Workspace]:
     # A table's signals lie at the same place on every rank, however many tables a rank has.
     signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
     return landing, call.group.workspace(BACKWARD, 4096, signals)
+
+
+def _temporary_bytes(call: EmbeddingCall) -> int:
+    """Return the bytes that a pass takes for itself: for each lookup its keys, before and after
+    they are sorted, what sorts them, and some ten numbers; and the sums of parts of long runs.
+    """
+    lookups = call.indices.shape[0]
+    width, _ = lanes_of(call.layout.widths[call.rank])
+    return 96 * lookups + 4 * width * _slots(call)
+
+
+def _slots(call: EmbeddingCall) -> int:
+    """Return how many sums of parts there are: at most two runs of long segments begin within as
+    many lookups as a run has.
+    """
+    return 2 * (call.indices.shape[0] // call.config.run_lookups + 1)
 
 
 def _landing(layout: Layout, itemsize: int, group: Group) -> tuple[Output, ...]:

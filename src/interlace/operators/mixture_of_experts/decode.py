@@ -17,6 +17,7 @@ from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.fused import temporary_bytes
 from interlace.operators.mixture_of_experts.layout import (
     DECODE_SIGNALS,
     MAX_DECODE_TOKENS,
@@ -69,6 +70,7 @@ def run(call: LayerCall) -> DeferredCall:
         prepared,
         functools.partial(_result, call.sizes, call.new),
         with_libraries=False,
+        temporary_bytes=temporary_bytes(call, call.sizes.world_size * call.sizes.slots),
     )
 
 

@@ -60,6 +60,7 @@ def run(call: LayerCall) -> DeferredCall:
         take.results,
         where=_where,
         with_libraries=False,
+        temporary_bytes=temporary_bytes(call, call.sizes.arrivals),
     )
 
 
@@ -171,6 +172,19 @@ def prepare(
         steps.sum(saved, call.weights, y, None),
     ]
     return launches, y, saved, space.lent
+
+
+def temporary_bytes(call: LayerCall, rows: int, width: int = 1) -> int:
+    """Return the bytes that a pass takes for itself: rows of its experts, and copies of weights
+    that kernels cannot read where they are.
+
+    Args:
+        call: The call.
+        rows: The rows.
+        width: Their width, as a multiple of the experts' inner one.
+    """
+    copies = [weight.nbytes for weight in (call.w_in, call.w_out) if not layout.is_readable(weight)]
+    return rows * width * call.sizes.ffn * call.x.dtype.itemsize + sum(copies)
 
 
 def buffer_bytes(sizes: ExpertSizes, dtype: torch.dtype) -> int:

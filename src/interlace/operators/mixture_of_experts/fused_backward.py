@@ -15,7 +15,12 @@ from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout, unfused
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.fused import Steps, buffer_bytes, workspaces
+from interlace.operators.mixture_of_experts.fused import (
+    Steps,
+    buffer_bytes,
+    temporary_bytes,
+    workspaces,
+)
 from interlace.units import ceil_div, next_power_of_2
 
 if TYPE_CHECKING:
@@ -52,6 +57,7 @@ def run(
         _gradients,
         where=_where,
         with_libraries=False,
+        temporary_bytes=temporary_bytes(call, call.sizes.arrivals, 2 + call.sizes.gates),
     )
 
 

@@ -177,6 +177,11 @@ def _dimensions(weight: torch.Tensor) -> tuple[int, ...] | None:
     return None
 
 
+def is_readable(weight: torch.Tensor) -> bool:
+    """Return whether kernels can read ``w_in`` or ``w_out`` where it is."""
+    return _dimensions(weight) is not None
+
+
 def order_of(weight: torch.Tensor) -> Order:
     """Return the order in which kernels read ``w_in`` or ``w_out``.
 

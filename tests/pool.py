@@ -10,6 +10,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -112,9 +113,7 @@ class Pool:
         context = fork_server() if self.backend == "cpu" else multiprocessing.get_context("spawn")
         place = f"file://{self._folder.name}/store"
         if self._store == "rank 0":
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                place = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+            place = f"tcp://127.0.0.1:{free_port()}"
         with _starting, _environment_of(self.backend):
             for rank in range(self.world_size):
                 here, there = context.Pipe()
@@ -175,6 +174,17 @@ def _environment_of(backend: str) -> Iterator[None]:
         for name, value in _ENVIRONMENTS[backend].items():
             patch.setenv(name, value)
         yield
+
+
+def free_port() -> int:
+    """Return a port on which nobody listens, and which no system gives to a program that asks for
+    any: until it is taken, another program would get it.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10000, 32768)  # from there on they are given away
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def fork_server() -> Any:

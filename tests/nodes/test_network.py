@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 import os
-import socket
 import time
 import warnings
 from pathlib import Path
@@ -29,6 +28,7 @@ from tests.cli.test_commands import run as run_command
 from tests.errors import error_of
 from tests.nodes.groups import measured_network, process_group_of
 from tests.operators.embedding_all_to_all.calls import Call
+from tests.pool import free_port
 from tests.profiles import forget_profiles, programs_store
 
 SIZES = (64, 256, 1024)
@@ -150,12 +150,9 @@ def test_doctor_says_that_all_ranks_share_memory():
 
 def test_doctor_ends_where_a_rank_does_not_join():
     """As rank 0 of two, of which the other one is never started."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
     launcher = {
         "RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
     }  # fmt: skip
     with mock.patch.dict("os.environ", launcher):
         os.environ.pop("GLOO_SOCKET_IFNAME", None)

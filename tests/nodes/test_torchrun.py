@@ -5,12 +5,13 @@ import dataclasses
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from tests.pool import free_port
 
 _PROGRAM = Path(__file__).parent / "program.py"
 _AGENTS, _RANKS = 2, 1
@@ -29,12 +30,6 @@ class Host:
     prefix: tuple[str, ...]
     interface: str
     address: str
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
 
 
 @contextlib.contextmanager
@@ -118,7 +113,7 @@ def _run_agents(folder: Path, hosts: list[Host]) -> None:
         "INTERLACE_DEADLINE_S": "90",
         "PYTHONPATH": os.pathsep.join(filter(None, [os.getcwd(), *sys.path])),
     }
-    port = _free_port()
+    port = free_port()
     outputs = [folder / f"agent-{agent}" for agent in range(_AGENTS)]
     agents = [
         subprocess.Popen(

@@ -163,6 +163,9 @@ def run(
     is_open = decision.predicted_us and not (decision.is_measured or is_new_each_time)
     if is_open and autotune.is_enabled(impl):
         _measure(call, decision)
+        if not decision.is_measured:
+            # Ranks ask one another in the next call again, so none may pass that over.
+            call = dataclasses.replace(call, known=None)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
     for implementation in decision.implementations:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import _C
-from torch._library.autograd import Info, make_autograd_impl
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
@@ -86,7 +86,10 @@ def register(
     if backward is None:
         _entrances[qualified_name] = Entrance(operator, kernel, None)
         return
-    differentiable = _differentiable(operator, backward, setup_context)
+    record_call = _recorder(operator, backward, setup_context)
+
+    def redispatch(keys: _C.DispatchKeySet, *args: Any) -> Any:
+        return operator.redispatch(keys & _C._after_autograd_keyset, *args)
 
     def run_with_autograd(keys: _C.DispatchKeySet, *args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
@@ -94,13 +97,13 @@ def register(
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
             if _C._are_functorch_transforms_active():
                 _refuse(name, "by torch.func", "a call inside of grad, vjp or jacrev")
-            return differentiable(keys, *args)
+            return record_call(functools.partial(redispatch, keys), *args)
         # No argument requires a gradient, so the kernel is called without the cost of autograd.
         with _C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & _C._after_autograd_keyset, *args)
+            return redispatch(keys, *args)
 
     library.impl(qualified_name, run_with_autograd, "Autograd", with_keyset=True)
-    recorded = _recorded(operator, run, backward, setup_context)
+    recorded: Callable[..., Any] = functools.partial(record_call, run)
     if record is not None:
         recorded = record(recorded)
     _entrances[qualified_name] = Entrance(operator, run, recorded)
@@ -217,66 +220,46 @@ def entrance(qualified_name: str) -> Entrance:
     return _entrances[qualified_name]
 
 
-def _recorded(
+def _recorder(
     operator: torch._ops.OpOverload,
-    run: Callable[..., Any],
     backward: Callable[..., Any],
     setup_context: Callable[..., None] | None,
 ) -> Callable[..., Any]:
-    """Return ``run`` with the formula of its gradient, as a function of autograd."""
+    """Return ``record(run, *args)``, which returns ``run(*args)`` with the formula of its gradient.
 
-    def forward(ctx: Any, *args: Any) -> Any:
-        # Below autograd the results are no views of memory that the implementation has made.
-        with past_autograd():
-            output = run(*args)
-        if setup_context is not None:
-            setup_context(ctx=ctx, inputs=args, output=output)
-        return output
-
+    It does what torch's own way does, which goes through the schema in every call for defaults that
+    were left out; that takes the host 70 to 170 us. Lists of tensors are given to autograd one by
+    one, as it looks into none.
+    """
     lists = [
         place
         for place, each in enumerate(operator._schema.arguments)
         if is_tensorlist_like_type(each.type)
     ]
-    if lists:
-        return _recorded_with_lists(operator._opname, forward, backward, lists)
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    function = type(f"Recorded_{operator._opname}", (torch.autograd.Function,), methods)
-    apply: Callable[..., Any] = function.apply  # type: ignore[attr-defined]
-    return apply
 
-
-def _recorded_with_lists(
-    name: str, forward: Callable[..., Any], backward: Callable[..., Any], lists: Sequence[int]
-) -> Callable[..., Any]:
-    """Return a function of autograd of which some arguments are lists of tensors, which autograd
-    takes one by one.
-
-    Args:
-        name: The operator's name.
-        forward: Runs it and saves what its gradient needs.
-        backward: The gradient's formula.
-        lists: The places of the lists among the arguments.
-    """
-
-    class RecordedOneByOne(torch.autograd.Function):
+    class Recorded(torch.autograd.Function):
         @staticmethod
-        def forward(ctx: Any, lengths: tuple[int, ...], *flat: Any) -> Any:
-            ctx.lengths = lengths
-            with _needed(ctx, lists):
-                return forward(ctx, *_nested(flat, lists, lengths))
+        def forward(ctx: Any, run: Callable[..., Any], lengths: list[int], *flat: Any) -> Any:
+            ctx.lengths, args = lengths, _nested(flat, lists, lengths)
+            # Below autograd the results are no views of memory that the implementation has made.
+            with _needed(ctx, lists), past_autograd():
+                output = run(*args)
+                if setup_context is not None:
+                    setup_context(ctx=ctx, inputs=args, output=output)
+            return output
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
             with _needed(ctx, lists):
                 found = backward(ctx, *grads)
-            return None, *_flat(found, lists, ctx.lengths)
+            found = found if isinstance(found, tuple) else (found,)
+            return None, None, *_flat(found, lists, ctx.lengths)
 
-    RecordedOneByOne.__name__ = RecordedOneByOne.__qualname__ = f"Recorded_{name}"
+    Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
 
-    def record(*args: Any) -> Any:
-        lengths = tuple(len(args[place]) for place in lists)
-        return RecordedOneByOne.apply(lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
+    def record(run: Callable[..., Any], *args: Any) -> Any:
+        lengths = [len(args[place]) for place in lists]
+        return Recorded.apply(run, lengths, *_flat(args, lists, lengths))  # type: ignore[no-untyped-call]
 
     return record
 
@@ -285,7 +268,7 @@ def _recorded_with_lists(
 def _needed(ctx: Any, lists: Sequence[int]) -> Iterator[None]:
     """Show a gradient's formula which of its operator's arguments need one, lists as lists."""
     of_function = ctx.needs_input_grad
-    ctx.needs_input_grad = _nested(of_function[1:], lists, ctx.lengths)
+    ctx.needs_input_grad = _nested(of_function[2:], lists, ctx.lengths)
     try:
         yield
     finally:
@@ -299,6 +282,8 @@ def _nested(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -
         lists: The places of lists among the arguments.
         lengths: The length of each of them.
     """
+    if not lists:
+        return tuple(flat)
     args = list(flat)
     for place, length in zip(lists, lengths, strict=True):
         args[place : place + length] = [args[place : place + length]]
@@ -307,6 +292,8 @@ def _nested(flat: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -
 
 def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> list[Any]:
     """Return what :func:`_nested` takes; a list that is None has as many None as elements."""
+    if not lists:
+        return list(args)
     flat: list[Any] = []
     for place, value in enumerate(args):
         if place not in lists:
@@ -314,50 +301,6 @@ def _flat(args: Sequence[Any], lists: Sequence[int], lengths: Sequence[int]) -> 
         else:
             flat += [None] * lengths[lists.index(place)] if value is None else value
     return flat
-
-
-def _differentiable(
-    operator: torch._ops.OpOverload,
-    backward: Callable[..., Any],
-    setup_context: Callable[..., None] | None,
-) -> Callable[..., Any]:
-    """Return the kernel of an operator that records its gradient's formula.
-
-    It does what torch's own does, which goes through the schema in every call for defaults that
-    were left out; that takes the host 70 to 170 us.
-    """
-    arguments, results = operator._schema.arguments, operator._schema.returns
-    has_lists = any(is_tensorlist_like_type(each.type) for each in (*arguments, *results))
-    if has_lists or any(each.kwarg_only or each.has_default_value() for each in arguments):
-        return make_autograd_impl(operator, Info(backward, setup_context))
-
-    class Recorded(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> Any:
-            *inputs, keys = args
-            with _C._AutoDispatchBelowAutograd():
-                output = operator.redispatch(keys & _C._after_autograd_keyset, *inputs)
-                if setup_context is not None:
-                    setup_context(ctx=ctx, inputs=tuple(inputs), output=output)
-            return output
-
-        @staticmethod
-        def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
-            all_inputs = ctx.needs_input_grad
-            # The formula knows nothing of the keys behind its operator's arguments.
-            ctx.needs_input_grad = all_inputs[:-1]
-            try:
-                found = backward(ctx, *grads)
-            finally:
-                ctx.needs_input_grad = all_inputs
-            return (*found, None) if isinstance(found, tuple) else (found, None)
-
-    Recorded.__name__ = Recorded.__qualname__ = f"Recorded_{operator._opname}"
-
-    def run(keys: _C.DispatchKeySet, *args: Any) -> Any:
-        return Recorded.apply(*args, keys)  # type: ignore[no-untyped-call]
-
-    return run
 
 
 def once_differentiable(operator: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

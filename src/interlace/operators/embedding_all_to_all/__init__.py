@@ -124,16 +124,15 @@ def embedding_all_to_all(
     DECLARATION.validate_options(impl, config)
     batch = batch_of(len(weights), offsets, batch_size)
     kind = gradient if isinstance(gradient, str) else type(gradient).__name__
+    rate = 0.0 if isinstance(gradient, str) else float(gradient.learning_rate)
+    epsilon = float(gradient.epsilon) if isinstance(gradient, RowWiseAdagrad) else 0.0
     checks = checks_indices(check_indices, indices.device)
+    lookups = indices, offsets, per_sample_weights
+    is_ordinary = tables.number > 0 and are_ordinary(lookups)
     known = None
-    if (
-        tables.number
-        and name
-        and not checks
-        and are_ordinary((indices, offsets, per_sample_weights))
-    ):
-        options = mode, output_dtype, gradient, batch, name, impl, config
-        known = _known(tables, (indices, offsets, per_sample_weights), *options)
+    if is_ordinary and name and not checks:
+        options = mode, output_dtype, kind, rate, epsilon, batch, name, impl, config
+        known = _known(tables, lookups, options)
     is_recorded = torch.is_grad_enabled()
     owner = None if known is None else known_group(group, indices.device)
     if known is not None and owner is not None and not is_recorded:
@@ -162,9 +161,6 @@ def embedding_all_to_all(
     anchor = anchors[str(indices.device)] if agreed.trains else None
     states = list(gradient.states) if isinstance(gradient, RowWiseAdagrad) else []
     enter = entrance(OPERATOR)
-    is_ordinary = known is not None or (
-        tables.is_ordinary and are_ordinary((indices, offsets, per_sample_weights))
-    )
     y: torch.Tensor = (enter.past_dispatcher if is_ordinary else enter)(
         list(weights),
         indices,
@@ -179,8 +175,8 @@ def embedding_all_to_all(
         mode,
         getattr(torch, agreed.output_dtype),
         kind,
-        0.0 if isinstance(gradient, str) else float(gradient.learning_rate),
-        float(gradient.epsilon) if isinstance(gradient, RowWiseAdagrad) else 0.0,
+        rate,
+        epsilon,
         default_name(group),
         impl,
         "" if config is None else str(config),
@@ -193,25 +189,10 @@ def embedding_all_to_all(
 def _known(
     tables: TableSet,
     lookups: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    mode: str,
-    output_dtype: torch.dtype | None,
-    gradient: Gradient,
-    batch: int,
-    name: str,
-    impl: str,
-    config: EmbeddingAllToAllConfig | None,
+    options: tuple[Hashable, ...],
 ) -> KnownCall | None:
     """Return what a call of valid arguments is known by; None where lookups are copied first."""
     if any(numbers is not None and not numbers.is_contiguous() for numbers in lookups):
         return None
-    update: tuple[Hashable, ...] = (
-        (gradient,)
-        if isinstance(gradient, str)
-        else (
-            type(gradient).__name__,
-            float(gradient.learning_rate),
-            float(gradient.epsilon) if isinstance(gradient, RowWiseAdagrad) else 0.0,
-        )
-    )
-    options = mode, output_dtype, batch, name, impl, config, torch.is_grad_enabled()
-    return KnownCall((tables.number, *places(*lookups), *options, *update), tables.addresses)
+    key = tables.number, *places(*lookups), *options, torch.is_grad_enabled()
+    return KnownCall(key, tables.addresses)

@@ -163,13 +163,11 @@ def _run_update(
     scale: torch.Tensor | None,
     *others: Any,
 ) -> torch.Tensor:
-    exchange = SharedArguments(*others[:_SHARED])
     trainable, kind, learning_rate, epsilon, group_name, impl, config, *more = others[_SHARED:]
     known = more[0] if more else None
-    group = group_named(group_name, indices.device)
-    if known is not None and group.recall(known) is not None:
+    if known is not None and group_named(group_name, indices.device).recall(known) is not None:
         return _for_anchor(grad, trainable)
-    options = group_name, impl, config
+    exchange, options = SharedArguments(*others[:_SHARED]), (group_name, impl, config)
     call = agreed_call(BACKWARD, weights, (indices, offsets, scale), exchange, options, known=known)
     target = update_target(call, states, trainable, kind, learning_rate, epsilon)
     DECLARATION.run_backward(call, grad, target)

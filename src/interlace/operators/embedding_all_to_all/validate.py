@@ -32,17 +32,15 @@ class TableSet(NamedTuple):
         widths: Columns of each table.
         dtype: Their element type, as text; None without tables.
         trains: Whether one of them requires a gradient.
-        is_ordinary: Whether it is known that kernels can read the memory of all of them, and of the
-            states of an update, as it is.
-        number: The number of what was found valid, by which it is told from other sets; 0 if it was
-            looked at for this call alone.
+        number: The number of what was found valid, by which it is told from other sets: kernels can
+            read the memory of all of them, and of the states of an update, as it is. 0 if that is
+            not known.
         addresses: Where the tables begin; none for 0.
     """
 
     widths: tuple[int, ...]
     dtype: str | None
     trains: bool
-    is_ordinary: bool
     number: int = 0
     addresses: tuple[int, ...] = ()
 
@@ -123,7 +121,6 @@ def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: obj
         widths=tuple(int(weight.shape[1]) for weight in weights),
         dtype=str(weights[0].dtype) if weights else None,
         trains=any(weight.requires_grad for weight in weights),
-        is_ordinary=parts is not None,
     )
     if parts is not None:
         addresses = tuple(weight.data_ptr() for weight in weights)

@@ -58,7 +58,7 @@ def run(call: LayerCall) -> DeferredCall:
         take,
         prepared,
         take.results,
-        where=_where,
+        where=places_of,
         with_libraries=False,
         temporary_bytes=temporary_bytes(call, call.sizes.arrivals),
     )
@@ -136,7 +136,8 @@ class _TakeMemory:
         return taken.y, taken.saved._replace(received=received)
 
 
-def _where(space: Output, *tensors: torch.Tensor) -> Hashable:
+def places_of(space: Output, *tensors: torch.Tensor) -> Hashable:
+    """Return what the work of a pass depends on of the memory that it has taken."""
     return space.destination, addresses(*tensors)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +10,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups.outputs import Output
 from interlace.comm.launching.kernels import Launch, triton_dtype
-from interlace.comm.replay.deferred import DeferredCall, addresses
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout, unfused
@@ -18,6 +18,7 @@ from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.fused import (
     Steps,
     buffer_bytes,
+    places_of,
     temporary_bytes,
     workspaces,
 )
@@ -55,7 +56,7 @@ def run(
         _take(call, needed),
         prepared,
         _gradients,
-        where=_where,
+        where=places_of,
         with_libraries=False,
         temporary_bytes=temporary_bytes(call, call.sizes.arrivals, 2 + call.sizes.gates),
     )
@@ -87,10 +88,6 @@ def _take(
         )
 
     return take
-
-
-def _where(space: Output, *gradients: torch.Tensor) -> Hashable:
-    return space.destination, addresses(*gradients)
 
 
 def _gradients(space: Output, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -178,6 +180,24 @@ def _returned(turns: int) -> tuple[list[int], int]:
     return wrong, again
 
 
+def _entered(call: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """What a call returns, and the file of every function of Python that it enters, itself among
+    them.
+    """
+    files: list[str] = []
+
+    def note(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            files.append(frame.f_code.co_filename)
+
+    sys.setprofile(note)
+    try:
+        result = call()
+    finally:
+        sys.setprofile(None)
+    return result, files
+
+
 _MOST_FUNCTIONS = 75
 """Functions of Python that a call which comes again may enter; without recalling it are 200."""
 
@@ -198,23 +218,12 @@ def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
                 return getattr(interlace, name)(*given, impl=impl)
 
             for _ in range(16):  # mapped outputs have two places and two turns
-                results = [call()]
-            count = 0
-
-            def note(frame: Any, event: str, argument: Any) -> None:
-                nonlocal count
-                count += event == "call"
-
-            sys.setprofile(note)
-            try:
-                results = [call()]
-            finally:
-                sys.setprofile(None)
-            counts[f"{name} {impl}"] = count
+                found = call()
+            found, files = _entered(call)
+            counts[f"{name} {impl}"] = len(files)
             interlace.group_of().replays.forget()
-            wanted = call()
-            if not torch.equal(results[0], wanted):
-                counts[f"{name} {impl}, wrong"] = count
+            if not torch.equal(found, call()):
+                counts[f"{name} {impl}, wrong"] = len(files)
     interlace.synchronize()
     return counts
 
@@ -256,32 +265,27 @@ def _tables(count: int, steps: int, bags: int) -> tuple[list[str], list[int], in
         indices = torch.zeros(lookups, dtype=torch.int64, device="cuda")
         offsets = torch.arange(count * bags + 1, device="cuda") * 3
         grad = torch.zeros(bags // ranks, ranks * count * 16, device="cuda")
+        forward = functools.partial(
+            interlace.embedding_all_to_all,
+            weights, indices, offsets, gradient=update, name=f"replayed {count}",
+        )  # fmt: skip
+
+        def step(forward: Any = forward, grad: torch.Tensor = grad) -> torch.Tensor:
+            y: torch.Tensor = forward()
+            y.backward(grad)
+            return y
+
         before, group.replays._enabled = group.replays._enabled, enabled
         outputs = []
         for _ in range(steps):
             indices.copy_(torch.randint(0, 40, (lookups,), device="cuda", generator=generator))
             grad.copy_(torch.randn(grad.shape, device="cuda", generator=generator))
-            functions = 0
-
-            def note(frame: Any, event: str, argument: Any) -> None:
-                nonlocal functions
-                functions += event == "call"
-
-            sys.setprofile(note)
-            try:
-                y = interlace.embedding_all_to_all(
-                    weights, indices, offsets, gradient=update, name=f"replayed {count}"
-                )
-                y.backward(grad)
-            finally:
-                sys.setprofile(None)
+            y, files = _entered(step)
             with torch.no_grad():
-                z = interlace.embedding_all_to_all(
-                    weights, indices, offsets, gradient=update, name=f"replayed {count}"
-                )
+                z = forward()
             outputs += [y.detach().clone(), z.clone()]
             if enabled:
-                counts.append(functions)
+                counts.append(len(files))
         group.replays._enabled = before
         trained.append([*outputs, *weights, *states])
     wrong = [
@@ -319,6 +323,12 @@ def _experts(steps: int) -> tuple[list[str], int, int]:
         w_in = random(count // ranks, inner, 2, hidden).requires_grad_()
         w_out = random(count // ranks, hidden, inner).requires_grad_()
         weights, experts = torch.rand(tokens, count, device="cuda", generator=generator).topk(2)
+
+        def step(operands: Any = (x, experts, weights, w_in, w_out), grad: Any = grad) -> Any:
+            y = interlace.mixture_of_experts(*operands)
+            y.backward(grad)
+            return y
+
         before, group.replays._enabled = group.replays._enabled, enabled
         found = []
         for _ in range(steps):
@@ -329,18 +339,7 @@ def _experts(steps: int) -> tuple[list[str], int, int]:
                     .topk(2)
                     .indices
                 )
-            entered = 0
-
-            def note(frame: Any, event: str, argument: Any) -> None:
-                nonlocal entered
-                entered += event == "call"
-
-            sys.setprofile(note)
-            try:
-                y = interlace.mixture_of_experts(x, experts, weights, w_in, w_out)
-                y.backward(grad)
-            finally:
-                sys.setprofile(None)
+            y, files = _entered(step)
             with torch.no_grad():
                 few = interlace.mixture_of_experts(
                     x[:8], experts[:8], weights[:8], w_in, w_out, impl="decode"
@@ -351,7 +350,7 @@ def _experts(steps: int) -> tuple[list[str], int, int]:
                 found.append(leaf.grad.cpu())
                 leaf.grad = None
             if enabled:
-                functions = entered
+                functions = len(files)
         group.replays._enabled = before
         trained.append(found)
     wrong = [
@@ -385,18 +384,9 @@ def _pairs() -> dict[str, int]:
         operand = mine if name == "all_gather_gemm" else x
         operator = getattr(interlace, name)
         wanted = operator(operand, w, impl="nccl").clone()
-        count = 0
-
-        def note(frame: Any, event: str, argument: Any) -> None:
-            nonlocal count
-            count += event == "call" and "interlace" in frame.f_code.co_filename
-
-        sys.setprofile(note)
-        try:
-            found = operator(operand, w, impl="nccl")
-        finally:
-            sys.setprofile(None)
-        counts[name if torch.equal(found, wanted) else f"{name}, wrong"] = count
+        found, files = _entered(functools.partial(operator, operand, w, impl="nccl"))
+        ours = [file for file in files if "interlace" in file]
+        counts[name if torch.equal(found, wanted) else f"{name}, wrong"] = len(ours)
         with torch.enable_grad():
             weight = w.clone().requires_grad_()
             assert operator(operand, weight, impl="nccl").requires_grad

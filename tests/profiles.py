@@ -13,10 +13,8 @@ def forget_profiles() -> None:
     """Forget the profiles that this process has measured or settled on, and what follows from any
     profile.
     """
-    known_profiles._adopted.clear()
+    known_profiles._versions.append({})
     common_profile._settled.clear()
-    for cached in known_profiles._by_profiles:
-        cached.cache_clear()
 
 
 def programs_store(program: str) -> Any:

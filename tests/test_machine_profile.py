@@ -24,7 +24,7 @@ from interlace.cli import bench
 from interlace.cli.tune_machine import is_between_nodes
 from interlace.comm.host import identity
 from interlace.costs import known_profiles
-from interlace.costs.known_profiles import keep_profile, profile_of
+from interlace.costs.known_profiles import cached_by_profiles, keep_profile, profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime, fit_rates
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.choice import Gpu
@@ -131,7 +131,7 @@ def test_the_users_own_profile_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     properties = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Another GPU")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    digest = identity._own_profile.__wrapped__
+    digest = identity.profile_digest.__wrapped__  # type: ignore[attr-defined]
     guessed = digest(gpu)
     assert profile_of("Another GPU", 132).is_guess
     keep_profile(dataclasses.replace(SLOW, gpu="Another GPU"))
@@ -173,7 +173,7 @@ def test_nothing_remembered_follows_from_an_earlier_profile(
         asked_before = _choices(device)
         modules = [module for name, module in sys.modules.items() if name.startswith("interlace")]
         for value in [value for module in modules for value in vars(module).values()]:
-            if isinstance(value, functools._lru_cache_wrapper):
+            if isinstance(value, (functools._lru_cache_wrapper, cached_by_profiles)):
                 value.cache_clear()
         assert _choices(device) == asked_before != before
     finally:

@@ -15,13 +15,10 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, BackendError
-from interlace.comm import process_group_named
 from interlace.comm.groups.group import Group
 from interlace.comm.host import cache
 from interlace.comm.launching.kernels import Launch
-from interlace.gemm import dispatch
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags
-from interlace.operators.gemm_all_reduce import GemmAllReduce
 from tests.errors import error_of
 from tests.nn.features import Features, own, weights_of
 from tests.operators.embedding_all_to_all.calls import Call
@@ -97,31 +94,6 @@ def _choice_of_rank_0() -> list[Any]:
 def test_rank_0_chooses_for_all_at_the_first_call(ranks: Any) -> None:
     """Ranks may know different times, now or later."""
     assert ranks(2).run(_choice_of_rank_0) == [[["of 0", 0], ["of 0", 0], ["of 0", 2]]] * 2
-
-
-def _chosen_by_other_profiles() -> list[Any]:
-    """Products by ``auto`` where rank 1 knows other times than rank 0."""
-    names = ["chunked", "fused"] if dist.get_rank() else ["pushed", "unfused"]
-    group = interlace.group_of(dist.new_group())
-    choose, run = GemmAllReduce.choose, []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            GemmAllReduce,
-            "choose",
-            lambda *given, **call: dataclasses.replace(
-                choose(*given, **call), impl=names[0], times_us=dict.fromkeys(names, 1.0)
-            ),
-        )
-        patch.setattr(dispatch, "_run", lambda each, call: run.append(each.name) or call.operands.x)
-        for rows in (4, 6):
-            interlace.gemm_all_reduce(
-                torch.ones(rows, 8), torch.ones(8, 8), group=process_group_named(group.name)
-            )
-    return run
-
-
-def test_products_run_by_the_choice_of_rank_0(ranks: Any) -> None:
-    assert ranks(2).run(_chosen_by_other_profiles) == [["pushed"] * 2] * 2
 
 
 # Embedding exchanges

@@ -78,9 +78,10 @@ def _call(rows: int = 6) -> None:
 
 
 def _order(rows: int = 6) -> list[str]:
-    group = interlace.group_of()
-    kinds = [each.order for kind, each in group.cache.measured.items() if (rows, 4) in kind[1]]
-    return [each.name for each in kinds[0]] if kinds else []
+    measured = interlace.group_of().cache.measured
+    found = [each for kind, each in measured.items() if autotune.class_of(rows) in kind]
+    candidates = list(map(operator_named("gemm_all_reduce").implementation, PREDICTED))
+    return [each.name for each in found[0].in_order(candidates, PREDICTED)] if found else []
 
 
 def _measured(folder: str, times: list[dict[str, float]], remembered: list[bool]) -> Any:
@@ -92,7 +93,7 @@ def _measured(folder: str, times: list[dict[str, float]], remembered: list[bool]
             _call()
             kind: dict[str, Any] = {}
             patch.setattr(autotune, "kind_of", lambda *_, **__: kind)
-            machine.memory.write(kind, {"chunked": 9.0, "fused": 8.0, "unfused": 7.0})
+            machine.memory.write(kind, {"chunked": 0.9, "fused": 0.66, "unfused": 0.5})
         else:
             patch.setattr(autotune, "kind_of", lambda *_, **__: {})
             _call()
@@ -101,10 +102,11 @@ def _measured(folder: str, times: list[dict[str, float]], remembered: list[bool]
             _call()
             first = list(machine.timed)
             _call()
+            _call(7)
             with interlace.autotune(False):
-                _call(7)
-        assert machine.timed == first, "once for each kind"
-        assert _order(7) == []
+                _call(9)
+        assert machine.timed == first, "once for each kind, to which up to eight rows belong"
+        assert _order(9) == []
         _call()
         order = _order()
         kept = machine.memory.read({})
@@ -138,7 +140,8 @@ def test_what_other_work_may_have_lengthened_is_measured_again(ranks: Any, tmp_p
     for rank, (timed, order, kept) in enumerate(results):
         assert timed == ["chunked", "fused", "unfused", "chunked"]
         assert order[:3] == ["chunked", "fused", "unfused"]
-        assert kept == ({"chunked": 8.5, "fused": 12.0, "unfused": 15.0} if rank == 0 else None)
+        expected = {"chunked": 0.85, "fused": 1.0, "unfused": pytest.approx(15 / 14)}
+        assert kept == (expected if rank == 0 else None)
 
 
 def test_what_is_doubtful() -> None:
@@ -192,7 +195,7 @@ def test_nothing_is_measured_where_one_rank_has_no_memory(ranks: Any, tmp_path: 
         assert kept is None
 
 
-@pytest.mark.parametrize("kept", [{}, {"chunked": 9.0, "unfused": 7.0}])
+@pytest.mark.parametrize("kept", [{}, {"chunked": 0.9, "unfused": 0.5}])
 def test_times_of_some_are_no_measurement(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kept: dict[str, float]
 ) -> None:
@@ -211,8 +214,26 @@ def test_times_of_some_are_no_measurement(
     )
     for _ in range(2):
         found = autotune.measured(call, candidates, PREDICTED, 1.5)
-        assert [each.name for each in found.order] == ["fused", "chunked", "unfused"]
+        order = found.in_order(candidates, PREDICTED)
+        assert [each.name for each in order] == ["fused", "chunked", "unfused"]
     assert measure.call_count == 1
+
+
+def test_a_measurement_counts_for_a_class_of_rows() -> None:
+    """Each number of rows has its own predicted times, and what was measured of others corrects
+    them.
+    """
+    classes = {rows: autotune.class_of(rows) for rows in (0, 1, 2, 3, 5, 64, 65, 1000)}
+    assert classes == {0: 1, 1: 1, 2: 2, 3: 4, 5: 8, 64: 64, 65: 128, 1000: 1024}
+    operator = operator_named("gemm_all_reduce")
+    measured = autotune.Measured(operator, {"fused": 2.0, "chunked": 1.0, "two_shot": 1.0})
+    few = {"fused": 10.0, "chunked": 15.0, "unfused": 18.0}
+    assert measured.times_us(few) == {"chunked": 15.0, "fused": 20.0}
+    many = {"fused": 10.0, "chunked": 25.0, "unfused": 18.0}
+    assert list(measured.times_us(many)) == ["fused", "chunked"]
+    candidates = list(map(operator.implementation, ("unfused", "chunked", "fused")))
+    order = [each.name for each in measured.in_order(candidates, many)]
+    assert order == ["fused", "chunked", "unfused"], "what was not measured comes last"
 
 
 def test_what_is_recorded_counts_no_epochs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,8 +19,8 @@ pytestmark = pytest.mark.gpu
 ROWS, COLUMNS, INNER = 4096, 4096, 2048
 
 
-def _measured(folder: str) -> tuple[list[str], list[str], float, float, int]:
-    """What was measured, in what order; the seconds that it took, the error, and files."""
+def _measured(folder: str) -> tuple[dict[str, float], dict[str, float], float, float, int]:
+    """What was measured, and what was remembered; seconds that it took, the error, and files."""
     group = interlace.group_of()
     generator = torch.Generator("cuda").manual_seed(dist.get_rank())
     x, w = (
@@ -39,7 +39,7 @@ def _measured(folder: str) -> tuple[list[str], list[str], float, float, int]:
             interlace.gemm_reduce_scatter(x, w)
             torch.cuda.synchronize()
             seconds = time.monotonic() - start
-        measured = [list(each.order) for each in group.cache.measured.values()][-1]
+        measured = list(group.cache.measured.values())[-1].multiples
         files = len(list(Path(folder).glob("*.json")))
         y = interlace.gemm_reduce_scatter(x, w).double()
         # A program that runs later remembers, and ranks agree on what rank 0 remembers.
@@ -47,11 +47,10 @@ def _measured(folder: str) -> tuple[list[str], list[str], float, float, int]:
         patch.setattr(autotune, "measure", lambda *_: pytest.fail("it is remembered"))
         with interlace.autotune():
             interlace.gemm_reduce_scatter(x, w)
-        again = [list(each.order) for each in group.cache.measured.values()][-1]
+        again = list(group.cache.measured.values())[-1].multiples
     interlace.synchronize()
     error = float((y - expected).norm() / expected.norm())
-    names = [each.name for each in measured]
-    return names, [each.name for each in again], seconds, error, files
+    return dict(measured), dict(again), seconds, error, files
 
 
 def test_ranks_measure_and_remember(ranks: Any, own_gpus: None, tmp_path: Path) -> None:
@@ -83,12 +82,12 @@ def _with_little_memory(folder: str) -> tuple[float, dict[str, float], int, bool
         with interlace.autotune():
             y = interlace.all_gather_gemm(x, w)
     interlace.synchronize()
-    times_us: dict[str, float] = {}
+    multiples: dict[str, float] = {}
     for kind in list(group.cache.measured.values())[before:]:
-        times_us |= kind.times_us
+        multiples |= kind.multiples
     held.clear()
     error = float((y - INNER).abs().max())
-    return error, times_us, len(list(Path(folder).glob("*.json"))), group.broken
+    return error, multiples, len(list(Path(folder).glob("*.json"))), group.broken
 
 
 def test_nothing_is_measured_where_one_rank_has_no_memory(

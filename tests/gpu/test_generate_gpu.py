@@ -117,7 +117,7 @@ def _both(folder: str, tokens: int) -> dict[str, Any]:
         sums = [str(found) for found in findings if found.operator == "gemm_all_reduce_norm"]
         groups = [group for groups in list(_groups.values()) for group in groups.values()]
         runs = sorted(
-            f"{measured.order[0].name}: {dict(measured.times_us)}"
+            f"{dict(measured.multiples)}"
             for group in groups
             for measured in group.cache.measured.values()
         )

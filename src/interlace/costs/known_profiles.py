@@ -5,6 +5,7 @@ Nothing here imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.resources
@@ -12,9 +13,9 @@ import json
 import math
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from interlace.cache_folder import cache_folder, is_own, write_whole
 from interlace.costs.corrections import Corrections
@@ -26,20 +27,52 @@ from interlace.errors import ConfigError
 
 T = TypeVar("T")
 
-_by_profiles: list[functools._lru_cache_wrapper[Any]] = []
-"""The caches of what follows from profiles."""
+_versions: list[dict[str, MachineProfile]] = [{}]
+"""The profiles that all ranks of this program go by, where it is not this user's file, by GPU: at
+first none, and what has been added by each :func:`adopt`. The last one counts.
+"""
 
-_adopted: dict[str, MachineProfile] = {}
-"""The profiles that all ranks of this program go by, where it is not this user's file, by GPU."""
+_asked: int | None = None
+"""The version that the innermost :func:`as_of` asks for; None outside of any."""
 
 _MOST_CALLS = 4096
 
 
-def cached_by_profiles(function: Callable[..., T]) -> functools._lru_cache_wrapper[T]:
-    """Decorate a function as ``functools.lru_cache``, until :func:`adopt` changes a profile."""
-    cached = functools.lru_cache(maxsize=_MOST_CALLS)(function)
-    _by_profiles.append(cached)
-    return cached
+def version() -> int:
+    """Return the number of the profiles that count now: how many this process has adopted, or had
+    at the time that :func:`as_of` says.
+    """
+    return len(_versions) - 1 if _asked is None else _asked
+
+
+@contextlib.contextmanager
+def as_of(version: int) -> Iterator[None]:
+    """Go by the profiles that counted at an earlier :func:`version` within the context."""
+    global _asked
+    before, _asked = _asked, version
+    try:
+        yield
+    finally:
+        _asked = before
+
+
+class cached_by_profiles(Generic[T]):
+    """Decorate a function as ``functools.lru_cache``, whose results are those of its arguments and
+    of the profiles that count.
+    """
+
+    def __init__(self, function: Callable[..., T]) -> None:
+        functools.update_wrapper(self, function)
+
+        @functools.lru_cache(maxsize=_MOST_CALLS)
+        def cached(version: int, *args: Any, **named: Any) -> T:
+            return function(*args, **named)
+
+        self._cached, self.cache_clear = cached, cached.cache_clear
+
+    def __call__(self, *args: Any, **named: Any) -> T:
+        """Return the function's result."""
+        return self._cached(version(), *args, **named)
 
 
 @cached_by_profiles
@@ -142,9 +175,7 @@ def adopt(profile: MachineProfile) -> None:
 
     All ranks of the program must do so (:mod:`interlace.comm.host.common_profile`).
     """
-    _adopted[profile.gpu] = profile
-    for cached in _by_profiles:
-        cached.cache_clear()
+    _versions.append({**_versions[-1], profile.gpu: profile})
 
 
 def keep_profile(profile: MachineProfile) -> Path:
@@ -168,8 +199,9 @@ def own_profile(gpu: str) -> MachineProfile | None:
 
     A file that is no profile, or that others may write to, is ignored with a warning.
     """
-    if gpu in _adopted:
-        return _adopted[gpu]
+    adopted = _versions[version()]
+    if gpu in adopted:
+        return adopted[gpu]
     file = own_file(gpu)
     try:
         if not (is_own(file) and is_own(file.parent)):

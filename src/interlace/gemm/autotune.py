@@ -60,12 +60,12 @@ _asked: bool | None = None
 def autotune(enabled: bool = True) -> Iterator[None]:
     """Measure implementations within the context, instead of trusting predictions.
 
-    The first call of a new kind (operator, sizes, dtype, layout, ranks) of the operators around a
-    product times the implementations whose predicted time is within 1.5 of the shortest, or
-    within 3 on a GPU whose profile is a guess: on all ranks together, with cold weights, in about
-    100 ms, beside what compiling takes. All ranks then agree on the fastest. It is remembered on
-    disk, so the next program does not measure again, and it counts after the context, too. Calls in
-    a CUDA graph's capture are not measured: make the first call before.
+    The first call of a new kind (operator, sizes, dtype, layout, ranks; rows by powers of two) of
+    the operators around a product times the implementations whose predicted time is within 1.5 of
+    the shortest, or within 3 on a GPU whose profile is a guess: on all ranks together, with cold
+    weights, in about 100 ms, beside what compiling takes. All ranks then agree on the fastest. It
+    is remembered on disk, so the next program does not measure again, and it counts after the
+    context, too. Calls in a CUDA graph's capture are not measured: make the first call before.
 
     ``INTERLACE_AUTOTUNE=1`` in the environment is the same for the whole program, and
     ``INTERLACE_AUTOTUNE=0`` measures nothing even where a call asks for it by ``impl="measured"``,
@@ -120,7 +120,8 @@ def kind_of(
     by_rank: Sequence[int] = (),
     gather: bool = False,
 ) -> dict[str, Any]:
-    """Return everything that the times of a call depend on, as JSON can hold it.
+    """Return everything that the times of a call depend on, as JSON can hold it; of the rows that
+    is their class.
 
     Args:
         by_rank: Rows of each rank, if they are not shared out as evenly as can be.
@@ -130,7 +131,7 @@ def kind_of(
         **identity(operands.x.device),
         "operator": operator,
         "ranks": ranks,
-        "x": list(operands.x.shape),
+        "rows_up_to": class_of(operands.rows),
         "w": list(operands.w.shape),
         "w_along_K": operands.w.stride(1) == 1,
         "dtype": str(operands.x.dtype),
@@ -141,8 +142,19 @@ def kind_of(
     }
 
 
+def class_of(rows: int) -> int:
+    """Return the most rows of the calls that are measured together with one of ``rows``.
+
+    A server makes calls of hundreds of numbers of rows, and a measurement takes longer than a call.
+    So one counts for all up to the next power of two, each with its own predicted times.
+    """
+    return 1 << max(rows - 1, 0).bit_length()
+
+
 def remembered(kind: Mapping[str, Any]) -> dict[str, float] | None:
-    """Return the times in microseconds that were measured for a kind of call; None if none were."""
+    """Return the times that were measured for a kind of call, as multiples of the predicted ones;
+    None if none were.
+    """
     return _memory().read(kind)
 
 
@@ -158,16 +170,32 @@ def may_measure(call: GemmCall) -> bool:
 
 
 class Measured(NamedTuple):
-    """Hold the times that all ranks have measured for one kind of call.
+    """Hold what all ranks have measured for one kind of calls.
 
     Attributes:
-        order: The implementations that may run it: the fastest first, those that were not measured
-            last.
-        times_us: The measured times in microseconds by implementation.
+        operator: The operator.
+        multiples: The measured times of implementations, as multiples of the predicted ones.
     """
 
-    order: tuple[Implementation, ...]
-    times_us: Mapping[str, float]
+    operator: Operator
+    multiples: Mapping[str, float]
+
+    def times_us(self, predicted_us: Mapping[str, float]) -> dict[str, float]:
+        """Return the times of a call of this kind in microseconds, the one that runs first, by its
+        predicted times.
+        """
+        known = self.multiples.keys() & predicted_us.keys()
+        times_us = {name: self.multiples[name] * predicted_us[name] for name in known}
+        return {name: times_us[name] for name in in_measured_order(self.operator, times_us)}
+
+    def in_order(
+        self, candidates: Sequence[Implementation], predicted_us: Mapping[str, float]
+    ) -> tuple[Implementation, ...]:
+        """Return the candidates for a call of this kind: the fastest first, and those that were not
+        measured last.
+        """
+        places = {name: place for place, name in enumerate(self.times_us(predicted_us))}
+        return tuple(sorted(candidates, key=lambda each: places.get(each.name, len(places))))
 
 
 def measured(
@@ -176,10 +204,10 @@ def measured(
     predicted_us: Mapping[str, float],
     worst_error: float,
 ) -> Measured:
-    """Return the candidates in the order of measured times.
+    """Return the times of the candidates that are near the best. Collective.
 
-    Collective: ranks exchange what they remember of this kind of call, and measure together what
-    rank 0 does not remember.
+    Ranks exchange what they remember of this kind of call, and measure together what rank 0 does
+    not remember.
 
     Args:
         candidates: In the order of their predicted times.
@@ -189,7 +217,7 @@ def measured(
     predicted = [candidate for candidate in candidates if candidate.name in predicted_us]
     near = near_the_best(predicted, predicted_us, worst_error)
     if len(near) < 2:
-        return Measured(candidates, {})
+        return Measured(call.operator, {})
     kind = kind_of(
         call.operator.name,
         call.operands,
@@ -202,20 +230,18 @@ def measured(
     # Times of some of them do not say which one is the fastest.
     own = own if own is not None and names <= own.keys() else None
     # Ranks may remember different times, so one rank's memory counts for all.
-    times_us = call.group.exchange("measured times", own)[0]
-    if times_us is None:
+    multiples = call.group.exchange("measured times", own)[0]
+    if multiples is None:
         if inductor_graphs.is_running():
             # Copies of weights and graphs must not come from the pool of Inductor's graph.
             times_us = inductor_graphs.call_apart(measure, call, near, predicted_us)
         else:
             times_us = measure(call, near, predicted_us)
+        multiples = {name: us / predicted_us[name] for name, us in times_us.items()}
         # What has failed, as for lack of memory, may work in the next program.
-        if call.group.rank == 0 and names <= times_us.keys():
-            _memory().write(kind, times_us)
-    in_order = in_measured_order(call.operator, times_us)
-    places = {name: place for place, name in enumerate(in_order)}
-    order = sorted(candidates, key=lambda candidate: places.get(candidate.name, len(places)))
-    return Measured(tuple(order), times_us)
+        if call.group.rank == 0 and names <= multiples.keys():
+            _memory().write(kind, multiples)
+    return Measured(call.operator, multiples)
 
 
 def in_measured_order(operator: Operator, times_us: Mapping[str, float]) -> list[str]:

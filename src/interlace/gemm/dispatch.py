@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 from interlace.comm import Group, group_named
+from interlace.comm.host.agreement import Family
+from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime import ranges
 from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.costs.known_profiles import as_of, version
 from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError, InterlaceError, WorkspaceError
 from interlace.gemm import autotune, invariance
@@ -31,6 +34,7 @@ from interlace.gemm.invariance import (
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
+from interlace.mapped.meeting import meet, meeting_workspace
 from interlace.registry import Implementation
 from interlace.tuning.choice import Choice, configured
 from interlace.tuning.configuration import Configuration
@@ -50,11 +54,13 @@ class Decision:
         implementations: What runs: the first one that has memory for these sizes.
         predicted_us: The predicted times of implementations; empty where the caller has chosen.
         worst_error: The factor by which they may be wrong.
-        kind: What all ranks have agreed on.
+        kind: What all ranks have agreed on; of calls that they have agreed on for all numbers of
+            rows, the class of the rows beside it.
         is_measured: Whether the order of the implementations was measured.
         has_run: Whether such a call has run, so that its memory is there.
         config: The fused kernel's configuration.
         configs: The configurations of implementations that have one of their own, by name.
+        family: What ranks have agreed on, if that was for all numbers of rows.
     """
 
     mark: int
@@ -65,6 +71,7 @@ class Decision:
     predicted_us: Mapping[str, float]
     worst_error: float
     kind: tuple[Hashable, ...]
+    family: Family | None = None
     is_measured: bool = False
     has_run: bool = False
 
@@ -166,6 +173,7 @@ def run(
         if not decision.is_measured:
             # Ranks ask one another in the next call again, so none may pass that over.
             call = dataclasses.replace(call, known=None)
+    _meet_before_pair(call, decision)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
     for implementation in decision.implementations:
@@ -278,6 +286,23 @@ class _PairAgain:
         return group.perform(self.implementation.run(call))
 
 
+def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
+    """Let ranks' GPUs compare a call whose rows no host has compared, once for each number of rows.
+
+    Signals of our kernels carry the call's mark, so different rows are found in each call. Those of
+    a stock pair carry nothing. Its first call with these rows comes after a kernel that compares
+    the marks, which takes the host no exchange.
+    """
+    family, operator, group = decision.family, call.operator, call.group
+    rows = call.operands.rows
+    is_pair = operator.is_pair(decision.implementations[0].name)
+    if family is None or not is_pair or rows in family.met or group.capture_id() is not None:
+        return
+    family.met.add(rows)
+    name = f"{operator.name}, comparison of rows"
+    meet(group, name, meeting_workspace(group, name), decision.mark)
+
+
 def _link_bytes(call: GemmCall) -> int | None:
     """Return the bytes that leave a rank if rows are shared out evenly; None without a formula."""
     operands = call.operands
@@ -306,8 +331,12 @@ def _measure(call: GemmCall, decision: Decision) -> None:
         known[decision.kind] = autotune.measured(
             call, decision.implementations, decision.predicted_us, decision.worst_error
         )
-    decision.implementations, decision.is_measured = known[decision.kind].order, True
-    call.group.replays.forget()
+    measured = known[decision.kind]
+    order = measured.in_order(decision.implementations, decision.predicted_us)
+    # What comes again is found past this decision.
+    if decision.has_run and order != decision.implementations:
+        call.group.replays.forget()
+    decision.implementations, decision.is_measured = order, True
 
 
 def group_for(operator: str, group_name: str, device: torch.device) -> Group:
@@ -332,16 +361,15 @@ def _decide(
 ) -> Decision:
     """Agree on a call with all ranks, and choose how it runs. Collective.
 
+    Calls that differ in their rows alone, without lists of them, are agreed on once for all numbers
+    of rows, as a server sees hundreds. Each rank chooses for itself then, and all alike, as they go
+    by the same code, tables and profiles.
+
     Args:
         also_agreed: What ranks must have in common beside operands and lists of rows.
     """
-    agreed = {
-        **operator.agreed(operands, splits, group),
-        **operands.agreed(),
-        **also_agreed,
-        "impl": impl,
-        "config": config,
-    }
+    of_rows = operator.agreed(operands, splits, group)
+    shared = {**operands.agreed(), **also_agreed, "impl": impl, "config": config}
 
     def choose() -> list[Any] | None:
         # Lists that differ by rank are known once ranks have exchanged them; then each chooses.
@@ -354,7 +382,18 @@ def _decide(
         return _choose(operator, operands, rows, group).packed()
 
     # Ranks compare everything before the first of them goes on: a refusal below is every rank's.
-    mark, chosen_by_rank_0 = group.agreement.agree(operator.name, agreed, choose)
+    family = None
+    if all(rows is None for rows in splits) and not group.spans_nodes:
+        knowledge = profile_digest(group.device)
+        family = group.agreement.family(operator.name, shared, of_rows, knowledge)
+    if family is not None and family.is_alike:
+        mark, chosen_by_rank_0, profiles = family.mark(operands.rows), None, family.profiles
+        kind: tuple[Hashable, ...] = (*shared.items(), autotune.class_of(operands.rows))
+    else:
+        family = None
+        agreed = {**of_rows, **shared}
+        mark, chosen_by_rank_0 = group.agreement.agree(operator.name, agreed, choose)
+        profiles, kind = version(), tuple(agreed.items())
     operands.require_supported(operator.name, operator.takes_float8)
     rows = operator.plan_rows(operands.rows, splits, group)
     terms = operands.terms(rows.is_even, group.members.node_of_rank)
@@ -363,7 +402,9 @@ def _decide(
     asked_for = named or operator.choosers[0]
     operator.require_nodes(asked_for, group.nodes, terms, is_invariant=not is_free)
     if chosen_by_rank_0 is None:
-        choice = _choose(operator, operands, rows, group)
+        # What ranks have in common is what they knew when they agreed.
+        with as_of(profiles):
+            choice = _choose(operator, operands, rows, group)
     else:
         choice = Choice.unpacked(operator, chosen_by_rank_0)
     if not is_free:
@@ -399,7 +440,8 @@ def _decide(
         # Only calls within a node are measured at their first call.
         choice.times_us if is_open and not group.spans_nodes else {},
         choice.worst_error,
-        (operator.name, *agreed.items()),
+        (operator.name, *kind),
+        family,
     )
 
 

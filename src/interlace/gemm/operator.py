@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, cast
 
 import torch
@@ -208,8 +208,10 @@ class GemmOperator(Operator):
         reason = choice.reason
         for refusing, lacks in unmet.items():
             reason = f"{refusing} must have {lacks}; {reason}"
-        measured_us = self._measured_us(operands, world_size, lists) if nodes == 1 else None
-        if measured_us is not None:
+        measured_us = {}
+        if nodes == 1:
+            measured_us = self._measured_us(operands, world_size, lists, choice.times_us)
+        if measured_us:
             times = ", ".join(f"{each} {us:.0f} us" for each, us in measured_us.items())
             reason = (
                 f"{reason}; measured here by interlace.autotune, and so within it or with "
@@ -224,20 +226,22 @@ class GemmOperator(Operator):
         return name if config is None else f"{name} ({config})"
 
     def _measured_us(
-        self, operands: Operands, world_size: int, splits: Splits
-    ) -> dict[str, float] | None:
-        """Return the times that were measured for a call, the one that such a call runs first; None
-        if none were.
+        self,
+        operands: Operands,
+        world_size: int,
+        splits: Splits,
+        predicted_us: Mapping[str, float],
+    ) -> dict[str, float]:
+        """Return the times in microseconds that were measured for such calls, the one that runs
+        first; empty if none were.
         """
         # Imported here, since that module's own imports lead back to this one.
         from interlace.gemm import autotune
 
         if operands.x.device.type != "cuda" or any(rows is not None for rows in splits):
-            return None
-        times_us = autotune.remembered(autotune.kind_of(self.name, operands, world_size))
-        if times_us is None:
-            return None
-        return {name: times_us[name] for name in autotune.in_measured_order(self, times_us)}
+            return {}
+        multiples = autotune.remembered(autotune.kind_of(self.name, operands, world_size))
+        return autotune.Measured(self, multiples or {}).times_us(predicted_us)
 
     def product_rows(self, rows: int, splits: Splits, world_size: int) -> tuple[int, bool]:
         """Return the rows that a choice goes by, and whether they are shared out evenly, as far as

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from interlace.comm import Group, group_of
 from interlace.comm.groups.symmetric import require_dtype, sizes_of
 from interlace.comm.launching.kernels import (
-    MOST_MOVERS,
     Launch,
     cut_rows,
     known_factor,
@@ -20,7 +19,8 @@ from interlace.comm.replay.memory import Block
 from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
-from interlace.mapped.layout import BARRIERS, Mapping, chunk_of_block, chunk_of_rows, tensor_at
+from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
+from interlace.mapped.meeting import meet, meeting_workspace
 
 OPERATOR = "mapped output"
 ORDERS = ("natural", "rotated")
@@ -127,7 +127,7 @@ class MappedOutput:
                 tensor_at(self.group, address, ranks * chunk.nbytes, *received, dtype, self._block)
             )
         self._written = [self._map(homes, all_sizes, strides) for homes in self._homes()]
-        self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
+        self._workspace = meeting_workspace(self.group, OPERATOR)
         # Int32 on the device: 0 if the parts that were written must not be used.
         self._is_valid: torch.Tensor | None = None
         self._half = self._turn = 0
@@ -346,21 +346,7 @@ class MappedOutput:
             self._half = 1 - self._half
 
     def _meet(self) -> None:
-        if self.group.world_size == 1:
-            return
-        require(self.group.backend)
-        from interlace.mapped import kernel
-
-        with self.group.running():
-            arguments = {
-                "signals": self._workspace.signals.address,
-                "epochs": self._workspace.epochs,
-                "ctx": self.group.context(OPERATOR),
-                "is_valid": self._is_valid,
-                "call": self._mark,
-            }
-            constants = {"WORLD_SIZE": self.group.world_size, "num_warps": 1}
-            Launch(kernel.meet, (1,), arguments, constants)()
+        meet(self.group, OPERATOR, self._workspace, self._mark, self._is_valid)
 
 
 def _validate(

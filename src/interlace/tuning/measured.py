@@ -1,4 +1,5 @@
-"""Measured times of implementations, kept on disk for the user's next programs.
+"""Measured times of implementations, as multiples of the predicted ones, kept on disk for the
+user's next programs.
 
 A kind of call has a file of its own, which is replaced as a whole. So programs that measure at the
 same time need no lock: the last one to finish is remembered, and no reader sees half of a file.
@@ -24,10 +25,11 @@ MOST_FILES = 4096
 
 
 class MeasuredTimes:
-    """Times in microseconds by kind of call and implementation, in files of one folder.
+    """Multiples of the predicted times by kind of call and implementation, in files of one folder.
 
     A kind of call is a dictionary that JSON can hold: operator, sizes, dtype, ranks, and the
-    versions and the GPU that times depend on.
+    versions, the GPU and the profile that times and predictions depend on. Calls of a kind may
+    differ in their rows by up to a factor of two, so what is kept are multiples.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -36,18 +38,18 @@ class MeasuredTimes:
         self._has_warned = False
 
     def read(self, kind: Mapping[str, Any]) -> dict[str, float] | None:
-        """Return the times of a kind of call; None if it was not measured or cannot be read."""
+        """Return the multiples of a kind of call; None if it was not measured or cannot be read."""
         file = self._file(kind)
         try:
             if not self._is_own():
                 return None
             document = json.loads(file.read_text(encoding="utf-8"))
-            times = {str(name): float(us) for name, us in document["times_us"].items()}
+            multiples = {str(name): float(each) for name, each in document["multiples"].items()}
             # A hash may collide, and a file may have been edited.
             if document["kind"] == json.loads(json.dumps(kind)) and all(
-                math.isfinite(us) and us > 0 for us in times.values()
+                math.isfinite(each) and each > 0 for each in multiples.values()
             ):
-                return times
+                return multiples
             raise ValueError("it is of another kind of call")
         except FileNotFoundError:
             return None
@@ -55,13 +57,13 @@ class MeasuredTimes:
             self._warn(f"{file} is ignored: {error!r}")
             return None
 
-    def write(self, kind: Mapping[str, Any], times_us: Mapping[str, float]) -> None:
-        """Remember the times of a kind of call, and forget the oldest ones beyond the limit."""
+    def write(self, kind: Mapping[str, Any], multiples: Mapping[str, float]) -> None:
+        """Remember the multiples of a kind of call, and forget the oldest beyond the limit."""
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             if not self._is_own():
                 return
-            content = to_json({"kind": dict(kind), "times_us": dict(times_us)})
+            content = to_json({"kind": dict(kind), "multiples": dict(multiples)})
             write_whole(self._file(kind), content)
             self._forget_oldest()
         except OSError as error:

@@ -9,6 +9,7 @@ docs/architecture.md lists every cache with its key.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from interlace.comm.host.health import Health
 from interlace.comm.host.members import Exchange, Members, by_rank
 from interlace.comm.runtime import context as ctx
 from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.costs.known_profiles import version
 from interlace.errors import (
     ArgumentError,
     BackendError,
@@ -29,7 +31,37 @@ from interlace.errors import (
 
 _CHOICE = "the choice of rank 0"
 
+_KNOWLEDGE = "what a rank chooses by"
+
 _MARKS = 127  # distinct marks of calls; 0 is no mark, and an int32 has 7 bits above the epoch
+# Of a family's calls: the remainders of sizes by 125 differ where those by 127 do not, as powers of
+# two have but seven of these and a hundred of those. 77 sets families that follow one another far
+# apart.
+_MARKS_OF_SIZES, _BETWEEN_FAMILIES = 125, 77
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """Calls that differ in one size alone, which ranks have agreed on once for all sizes.
+
+    Attributes:
+        number: The family's number, the same on all ranks.
+        is_alike: Whether all ranks choose by the same knowledge, and so alike without a word.
+        profiles: The profiles that this rank knew then, for ``known_profiles.as_of``.
+        met: The sizes for which ranks have met on their GPUs, the same on all ranks.
+    """
+
+    number: int
+    is_alike: bool
+    profiles: int
+    met: set[int] = dataclasses.field(default_factory=set)
+
+    def mark(self, size: int) -> int:
+        """Return the mark of the call of a size, for ``interlace.language.mark``: the same on all
+        ranks, and another one for 124 of 125 other sizes.
+        """
+        remainder = (self.number * _BETWEEN_FAMILIES + size) % _MARKS_OF_SIZES
+        return (1 + remainder) << ctx.EPOCH_BITS
 
 
 class Agreement:
@@ -99,6 +131,40 @@ class Agreement:
                 agreed = (1 + number % _MARKS) << ctx.EPOCH_BITS, answers[0][_CHOICE]
                 self._cache.agreed[key] = agreed
         return agreed
+
+    def family(
+        self,
+        operator: str,
+        arguments: Mapping[str, Hashable],
+        first: Mapping[str, Hashable],
+        knowledge: str,
+    ) -> Family:
+        """Check once per distinct ``arguments`` that all ranks call ``operator`` with equal ones,
+        for all calls that have these in common and differ in a size.
+
+        The first call exchanges them on the host, and so no later one, of whatever size. Ranks that
+        later make calls of different sizes find out by the deadline, by :meth:`Family.mark`.
+
+        Args:
+            operator: Name of the calling operator.
+            arguments: What the calls have in common; equal on all ranks by contract.
+            first: What the first call has beside them, its size above all; compared with it.
+            knowledge: What this rank chooses by; it may differ from rank to rank.
+
+        Raises:
+            RankMismatchError: Arguments differ; raised on every rank, with their values.
+        """
+        key = (operator, *arguments.items())
+        known = self._cache.families.get(key)
+        if known is None:
+            with self._health.indivisible(operator):
+                compared = {**arguments, **first}
+                answers = self._compare(operator, compared, {_KNOWLEDGE: knowledge})
+                number = self._cache.count_agreement()
+                is_alike = all(answer[_KNOWLEDGE] == knowledge for answer in answers)
+                known = Family(number, is_alike, version())
+                self._cache.families[key] = known
+        return known
 
     def gather(
         self,

@@ -30,12 +30,13 @@ class Recoverable(Protocol):
 class CallCache:
     """Remember what earlier calls of a group have agreed on, computed, made and enqueued.
 
-    Entries of the first three dictionaries come from exchanges. They must be equal on all ranks,
+    Entries of the first four dictionaries come from exchanges. They must be equal on all ranks,
     so only collective calls forget them. The remaining entries are local: a hit on one rank and a
     miss on another do no harm. Lives of the entries::
 
         memory       key                               forgotten by
         agreed       operator and arguments            clear; all entries when there are 16384
+        families     operator and common arguments     clear; with agreed
         gathered     operator, name, shared arguments  clear
         settled      question                          clear
         measured     what ranks agreed on              clear; with agreed
@@ -52,6 +53,7 @@ class CallCache:
 
     Attributes:
         agreed: Marks of the calls that :meth:`Agreement.agree` has compared, and rank 0's choices.
+        families: What :meth:`Agreement.family` has compared, for calls of all sizes.
         gathered: This rank's values and all answers of :meth:`Agreement.gather`.
         settled: Results of :meth:`Agreement.any_rank` that cannot change any more.
         measured: What ranks have measured together, by what they have agreed on.
@@ -65,6 +67,7 @@ class CallCache:
     def __init__(self, streams: Streams) -> None:
         """Create an empty cache of calls that run on the device of ``streams``."""
         self.agreed: dict[tuple[Hashable, ...], tuple[int, Any]] = {}
+        self.families: dict[tuple[Hashable, ...], Any] = {}
         self._agreements = 0
         self.gathered: dict[tuple[Hashable, ...], tuple[dict[str, Any], Answers]] = {}
         self.settled: dict[str, bool] = {}
@@ -96,8 +99,9 @@ class CallCache:
         Once there are too many, all are forgotten, on every rank in the same agreement; and so is
         what a rank has made of them, as it would not agree again where its peers do.
         """
-        if len(self.agreed) >= _MAX_AGREED:
+        if len(self.agreed) + len(self.families) >= _MAX_AGREED:
             self.agreed.clear()
+            self.families.clear()
             self.measured.clear()
             self._computed.clear()
             self.replays.forget()
@@ -115,6 +119,7 @@ class CallCache:
         # The graphs go first: they may be running, and refer to memory of other entries.
         self.replays.clear()
         self.agreed.clear()
+        self.families.clear()
         self._agreements = 0
         self.gathered.clear()
         self.settled.clear()

@@ -51,7 +51,7 @@ def identity(device: torch.device) -> dict[str, str]:
     return {
         "the_version_of_interlace": __version__,
         "the_tuned_tables": digest_of(TABLES)[:16],
-        "the_machine_profiles": digest_of(PROFILES)[:16] + _own_profile(device),
+        "the_machine_profiles": digest_of(PROFILES)[:16] + profile_digest(device),
         "the_version_of_torch": torch.__version__,
         "the_version_of_Triton": _version_of_triton(),
         "the_model_of_the_GPU": gpu,
@@ -70,8 +70,8 @@ def settings() -> dict[str, str]:
 
 
 @cached_by_profiles
-def _own_profile(device: torch.device) -> str:
-    """Return a digest of the profile by which this process chooses on a GPU; empty on the CPU."""
+def profile_digest(device: torch.device) -> str:
+    """Return a digest of the profile that counts for a GPU; empty on the CPU backend."""
     if device.type != "cuda":
         return ""
     text = text_of(known_profile(device))

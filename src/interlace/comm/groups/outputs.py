@@ -250,7 +250,9 @@ class OutputPool:
         if previous is not None and previous.buffer_bytes >= nbytes:
             kept = (space for space in self._retained if space.buffer_bytes >= nbytes)
             return next(kept, previous)
-        size = round_up(max(nbytes, 1), 4096)
+        # Sizes that grow by and by, as prompts' lengths do, shall not each be new memory.
+        least = 0 if previous is None else previous.buffer_bytes // 4 * 5
+        size = round_up(max(nbytes, least, 1), 4096)
         with self._health.indivisible("growing the memory of outputs"):
             block = self._allocate((BUFFERS + 1) * size)
             if previous is not None and self._any_rank_now(

@@ -89,7 +89,9 @@ def kept_output(
 
     All ranks make the same calls, so a key is new on every rank or on none. What is new is settled
     by all of them: a rank may have captured other outputs than its peers, or fail to map memory,
-    and must not go its own way then. That there is none is remembered, too.
+    and must not go its own way then. That there is none is remembered, too, and the more sizes have
+    none, the seldomer ranks ask one another about another one: they would in each call of a server
+    whose sizes keep changing.
 
     Args:
         replace: Whether another output may be given up for a new one.
@@ -100,8 +102,14 @@ def kept_output(
         if len(absent) >= _MOST_ABSENT:  # on every rank at once
             for other in absent:
                 del group.kept[other]
-        with group.indivisible("making a mapped output"):
-            group.kept[key] = _make_output(output, group, group_name, replace=replace)
+        made = None
+        count = sum(isinstance(value, Fused) for value in group.kept.values())
+        # With none, one, two, four absent ones and so on.
+        is_asked = len(absent) & (len(absent) - 1) == 0
+        if replace or is_asked or count < _MOST_OUTPUTS:
+            with group.indivisible("making a mapped output"):
+                made = _make_output(output, group, group_name, replace=replace)
+        group.kept[key] = made
     group.kept.move_to_end(key)
     return cast("Fused | None", group.kept[key])
 
@@ -120,15 +128,17 @@ def _make_output(
     # on all ranks. Which graphs a rank has captured, only that rank knows; and each rank has used
     # its outputs in an order of its own, as a graph of the program uses one without the host. So
     # outputs are exchanged by name, and rank 0's order counts for all.
-    captured_by_rank: list[dict[str, bool]] = group.exchange(
-        "mapped outputs in CUDA graphs",
-        {name: group.kept[key].output.captured for name, key in made.items()},
-    )
-    free = [
-        made[name]
-        for name in captured_by_rank[0]
-        if not any(captured[name] for captured in captured_by_rank)
-    ]
+    free = []
+    if len(made) >= _MOST_OUTPUTS:
+        captured_by_rank: list[dict[str, bool]] = group.exchange(
+            "mapped outputs in CUDA graphs",
+            {name: group.kept[key].output.captured for name, key in made.items()},
+        )
+        free = [
+            made[name]
+            for name in captured_by_rank[0]
+            if not any(captured[name] for captured in captured_by_rank)
+        ]
     if len(free) >= _MOST_OUTPUTS and not replace:
         return None
     try:

@@ -329,7 +329,7 @@ class Group:
 
     def synchronize(self) -> None:
         """Wait until this rank's kernels are done, then :meth:`check`."""
-        self.streams.synchronize()
+        self.streams.synchronize(lambda: self.broken)
         self.check()
 
     def release(self) -> None:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from interlace.comm.runtime.driver import driver
 from interlace.errors import GroupError, WorkspaceError
+
+_POLL_S = 20e-6
+"""Seconds between two looks at whether a GPU is idle."""
+
+_PATIENCE_S = 5.0
+"""Seconds in which kernels that wait end once a call has failed."""
 
 
 class StreamOrder:
@@ -81,10 +90,27 @@ class Streams:
             self._side_streams[key] = torch.cuda.Stream(self.device, priority=-1 if first else 0)
         return self._side_streams[key]
 
-    def synchronize(self) -> None:
-        """Wait until the GPU is idle; return at once on the CPU backend."""
-        if self.on_gpu:
-            torch.cuda.synchronize(self.device)
+    def synchronize(self, is_broken: Callable[[], bool] = lambda: False) -> None:
+        """Wait until the GPU is idle; return at once on the CPU backend.
+
+        Args:
+            is_broken: Returns whether a call has failed. Kernels of this package end then, but a
+                collective of NCCL whose peers make another call may wait for ever; this returns
+                without it some seconds later.
+        """
+        if not self.on_gpu:
+            return
+        with self.on_device():
+            done = torch.cuda.Event()
+            done.record()
+        end = math.inf
+        while not done.query():
+            if is_broken():
+                end = min(end, time.monotonic() + _PATIENCE_S)
+                if time.monotonic() > end:
+                    return
+            time.sleep(_POLL_S)
+        torch.cuda.synchronize(self.device)
 
     def current_device_differs(self) -> bool:
         """Return whether torch's current device is a GPU that is not the group's."""

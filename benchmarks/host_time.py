@@ -4,7 +4,8 @@
 
 Each operator around a product stands beside the pair as a program would write it: ``F.linear`` and
 the collective of ``torch.distributed``. Embedding tables and experts stand alone, with and without
-their backward pass, as their stock pairs are other packages.
+their backward pass, as their stock pairs are other packages. "New rows" are first calls of products
+that differ in their rows alone, as prompts of a server do.
 
 Host time is what it takes to enqueue a call right after ranks have met, in a row of ten; "eager" is
 how long such a row lasts on the GPU, per call, with the host's time in it where that is longer; and
@@ -16,6 +17,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
+import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -40,6 +43,8 @@ SIZES = (
 )
 TABLES = ((8, 64, 512), (32, 64, 512), (128, 64, 512), (32, 128, 2048))
 EXPERTS = ((64, 2048, 1024, 4, 512), (8, 1024, 1024, 2, 64))
+NEW_ROWS = (("few", 1, 512), ("many", 512, 4096))
+NUMBERS_OF_ROWS = 48
 WEIGHTS = 4
 CALLS, SAMPLES = 10, 15
 SETTLING = 40  # calls, until memory comes again at the same addresses
@@ -119,6 +124,46 @@ def products() -> Iterator[Case]:
             yield Case(name, f"{rows} x {columns} x {inner}", {"pair": pair, "auto": auto})
 
 
+def new_rows() -> Iterator[dict[str, Any]]:
+    """Yield the times of first calls, of numbers of rows in no order. Calls of other numbers have
+    compiled the kernels and taken the memory before.
+    """
+    ranks, (columns, inner) = dist.get_world_size(), (8192, 4096)
+    w, chance = _random(columns, inner), random.Random(1)
+
+    def pair(x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, w)
+        dist.all_reduce(y)
+        return y
+
+    ways: dict[str, Any] = {"pair": pair, "auto": lambda x: interlace.gemm_all_reduce(x, w)}
+    for label, least, most in NEW_ROWS:
+        numbers = [rows * ranks for rows in range(least, most // ranks + 1)]
+        numbers = chance.sample(numbers, 2 * NUMBERS_OF_ROWS)
+        for rows in [most, *numbers[NUMBERS_OF_ROWS:]]:
+            for way in ways.values():
+                way(_random(rows, inner))
+        times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
+        for rows in numbers[:NUMBERS_OF_ROWS]:
+            x = _random(rows, inner)
+            for name, way in ways.items():
+                sample = _eager(functools.partial(_of_rows, way, x), 1)
+                for kept, more in zip(times[name], sample, strict=True):
+                    kept += more
+        found: dict[str, Any] = {
+            "call": "gemm_all_reduce, new rows",
+            "sizes": f"{label} rows, {columns} x {inner}",
+        }
+        for name in ways:
+            host, lasting = map(_spread, times[name])
+            found[name] = {"host": host, "eager": lasting}
+        yield found
+
+
+def _of_rows(way: Any, x: torch.Tensor, i: int) -> Any:
+    return way(x)
+
+
 def tables() -> Iterator[Case]:
     """Yield sets of embedding tables of one lookup per bag, with row-wise Adagrad."""
     ranks, rows = dist.get_world_size(), 20000
@@ -187,7 +232,7 @@ def _spread(times: list[float]) -> dict[str, float]:
     }
 
 
-def _eager(call: Call) -> tuple[list[float], list[float]]:
+def _eager(call: Call, calls: int = CALLS) -> tuple[list[float], list[float]]:
     """Return samples of the host's time, and of what a call lasts."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
@@ -195,12 +240,12 @@ def _eager(call: Call) -> tuple[list[float], list[float]]:
     torch.cuda.synchronize()
     start.record()
     began = time.perf_counter()
-    for i in range(CALLS):
+    for i in range(calls):
         call(i)
-    host = (time.perf_counter() - began) / CALLS * 1e6
+    host = (time.perf_counter() - began) / calls * 1e6
     end.record()
     torch.cuda.synchronize()
-    return [host], [start.elapsed_time(end) / CALLS * 1e3]
+    return [host], [start.elapsed_time(end) / calls * 1e3]
 
 
 def _check(case: Case) -> None:
@@ -248,6 +293,11 @@ def worker(only: str) -> list[dict[str, Any]]:
                 results.append(time_case(case))
                 if dist.get_rank() == 0:
                     print(results[-1], flush=True)
+        if only in "gemm_all_reduce, new rows":
+            for found in new_rows():
+                results.append(found)
+                if dist.get_rank() == 0:
+                    print(found, flush=True)
     return results
 
 

@@ -101,6 +101,8 @@ class Pool:
     def close(self) -> None:
         for process in self._processes:
             process.kill()
+        # None can end while a kernel of it waits for a peer that lives.
+        for process in self._processes:
             process.join()
         for connection in self._connections:
             connection.close()

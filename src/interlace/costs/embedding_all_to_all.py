@@ -10,8 +10,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from interlace.costs.cost import Cost, NetworkCost
-from interlace.costs.registry import cost_of, gradient_cost_of, network_cost_of
+from interlace.costs.registry import (
+    Cost,
+    NetworkCost,
+    cost_of,
+    gradient_cost_of,
+    network_cost_of,
+)
 from interlace.units import ceil_div, round_up
 
 Widths = Sequence[Sequence[int]]

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.costs.cost import NetworkCost
+from interlace.costs.registry import NetworkCost
 from interlace.errors import ConfigError
 
 Times = Sequence[tuple[int, float]]

@@ -18,7 +18,6 @@ from interlace.costs.registry import (
     OperatorCost,
     cost_of,
     find_cost,
-    gradient_cost_of,
     network_cost_of,
 )
 
@@ -27,6 +26,5 @@ __all__ = [
     "OperatorCost",
     "cost_of",
     "find_cost",
-    "gradient_cost_of",
     "network_cost_of",
 ]

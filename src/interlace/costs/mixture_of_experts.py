@@ -17,13 +17,10 @@ import functools
 import math
 from collections.abc import Sequence
 
-from interlace.costs.gemm import STAMP_BYTES
 from interlace.costs.registry import (
     Cost,
     NetworkCost,
     cost_of,
-    gradient_cost_of,
-    network_cost_of,
 )
 from interlace.costs.time import MachineProfile, Schedule
 from interlace.units import ceil_div, next_power_of_2
@@ -163,7 +160,7 @@ def exchanges_between_nodes(
     slices: int, backward: bool = False,
 ) -> tuple[NetworkCost, NetworkCost]:  # fmt: skip
     """Compute the traffic between nodes of a layer whose tokens go to every rank, and of their sums
-    back, each in slices.
+    back, each in slices. The stamps that peers get are not counted.
 
     Tokens travel with their experts and weights, 4 bytes each. In the backward pass their gradients
     travel, too, and the gradients of weights come back with those of tokens.
@@ -190,30 +187,6 @@ def exchanges_between_nodes(
     )
 
 
-@network_cost_of("mixture_of_experts", "chunked")
-def chunked_between_nodes(
-    *, rank: int, tokens: int, hidden: int, top_k: int, itemsize: int, node_of_rank: Sequence[int],
-    slices: int, backward: bool = False,
-) -> NetworkCost:  # fmt: skip
-    """Compute the traffic between nodes of :func:`exchanges_between_nodes`, together.
-
-    Each peer gets a stamp, too.
-    """
-    far = sum(node != node_of_rank[rank] for node in node_of_rank)
-    there, back = exchanges_between_nodes(
-        rank=rank, tokens=tokens, hidden=hidden, top_k=top_k, itemsize=itemsize,
-        node_of_rank=node_of_rank, slices=slices, backward=backward,
-    )  # fmt: skip
-    return NetworkCost(
-        there.network_bytes + back.network_bytes + far * STAMP_BYTES,
-        there.network_messages + back.network_messages + far,
-        there.slices + back.slices,
-        # This rank's own tokens are multiplied first.
-        (len(node_of_rank) - 1) / len(node_of_rank),
-    )
-
-
-@gradient_cost_of("mixture_of_experts")
 def backward(
     *, counts: Counts, rank: int, tokens: int, hidden: int, ffn: int, itemsize: int,
     push_tile: tuple[int, int], product_tile: tuple[int, int], number_rows: int, gates: int = 2,

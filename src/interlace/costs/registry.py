@@ -72,7 +72,6 @@ class OperatorCost:
         collective: Name of the collective: ``"all_to_all"``, ``"all_reduce"``,
             ``"reduce_scatter"`` or ``"all_gather"``.
         collective_first: Whether the collective feeds the computation instead of taking its output.
-        gradient: Cost of the fused backward kernel; None if the operator has none of its own.
         between_nodes: Traffic of each implementation whose results leave for other nodes in slices,
             by its name; see :func:`network_cost_of`.
     """
@@ -82,7 +81,6 @@ class OperatorCost:
     computation: Computation
     collective: str
     collective_first: bool = False
-    gradient: Callable[..., Any] | None = None
     between_nodes: Mapping[str, Callable[..., NetworkCost]] = dataclasses.field(
         default_factory=dict
     )
@@ -111,20 +109,6 @@ def cost_of(
         OPERATOR_COSTS[operator] = OperatorCost(
             operator, formula, computation, collective, collective_first
         )
-        return formula
-
-    return declare
-
-
-def gradient_cost_of(operator: str) -> Callable[[Formula], Formula]:
-    """Declare the decorated function as the backward cost of ``operator``.
-
-    Raises:
-        ArgumentError: the operator has no forward cost yet.
-    """
-
-    def declare(formula: Formula) -> Formula:
-        OPERATOR_COSTS[operator] = dataclasses.replace(find_cost(operator), gradient=formula)
         return formula
 
     return declare

@@ -1,8 +1,12 @@
-"""``MappedOutput``: an output for any kernel, whose rows are memory of the ranks they are for."""
+"""``MappedOutput``: an output for any kernel, whose rows are memory of the ranks they are for; and
+``empty_rotating``: a matrix that can be read from any rank's rows on, cyclically.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +48,9 @@ class MappedOutput:
         group: The group of ranks.
         dtype: The element type.
         destinations: The rank that each part of the tensor is for.
+        half: The index of the buffer that the current epoch uses, 0 or 1.
+        turn: The index of the memory for this epoch's results, 0 or 1. It goes on alternating when
+            the buffers no longer do.
         captured: Whether a CUDA graph has captured the output.
         collects: Whether every epoch ends by :meth:`collect`. Set it before the first epoch.
     """
@@ -130,7 +137,7 @@ class MappedOutput:
         self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
         # Int32 on the device: 0 if the parts that were written must not be used.
         self._is_valid: torch.Tensor | None = None
-        self._half = self._turn = 0
+        self.half = self.turn = 0
         self._writing = False
         self.captured = self.collects = False
         self.group.cache.recoverable.add(self)
@@ -168,29 +175,16 @@ class MappedOutput:
         )
 
     @property
-    def half(self) -> int:
-        """The index of the buffer that the current epoch uses, 0 or 1."""
-        return self._half
-
-    @property
-    def turn(self) -> int:
-        """The index of the memory for this epoch's results, 0 or 1.
-
-        It goes on alternating when the buffers no longer do.
-        """
-        return self._turn
-
-    @property
     def place(self) -> tuple[int, int]:
         """The buffer of the current epoch and the memory for its results: both indices."""
-        return self._half, self._turn
+        return self.half, self.turn
 
     def go_back(self, place: tuple[int, int]) -> None:
         """Return to an earlier ``place``, as epochs since then were captured and did not run.
 
         Ranks must be at one place, and a rank may fail where its peers have captured more.
         """
-        self._half, self._turn = place
+        self.half, self.turn = place
 
     def begin(self) -> torch.Tensor:
         """Return the tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class.
@@ -217,7 +211,7 @@ class MappedOutput:
         if self.captured and not self.collects:
             self._meet()
         self._writing = True
-        return self._written[self._half]
+        return self._written[self.half]
 
     def exchange(self) -> torch.Tensor:
         """End the epoch: wait, on the current stream, until every rank has written. Collective; the
@@ -248,7 +242,7 @@ class MappedOutput:
             )
         self._complete()
         self._writing = False
-        received = self._received[self._half]
+        received = self._received[self.half]
         self.advance()
         return received
 
@@ -272,13 +266,13 @@ class MappedOutput:
         Returns:
             ``result``.
         """
-        turn, received = self._turn, self._end()
+        turn, received = self.turn, self._end()
         require(self.group.backend)
         from interlace.mapped import kernel
 
         # The kernel sees each part as a matrix, whatever the shape of the output.
         parts = received[:, None] if received.dim() == 2 else received.flatten(1, -2)
-        ranks, rows, columns = parts.shape
+        _, rows, columns = parts.shape
         landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)
         own_landing = landing + self.group.rank * self.group.stride
         is_in_place = sums is not None and result.data_ptr() == own_landing
@@ -290,18 +284,12 @@ class MappedOutput:
             "slots": parts.data_ptr(),
             "result": result.data_ptr(),
             "landing": landing,
-            "signals": self._workspace.signals.address,
-            "epochs": self._workspace.epochs,
-            "ctx": self.group.context(OPERATOR),
-            "is_valid": self._is_valid,
-            "call": self._mark,
             "rows": rows,
             "columns": columns,
             "slot_stride": parts.stride(0),
             "row_stride": parts.stride(1),
         }
         constants = {
-            "WORLD_SIZE": ranks,
             "REDUCTION": reduction,
             "IN_PLACE": is_in_place,
             "CAPTURED": self.captured,
@@ -309,8 +297,7 @@ class MappedOutput:
             "FACTOR": known_factor(columns, parts.stride(0), parts.stride(1)),
             **tile,
         }
-        with self.group.running():
-            Launch(kernel.collect, (programs,), arguments, constants)()
+        self._launch(kernel.collect, programs, arguments, constants)
         return result
 
     def abandon(self) -> None:
@@ -328,7 +315,7 @@ class MappedOutput:
         captured the output are lost; ranks need not have captured the same ones.
         """
         self.abandon()
-        self._half = self._turn = 0
+        self.half = self.turn = 0
         self.captured = False
         self._workspace.reset(self.group.rank)
 
@@ -341,9 +328,9 @@ class MappedOutput:
         is unknown which graph is replayed first: a peer may still read the other buffer then, of
         the last epoch that ended without reading.
         """
-        self._turn = 1 - self._turn
+        self.turn = 1 - self.turn
         if not (self.captured and self.collects):
-            self._half = 1 - self._half
+            self.half = 1 - self.half
 
     def _meet(self) -> None:
         if self.group.world_size == 1:
@@ -351,16 +338,22 @@ class MappedOutput:
         require(self.group.backend)
         from interlace.mapped import kernel
 
+        self._launch(kernel.meet, 1, {}, {"num_warps": 1})
+
+    def _launch(
+        self, function: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]
+    ) -> None:
+        """Launch a kernel in which ranks meet."""
         with self.group.running():
-            arguments = {
+            shared = {
                 "signals": self._workspace.signals.address,
                 "epochs": self._workspace.epochs,
                 "ctx": self.group.context(OPERATOR),
                 "is_valid": self._is_valid,
                 "call": self._mark,
             }
-            constants = {"WORLD_SIZE": self.group.world_size, "num_warps": 1}
-            Launch(kernel.meet, (1,), arguments, constants)()
+            constants = {"WORLD_SIZE": self.group.world_size, **constants}
+            Launch(function, (programs,), shared | arguments, constants)()
 
 
 def _validate(
@@ -387,3 +380,68 @@ def _validate(
             f"{class_name}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got "
             f"{sizes}."
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RotatingInput:
+    """A matrix whose memory is mapped twice in a row, so that rotating its rows copies nothing.
+
+    Attributes:
+        natural: ``[M, K]``.
+        rotated: ``[M, K]``: the same rows, from those for rank ``rank + 1`` on, this rank's own the
+            last. A producer that writes a :class:`MappedOutput` in rotated order reads it.
+    """
+
+    natural: torch.Tensor
+    rotated: torch.Tensor
+
+
+@makes_ordinary_tensors
+def empty_rotating(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> RotatingInput:
+    """Allocate memory for ``[M, K]`` that is mapped twice in a row. Collective.
+
+    Within one kernel use one of the two tensors only: CUDA does not order accesses through two
+    addresses of the same memory.
+
+    Args:
+        shape: M, which the ranks divide, and K; rows may be padded, as in :class:`MappedOutput`.
+        dtype, group, device: See :class:`MappedOutput`.
+
+    Raises:
+        ArgumentError: The ranks do not divide M, or padding would take more than half.
+    """
+    owner = group_of(group, device)
+    owner.require_one_node("empty_rotating")
+    if len(shape) != 2 or shape[0] % owner.world_size:
+        raise ArgumentError(
+            f"empty_rotating: shape must be (M, K), and the {owner.world_size} ranks divide M; "
+            f"got {tuple(shape)}."
+        )
+    rows, columns = int(shape[0]), int(shape[1])
+    owner.agree("empty_rotating", shape=(rows, columns), dtype=str(dtype))
+    chunk = chunk_of_rows("empty_rotating", rows, columns, dtype.itemsize, owner.granularity)
+    block = owner.allocate(chunk.nbytes)
+    address = block.address + owner.rank * block.stride
+    natural = tensor_at(owner, address, chunk.nbytes, chunk.sizes, chunk.strides, dtype, block)
+    # The own rows come last, so a rank on its own rotates nothing.
+    if owner.world_size == 1:
+        return RotatingInput(natural, natural)
+    # The same memory twice in a row: what ends with the first mapping goes on in the second.
+    mapping = Mapping(block, owner.device, *owner.remap([address, address], chunk.nbytes))
+    start = (
+        (owner.rank + 1)
+        % owner.world_size
+        * (rows // owner.world_size)
+        * chunk.strides[0]
+        * dtype.itemsize
+    )
+    rotated = tensor_at(
+        owner, mapping.address + start, chunk.nbytes, chunk.sizes, chunk.strides, dtype, mapping
+    )
+    return RotatingInput(natural, rotated)

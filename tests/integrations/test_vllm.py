@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.compile import eager_backend, foreign, foreign_norms, recording, uninstall
+from interlace.compile import eager_backend, foreign, recording, uninstall
 from interlace.integrations import vllm
 
 M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
@@ -115,7 +115,7 @@ def _vllm() -> Iterator[None]:
         for name in vllm.COLLECTIVES:
             foreign.unregister(name)
         for name in vllm.NORMS:
-            foreign_norms.unregister(name)
+            foreign.unregister(name)
         for name in modules:
             del sys.modules[name]
         library._destroy()
@@ -368,8 +368,7 @@ def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> No
     """vLLM's own kernels keep its promise, so nothing is registered."""
     calls: list[Any] = []
     monkeypatch.setattr(vllm.compile, "install", lambda: calls.append("install"))
-    monkeypatch.setattr(vllm, "register_collective", calls.append)
-    monkeypatch.setattr(vllm, "register_norm", calls.append)
+    monkeypatch.setattr(foreign, "register", calls.append)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     vllm.register()
     assert not calls

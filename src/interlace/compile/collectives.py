@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from interlace.compile import rows
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, argument, between, erase_unused, value
 from interlace.compile.producers import is_work
@@ -52,13 +53,6 @@ class Collective:
         """The (fake) tensor that the first wait returns."""
         return value(self.waits[0])
 
-    @property
-    def splits(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The splits of an all-to-all: rows sent to each rank, and rows received from each."""
-        return argument(self.node, 2, "input_split_sizes"), argument(
-            self.node, 1, "output_split_sizes"
-        )
-
     def require_sum(self) -> None:
         """Raise :class:`LeftAlone` unless a reduction is a sum."""
         reduction = argument(self.node, 1, "reduce_op")
@@ -75,6 +69,39 @@ class Collective:
                     f"{node.name} runs between the collective and its wait, and hides it already"
                 )
 
+    def require_even(self, ranks: int) -> None:
+        """Raise :class:`LeftAlone` unless the operand's first dimension divides over the ranks."""
+        if value(self.input).dim() < 2 or value(self.input).shape[0] % ranks:
+            raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
+
+    def require_even_splits(self, ranks: int) -> None:
+        """Raise :class:`LeftAlone` unless an all-to-all's splits are even and known when
+        compiling.
+        """
+        self.require_even(ranks)
+        share = value(self.input).shape[0] // ranks
+        received, sent = (
+            argument(self.node, 1, "output_split_sizes"),
+            argument(self.node, 2, "input_split_sizes"),
+        )
+        if any(not isinstance(size, int) or size != share for size in (*received, *sent)):
+            raise LeftAlone(
+                "its splits are not even; the operator would compare them on the host in each call"
+            )
+
+    def require_no_other_use(self, nodes: Collection[Node], description: str) -> None:
+        """Raise :class:`LeftAlone` if one of ``nodes`` has a use that does not lead here.
+
+        Args:
+            nodes: The product and the nodes between it and the collective.
+            description: The word for ``nodes`` in the message, such as ``"the product"``.
+        """
+        allowed = {self.node, *nodes}
+        for node in nodes:
+            outside = [user for user in node.users if user not in allowed]
+            if outside and not _reaches(node, allowed):
+                raise LeftAlone(f"{outside[0].name} uses {description}, too")
+
     def become(self, y: Node, writer: Writer, before: Iterable[Node]) -> None:
         """Replace the collective by ``y``, which has as many elements, and erase unused nodes.
 
@@ -84,7 +111,7 @@ class Collective:
             before: The product and the nodes between it and the collective; those that nothing
                 uses any more are erased.
         """
-        self.replace(writer.laid_out_as(writer.reshape(y, self.result.shape), self.result))
+        self.replace(writer.shaped_as(y, self.result))
         erase_unused(before)
 
     def replace(self, result: Node) -> None:
@@ -96,6 +123,19 @@ class Collective:
         # returns the same memory, so ``result`` replaces this use as well.
         self.node.replace_all_uses_with(result)
         self.node.graph.erase_node(self.node)
+
+
+def _reaches(node: Node, allowed: set[Node]) -> bool:
+    """Return whether every use of ``node`` leads to a node of ``allowed``."""
+    # The parts of a split are all on the way to the collective if they are concatenated again, so
+    # uses are followed downstream as long as they only move rows.
+    pending = [user for user in node.users if user not in allowed]
+    while pending:
+        user = pending.pop()
+        if not rows.moves_rows(user) or not user.users:
+            return False
+        pending += [after for after in user.users if after not in allowed]
+    return True
 
 
 def is_collective(node: Node) -> bool:

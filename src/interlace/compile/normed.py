@@ -28,11 +28,11 @@ from interlace.compile.graph import (
     is_cast,
     is_static,
     move_before,
+    require_unchanged,
     value,
 )
-from interlace.compile.norms import Norm, norm_of
-from interlace.compile.producers import Product
-from interlace.compile.requirements import require_unchanged, rows_of
+from interlace.compile.norms import Norm, foreign_norms_of, norm_of
+from interlace.compile.producers import Product, rows_of
 from interlace.gemm import invariance
 from interlace.gemm.operands import FLOAT8
 from interlace.operators.gemm_all_reduce_norm.config import MOST_ROWS
@@ -101,6 +101,15 @@ def _tail(
         if norm is not None:
             _require_no_other_use(earlier, totals)
             return Tail(anchor, totals, norm, bias)
+    for node in sums:
+        for call, norm in foreign_norms_of(node, has_residual=True):
+            residual = call.args[1]
+            assert isinstance(residual, Node)
+            if value(residual).dtype != dtype:
+                raise LeftAlone(f"the residual {residual.name} is {value(residual).dtype}")
+            _require_no_other_use((*earlier, *sums), [call])
+            total = [item for item in call.users if item not in norm.nodes]
+            return Tail(call, total, norm, bias, residual)
     # Some models add the residual in float32, and round the total for the next one.
     casts = [user for node in sums for user in node.users if cast_source(user) is node]
     wide = [cast for cast in casts if value(cast).dtype == torch.float32]
@@ -230,7 +239,7 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     wide = [
         operand for operand in (norm.weight, norm.bias) if operand and operand.op == "call_function"
     ]
-    erase_unused([*in_between, *wide, y, total])
+    erase_unused([*in_between, *norm.nodes, *tail.totals, *wide, y, total])
     return fused.name, f"with the {tail}: {reason}"
 
 

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from interlace.compile import rows
+from interlace.compile import foreign, rows
 from interlace.compile.findings import LeftAlone
+from interlace.compile.foreign import ForeignNorm
 from interlace.compile.graph import (
     are_equal,
     argument,
@@ -72,7 +73,8 @@ def norm_of(node: Node, dtype: torch.dtype) -> Norm | None:
         LeftAlone: The graph uses a value from within the norm, such as the reciprocal root, which a
             backward pass takes.
     """
-    for norm in (*_library_calls(node), *_spelled_out(node, dtype)):
+    foreign_norms = (norm for _, norm in foreign_norms_of(node, has_residual=False))
+    for norm in (*_library_calls(node), *foreign_norms, *_spelled_out(node, dtype)):
         if value(norm.result).dtype != dtype:
             continue
         for part in norm.nodes[:-1]:
@@ -102,6 +104,31 @@ def _library_calls(node: Node) -> Iterator[Norm]:
         for item in call.users:
             if item.target is operator.getitem and item.args[1] == 0:
                 yield Norm(kind, float(eps), [call, item], weight, bias)
+
+
+def foreign_norms_of(node: Node, *, has_residual: bool) -> Iterator[tuple[Node, Norm]]:
+    """Yield the calls of other programs' norms of a node, and the norms.
+
+    Args:
+        node: The first operand of the norms.
+        has_residual: Whether to yield norms of a total with a residual, the call's second operand,
+            or those of the node alone. A total is no part of the norm if anything uses it.
+    """
+    for call in node.users:
+        known = foreign.called(call)
+        if not isinstance(known, ForeignNorm) or known.has_residual != has_residual:
+            continue
+        first, *_, weight, eps, variance_size = arguments_of(call).values()
+        if first is not node or variance_size is not None or schema_of(call).is_mutable:
+            continue
+        nodes = [call]
+        if has_residual:
+            items = {user.args[1]: user for user in call.users}
+            if not items.keys() <= {0, 1} or len(items) < len(call.users) or 0 not in items:
+                continue
+            unused = [item for item in items.values() if not item.users]
+            nodes += [item for item in unused if item is not items[0]] + [items[0]]
+        yield call, _quantised(Norm("rms", eps, nodes, weight))
 
 
 def _spelled_out(node: Node, dtype: torch.dtype) -> Iterator[Norm]:
@@ -232,10 +259,7 @@ def _bounds(node: Node) -> tuple[float, float] | None:
     """
     if not _is(node, *_CLAMPS):
         return None
-    given = {
-        parameter.name: argument
-        for parameter, argument in zip(schema_of(node).arguments, arguments_of(node), strict=True)
-    }
+    given = arguments_of(node)
     lowest, highest = (
         absent if given.get(name) is None else given[name]
         for name, absent in (("min", -math.inf), ("max", math.inf))

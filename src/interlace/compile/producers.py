@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -96,6 +97,22 @@ class Product:
         if value(w).dim() == 2:
             w = writer.call(aten.unsqueeze.default, w, 0)
         return writer.call(aten.permute.default, w, [0, 2, 1]) if by_rows else w
+
+
+def rows_of(product: Product) -> int:
+    """Return the rows M of a product; if M is dynamic, the value that the graph was traced with.
+
+    Raises:
+        LeftAlone: Sizes are dynamic and the traced value is unknown.
+    """
+    leading = value(product.x).shape[:-1]
+    if is_static(*leading):
+        return int(torch.Size(leading).numel())
+    size: Any = leading[0]
+    hint = size.node.hint if len(leading) == 1 else None
+    if hint is None:
+        raise LeftAlone("sizes change from call to call (dynamic shapes)")
+    return int(hint)
 
 
 def is_work(node: Node) -> bool:

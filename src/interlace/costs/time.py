@@ -64,9 +64,6 @@ tiles of its own kernel, none of which covers two ranks' rows. The last three ar
 experts and say which rows travel (:class:`interlace.costs.mixture_of_experts.ExpertsCall`).
 """
 
-Place = tuple[float, ...]
-"""The coordinates of a call, between which distances are measured."""
-
 
 class TimedCall(Protocol):
     """The sizes of a call whose time is composed of parts."""
@@ -169,17 +166,12 @@ class SizedCall:
 
 
 @functools.lru_cache(maxsize=4096)
-def place_of(size: Sequence[int]) -> Place:
-    """Return the coordinates of a call: doubling a size is a distance of 1, and doubling the ranks,
-    which come last, of 2. A size of 0 counts as 1.
+def place_of(size: Sequence[int]) -> tuple[float, ...]:
+    """Return the coordinates of a call, between which distances are measured: doubling a size is a
+    distance of 1, and doubling the ranks, which come last, of 2. A size of 0 counts as 1.
     """
     *sizes, world_size = size
     return (*(math.log2(max(each, 1)) for each in sizes), 2 * math.log2(world_size))
-
-
-def nearness(first: Place, second: Place) -> float:
-    """Return how much one call says of another: 1 if they are the same, 0 if they are far apart."""
-    return math.exp(-(math.dist(first, second) ** 2) / 2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -193,8 +185,8 @@ class Corrections:
     Attributes:
         calls: The sizes of the measured calls; of a product, rows, columns, inner and ranks.
         weights: For each implementation, the weight of each of these calls; 0 where it was not
-            measured. A call's weight times its :func:`nearness` to another one is what it says of
-            the common part there, and the weight itself is the call's own part.
+            measured. A call's weight times its nearness to another one is what it says of the
+            common part there, and the weight itself is the call's own part.
     """
 
     calls: Sequence[Sequence[int]]
@@ -219,12 +211,14 @@ class Corrections:
         return math.exp(math.fsum(map(mul, weights, self._nearness_to(tuple(call.size)))))
 
     def _nearness_to(self, size: tuple[int, ...]) -> list[float]:
-        """Return the nearness of each measured call to a call of this size."""
+        """Return the nearness of each measured call to a call of this size: 1 if they are the same,
+        0 if they are far apart.
+        """
         # The implementations of a call are predicted one after another.
         found = self._last.get(size)
         if found is None:
             place = place_of(size)
-            found = [nearness(place, known) for known in self._places]
+            found = [math.exp(-(math.dist(place, known) ** 2) / 2) for known in self._places]
             self._last.clear()
             self._last[size] = found
         return found
@@ -234,7 +228,7 @@ class Corrections:
         return {}
 
     @functools.cached_property
-    def _places(self) -> list[Place]:
+    def _places(self) -> list[tuple[float, ...]]:
         return [place_of(tuple(known)) for known in self.calls]
 
     @functools.cached_property

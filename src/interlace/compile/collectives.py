@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from interlace.compile import rows
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, argument, between, erase_unused, value
+from interlace.compile.graph import Writer, argument, arguments_of, between, erase_unused, value
 from interlace.compile.producers import is_work
 
 # Registers the collectives' operators.
@@ -24,8 +24,8 @@ REDUCE_SCATTER = _namespace.reduce_scatter_tensor.default
 ALL_GATHER = _namespace.all_gather_into_tensor.default
 ALL_TO_ALL = _namespace.all_to_all_single.default
 
-# The position of the group's name among the arguments.
-_GROUP = {ALL_REDUCE: 2, REDUCE_SCATTER: 3, ALL_GATHER: 2, ALL_TO_ALL: 3}
+_KNOWN = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
+"""The collectives that operators have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Collective:
 
     def require_sum(self) -> None:
         """Raise :class:`LeftAlone` unless a reduction is a sum."""
-        reduction = argument(self.node, 1, "reduce_op")
+        reduction = argument(self.node, "reduce_op")
         if reduction != "sum":
             raise LeftAlone(f"it reduces by {reduction!r}; operators add")
 
@@ -80,11 +80,9 @@ class Collective:
         """
         self.require_even(ranks)
         share = value(self.input).shape[0] // ranks
-        received, sent = (
-            argument(self.node, 1, "output_split_sizes"),
-            argument(self.node, 2, "input_split_sizes"),
-        )
-        if any(not isinstance(size, int) or size != share for size in (*received, *sent)):
+        given = arguments_of(self.node)
+        sizes = (*given["output_split_sizes"], *given["input_split_sizes"])
+        if any(not isinstance(size, int) or size != share for size in sizes):
             raise LeftAlone(
                 "its splits are not even; the operator would compare them on the host in each call"
             )
@@ -162,7 +160,7 @@ def is_only_use(node: Node, wait: Node) -> bool:
     return (
         isinstance(start, Node)
         # Others write to memory that the program has given them.
-        and start.target in _GROUP
+        and start.target in _KNOWN
         and set(start.users) == {wait}
         and set(wait.users) == {node}
     )
@@ -175,10 +173,10 @@ def read(node: Node) -> Collective:
         LeftAlone: No operator has this collective, its group is unknown, or its result is used
             without a wait.
     """
-    if node.target not in _GROUP:
+    if node.target not in _KNOWN:
         in_place = " in place" if str(node.target).split(".")[1].endswith(("_", "_out")) else ""
         raise LeftAlone(f"no operator has this collective{in_place}")
-    group = argument(node, _GROUP[node.target], "group_name")
+    group = argument(node, "group_name")
     # Some versions of DTensor pass the ProcessGroup itself instead of its name.
     group = getattr(group, "group_name", group)
     if not isinstance(group, str):
@@ -188,4 +186,4 @@ def read(node: Node) -> Collective:
         raise LeftAlone("its result is used without waiting for it")
     if not any(wait.users for wait in waits):
         raise LeftAlone("nothing uses its result")
-    return Collective(node, argument(node, 0, "input"), waits, group)
+    return Collective(node, argument(node, "input"), waits, group)

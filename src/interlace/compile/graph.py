@@ -71,11 +71,6 @@ def is_cast(node: Node) -> bool:
     return source is not None and value(source).dtype != value(node).dtype
 
 
-def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call, which may be positional or a keyword."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
 def schema_of(node: Node) -> Any:
     """Return the schema of the operator that a node calls; None for any other node."""
     return getattr(node.target, "_schema", None) if node.op == "call_function" else None
@@ -83,10 +78,15 @@ def schema_of(node: Node) -> Any:
 
 def arguments_of(node: Node) -> dict[str, Any]:
     """Return all arguments of an operator's call by name in their order, defaults among them."""
-    return {
-        parameter.name: argument(node, index, parameter.name, parameter.default_value)
-        for index, parameter in enumerate(schema_of(node).arguments)
-    }
+    parameters = schema_of(node).arguments
+    given = dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
+    defaults = {parameter.name: parameter.default_value for parameter in parameters}
+    return {**defaults, **given, **node.kwargs}
+
+
+def argument(node: Node, name: str) -> Any:
+    """Return an argument of an operator's call, which may be positional, a keyword or a default."""
+    return arguments_of(node)[name]
 
 
 def changes_memory(node: Node) -> bool:

@@ -104,7 +104,7 @@ def replace_copies(graph: Graph) -> None:
     the program may write to either, and the other must not change.
     """
     for node in graph.find_nodes(op="call_function", target=aten.copy.default):
-        target, source = (argument(node, 0, "self"), argument(node, 1, "src"))
+        target, source = (argument(node, "self"), argument(node, "src"))
         if not isinstance(source, Node) or source.target is not collectives.WAIT:
             continue
         with contextlib.suppress(LeftAlone):

@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, Node
 
 import interlace.operators  # noqa: F401  # registers torch.ops.interlace
-from interlace.compile import casts, collectives, normed, rows
+from interlace.compile import casts, collectives, norms, rows
 from interlace.compile.choice import (
     choose_in_group,
     choose_sum,
@@ -112,11 +112,11 @@ def _all_reduce_of_product(collective: Collective, product: Product) -> tuple[st
     ranks = usable_ranks(collective.group_name, product.device)
     note = ""
     try:
-        tail = normed.tail_of(collective)
+        tail = norms.tail_of(collective)
         if tail is not None and casts_between:
             raise LeftAlone(f"{casts_between[0].name} casts the product to {dtype} before the sum")
         if tail is not None:
-            return normed.fuse(collective, product, tail, ranks)
+            return norms.fuse(collective, product, tail, ranks)
     except LeftAlone as refusal:
         note = f"; the norm that follows is not part of it: {refusal}"
     tokens = rows_of(product)
@@ -139,7 +139,7 @@ def _all_reduce_of_product(collective: Collective, product: Product) -> tuple[st
     # ``y`` stands at the product's position and already holds the sum over ranks; the nodes that
     # moved the product now move the sum, so the collective is replaced by its own operand.
     after = Writer(collective.node, collective.node)
-    collective.replace(after.laid_out_as(argument(collective.node, 0, "input"), collective.result))
+    collective.replace(after.laid_out_as(argument(collective.node, "input"), collective.result))
     return fused.name, reason + casts.note_of(product, dtype) + note
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,7 @@ def uneven_groups() -> list[str]:
                 for number, placement in enumerate(tensor.placements)
                 if isinstance(placement, Shard) and placement.dim % tensor.dim() == dimension
             ]
-            ranks = 1
-            for number in over:
-                ranks *= mesh.size(number)
-            if int(size) % ranks:
+            if int(size) % math.prod(map(mesh.size, over)):
                 names |= {mesh.get_group(number).group_name for number in over}
     return sorted(names)
 

@@ -120,20 +120,18 @@ class MappedOutput:
         # only a root receives parts.
         self._chunk, self._block = chunk, self.group.allocate(chunk.nbytes, 2 * ranks)
         step = chunk.nbytes // dtype.itemsize
-        all_sizes, strides = (len(self.destinations), *chunk.sizes), (step, *chunk.strides)
-        if root is not None:
-            all_sizes, strides = chunk.sizes, chunk.strides
-        elif len(sizes) == 2:
-            all_sizes, strides = sizes, chunk.strides
         # The received parts are contiguous on this rank; the written ones are spread over ranks.
-        self._received: list[torch.Tensor] = []
-        for half in range(2):
-            received = (ranks, *chunk.sizes), (step, *chunk.strides)
-            address = self._slot(half, rank, 0)
-            self._received.append(
-                tensor_at(self.group, address, ranks * chunk.nbytes, *received, dtype, self._block)
+        received = (ranks, *chunk.sizes), (step, *chunk.strides)
+        self._received = [
+            tensor_at(
+                self.group, self._slot(half, rank, 0), ranks * chunk.nbytes, *received, dtype,
+                self._block,
             )
-        self._written = [self._map(homes, all_sizes, strides) for homes in self._homes()]
+            for half in range(2)
+        ]  # fmt: skip
+        # A matrix, and a single part, have the dimensions of a chunk, others one more.
+        strides = chunk.strides if len(chunk.strides) == len(sizes) else (step, *chunk.strides)
+        self._written = [self._map(homes, sizes, strides) for homes in self._homes()]
         self._workspace = self.group.workspace(OPERATOR, 4096, BARRIERS * MOST_MOVERS * 2 * ranks)
         # Int32 on the device: 0 if the parts that were written must not be used.
         self._is_valid: torch.Tensor | None = None

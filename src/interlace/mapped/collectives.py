@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -97,10 +97,12 @@ class Fused:
                 # A producer may launch kernels, which run on the current GPU.
                 with group.on_device():
                     self.producer(*args, **kwargs, out=target)
-                _require_shape(target, sizes, strides)
+                if target.shape != sizes:
+                    _refuse_shape(target, sizes, strides)
             except BaseException:  # The next call is another epoch.
                 self.output.abandon()
-                _require_shape(target, sizes, strides)
+                if target.shape != sizes:
+                    _refuse_shape(target, sizes, strides)
                 raise
         match self.collective:
             case "gather":
@@ -136,19 +138,18 @@ class Fused:
         )
 
 
-def _require_shape(target: torch.Tensor, sizes: torch.Size, strides: tuple[int, ...]) -> None:
+def _refuse_shape(target: torch.Tensor, sizes: torch.Size, strides: tuple[int, ...]) -> NoReturn:
     """Restore and refuse an output that a producer has resized, as torch's functions do.
 
     Raises:
-        ArgumentError: The output has another shape than ``sizes``.
+        ArgumentError: Always.
     """
-    if target.shape != sizes:
-        got = tuple(target.shape)
-        target.as_strided_(sizes, strides)
-        raise ArgumentError(
-            f"fuse: shape must be that of the producer's output; got {tuple(sizes)} for an output "
-            f"{got}. Make another for this shape, on every rank."
-        ) from None
+    got = tuple(target.shape)
+    target.as_strided_(sizes, strides)
+    raise ArgumentError(
+        f"fuse: shape must be that of the producer's output; got {tuple(sizes)} for an output "
+        f"{got}. Make another for this shape, on every rank."
+    ) from None
 
 
 def fuse(

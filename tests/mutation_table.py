@@ -115,13 +115,13 @@ MUTANTS = [
         "compile/test_patterns.py::test_others_are_left_alone_and_say_why",
     ),
     Mutant(
-        "interlace/compile/rewrite.py",
-        'require_no_other_use([first, *moves], collective, "the product")',
-        "...",
+        "interlace/compile/sent.py",
+        'sorted(nodes), "a part of the sum" if is_sum else "the product"',
+        '[], "the product"',
         "compile/test_patterns.py::test_others_are_left_alone_and_say_why",
     ),
     Mutant(
-        "interlace/compile/sums.py",
+        "interlace/compile/sent.py",
         'if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:',
         "if len(set(waits)) < 2:",
         "compile/test_patterns.py::test_pairs_become_operators_with_the_same_results",
@@ -133,7 +133,7 @@ MUTANTS = [
         "return ceil_div(size, world_size) * world_size",
         "test_costs_gemm.py",
     ),
-    Mutant("interlace/costs/time.py", "link *= call.world_size / 2", "link *= 1", _PROFILES),
+    Mutant("interlace/costs/time.py", "link *= self.world_size / 2", "link *= 1", _PROFILES),
     Mutant(
         "interlace/costs/time.py",
         "return flops / flops_per_us + self.product.tile_us",
@@ -226,7 +226,7 @@ MUTANTS = [
     ),
     # integrations
     Mutant(
-        "interlace/integrations/calls.py",
+        "interlace/integrations/hosts.py",
         "self.left[operator, reason] += 1",
         "self.left[operator, reason] += 0",
         "integrations/test_symm_mem.py::test_other_calls_are_left_to_pytorch",

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from interlace.bench import profile_fit
-from interlace.costs.expert_time import ExpertsCall
 from interlace.costs.known_profiles import profile_of
+from interlace.costs.mixture_of_experts import ExpertsCall
 from interlace.operators.mixture_of_experts import choice
 from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig, decode_config
 from interlace.operators.mixture_of_experts.layout import ExpertSizes

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
     floor_memory_bytes,
     fused_between_nodes,
@@ -30,6 +29,7 @@ from interlace.costs.network import (
     read_network,
     there_and_back,
 )
+from interlace.costs.registry import NetworkCost
 from interlace.errors import ConfigError
 
 NETWORKS = Path(str(importlib.resources.files("interlace.costs") / "networks"))

@@ -13,7 +13,7 @@ import pytest
 
 from interlace.bench import profile_fit
 from interlace.costs.known_profiles import parse_profile, profile_of
-from interlace.costs.time import MachineProfile, SizedCall, parts_us
+from interlace.costs.time import MachineProfile, SizedCall
 from interlace.errors import ConfigError
 from interlace.registry import operators
 
@@ -54,7 +54,7 @@ def test_float32_takes_no_tensor_cores() -> None:
     )
     assert H200.library_product_us(single) > 10 * H200.library_product_us(half)
     tiled = [
-        parts_us(H200, "gemm_all_reduce", call, "tiled", (128, 128))["product"]
+        call.parts_us(H200, "gemm_all_reduce", "tiled", (128, 128))["product"]
         for call in (half, single)
     ]
     assert tiled[1] > 1000 * tiled[0]
@@ -70,10 +70,10 @@ def test_float8_has_wider_results() -> None:
 def test_parts() -> None:
     """Four ranks, 200 rows: 50 rows of each rank in a tile of 128 leave some of it empty."""
     call = SizedCall(200, 4096, 2048, 2, 4)
-    whole = parts_us(H200, "gemm_reduce_scatter", call, "whole", (128, 256))
-    by_rank = parts_us(H200, "gemm_reduce_scatter", call, "by_rank", (128, 256))
-    batch = parts_us(H200, "gemm_reduce_scatter", call, "batch", (128, 256))
-    tiled = parts_us(H200, "gemm_reduce_scatter", call, "tiled", (128, 256))
+    whole = call.parts_us(H200, "gemm_reduce_scatter", "whole", (128, 256))
+    by_rank = call.parts_us(H200, "gemm_reduce_scatter", "by_rank", (128, 256))
+    batch = call.parts_us(H200, "gemm_reduce_scatter", "batch", (128, 256))
+    tiled = call.parts_us(H200, "gemm_reduce_scatter", "tiled", (128, 256))
     # Three of four ranks' rows leave this one.
     assert whole["link"] == pytest.approx(150 * 4096 * 2 / H200.link_bytes_per_s * 1e6)
     assert (whole["fixed"], whole["peers"]) == (1.0, 2.0)
@@ -81,18 +81,18 @@ def test_parts() -> None:
     assert by_rank["product"] == pytest.approx(4 * H200.library_product_us(call, 50))
     tile_us = H200.tile_us(128, 256, 2048, H200.product.flops_per_s)
     assert tiled["product"] == pytest.approx(tile_us), "64 tiles"
-    by_peer = parts_us(H200, "gemm_reduce_scatter", call, "by_peer", (128, 256))
+    by_peer = call.parts_us(H200, "gemm_reduce_scatter", "by_peer", (128, 256))
     assert by_peer["product"] == pytest.approx(3 * H200.library_product_us(call, 50) + tile_us)
     assert whole["uneven"] == 0
     uneven = dataclasses.replace(call, rows=201)
-    parts = parts_us(H200, "gemm_reduce_scatter", uneven, "whole", (128, 256))
+    parts = uneven.parts_us(H200, "gemm_reduce_scatter", "whole", (128, 256))
     assert parts["uneven"] == parts["product"]
     assert whole["product"] <= batch["product"] < by_rank["product"], (
         "one launch, four times 50 rows"
     )
     filled = dataclasses.replace(call, rows=4 * 128)
     assert (
-        parts_us(H200, "gemm_reduce_scatter", filled, "tiled", (128, 256))["product"]
+        filled.parts_us(H200, "gemm_reduce_scatter", "tiled", (128, 256))["product"]
         == (tiled["product"])
     )
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from interlace.cli.ranks import advance
 from interlace.comm import Group, group_of
 from interlace.costs.embedding_all_to_all import forward
-from interlace.costs.gemm_all_to_all import network_traffic
+from interlace.costs.gemm import network_traffic
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import embedding_all_to_all
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig

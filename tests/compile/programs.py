@@ -14,7 +14,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from interlace.comm import default_device_type
-from interlace.compile import Finding, choice, fuse, normed, sums
+from interlace.compile import Finding, choice, fuse, norms, sent
 from interlace.compile.choice import are_small
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer
@@ -81,8 +81,8 @@ def with_linear(module: GraphModule) -> GraphModule:
 def fuse_everything(patch: pytest.MonkeyPatch) -> None:
     """Let the pass fuse on a GPU what it fuses on the CPU, whatever the model of time says."""
     patch.setattr(choice, "choose", lambda *_: "tests want it")
-    patch.setattr(normed, "choose", choice.choose)
-    patch.setattr(sums, "choose_sum", _choose_sum)
+    patch.setattr(norms, "choose", choice.choose)
+    patch.setattr(sent, "choose_sum", _choose_sum)
 
 
 def _choose_sum(

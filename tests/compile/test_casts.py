@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.compile import choice, eager_backend, fuse, recording, rewrite
+from interlace.compile import choice, eager_backend, fuse, recording, sent
 from tests.compile import models
 from tests.compile.models import WIDTH, parallel_block
 from tests.compile.programs import (
@@ -139,9 +139,9 @@ def _moved() -> dict[str, tuple[list[str], list[Any], bool, float]]:
 def test_casts_move_to_where_fewer_bytes_are_sent(ranks: Any) -> None:
     """What moves has the same bits, and half as many where float32 was sent."""
     for outcomes in ranks(2).run(_moved):
-        for name, (names, sent, same, error) in outcomes.items():
+        for name, (names, dtypes, same, error) in outcomes.items():
             assert names == [MOVED[name][2]], name
-            assert sent == [MOVED[name][1][-1][1] if "cast later" not in name else BF16], name
+            assert dtypes == [MOVED[name][1][-1][1] if "cast later" not in name else BF16], name
             assert same, name
             assert error < torch.finfo(BF16).eps, name
 
@@ -428,7 +428,7 @@ def _step(call: Any, block: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
 def _block(sequence_parallel: bool, trains: bool) -> tuple[list[Any], list[float]]:
     """Findings of a block under autocast; and relative errors against eager execution."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewrite, "_FEW_TOKENS", 8)  # 128 take the interpreter a while
+        patch.setattr(sent, "_FEW_TOKENS", 8)  # 128 take the interpreter a while
         patch.setattr(models, "HIDDEN", 32)  # rows of a shard of w2 in bfloat16 fill 16 bytes
         block = parallel_block(sequence_parallel, bias=False)
         torch.manual_seed(11 + (dist.get_rank() if sequence_parallel else 0))

@@ -25,10 +25,9 @@ from interlace.compile import (
     eager_backend,
     explain,
     foreign,
-    foreign_norms,
     installed,
     recording,
-    rewrite,
+    sent,
 )
 from tests.compile.models import WIDTH, Experts, parallel_block
 from tests.compile.programs import K, N, all_reduce, tensors
@@ -64,7 +63,7 @@ def _block(sequence_parallel: bool, bias: bool) -> tuple[list[Finding], dict[str
     torch.manual_seed(11 + (dist.get_rank() if sequence_parallel else 0))
     x = torch.randn(2, 4, WIDTH)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rewrite, "_FEW_TOKENS", 8)  # 128 take the interpreter a while
+        patch.setattr(sent, "_FEW_TOKENS", 8)  # 128 take the interpreter a while
         return _compare(parallel_block(sequence_parallel, bias), x)
 
 
@@ -233,13 +232,13 @@ def _identities() -> list[Any]:
         patch.setenv("INTERLACE_NODES", "2")
         interlace.group_of(both)
     ids.append(InductorPass().uuid())
-    foreign_norms.register(foreign_norms.ForeignNorm("tests::norm", has_residual=False))
+    foreign.register(foreign.ForeignNorm("tests::norm", has_residual=False))
     ids.append(InductorPass().uuid())
     for collective in ("all_reduce", "all_gather"):
         foreign.register(foreign.Foreign("tests::sum", collective, lambda _: both))
         ids.append(InductorPass().uuid())
     foreign.unregister("tests::sum")
-    foreign_norms.unregister("tests::norm")
+    foreign.unregister("tests::norm")
     return [*ids, InductorPass().uuid()]
 
 

@@ -43,9 +43,10 @@ from tests.pool import COMPILING_S
 c10d = torch.ops._c10d_functional
 
 
-def _all_fused(dtype: torch.dtype) -> dict[str, tuple[list[str], float]]:
+def _fused(dtype: torch.dtype, programs: list[str]) -> dict[str, tuple[list[str], float]]:
     outcomes = {}
-    for name, (program, shapes, _) in FUSED.items():
+    for name in programs:
+        program, shapes, _ = FUSED[name]
         arguments = tensors(*shapes, dtype=dtype)
         names, findings, error = fused(traced(program, arguments), arguments)
         assert {finding.operator for finding in findings} == {NORMED}, (name, findings)
@@ -56,9 +57,11 @@ def _all_fused(dtype: torch.dtype) -> dict[str, tuple[list[str], float]]:
 @pytest.mark.parametrize("dtype", [pytest.param(torch.bfloat16, marks=pytest.mark.quick),
                                    torch.float16, torch.float32])  # fmt: skip
 def test_norms_become_part_of_the_operator(ranks: Any, dtype: torch.dtype) -> None:
-    for outcomes in ranks(2).run(_all_fused, dtype):
+    # Graphs of float16 have the calls of those of bfloat16.
+    programs = list(FUSED)[::5] if dtype == torch.float16 else list(FUSED)
+    for outcomes in ranks(2).run(_fused, dtype, programs):
         assert {name: names for name, (names, _) in outcomes.items()} == {
-            name: [NORMED] * case[2] for name, case in FUSED.items()
+            name: [NORMED] * FUSED[name][2] for name in programs
         }
         allowed = ROUNDINGS[dtype]
         assert {name: error for name, (_, error) in outcomes.items() if not error < allowed} == {}
@@ -357,7 +360,7 @@ def _rows_that_change() -> list[tuple[list[str | None], float]]:
     outcomes = []
     torch.manual_seed(5)
     model = _Layer()
-    for counts in ((FEW, 2, 300), (300, 2)):
+    for counts in ((FEW, 300), (300, 2)):
         torch.compiler.reset()
         compiled = torch.compile(_decode, backend=eager_backend, fullgraph=True)
         errors = []

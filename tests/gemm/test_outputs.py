@@ -93,7 +93,7 @@ def _as_graphs(call, turns):
         enqueue()
         if torch.rand((), generator=random) < 0.5:
             return True
-        output._half, output._turn = half, turn
+        output.half, output.turn = half, turn
         return False
 
     with pytest.MonkeyPatch.context() as patch:

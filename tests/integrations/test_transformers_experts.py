@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import interlace
 import interlace.integrations.transformers
 from interlace.errors import ArgumentError
-from interlace.integrations.transformers_experts import WeightLayout
+from interlace.integrations.transformers import WeightLayout
 from interlace.operators.mixture_of_experts import layout as memory_order
 
 pytest.importorskip("transformers", minversion="5.23", reason="make test-integrations installs it")

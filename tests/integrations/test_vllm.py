@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.compile import eager_backend, foreign, foreign_norms, recording, uninstall
+from interlace.compile import eager_backend, foreign, recording, uninstall
 from interlace.integrations import vllm
 
 M, K, N = 128, 8, 12  # as many tokens as gemm_all_reduce is for
@@ -115,7 +115,7 @@ def _vllm() -> Iterator[None]:
         for name in vllm.COLLECTIVES:
             foreign.unregister(name)
         for name in vllm.NORMS:
-            foreign_norms.unregister(name)
+            foreign.unregister(name)
         for name in modules:
             del sys.modules[name]
         library._destroy()
@@ -324,16 +324,16 @@ def _dynamic(name: str, counts: tuple[int, ...]) -> tuple[list[str | None], list
 )
 def test_tokens_whose_number_changes(ranks: Any, name: str, wanted: list[str | None]) -> None:
     """Only an all-reduce is fused; the graph is not compiled anew."""
-    for operators, errors in ranks(2).run(_dynamic, name, (130, 256, 6)):
+    for operators, errors in ranks(2).run(_dynamic, name, (130, 6)):
         assert operators == wanted
         assert max(errors) < 1e-5
 
 
-@pytest.mark.parametrize("traced", [7, 320])
-def test_a_norm_of_tokens_whose_number_changes(ranks: Any, traced: int) -> None:
+@pytest.mark.parametrize("counts", [(7, 300), (320, 6)])
+def test_a_norm_of_tokens_whose_number_changes(ranks: Any, counts: tuple[int, ...]) -> None:
     """The graph decodes, too, whatever it was traced with, and is not compiled anew."""
     name = "vLLM's norm with a residual"
-    for operators, errors in ranks(2).run(_dynamic, name, (traced, 6, 300)):
+    for operators, errors in ranks(2).run(_dynamic, name, counts):
         assert operators == ["gemm_all_reduce_norm"]
         assert max(errors) < 1e-5
 
@@ -368,8 +368,7 @@ def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> No
     """vLLM's own kernels keep its promise, so nothing is registered."""
     calls: list[Any] = []
     monkeypatch.setattr(vllm.compile, "install", lambda: calls.append("install"))
-    monkeypatch.setattr(vllm, "register_collective", calls.append)
-    monkeypatch.setattr(vllm, "register_norm", calls.append)
+    monkeypatch.setattr(foreign, "register", calls.append)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     vllm.register()
     assert not calls

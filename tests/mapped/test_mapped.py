@@ -191,7 +191,7 @@ def _in_the_same_buffer(name: str, calls: int) -> list[bool]:
         if rank == 1:
             patch.setattr(primitives, "load_acquire", _late(primitives.load_acquire))
         for call in range(calls):
-            run.output._turn = 0
+            run.output.turn = 0
             products = [
                 (call + 1) * x @ w.T
                 for x, w in (_inputs(4 * ranks, 1024, 6, each) for each in range(ranks))

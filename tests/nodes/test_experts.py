@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.costs import find_cost
+from interlace.costs.gemm import STAMP_BYTES
+from interlace.costs.mixture_of_experts import exchanges_between_nodes
 from interlace.costs.network import NetworkRates
 from interlace.gemm.implementations import network
 from interlace.operators.mixture_of_experts import chunked
@@ -78,17 +79,21 @@ def test_results_and_traffic(ranks, world_size, nodes, slice_bytes, trains):
             if not call.tokens:
                 assert not messages
                 continue
+            passes = (False, True) if trains else (False,)
             costs = [
-                find_cost("mixture_of_experts").between_nodes["chunked"](
+                cost
+                for backward in passes
+                for cost in exchanges_between_nodes(
                     rank=rank, tokens=call.tokens, hidden=24, top_k=call.top_k,
                     itemsize=y.element_size(), node_of_rank=nodes,
                     slices=max(1, min(8, y.nbytes // slice_bytes)), backward=backward,
                 )
-                for backward in ((False, True) if trains else (False,))
             ]  # fmt: skip
+            # In each pass every peer of another node gets a stamp.
+            stamps = len(passes) * sum(node != nodes[rank] for node in nodes)
             expected = (
-                sum(cost.network_bytes for cost in costs),
-                sum(cost.network_messages for cost in costs),
+                sum(cost.network_bytes for cost in costs) + stamps * STAMP_BYTES,
+                sum(cost.network_messages for cost in costs) + stamps,
             )
             check_traffic(bytes_to, messages, rank, nodes, expected)
 

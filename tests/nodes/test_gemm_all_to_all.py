@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.costs.gemm_all_to_all import network_traffic
+from interlace.costs.gemm import network_traffic
 from interlace.gemm.implementations import network
 from tests.gemm.calls import Call, check_all
 from tests.nodes.groups import call_without_one, check_late, check_traffic, process_group_of

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.costs.cost import Cost
+from interlace.costs.registry import Cost
 
 RunOne = Callable[[Any], torch.Tensor]
 

@@ -18,8 +18,14 @@ import numpy.typing as npt
 import torch
 
 from interlace.bench.roles import PAIR_NAMES, is_disturbed, role_of
-from interlace.costs.corrections import Corrections, Schedule, TimedCall, place_of
-from interlace.costs.time import MachineProfile, SizedCall
+from interlace.costs.time import (
+    Corrections,
+    MachineProfile,
+    Schedule,
+    SizedCall,
+    TimedCall,
+    place_of,
+)
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.terms import Terms
 from interlace.registry import find_operator, operators

@@ -6,12 +6,12 @@ from interlace.compile.backends import (
     InductorPass,
     backend,
     eager_backend,
+    explain,
     install,
     installed,
     uninstall,
 )
-from interlace.compile.findings import Finding, recording
-from interlace.compile.report import Report, explain
+from interlace.compile.findings import Finding, Report, recording
 from interlace.compile.rewrite import fuse
 
 __all__ = [

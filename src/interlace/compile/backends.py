@@ -1,4 +1,6 @@
-"""Two ways to add the pass to ``torch.compile``: as a backend, or as a pass of Inductor."""
+"""Two ways to add the pass to ``torch.compile``, as a backend or as a pass of Inductor; and
+``explain``, which reports what it does with a model.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,15 @@ from torch.fx import Graph, GraphModule
 from interlace.comm import default_device_type
 from interlace.comm.host.identity import PACKAGE, digest_of, identity
 from interlace.comm.runtime.interpreter import interpreting
-from interlace.compile import foreign, foreign_norms
-from interlace.compile.choice import nodes_of, ranks_of_a_node, require_common_profile
-from interlace.compile.findings import LeftAlone
+from interlace.compile import foreign
+from interlace.compile.choice import (
+    nodes_of,
+    ranks_of_a_node,
+    require_common_profile,
+    uneven_groups,
+)
+from interlace.compile.findings import LeftAlone, Report, recording
 from interlace.compile.rewrite import fuse
-from interlace.compile.shards import uneven_groups
 from interlace.gemm import invariance
 from interlace.registry import operators
 
@@ -134,6 +140,40 @@ def eager_backend(model: GraphModule, inputs: Sequence[Any]) -> Callable[..., An
         fw_compiler=run, bw_compiler=run, inference_compiler=infer, partition_fn=partition
     )
     return compiler(model, inputs)
+
+
+def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
+    """List a model's collectives, what the pass does with each of them, and why.
+
+    The model runs forward once, with the fused operators, so every rank of its groups must call
+    this function. If inputs or parameters require gradients, the backward graph is analysed but
+    not run. Like ``torch._dynamo.explain`` this resets ``torch.compile`` before and after: models
+    that were compiled before are compiled again at their next call.
+
+    Args:
+        model: A module or function that is not compiled yet.
+        inputs: The positional arguments of the model's call.
+        keywords: The keyword arguments of the model's call.
+
+    Returns:
+        A :class:`Report` with a :class:`Finding` for each collective, and for products that became
+        one kernel; the findings of a forward graph precede those of its backward graph.
+
+    Example:
+        >>> print(interlace.compile.explain(block, x))
+        2 collectives: 1 fused, 1 left alone
+        forward: all_reduce of [4096, 8192] (all_reduce in mlp.down) fused by gemm_all_reduce:
+            measured on ...
+        backward: all_reduce of [4096, 8192] (all_reduce_1) left alone: what goes into it is add_3,
+            not a product
+    """
+    torch.compiler.reset()
+    try:
+        with recording() as findings:
+            torch.compile(model, backend=eager_backend)(*inputs, **keywords)
+    finally:
+        torch.compiler.reset()
+    return Report(tuple(findings))
 
 
 def _fused(graph_module: GraphModule) -> GraphModule:
@@ -259,7 +299,6 @@ def _fingerprint() -> str:
         _groups(device),
         uneven_groups(),
         foreign.registered(),
-        foreign_norms.registered(),
         # Another package may add operators, and implementations to one.
         [
             (name, [implementation.name for implementation in operator.implementations])

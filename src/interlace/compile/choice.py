@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._guards import TracingContext
 
 from interlace.comm import process_group_named
 from interlace.comm.groups.group import known_nodes
@@ -16,7 +18,6 @@ from interlace.comm.host.nodes import declared_ranks_per_node
 from interlace.comm.runtime.interpreter import interpreting
 from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
-from interlace.compile.shards import uneven_groups
 from interlace.errors import GroupError
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchOperator
@@ -95,6 +96,35 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
     if len(ranks) > MAX_RANKS and nodes_of(group_name, device) == 1:
         raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
     return len(ranks)
+
+
+def uneven_groups() -> list[str]:
+    """Return the names of the process groups over which a DTensor of the program that is being
+    compiled is sharded unevenly. It is the same list on every rank, and nothing is sent.
+
+    A graph holds the shapes of this rank alone: ranks that decided by them would decide
+    differently.
+    """
+    context = TracingContext.try_get()
+    # Without a DTensor in the process there is no need to import what defines it.
+    if context is None or not (dist.is_available() and dist.is_initialized()):
+        return []
+    from torch.distributed.tensor import DTensor, Shard
+
+    names = set()
+    for tensor in list(context.tensor_to_context.keys()):
+        if not isinstance(tensor, DTensor):
+            continue
+        mesh = tensor.device_mesh
+        for dimension, size in enumerate(tensor.shape):
+            over = [
+                number
+                for number, placement in enumerate(tensor.placements)
+                if isinstance(placement, Shard) and placement.dim % tensor.dim() == dimension
+            ]
+            if int(size) % math.prod(map(mesh.size, over)):
+                names |= {mesh.get_group(number).group_name for number in over}
+    return sorted(names)
 
 
 def nodes_of(group_name: str, device: torch.device) -> int:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
 from torch.fx import Node
 
+from interlace.compile import rows
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, argument, between, erase_unused, value
+from interlace.compile.graph import Writer, argument, arguments_of, between, erase_unused, value
 from interlace.compile.producers import is_work
 
 # Registers the collectives' operators.
@@ -23,8 +24,8 @@ REDUCE_SCATTER = _namespace.reduce_scatter_tensor.default
 ALL_GATHER = _namespace.all_gather_into_tensor.default
 ALL_TO_ALL = _namespace.all_to_all_single.default
 
-# The position of the group's name among the arguments.
-_GROUP = {ALL_REDUCE: 2, REDUCE_SCATTER: 3, ALL_GATHER: 2, ALL_TO_ALL: 3}
+_KNOWN = (ALL_REDUCE, REDUCE_SCATTER, ALL_GATHER, ALL_TO_ALL)
+"""The collectives that operators have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,16 +53,9 @@ class Collective:
         """The (fake) tensor that the first wait returns."""
         return value(self.waits[0])
 
-    @property
-    def splits(self) -> tuple[Sequence[Any], Sequence[Any]]:
-        """The splits of an all-to-all: rows sent to each rank, and rows received from each."""
-        return argument(self.node, 2, "input_split_sizes"), argument(
-            self.node, 1, "output_split_sizes"
-        )
-
     def require_sum(self) -> None:
         """Raise :class:`LeftAlone` unless a reduction is a sum."""
-        reduction = argument(self.node, 1, "reduce_op")
+        reduction = argument(self.node, "reduce_op")
         if reduction != "sum":
             raise LeftAlone(f"it reduces by {reduction!r}; operators add")
 
@@ -75,6 +69,37 @@ class Collective:
                     f"{node.name} runs between the collective and its wait, and hides it already"
                 )
 
+    def require_even(self, ranks: int) -> None:
+        """Raise :class:`LeftAlone` unless the operand's first dimension divides over the ranks."""
+        if value(self.input).dim() < 2 or value(self.input).shape[0] % ranks:
+            raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
+
+    def require_even_splits(self, ranks: int) -> None:
+        """Raise :class:`LeftAlone` unless an all-to-all's splits are even and known when
+        compiling.
+        """
+        self.require_even(ranks)
+        share = value(self.input).shape[0] // ranks
+        given = arguments_of(self.node)
+        sizes = (*given["output_split_sizes"], *given["input_split_sizes"])
+        if any(not isinstance(size, int) or size != share for size in sizes):
+            raise LeftAlone(
+                "its splits are not even; the operator would compare them on the host in each call"
+            )
+
+    def require_no_other_use(self, nodes: Collection[Node], description: str) -> None:
+        """Raise :class:`LeftAlone` if one of ``nodes`` has a use that does not lead here.
+
+        Args:
+            nodes: The product and the nodes between it and the collective.
+            description: The word for ``nodes`` in the message, such as ``"the product"``.
+        """
+        allowed = {self.node, *nodes}
+        for node in nodes:
+            outside = [user for user in node.users if user not in allowed]
+            if outside and not _reaches(node, allowed):
+                raise LeftAlone(f"{outside[0].name} uses {description}, too")
+
     def become(self, y: Node, writer: Writer, before: Iterable[Node]) -> None:
         """Replace the collective by ``y``, which has as many elements, and erase unused nodes.
 
@@ -84,7 +109,7 @@ class Collective:
             before: The product and the nodes between it and the collective; those that nothing
                 uses any more are erased.
         """
-        self.replace(writer.laid_out_as(writer.reshape(y, self.result.shape), self.result))
+        self.replace(writer.shaped_as(y, self.result))
         erase_unused(before)
 
     def replace(self, result: Node) -> None:
@@ -96,6 +121,19 @@ class Collective:
         # returns the same memory, so ``result`` replaces this use as well.
         self.node.replace_all_uses_with(result)
         self.node.graph.erase_node(self.node)
+
+
+def _reaches(node: Node, allowed: set[Node]) -> bool:
+    """Return whether every use of ``node`` leads to a node of ``allowed``."""
+    # The parts of a split are all on the way to the collective if they are concatenated again, so
+    # uses are followed downstream as long as they only move rows.
+    pending = [user for user in node.users if user not in allowed]
+    while pending:
+        user = pending.pop()
+        if not rows.moves_rows(user) or not user.users:
+            return False
+        pending += [after for after in user.users if after not in allowed]
+    return True
 
 
 def is_collective(node: Node) -> bool:
@@ -122,7 +160,7 @@ def is_only_use(node: Node, wait: Node) -> bool:
     return (
         isinstance(start, Node)
         # Others write to memory that the program has given them.
-        and start.target in _GROUP
+        and start.target in _KNOWN
         and set(start.users) == {wait}
         and set(wait.users) == {node}
     )
@@ -135,10 +173,10 @@ def read(node: Node) -> Collective:
         LeftAlone: No operator has this collective, its group is unknown, or its result is used
             without a wait.
     """
-    if node.target not in _GROUP:
+    if node.target not in _KNOWN:
         in_place = " in place" if str(node.target).split(".")[1].endswith(("_", "_out")) else ""
         raise LeftAlone(f"no operator has this collective{in_place}")
-    group = argument(node, _GROUP[node.target], "group_name")
+    group = argument(node, "group_name")
     # Some versions of DTensor pass the ProcessGroup itself instead of its name.
     group = getattr(group, "group_name", group)
     if not isinstance(group, str):
@@ -148,4 +186,4 @@ def read(node: Node) -> Collective:
         raise LeftAlone("its result is used without waiting for it")
     if not any(wait.users for wait in waits):
         raise LeftAlone("nothing uses its result")
-    return Collective(node, argument(node, 0, "input"), waits, group)
+    return Collective(node, argument(node, "input"), waits, group)

@@ -1,4 +1,4 @@
-"""Findings: records of what the pass did with each collective, and why."""
+"""Findings: records of what the pass did with each collective, and why; and a report of them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,39 @@ class Finding:
         done = f"fused by {self.operator}" if self.operator else "left alone"
         subject = f"{self.collective} of {list(self.shape)} ({self.node}{location})"
         return f"{self.graph}: {subject} {done}: {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Report:
+    """The findings of all graphs of a model; ``print`` shows one line for each."""
+
+    findings: tuple[Finding, ...]
+
+    @property
+    def merged(self) -> tuple[Finding, ...]:
+        """The findings of products with the same input that became one kernel."""
+        return tuple(finding for finding in self.findings if finding.collective == PRODUCTS)
+
+    @property
+    def fused(self) -> tuple[Finding, ...]:
+        """The findings of pairs that a fused operator replaced."""
+        return tuple(
+            finding
+            for finding in self.findings
+            if finding.operator and finding.collective != PRODUCTS
+        )
+
+    @property
+    def left(self) -> tuple[Finding, ...]:
+        """The findings of collectives that were left alone."""
+        return tuple(finding for finding in self.findings if not finding.operator)
+
+    def __str__(self) -> str:
+        fused, left = len(self.fused), len(self.left)
+        head = f"{fused + left} collectives: {fused} fused, {left} left alone"
+        if self.merged:
+            head += f"; {len(self.merged)} groups of products with one input merged"
+        return "\n".join([head, *map(str, self.findings)])
 
 
 def module_of(node: Node) -> str:

@@ -1,8 +1,8 @@
-"""Collectives that other programs have defined as operators of their own.
+"""Collectives and norms that other programs have defined as operators of their own.
 
-Such an operator is functional, waits itself, and names its group in the program's words. The pass
+Such a collective is functional, waits itself, and names its group in the program's words. The pass
 spells it out as a collective of ``torch.distributed``, tries to fuse that, and puts the program's
-operator back where it could not.
+operator back where it could not. A norm is read as it is (:mod:`interlace.compile.norms`).
 """
 
 from __future__ import annotations
@@ -39,14 +39,32 @@ class Foreign:
     process_group: ProcessGroupOf
 
 
-_known: dict[str, Foreign] = {}
+@dataclasses.dataclass(frozen=True)
+class ForeignNorm:
+    """An RMSNorm of another program, over the last dimension, computed in float32.
+
+    Its schema must be ``(x, weight, epsilon, variance_size)``; or, with a residual,
+    ``(x, x_residual, weight, epsilon, variance_size)``, and then it returns the norm of the total
+    and the total, rounded to the dtype of x. Calls with a ``variance_size`` are left alone.
+
+    Attributes:
+        name: The operator's qualified name, such as ``"vllm_ir::rms_norm"``.
+        has_residual: Whether it adds a residual to x first.
+    """
+
+    name: str
+    has_residual: bool
 
 
-def register(foreign: Foreign) -> None:
-    """Let the pass fuse the collectives of another program."""
-    if foreign.collective not in ("all_reduce", "reduce_scatter", "all_gather"):
-        raise ValueError(f"{foreign.name}: no operator has the collective {foreign.collective!r}")
-    _known[foreign.name] = foreign
+_known: dict[str, Foreign | ForeignNorm] = {}
+
+
+def register(operator: Foreign | ForeignNorm) -> None:
+    """Let the pass fuse a collective of another program, or a norm behind an all-reduce."""
+    collectives = ("all_reduce", "reduce_scatter", "all_gather")
+    if isinstance(operator, Foreign) and operator.collective not in collectives:
+        raise ValueError(f"{operator.name}: no operator has the collective {operator.collective!r}")
+    _known[operator.name] = operator
 
 
 def unregister(name: str) -> None:
@@ -54,9 +72,18 @@ def unregister(name: str) -> None:
     _known.pop(name, None)
 
 
-def registered() -> list[tuple[str, str]]:
-    """Return the names of all registered operators, and their collectives."""
-    return sorted((foreign.name, foreign.collective) for foreign in _known.values())
+def registered() -> list[tuple[str, str | bool]]:
+    """Return the names of all registered operators, and what they do."""
+    return sorted(
+        (name, known.collective if isinstance(known, Foreign) else known.has_residual)
+        for name, known in _known.items()
+    )
+
+
+def called(node: Node) -> Foreign | ForeignNorm | None:
+    """Return the registered operator that a node calls; None if it calls none."""
+    schema = schema_of(node)
+    return None if schema is None else _known.get(schema.name)
 
 
 @dataclasses.dataclass
@@ -95,8 +122,8 @@ def spell_out(graph: Graph) -> tuple[list[Spelled], list[tuple[Node, str]]]:
     """
     spelled, refused = [], []
     for node in list(graph.nodes) if _known else []:
-        foreign = _foreign(node)
-        if foreign is None:
+        foreign = called(node)
+        if not isinstance(foreign, Foreign):
             continue
         try:
             spelled.append(_spell(node, foreign))
@@ -105,18 +132,9 @@ def spell_out(graph: Graph) -> tuple[list[Spelled], list[tuple[Node, str]]]:
     return spelled, refused
 
 
-def _foreign(node: Node) -> Foreign | None:
-    schema = schema_of(node)
-    return None if schema is None else _known.get(schema.name)
-
-
 def _spell(node: Node, foreign: Foreign) -> Spelled:
-    arguments = arguments_of(node)
-    operand, *settings = arguments
-    named = {
-        parameter.name: argument
-        for parameter, argument in zip(schema_of(node).arguments, arguments, strict=True)
-    }
+    named = arguments_of(node)
+    operand, *settings = named.values()
 
     def of(name: str) -> Any:
         if name not in named:

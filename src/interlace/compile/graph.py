@@ -71,22 +71,22 @@ def is_cast(node: Node) -> bool:
     return source is not None and value(source).dtype != value(node).dtype
 
 
-def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """Return an argument of a call, which may be positional or a keyword."""
-    return node.args[index] if len(node.args) > index else node.kwargs.get(name, default)
-
-
 def schema_of(node: Node) -> Any:
     """Return the schema of the operator that a node calls; None for any other node."""
     return getattr(node.target, "_schema", None) if node.op == "call_function" else None
 
 
-def arguments_of(node: Node) -> list[Any]:
-    """Return all arguments of an operator's call by position, defaults among them."""
-    return [
-        argument(node, index, parameter.name, parameter.default_value)
-        for index, parameter in enumerate(schema_of(node).arguments)
-    ]
+def arguments_of(node: Node) -> dict[str, Any]:
+    """Return all arguments of an operator's call by name in their order, defaults among them."""
+    parameters = schema_of(node).arguments
+    given = dict(zip((parameter.name for parameter in parameters), node.args, strict=False))
+    defaults = {parameter.name: parameter.default_value for parameter in parameters}
+    return {**defaults, **given, **node.kwargs}
+
+
+def argument(node: Node, name: str) -> Any:
+    """Return an argument of an operator's call, which may be positional, a keyword or a default."""
+    return arguments_of(node)[name]
 
 
 def changes_memory(node: Node) -> bool:
@@ -120,6 +120,15 @@ def between(first: Node, last: Node) -> Iterable[Node]:
     while node is not last and node.op != "root":
         yield node
         node = node.next
+
+
+def require_unchanged(first: Node, last: Node) -> None:
+    """Raise :class:`LeftAlone` if a node between ``first`` and ``last`` writes to memory."""
+    # The product moves to the collective's position (or the reverse), and must still read the same
+    # values there. Aliasing is unknown, so any write counts.
+    for node in between(first, last):
+        if changes_memory(node):
+            raise LeftAlone(f"{node.name} changes memory in between")
 
 
 VIEWS = (
@@ -193,10 +202,10 @@ class Writer:
         self._before = before
         self._provenance = {key: source.meta[key] for key in _PROVENANCE if key in source.meta}
 
-    def call(self, target: Any, *args: Any) -> Node:
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
         """Add a call of an operator, and record the (fake) tensor that it returns."""
         with self._graph.inserting_before(self._before):
-            node = self._graph.call_function(target, args)
+            node = self._graph.call_function(target, args, kwargs)
         node.meta.update(self._provenance)
         evaluate(node)
         return node
@@ -220,21 +229,18 @@ class Writer:
         return node if value(node).is_contiguous() else self.contiguous(node)
 
     def shaped_as(self, node: Node, layout: torch.Tensor) -> Node:
-        """Return the rows ``node [M, N]`` in the shape and strides of ``layout [..., N]``.
+        """Return ``node`` in the shape and strides of ``layout``, which has as many elements.
 
         At most one size of ``layout`` may be dynamic.
         """
-        if layout.dim() != 2:
+        if not are_equal(value(node).shape, layout.shape):
             shape = [size if isinstance(size, int) else -1 for size in layout.shape]
             node = self.reshape(node, shape)
         return self.laid_out_as(node, layout)
 
     def contiguous(self, node: Node) -> Node:
         """Return a contiguous copy of ``node``."""
-        copy = self.call(aten.clone.default, node)
-        copy.kwargs = {"memory_format": torch.contiguous_format}
-        evaluate(copy)
-        return copy
+        return self.call(aten.clone.default, node, memory_format=torch.contiguous_format)
 
     def laid_out_as(self, node: Node, layout: torch.Tensor) -> Node:
         """Return ``node``, or a copy with the strides of ``layout`` if its own are others."""

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch.fx import Node
 
 from interlace.compile.findings import LeftAlone
-from interlace.compile.graph import Writer, are_equal, argument, aten, is_static, value
+from interlace.compile.graph import (
+    Writer,
+    are_equal,
+    argument,
+    arguments_of,
+    aten,
+    is_static,
+    value,
+)
 from interlace.gemm.operands import ALIGNMENT_BYTES, FLOATS, contiguous_dimension
 
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.linear.default)
+# The names of x, w and bias among the arguments of each product.
+_PRODUCTS: dict[Any, tuple[str, str, str]] = {
+    aten.mm.default: ("self", "mat2", "bias"),
+    aten.addmm.default: ("mat1", "mat2", "self"),
+    aten.bmm.default: ("self", "mat2", "bias"),
+    aten.linear.default: ("input", "weight", "bias"),
+}
 _WORK = (
     *_PRODUCTS,
     aten.baddbmm.default,
@@ -98,6 +113,22 @@ class Product:
         return writer.call(aten.permute.default, w, [0, 2, 1]) if by_rows else w
 
 
+def rows_of(product: Product) -> int:
+    """Return the rows M of a product; if M is dynamic, the value that the graph was traced with.
+
+    Raises:
+        LeftAlone: Sizes are dynamic and the traced value is unknown.
+    """
+    leading = value(product.x).shape[:-1]
+    if is_static(*leading):
+        return int(torch.Size(leading).numel())
+    size: Any = leading[0]
+    hint = size.node.hint if len(leading) == 1 else None
+    if hint is None:
+        raise LeftAlone("sizes change from call to call (dynamic shapes)")
+    return int(hint)
+
+
 def is_work(node: Node) -> bool:
     """Return whether a node takes long enough to hide communication behind it."""
     return node.op == "call_function" and (node.target in _WORK or "attention" in str(node.target))
@@ -107,21 +138,9 @@ def product_of(node: Node) -> Product | None:
     """Return the product that a node computes, or None if it computes something else."""
     if node.op != "call_function" or node.target not in _PRODUCTS:
         return None
-    if node.target is aten.linear.default:
-        x, w, bias = (
-            argument(node, 0, "input"),
-            argument(node, 1, "weight"),
-            argument(node, 2, "bias"),
-        )
-        return Product(node, x, w, by_columns=False, bias=bias)
-    if node.target is aten.addmm.default:
-        bias, x, w = (
-            argument(node, index, name) for index, name in enumerate(("self", "mat1", "mat2"))
-        )
-        return Product(node, x, w, by_columns=True, bias=bias)
-    return Product(
-        node, argument(node, 0, "self"), argument(node, 1, "mat2"), by_columns=True, bias=None
-    )
+    x, w, bias = _PRODUCTS[node.target]
+    given, by_columns = arguments_of(node), node.target is not aten.linear.default
+    return Product(node, given[x], given[w], by_columns, given.get(bias))
 
 
 def require_suitable(product: Product, batches: bool = False) -> None:
@@ -193,9 +212,9 @@ def _transposes(node: Node) -> bool:
     dimensions = value(node).dim()
     *batch, rows, columns = range(dimensions)
     if node.target is aten.permute.default:
-        return [d % dimensions for d in argument(node, 1, "dims")] == [*batch, columns, rows]
+        return [d % dimensions for d in argument(node, "dims")] == [*batch, columns, rows]
     if node.target is aten.transpose.int:
-        return {argument(node, 1, "dim0") % dimensions, argument(node, 2, "dim1") % dimensions} == {
+        return {argument(node, "dim0") % dimensions, argument(node, "dim1") % dimensions} == {
             rows,
             columns,
         }

@@ -16,11 +16,11 @@ from interlace.compile.graph import (
     aten,
     erase_unused,
     evaluate,
+    require_unchanged,
     value,
     views_since,
 )
-from interlace.compile.producers import Product, product_of, require_suitable
-from interlace.compile.requirements import require_even_splits, require_unchanged, rows_of
+from interlace.compile.producers import Product, product_of, require_suitable, rows_of
 from interlace.registry import operator_matching
 
 
@@ -96,7 +96,7 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
     collective.require_waiting()
     require_unchanged(collective.node, product.node)
     ranks = usable_ranks(collective.group_name, product.device)
-    require_even_splits(collective, ranks)
+    collective.require_even_splits(ranks)
     wait = collective.waits[0]
     by_products = rows.by_products(wait, rows.region(wait, product.x), product.batch, ranks)
     if product.x not in by_products:
@@ -209,9 +209,7 @@ def _writer_before_use(collective: Collective, product: Product) -> Writer:
 
 def _put_product(product: Product, writer: Writer, y: Node) -> None:
     """Replace a product by ``y``, which has as many elements."""
-    product.node.replace_all_uses_with(
-        writer.laid_out_as(writer.reshape(y, value(product.node).shape), value(product.node))
-    )
+    product.node.replace_all_uses_with(writer.shaped_as(y, value(product.node)))
     erase_unused([product.node])
 
 

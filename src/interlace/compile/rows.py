@@ -10,7 +10,7 @@ mixed precision puts them between, leave every row in its place, so they count a
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,9 +23,8 @@ from interlace.compile.graph import (
     VIEWS,
     Writer,
     are_equal,
-    argument,
+    arguments_of,
     aten,
-    evaluate,
     is_cast,
     is_static,
     value,
@@ -33,82 +32,43 @@ from interlace.compile.graph import (
 
 _RESHAPES = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 _SAME = (aten.clone.default, aten.alias.default, aten.detach.default)
-_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+_SQUEEZES = (aten.squeeze.dim, aten.squeeze.dims, aten.unsqueeze.default)
+_CUTS = (
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.chunk.default,
+    aten.slice.Tensor,
+    aten.cat.default,
+)
 
-
-def _dimensions(node: Node) -> tuple[int, int]:
-    """Return the number of dimensions before and after a call on one tensor."""
-    assert isinstance(node.args[0], Node)
-    return value(node.args[0]).dim(), value(node).dim()
-
-
-def _keeps_view(node: Node) -> bool:
-    assert isinstance(node.args[0], Node)
-    before, after = value(node.args[0]).shape, value(node).shape
-    return len(before) > 1 and len(after) > 1 and are_equal(before[-1:], after[-1:])
-
-
-def _keeps_permute(node: Node) -> bool:
-    return int(argument(node, 1, "dims")[-1]) % _dimensions(node)[0] == _dimensions(node)[0] - 1
-
-
-def _keeps_transpose(node: Node) -> bool:
-    last = _dimensions(node)[0] - 1
-    return last not in {
-        argument(node, 1, "dim0") % (last + 1),
-        argument(node, 2, "dim1") % (last + 1),
-    }
-
-
-def _keeps_squeeze(node: Node) -> bool:
-    before = _dimensions(node)[0]
-    dimensions = argument(node, 1, "dim")
-    return before - 1 not in {
-        d % before for d in (dimensions if isinstance(dimensions, (list, tuple)) else [dimensions])
-    }
-
-
-def _keeps_unsqueeze(node: Node) -> bool:
-    after = _dimensions(node)[1]
-    return int(argument(node, 1, "dim")) % after != after - 1
-
-
-def _keeps_cut(node: Node) -> bool:
-    """Return whether a split is along another dimension than the last."""
-    source = node.args[0]
-    assert isinstance(source, Node)
-    return int(argument(node, 2, "dim", 0)) % value(source).dim() != value(source).dim() - 1
-
-
-def _keeps_slice(node: Node) -> bool:
-    return int(argument(node, 1, "dim", 0)) % _dimensions(node)[0] != _dimensions(node)[0] - 1
-
-
-def _keeps_cat(node: Node) -> bool:
-    return int(argument(node, 1, "dim", 0)) % value(node).dim() != value(node).dim() - 1
-
-
-# For each call that may move rows: whether a given node leaves the last dimension alone.
-_KEEPS: dict[Any, Callable[[Node], bool]] = {
-    **dict.fromkeys(_RESHAPES, _keeps_view),
-    **dict.fromkeys((*_SAME, operator.getitem), lambda _: True),
-    **dict.fromkeys(_SPLITS, _keeps_cut),
-    aten.permute.default: _keeps_permute,
-    aten.transpose.int: _keeps_transpose,
-    aten.squeeze.dim: _keeps_squeeze,
-    aten.squeeze.dims: _keeps_squeeze,
-    aten.unsqueeze.default: _keeps_unsqueeze,
-    aten.slice.Tensor: _keeps_slice,
-    aten.cat.default: _keeps_cat,
+# The arguments that name dimensions, for each further call that may move rows.
+_DIMENSIONS: dict[Any, tuple[str, ...]] = {
+    aten.transpose.int: ("dim0", "dim1"),
+    **dict.fromkeys((*_SQUEEZES, *_CUTS), ("dim",)),
 }
 
-_ORDERLY = (
-    *_RESHAPES,
-    *_SAME,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.unsqueeze.default,
-)
+_MOVING = (*_RESHAPES, *_SAME, operator.getitem, aten.permute.default, *_DIMENSIONS)
+
+
+def _keeps_columns(node: Node) -> bool:
+    """Return whether one of the calls above leaves the last dimension alone."""
+    if node.target in (*_SAME, operator.getitem):
+        return True
+    source = value(node.all_input_nodes[0])
+    if node.target in _RESHAPES:
+        before, after = source.shape, value(node).shape
+        return len(before) > 1 and len(after) > 1 and are_equal(before[-1:], after[-1:])
+    # A new dimension is named by its place in the result.
+    count = source.dim() + (node.target is aten.unsqueeze.default)
+    given = arguments_of(node)
+    if node.target is aten.permute.default:
+        return bool(given["dims"][-1] % count == count - 1)
+    named = [given[name] for name in _DIMENSIONS[node.target]]
+    dimensions = named[0] if isinstance(named[0], (list, tuple)) else named
+    return count - 1 not in {dimension % count for dimension in dimensions}
+
+
+_ORDERLY = (*_RESHAPES, *_SAME, *_SQUEEZES)
 
 # Calls that move all elements and change none, so that a sum over ranks may come before them.
 MOVES = (*VIEWS, *_RESHAPES, *_SAME)
@@ -118,7 +78,7 @@ def moves_rows(node: Node) -> bool:
     """Return whether a call is of a kind that can move rows, or a cast; its dimensions are not
     checked.
     """
-    return node.op == "call_function" and (node.target in _KEEPS or is_cast(node))
+    return node.op == "call_function" and (node.target in _MOVING or is_cast(node))
 
 
 def keeps_order(node: Node) -> bool:
@@ -126,7 +86,7 @@ def keeps_order(node: Node) -> bool:
 
     It holds for any number of rows, also if their number changes from call to call.
     """
-    return node.op == "call_function" and node.target in _ORDERLY and _KEEPS[node.target](node)
+    return node.op == "call_function" and node.target in _ORDERLY and _keeps_columns(node)
 
 
 def upstream(node: Node) -> Iterator[Node]:
@@ -158,7 +118,7 @@ def region(start: Node, end: Node) -> list[Node]:
             continue
         if not moves_rows(node):
             raise LeftAlone(f"{node.name} comes between {start.name} and {end.name}")
-        if not is_cast(node) and not _KEEPS[node.target](node):
+        if not is_cast(node) and not _keeps_columns(node):
             raise LeftAlone(f"{node.name} cuts or reorders the columns of {start.name}")
         if not is_static(*_shape(node)):
             raise LeftAlone("sizes change from call to call (dynamic shapes)")
@@ -256,7 +216,8 @@ def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:
                 done[node] = done[node.all_input_nodes[0]].reshape(*value(node).shape[:-1], 1)
             else:
                 target: Any = node.target
-                done[node] = target(*_mapped(node.args, done), **_mapped(node.kwargs, done))
+                args, kwargs = _mapped((node.args, node.kwargs), done)
+                done[node] = target(*args, **kwargs)
         return {
             node: moved.flatten() for node, moved in done.items() if isinstance(moved, torch.Tensor)
         }
@@ -284,11 +245,8 @@ def replay(writer: Writer, nodes: list[Node], start: Node, replacement: Node) ->
             assert isinstance(node.args[0], Node)
             done[node] = writer.reshape(done[node.args[0]], [*value(node).shape[:-1], columns])
             continue
-        copy = writer.call(node.target, *_mapped(node.args, done))
-        if node.kwargs:
-            copy.kwargs = _mapped(node.kwargs, done)
-            evaluate(copy)
-        done[node] = copy
+        args, kwargs = _mapped((node.args, node.kwargs), done)
+        done[node] = writer.call(node.target, *args, **kwargs)
     return done[nodes[-1]] if nodes else replacement
 
 

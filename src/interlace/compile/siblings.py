@@ -14,9 +14,15 @@ import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import rows
 from interlace.compile.choice import overload, require_runnable
 from interlace.compile.findings import PRODUCTS, Finding, LeftAlone, module_of
-from interlace.compile.graph import Writer, erase_unused, is_static, move_before, value
-from interlace.compile.producers import Product, product_of, require_suitable
-from interlace.compile.requirements import require_unchanged, rows_of
+from interlace.compile.graph import (
+    Writer,
+    erase_unused,
+    is_static,
+    move_before,
+    require_unchanged,
+    value,
+)
+from interlace.compile.producers import Product, product_of, require_suitable, rows_of
 from interlace.gemm import invariance
 from interlace.gemm.few_rows import MOST_WEIGHTS
 from interlace.operators.linears import MOST_TOKENS, OPERATOR

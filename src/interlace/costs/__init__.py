@@ -5,17 +5,11 @@ them against the traffic that the CPU backend counts. :data:`OPERATOR_COSTS` map
 to its formula.
 """
 
-# Importing an operator's file declares its cost, so the register is complete once this package is
+# Importing a file declares the costs in it, so the register is complete once this package is
 # imported; the files are plain Python and cost no time.
 from interlace.costs import (  # noqa: F401
-    all_gather_gemm,
-    all_to_all_bmm,
-    bmm_all_to_all,
     embedding_all_to_all,
-    gemm_all_reduce,
-    gemm_all_reduce_norm,
-    gemm_all_to_all,
-    gemm_reduce_scatter,
+    gemm,
     gemv_all_reduce,
     mixture_of_experts,
 )
@@ -24,7 +18,6 @@ from interlace.costs.registry import (
     OperatorCost,
     cost_of,
     find_cost,
-    gradient_cost_of,
     network_cost_of,
 )
 
@@ -33,6 +26,5 @@ __all__ = [
     "OperatorCost",
     "cost_of",
     "find_cost",
-    "gradient_cost_of",
     "network_cost_of",
 ]

@@ -10,8 +10,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-from interlace.costs.cost import Cost, NetworkCost
-from interlace.costs.registry import cost_of, gradient_cost_of, network_cost_of
+from interlace.costs.registry import (
+    Cost,
+    NetworkCost,
+    cost_of,
+)
 from interlace.units import ceil_div, round_up
 
 Widths = Sequence[Sequence[int]]
@@ -218,7 +221,6 @@ def stock_pooling_us(
     return factor * (launch_us + 1e6 * memory_bytes / copied_bytes_per_s)
 
 
-@network_cost_of("embedding_all_to_all", "fused")
 def fused_between_nodes(
     *,
     rank: int,
@@ -309,7 +311,6 @@ def backward_floor_memory_bytes(
     return gradient_itemsize * (travelled + batch * local_width) + 4 * sum(lookups) + rows
 
 
-@gradient_cost_of("embedding_all_to_all")
 def backward(
     *,
     rank: int,

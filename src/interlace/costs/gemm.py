@@ -1,4 +1,8 @@
-"""Cost of the operators around a product ``x [M, K] @ w[N, K].T -> [M, N]`` on every rank."""
+"""Cost of the operators around a product ``x [M, K] @ w[N, K].T -> [M, N]`` on every rank.
+
+Each operator has a function of its name, the cost of its fused kernel, and most have one of its
+traffic between nodes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,13 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from interlace.costs.cost import NetworkCost
-from interlace.units import ceil_div
+from interlace.costs.registry import NetworkCost, cost_of, network_cost_of
+from interlace.units import ceil_div, round_up
 
 AnyCost = TypeVar("AnyCost")
+
+_WORD_BYTES = 8
+"""Bytes of the packed word by which a rank tells a peer which call it is in."""
 
 STAMP_BYTES = 16
 """Bytes of the message by which a peer of another node knows the call."""
@@ -158,3 +165,322 @@ def exchanges_sums(*, rows: int, row_bytes: int, nodes: int, node_ranks: int) ->
     node_sum = rows // node_ranks * row_bytes
     in_shares = 2 * (nodes - 1) * (node_sum // nodes)
     return (nodes - 1) * node_sum <= in_shares + _LATENCY_BYTES
+
+
+@cost_of("gemm_reduce_scatter", computation="GEMM", collective="reduce_scatter")
+@takes_sizes
+def gemm_reduce_scatter(
+    sizes: ProductSizes,
+    *,
+    part_itemsize: int | None = None,
+    rank: int = 0,
+    splits: Sequence[int] | None = None,
+) -> ProductCost:
+    """Compute the cost of ``rank`` for ``x [rows, inner]`` and ``w [columns, inner]``.
+
+    Every rank stores each of its parts in the slot that the part's owner keeps for this rank; the
+    owner adds the slots.
+
+    Args:
+        sizes: ``inner`` is this rank's share of K.
+        part_itemsize: Bytes of an element of a part; the result's by default.
+        splits: Rows that each rank owns; evenly split by default.
+    """
+    ranks = sizes.world_size
+    row_bytes = sizes.columns * (part_itemsize or sizes.output_itemsize)
+    size = sizes.rows * row_bytes
+    if splits is None:
+        slots, sums, sent = size, sizes.output_bytes // ranks, leaving(size, ranks)
+    else:
+        slots = ranks * splits[rank] * row_bytes
+        sums = splits[rank] * sizes.columns * sizes.output_itemsize
+        sent = (sizes.rows - splits[rank]) * row_bytes
+    # Parts are written to the slots instead of to the output, at the parts' element size. A group
+    # of one rank needs no slots to be added.
+    received = slots + sums if ranks > 1 else 0
+    return ProductCost(sizes.flops, sizes.operand_bytes + slots, sent, received, size)
+
+
+@network_cost_of("gemm_reduce_scatter", "chunked")
+@takes_sizes
+def gemm_reduce_scatter_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels.
+
+    The sums of a node go to the ranks of the rail that own the rows. Rows that this node's ranks
+    own are multiplied last, and the nodes' sums are added once they have arrived.
+    """
+    nodes, share = len(set(node_of_rank)), sizes.rows // sizes.world_size
+    row_bytes = sizes.columns * sizes.output_itemsize
+    return rail_cost(
+        rows=share,
+        row_bytes=row_bytes,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=(nodes - 1) / nodes,
+        landing_bytes=(nodes + 1) * share * row_bytes,
+    )
+
+
+@cost_of("gemm_all_reduce", computation="GEMM", collective="all_reduce")
+@takes_sizes
+def gemm_all_reduce(sizes: ProductSizes, *, part_itemsize: int | None = None) -> ProductCost:
+    """Compute the cost of one rank, in two phases.
+
+    The first phase is a ``gemm_reduce_scatter``; in the second every owner sends its sums to all
+    peers.
+
+    Args:
+        sizes: ``inner`` is this rank's share of K.
+        part_itemsize: Bytes of an element of a part; the result's by default.
+    """
+    first = gemm_reduce_scatter(**dataclasses.asdict(sizes), part_itemsize=part_itemsize)
+    # The peers write their sums into this rank's output, on top of the reduce-scatter's traffic.
+    peer_sums = sizes.output_bytes - sizes.output_bytes // sizes.world_size
+    return dataclasses.replace(
+        first,
+        link_bytes=first.link_bytes + leaving(sizes.output_bytes, sizes.world_size),
+        receive_bytes=first.receive_bytes + peer_sums if sizes.world_size > 1 else 0,
+    )
+
+
+@network_cost_of("gemm_all_reduce", "chunked")
+@takes_sizes
+def gemm_all_reduce_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels; see
+    :func:`exchanges_sums`.
+
+    Args:
+        slices: Number of slices of the rows of one exchange.
+    """
+    nodes = len(set(node_of_rank))
+    node_ranks = sizes.world_size // nodes
+    row_bytes = sizes.columns * sizes.output_itemsize
+    is_direct = exchanges_sums(
+        rows=sizes.rows, row_bytes=row_bytes, nodes=nodes, node_ranks=node_ranks
+    )
+    rows = sizes.rows // (node_ranks if is_direct else sizes.world_size)
+    return rail_cost(
+        rows=rows,
+        row_bytes=row_bytes,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=1.0 if is_direct else (nodes - 1) / nodes,
+        landing_bytes=(nodes + 1) * rows * row_bytes,
+        exchanges=1 if is_direct else 2,
+    )
+
+
+@cost_of("gemm_all_reduce_norm", computation="GEMM", collective="all_reduce")
+@takes_sizes
+def gemm_all_reduce_norm(sizes: ProductSizes, *, part_itemsize: int | None = None) -> ProductCost:
+    """Compute the cost of one rank.
+
+    Args:
+        sizes: ``inner`` is this rank's share of K; ``output_itemsize`` is that of the residual.
+        part_itemsize: Bytes of an element of a part that travels: 4 from the fused kernel, and the
+            residual's (the default) of rows that cuBLAS has computed.
+    """
+    peers = sizes.world_size - 1
+    elements = sizes.rows * sizes.columns
+    part_bytes = elements * (part_itemsize or sizes.output_itemsize)
+    return ProductCost(
+        flops=sizes.flops,
+        memory_bytes=sizes.operand_bytes + sizes.output_bytes + peers * part_bytes,
+        link_bytes=peers * (part_bytes + _WORD_BYTES),
+        # All parts are read; the residual is read and written, and the norm written.
+        receive_bytes=peers * part_bytes + 3 * sizes.output_bytes,
+        size=sizes.output_bytes,
+    )
+
+
+@cost_of("all_gather_gemm", computation="GEMM", collective="all_gather", collective_first=True)
+@takes_sizes
+def all_gather_gemm(
+    sizes: ProductSizes, *, rank: int = 0, splits: Sequence[int] | None = None
+) -> ProductCost:
+    """Compute the cost of ``rank`` for the gathered ``x [rows, inner]`` and its own ``w [columns,
+    inner]``.
+
+    The peers' rows are written to this rank's memory before the product reads them. Every row
+    travels with the padding that brings it to a multiple of 16 bytes.
+
+    Args:
+        sizes: ``rows`` are those of x on all ranks together.
+        splits: Rows of x on each rank; evenly split by default.
+    """
+    # Rows travel with their padding, so the padded row counts on links and in the buffer.
+    row_bytes = round_up(sizes.inner * sizes.itemsize, 16)
+    gathered_bytes = sizes.rows * row_bytes
+    if splits is None:
+        received = sent = leaving(gathered_bytes, sizes.world_size)
+    else:
+        received = (sizes.rows - splits[rank]) * row_bytes
+        sent = (sizes.world_size - 1) * splits[rank] * row_bytes
+    memory_bytes = sizes.operand_bytes + sizes.output_bytes + received
+    return ProductCost(sizes.flops, memory_bytes, sent, 0, gathered_bytes)
+
+
+@network_cost_of("all_gather_gemm", "chunked")
+@takes_sizes
+def all_gather_gemm_between_nodes(
+    sizes: ProductSizes, *, node_of_rank: Sequence[int], slices: int, **_: object
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call in two levels.
+
+    Each rank's rows go to every other rank of its rail. The rows of this node's ranks are
+    multiplied first, and those of others slice by slice: the order of a reduce-scatter backwards,
+    which takes as long.
+    """
+    nodes = len(set(node_of_rank))
+    return rail_cost(
+        rows=sizes.rows // sizes.world_size,
+        row_bytes=sizes.inner * sizes.itemsize,
+        slices=slices,
+        node_of_rank=node_of_rank,
+        remote_share=(nodes - 1) / nodes,
+    )
+
+
+def network_traffic(
+    *, rank: int, sent: Sequence[Sequence[int]], row_bytes: int, slices: int,
+    node_of_rank: Sequence[int],
+) -> tuple[int, int]:  # fmt: skip
+    """Count the bytes and the messages that ``rank`` sends to ranks of other nodes.
+
+    Each peer gets a stamp, and its rows in as many messages as there are slices with rows.
+
+    Args:
+        rank: The rank that sends.
+        sent: Rows from rank s to rank d, as ``sent[s][d]``.
+        row_bytes: Bytes of a row of the product.
+        slices: Number of slices of each pair of ranks.
+        node_of_rank: Number of each rank's node.
+    """
+    far = [rows for peer, rows in enumerate(sent[rank]) if node_of_rank[peer] != node_of_rank[rank]]
+    messages = sum(
+        rows * (number + 1) // slices > rows * number // slices
+        for rows in far
+        for number in range(slices)
+    )
+    return sum(far) * row_bytes + len(far) * STAMP_BYTES, len(far) + messages
+
+
+@cost_of("gemm_all_to_all", computation="GEMM", collective="all_to_all")
+@takes_sizes
+def gemm_all_to_all(
+    sizes: ProductSizes,
+    *,
+    rank: int = 0,
+    input_splits: Sequence[int] | None = None,
+    output_splits: Sequence[int] | None = None,
+) -> ProductCost:
+    """Compute the cost of ``rank`` for ``x [rows, inner]`` and ``w [columns, inner]``.
+
+    The rank writes its own rows into its result, and the peers write theirs: the result is written
+    once in all.
+
+    Args:
+        sizes: ``rows`` are those of this rank's x.
+        input_splits: Rows that ``rank`` sends to each rank; evenly split by default.
+        output_splits: Rows that ``rank`` gets from each rank; evenly split by default.
+    """
+    row_bytes = sizes.columns * sizes.output_itemsize
+    received = sizes.rows if output_splits is None else sum(output_splits)
+    # An even split need not divide the rows; its shares are rounded up.
+    sent = (
+        leaving(sizes.output_bytes, sizes.world_size)
+        if input_splits is None
+        else (sizes.rows - input_splits[rank]) * row_bytes
+    )
+    memory_bytes = sizes.operand_bytes + received * row_bytes
+    return ProductCost(sizes.flops, memory_bytes, sent, 0, sizes.output_bytes)
+
+
+@network_cost_of("gemm_all_to_all", "chunked")
+@takes_sizes
+def gemm_all_to_all_between_nodes(
+    sizes: ProductSizes, *, rank: int, node_of_rank: Sequence[int], slices: int
+) -> NetworkCost:
+    """Return the traffic between nodes of an even call whose rows leave in slices.
+
+    The rows of all peers are multiplied before this rank's own, and arrive in the result itself.
+    """
+    ranks = sizes.world_size
+    nbytes, messages = network_traffic(
+        rank=rank,
+        sent=[[sizes.rows // ranks] * ranks] * ranks,
+        row_bytes=sizes.columns * sizes.output_itemsize,
+        slices=slices,
+        node_of_rank=node_of_rank,
+    )
+    return NetworkCost(nbytes, messages, slices, (ranks - 1) / ranks)
+
+
+@cost_of("bmm_all_to_all", computation="batched GEMM", collective="all_to_all")
+@takes_sizes
+def bmm_all_to_all(sizes: ProductSizes, *, batch: int = 1) -> ProductCost:
+    """Compute the cost of one rank for ``batch`` products of ``x [rows, inner]`` and ``w [inner,
+    columns]``, of whose rows every rank gets an equal part.
+
+    Args:
+        sizes: Those of one product.
+        batch: Number of products.
+    """
+    size = batch * sizes.output_bytes
+    memory_bytes = batch * sizes.operand_bytes + size
+    return ProductCost(batch * sizes.flops, memory_bytes, leaving(size, sizes.world_size), 0, size)
+
+
+# A batch counts as one product of all its rows.
+network_cost_of("bmm_all_to_all", "chunked")(gemm_all_to_all_between_nodes)
+
+
+@cost_of(
+    "all_to_all_bmm", computation="batched GEMM", collective="all_to_all", collective_first=True
+)
+@takes_sizes
+def all_to_all_bmm(sizes: ProductSizes, *, batch: int = 1) -> ProductCost:
+    """Compute the cost of one rank for ``batch`` products of ``x [rows, inner]`` and ``w [inner,
+    columns]``.
+
+    Every rank sends an equal part of the rows. The peers' rows are written to this rank's memory
+    before the products read them, and travel with the padding that brings each row to a multiple of
+    16 bytes.
+
+    Args:
+        sizes: Those of one product; ``rows`` come from all ranks together.
+        batch: Number of products.
+    """
+    # As in all_gather_gemm, rows travel with their padding to 16 bytes.
+    size = batch * sizes.rows * round_up(sizes.inner * sizes.itemsize, 16)
+    moved = leaving(size, sizes.world_size)
+    memory_bytes = batch * (sizes.operand_bytes + sizes.output_bytes) + moved
+    return ProductCost(batch * sizes.flops, memory_bytes, moved, 0, size)
+
+
+@network_cost_of("all_to_all_bmm", "chunked")
+@takes_sizes
+def all_to_all_bmm_between_nodes(
+    sizes: ProductSizes, *, rank: int, node_of_rank: Sequence[int], slices: int
+) -> NetworkCost:
+    """Return the traffic between nodes of a call whose rows are multiplied slice by slice.
+
+    This rank's own rows are multiplied first: the order of an all-to-all after the products
+    backwards, which takes as long. What has arrived is copied to where the products want it. A
+    batch counts as one product of all its rows.
+    """
+    ranks = sizes.world_size
+    share, row_bytes = sizes.rows // ranks, sizes.inner * sizes.itemsize
+    nbytes, messages = network_traffic(
+        rank=rank,
+        sent=[[share] * ranks] * ranks,
+        row_bytes=row_bytes,
+        slices=slices,
+        node_of_rank=node_of_rank,
+    )
+    landed = 2 * (ranks - 1) * share * row_bytes
+    return NetworkCost(nbytes, messages, slices, (ranks - 1) / ranks, landed)

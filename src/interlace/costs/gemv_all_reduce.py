@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from interlace.costs.cost import Cost
-from interlace.costs.registry import cost_of
+from interlace.costs.registry import Cost, cost_of
 from interlace.units import ceil_div
 
 WORD_BYTES = 8

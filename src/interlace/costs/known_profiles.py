@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from interlace.cache_folder import cache_folder, is_own, write_whole
-from interlace.costs.corrections import Corrections
 from interlace.costs.datasheets import DATASHEETS, Datasheet
 from interlace.costs.network import parse_network
-from interlace.costs.time import MachineProfile, ProductRates
+from interlace.costs.time import Corrections, MachineProfile, ProductRates
 from interlace.documents import to_json
 from interlace.errors import ConfigError
 

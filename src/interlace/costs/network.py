@@ -1,7 +1,7 @@
 """The time of messages between nodes, and of a computation whose results leave in slices.
 
 A :class:`NetworkRates` holds what was measured of one network. From it, and from the traffic that
-an implementation declares (:class:`interlace.costs.cost.NetworkCost`), follows the time of any
+an implementation declares (:class:`interlace.costs.registry.NetworkCost`), follows the time of any
 implementation; none needs a formula of its own. Nothing here imports torch.
 """
 
@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.costs.cost import NetworkCost
+from interlace.costs.registry import NetworkCost
 from interlace.errors import ConfigError
 
 Times = Sequence[tuple[int, float]]

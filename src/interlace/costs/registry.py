@@ -1,8 +1,7 @@
-"""The register of cost formulas: an operator's name leads to its formula and its collective.
+"""What a cost consists of, and the register of costs: an operator's name leads to its formula.
 
-Each operator's own file declares its formula with :func:`cost_of`, so readers (the simulator,
-benchmarks, tests) look an operator up and need no list of names. Neither torch nor Triton is
-imported.
+An operator's formula is declared with :func:`cost_of`, so readers (the simulator, benchmarks,
+tests) look an operator up and need no list of names. Neither torch nor Triton is imported.
 """
 
 from __future__ import annotations
@@ -11,11 +10,54 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from interlace.costs.cost import NetworkCost
 from interlace.errors import ArgumentError
 
 Computation = Literal["GEMM", "batched GEMM", "GEMV", "embedding", "experts"]
 Formula = TypeVar("Formula", bound=Callable[..., Any])
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Work and traffic of one rank in one call.
+
+    Attributes:
+        flops: Multiplications and additions.
+        memory_bytes: Bytes that this GPU's memory reads and writes, writes by peers included.
+        link_bytes: Bytes of the puts that leave this rank.
+        messages: Number of puts; a put that a program sends to several peers counts once per peer.
+        signals: Number of signals that leave this rank.
+        network_bytes: Bytes among ``link_bytes`` that go to ranks of other nodes.
+        network_messages: Messages among ``messages`` that go there.
+    """
+
+    flops: int
+    memory_bytes: int
+    link_bytes: int
+    messages: int
+    signals: int
+    network_bytes: int = 0
+    network_messages: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class NetworkCost:
+    """The traffic of one rank between nodes, from which the time of a call follows.
+
+    Attributes:
+        network_bytes: Bytes that go to ranks of other nodes.
+        network_messages: Messages that go there.
+        slices: Exchanges that the messages leave in, one after another; 1 for a collective.
+        remote_share: Fraction of the computation after which the last of them is complete.
+        landing_bytes: Bytes that memory reads and writes to copy what has arrived to its place.
+        shares: Relative sizes of the exchanges; empty if they are equal.
+    """
+
+    network_bytes: int
+    network_messages: int
+    slices: int = 1
+    remote_share: float = 1.0
+    landing_bytes: int = 0
+    shares: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +72,6 @@ class OperatorCost:
         collective: Name of the collective: ``"all_to_all"``, ``"all_reduce"``,
             ``"reduce_scatter"`` or ``"all_gather"``.
         collective_first: Whether the collective feeds the computation instead of taking its output.
-        gradient: Cost of the fused backward kernel; None if the operator has none of its own.
         between_nodes: Traffic of each implementation whose results leave for other nodes in slices,
             by its name; see :func:`network_cost_of`.
     """
@@ -40,7 +81,6 @@ class OperatorCost:
     computation: Computation
     collective: str
     collective_first: bool = False
-    gradient: Callable[..., Any] | None = None
     between_nodes: Mapping[str, Callable[..., NetworkCost]] = dataclasses.field(
         default_factory=dict
     )
@@ -69,20 +109,6 @@ def cost_of(
         OPERATOR_COSTS[operator] = OperatorCost(
             operator, formula, computation, collective, collective_first
         )
-        return formula
-
-    return declare
-
-
-def gradient_cost_of(operator: str) -> Callable[[Formula], Formula]:
-    """Declare the decorated function as the backward cost of ``operator``.
-
-    Raises:
-        ArgumentError: the operator has no forward cost yet.
-    """
-
-    def declare(formula: Formula) -> Formula:
-        OPERATOR_COSTS[operator] = dataclasses.replace(find_cost(operator), gradient=formula)
         return formula
 
     return declare

@@ -14,16 +14,20 @@ here imports torch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
+from operator import mul
+from typing import Literal, Protocol
 
-from interlace.costs.corrections import Corrections, Schedule, TimedCall
 from interlace.costs.network import NetworkRates
 from interlace.costs.registry import find_cost
 from interlace.units import ceil_div, round_up
 
 Composition = Mapping[str, float]
-"""Factor of each part of the time; the parts are the names that :func:`parts_us` gives them."""
+"""Factor of each part of the time; the parts have the names that ``parts_us`` of a call gives
+them.
+"""
 
 _LIBRARY_TILES = (
     (64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64), (128, 192), (192, 128),
@@ -50,6 +54,37 @@ sectors: with K = 5400, all-to-all, all-reduce, reduce-scatter and all-gather of
 1.50, 1.44, 1.46 and 1.46 times as long as with 5376 on two H100s, and the library's product 1.05
 (decision 0029).
 """
+
+
+Schedule = Literal["whole", "batch", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"]
+"""How an implementation computes its product: one product of the library; one batch of the
+library's products, a product for each rank's rows; one product of the library after another, for
+each rank's rows; the same for the peers' rows, and tiles of its own kernel for the rank's own; or
+tiles of its own kernel, none of which covers two ranks' rows. The last three are of layers of
+experts and say which rows travel (:class:`interlace.costs.mixture_of_experts.ExpertsCall`).
+"""
+
+
+class TimedCall(Protocol):
+    """The sizes of a call whose time is composed of parts."""
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of an element of the operands."""
+
+    @property
+    def size(self) -> tuple[int, ...]:
+        """Return the sizes by which measured calls are known; the number of ranks comes last."""
+
+    def parts_us(
+        self, profile: MachineProfile, operator: str, schedule: Schedule, tile: tuple[int, int]
+    ) -> dict[str, float]:
+        """Return the parts of an implementation's time, in microseconds.
+
+        Args:
+            schedule: How the implementation computes its product, or what it sends.
+            tile: Rows and columns of the tiles of its kernel.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,8 +116,42 @@ class SizedCall:
     def parts_us(
         self, profile: MachineProfile, operator: str, schedule: Schedule, tile: tuple[int, int]
     ) -> dict[str, float]:
-        """Return the parts of an implementation's time; see :func:`parts_us`."""
-        return parts_us(profile, operator, self, schedule, tile)
+        """Return the parts of an implementation's time that its composition weighs, in us.
+
+        All implementations have these: ``fixed``, 1 us; ``peers``, 1 us for every peer beyond the
+        first; ``product`` and ``link``, the times of the product and of the link, each alone;
+        ``longer``, the longer one of them; ``ramp``, the square root of the link's time, since
+        transfers reach the link's rate by and by; ``memory``, the time to read x and w once, which
+        kernels for few rows are limited by; ``uneven``, the product's time again where ranks do not
+        get equally many rows, because parts of odd sizes are multiplied and sent less well.
+        """
+        link = profile.link_us(operator, self)
+        if schedule == "to_all":
+            # The operator's bytes are those of a reduce-scatter and an all-gather.
+            link *= self.world_size / 2
+        bytes_per_us = profile.product.memory_bytes_per_s / 1e6
+        rows_of_rank = ceil_div(self.rows, self.world_size)
+        if schedule == "tiled":
+            product = profile.own_product_us(self, tile)
+        elif schedule == "batch":
+            product = profile.library_product_us(self, rows_of_rank, self.world_size)
+        elif schedule == "by_rank":
+            product = self.world_size * profile.library_product_us(self, rows_of_rank)
+        elif schedule == "by_peer":
+            products = (self.world_size - 1) * profile.library_product_us(self, rows_of_rank)
+            product = products + profile.own_product_us(self, tile, ranks=1)
+        else:
+            product = profile.library_product_us(self)
+        return {
+            "fixed": 1.0,
+            "peers": self.world_size - 2.0,
+            "product": product,
+            "link": link,
+            "longer": max(product, link),
+            "ramp": math.sqrt(link),
+            "memory": self.itemsize * (self.rows + self.columns) * self.inner / bytes_per_us,
+            "uneven": product if self.rows % self.world_size else 0.0,
+        }
 
     @staticmethod
     def of_dtype(dtype: str, rows: int, columns: int, inner: int, world_size: int) -> SizedCall:
@@ -94,6 +163,77 @@ class SizedCall:
         return SizedCall(
             rows, columns, inner, itemsize, world_size, output_itemsize, is_exact=itemsize == 4
         )
+
+
+@functools.lru_cache(maxsize=4096)
+def place_of(size: Sequence[int]) -> tuple[float, ...]:
+    """Return the coordinates of a call, between which distances are measured: doubling a size is a
+    distance of 1, and doubling the ranks, which come last, of 2. A size of 0 counts as 1.
+    """
+    *sizes, world_size = size
+    return (*(math.log2(max(each, 1)) for each in sizes), 2 * math.log2(world_size))
+
+
+@dataclasses.dataclass(frozen=True)
+class Corrections:
+    """Correct one operator's composed times by those of measured calls of similar sizes.
+
+    The logarithm of measured / composed has two parts. One is common to calls of similar sizes: the
+    nearer a measured call is, the more it counts. The other is a call's own, and is known only for
+    calls that were measured, which are predicted to take the time that they took.
+
+    Attributes:
+        calls: The sizes of the measured calls; of a product, rows, columns, inner and ranks.
+        weights: For each implementation, the weight of each of these calls; 0 where it was not
+            measured. A call's weight times its nearness to another one is what it says of the
+            common part there, and the weight itself is the call's own part.
+    """
+
+    calls: Sequence[Sequence[int]]
+    weights: Mapping[str, Sequence[float]]
+
+    def factor(self, implementation: str, call: TimedCall) -> float:
+        """Return the factor by which a composed time is to be multiplied."""
+        weights = self.weights.get(implementation)
+        if weights is None:
+            return 1.0
+        index = self._indices.get(tuple(call.size))
+        own = 0.0 if index is None else weights[index]
+        return math.exp(own) * self.common_factor(implementation, call)
+
+    def common_factor(self, implementation: str, call: TimedCall) -> float:
+        """Return the factor without the call's own part, as if the call had not been measured
+        itself.
+        """
+        weights = self.weights.get(implementation)
+        if weights is None:
+            return 1.0
+        return math.exp(math.fsum(map(mul, weights, self._nearness_to(tuple(call.size)))))
+
+    def _nearness_to(self, size: tuple[int, ...]) -> list[float]:
+        """Return the nearness of each measured call to a call of this size: 1 if they are the same,
+        0 if they are far apart.
+        """
+        # The implementations of a call are predicted one after another.
+        found = self._last.get(size)
+        if found is None:
+            place = place_of(size)
+            found = [math.exp(-(math.dist(place, known) ** 2) / 2) for known in self._places]
+            self._last.clear()
+            self._last[size] = found
+        return found
+
+    @functools.cached_property
+    def _last(self) -> dict[tuple[int, ...], list[float]]:
+        return {}
+
+    @functools.cached_property
+    def _places(self) -> list[tuple[float, ...]]:
+        return [place_of(tuple(known)) for known in self.calls]
+
+    @functools.cached_property
+    def _indices(self) -> dict[tuple[int, ...], int]:
+        return {tuple(known): index for index, known in enumerate(self.calls)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -328,48 +468,3 @@ class MachineProfile:
         if corrections is None or call.itemsize != 2:
             return composed
         return composed * corrections.factor(implementation, call)
-
-
-def parts_us(
-    profile: MachineProfile,
-    operator: str,
-    call: SizedCall,
-    schedule: Schedule,
-    tile: tuple[int, int],
-) -> dict[str, float]:
-    """Return the parts of an implementation's time that its composition weighs, in microseconds.
-
-    All implementations have these: ``fixed``, 1 us; ``peers``, 1 us for every peer beyond the
-    first; ``product`` and ``link``, the times of the product and of the link, each alone;
-    ``longer``, the longer one of them; ``ramp``, the square root of the link's time, since
-    transfers reach the link's rate by and by; ``memory``, the time to read x and w once, which
-    kernels for few rows are limited by; ``uneven``, the product's time again where ranks do not get
-    equally many rows, because parts of odd sizes are multiplied and sent less well.
-    """
-    link = profile.link_us(operator, call)
-    if schedule == "to_all":
-        # The operator's bytes are those of a reduce-scatter and an all-gather.
-        link *= call.world_size / 2
-    bytes_per_us = profile.product.memory_bytes_per_s / 1e6
-    rows_of_rank = ceil_div(call.rows, call.world_size)
-    if schedule == "tiled":
-        product = profile.own_product_us(call, tile)
-    elif schedule == "batch":
-        product = profile.library_product_us(call, rows_of_rank, call.world_size)
-    elif schedule == "by_rank":
-        product = call.world_size * profile.library_product_us(call, rows_of_rank)
-    elif schedule == "by_peer":
-        products = (call.world_size - 1) * profile.library_product_us(call, rows_of_rank)
-        product = products + profile.own_product_us(call, tile, ranks=1)
-    else:
-        product = profile.library_product_us(call)
-    return {
-        "fixed": 1.0,
-        "peers": call.world_size - 2.0,
-        "product": product,
-        "link": link,
-        "longer": max(product, link),
-        "ramp": math.sqrt(link),
-        "memory": call.itemsize * (call.rows + call.columns) * call.inner / bytes_per_us,
-        "uneven": product if call.rows % call.world_size else 0.0,
-    }

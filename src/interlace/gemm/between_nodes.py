@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import torch
 
-from interlace.costs.cost import NetworkCost
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
 from interlace.costs.network import (
     Prediction,
@@ -17,7 +16,7 @@ from interlace.costs.network import (
     even_nodes,
     one_after_the_other,
 )
-from interlace.costs.registry import OPERATOR_COSTS
+from interlace.costs.registry import OPERATOR_COSTS, NetworkCost
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.gemm.choice import Gpu
 from interlace.registry import Implementation, operator_named

@@ -34,7 +34,7 @@ from interlace.gemm.invariance import (
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
-from interlace.mapped.meeting import meet, meeting_workspace
+from interlace.mapped.meeting import Meeting
 from interlace.registry import Implementation
 from interlace.tuning.choice import Choice, configured
 from interlace.tuning.configuration import Configuration
@@ -299,8 +299,7 @@ def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
     if family is None or not is_pair or rows in family.met or group.capture_id() is not None:
         return
     family.met.add(rows)
-    name = f"{operator.name}, comparison of rows"
-    meet(group, name, meeting_workspace(group, name), decision.mark)
+    Meeting.of(group, f"{operator.name}, comparison of rows", decision.mark)()
 
 
 def _link_bytes(call: GemmCall) -> int | None:

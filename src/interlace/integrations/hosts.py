@@ -1,11 +1,16 @@
-"""What the environment says of the programs that load Interlace as a plug-in."""
+"""What adapters share: whether the user has chosen Interlace for a program that loads it as a
+plug-in, and counts of the calls that an adapter took over.
+"""
 
 from __future__ import annotations
 
+import collections
+import logging
 import os
 
 from interlace import environment
-from interlace.integrations.calls import log
+
+log = logging.getLogger("interlace.integrations")
 
 _NAME = "interlace"
 """The plug-in's name, by its entry points."""
@@ -45,3 +50,35 @@ def is_chosen(program: str, variable: str, plugins: str) -> bool:
             program, variable, _NAME, plugins,
         )  # fmt: skip
     return is_asked
+
+
+class Calls:
+    """Counts of calls by operator and reason.
+
+    Attributes:
+        taken: Calls of each operator that Interlace ran.
+        left: Calls that the program's own operator ran, by operator and reason.
+
+    Example:
+        >>> symm_mem.calls.left
+        Counter({('fused_matmul_reduce_scatter', 'it scatters the last dimension'): 2})
+    """
+
+    def __init__(self) -> None:
+        self.taken: collections.Counter[str] = collections.Counter()
+        self.left: collections.Counter[tuple[str, str]] = collections.Counter()
+
+    def take(self, operator: str) -> None:
+        """Count a call that Interlace runs."""
+        self.taken[operator] += 1
+
+    def leave(self, operator: str, reason: str) -> None:
+        """Count a call that the program's own operator runs, and log the first for each reason."""
+        if not self.left[operator, reason]:
+            log.info("%s left alone: %s", operator, reason)
+        self.left[operator, reason] += 1
+
+    def clear(self) -> None:
+        """Set all counts to zero."""
+        self.taken.clear()
+        self.left.clear()

@@ -14,7 +14,7 @@ from interlace.compile.findings import LeftAlone
 from interlace.gemm import invariance
 from interlace.gemm.operands import FLOATS, contiguous_dimension
 from interlace.integrations import hosts
-from interlace.integrations.calls import Calls
+from interlace.integrations.hosts import Calls
 from interlace.registry import operator_matching
 
 TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"

@@ -19,7 +19,7 @@ from interlace.compile.choice import overload, usable_ranks
 from interlace.compile.findings import LeftAlone
 from interlace.gemm.implementations.stock import own_kernel
 from interlace.gemm.operands import FLOAT8, FLOATS, contiguous_dimension
-from interlace.integrations.calls import Calls
+from interlace.integrations.hosts import Calls
 from interlace.registry import operator_matching
 
 calls = Calls()

@@ -5,12 +5,9 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from interlace import compile
-from interlace.compile.foreign import Foreign
-from interlace.compile.foreign import register as register_collective
-from interlace.compile.foreign_norms import ForeignNorm
-from interlace.compile.foreign_norms import register as register_norm
+from interlace.compile import foreign
 from interlace.integrations import hosts
-from interlace.integrations.calls import log
+from interlace.integrations.hosts import log
 
 COLLECTIVES = {
     "vllm::all_reduce": "all_reduce",
@@ -45,9 +42,9 @@ def register() -> None:
         log.info("vLLM left alone: it runs in its batch-invariant mode (VLLM_BATCH_INVARIANT)")
         return
     for name, collective in COLLECTIVES.items():
-        register_collective(Foreign(name, collective, process_group))
+        foreign.register(foreign.Foreign(name, collective, process_group))
     for name, has_residual in NORMS.items():
-        register_norm(ForeignNorm(name, has_residual))
+        foreign.register(foreign.ForeignNorm(name, has_residual))
     compile.install()
 
 

@@ -4,8 +4,7 @@ See ``docs/mapped-outputs.md``.
 """
 
 from interlace.mapped.collectives import COLLECTIVES, TRANSPORTS, Fused, fuse
-from interlace.mapped.output import MappedOutput
-from interlace.mapped.rotating import RotatingInput, empty_rotating
+from interlace.mapped.output import MappedOutput, RotatingInput, empty_rotating
 from interlace.mapped.triggered import TriggeredTransfers
 
 __all__ = [

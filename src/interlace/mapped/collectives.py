@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -33,63 +33,20 @@ class Fused:
         self,
         producer: Callable[..., Any],
         collective: str,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        order: str,
+        shape: tuple[int, ...],
         root: int,
-        transport: str,
-        tiles: int | Sequence[int] | None,
-        pieces: int,
-        group: dist.ProcessGroup | None,
-        device: torch.device | str | None,
+        output: MappedOutput,
     ) -> None:
-        if collective not in COLLECTIVES:
-            raise ArgumentError(
-                f"fuse: collective must be one of {', '.join(COLLECTIVES)}; got {collective!r}."
-            )
-        if not callable(producer):
-            raise ArgumentError(
-                f"fuse: producer must be a function that takes out=; got {producer!r}."
-            )
         # The result has the shape of the output, without the padding of its memory.
-        self.shape = sizes_of("fuse", shape)
-        require_dtype("fuse", dtype)
-        if collective in ("reduce_scatter", "all_reduce") and (
-            dtype not in _SUMMABLE or len(self.shape) not in (2, 3)
-        ):
-            raise ArgumentError(
-                f"fuse: {collective} must have a shape (M, N) or (R, M/R, N), and float16, "
-                f"bfloat16 or float32; got {self.shape} of {dtype}."
-            )
-        if transport not in TRANSPORTS:
-            raise ArgumentError(
-                f"fuse: transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}."
-            )
-        if transport == "copy_engine" and collective in _ROOTED:
-            raise ArgumentError(
-                f"fuse: {collective} must have transport 'stores'; got 'copy_engine'."
-            )
-        if transport == "stores" and tiles is not None:
-            raise ArgumentError(
-                f"fuse: tiles must be given with transport='copy_engine' only; got tiles {tiles}."
-            )
+        self.shape, self.output = shape, output
         self.producer, self.collective, self.root = producer, collective, root
-        self.output: MappedOutput
-        options: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
-        if transport == "stores":
-            to = root if collective == "gather" else None
-            self.output = MappedOutput(self.shape, root=to, **options)
-        else:
-            self.output = TriggeredTransfers(self.shape, tiles=tiles, pieces=pieces, **options)
-        ranks = self.output.group.world_size
-        self._parts = (
-            self.shape if len(self.shape) != 2 else (ranks, self.shape[0] // ranks, self.shape[1])
-        )
+        ranks = output.group.world_size
+        self._parts = shape if len(shape) != 2 else (ranks, shape[0] // ranks, shape[1])
         self._sums, self._gives_views = None, False
-        self.output.collects = collective in ("reduce_scatter", "all_reduce")
+        output.collects = collective in ("reduce_scatter", "all_reduce")
         # Two halves take turns, so that a result stays as it is during the next call.
         if collective == "all_reduce":
-            self._sums = self.output.group.allocate(math.prod(self.shape) * dtype.itemsize, 2)
+            self._sums = output.group.allocate(math.prod(shape) * output.dtype.itemsize, 2)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the producer, and the rest of the collective. Collective; the host does not wait.
@@ -140,13 +97,13 @@ class Fused:
                 # A producer may launch kernels, which run on the current GPU.
                 with group.on_device():
                     self.producer(*args, **kwargs, out=target)
+                if target.shape != sizes:
+                    _refuse_shape(target, sizes, strides)
             except BaseException:  # The next call is another epoch.
                 self.output.abandon()
-                _require_shape(target, sizes, strides)
+                if target.shape != sizes:
+                    _refuse_shape(target, sizes, strides)
                 raise
-            if target.shape != sizes:
-                self.output.abandon()
-                _require_shape(target, sizes, strides)
         match self.collective:
             case "gather":
                 received = self.output.exchange()
@@ -181,19 +138,18 @@ class Fused:
         )
 
 
-def _require_shape(target: torch.Tensor, sizes: torch.Size, strides: tuple[int, ...]) -> None:
+def _refuse_shape(target: torch.Tensor, sizes: torch.Size, strides: tuple[int, ...]) -> NoReturn:
     """Restore and refuse an output that a producer has resized, as torch's functions do.
 
     Raises:
-        ArgumentError: The output has another shape than ``sizes``.
+        ArgumentError: Always.
     """
-    if target.shape != sizes:
-        got = tuple(target.shape)
-        target.as_strided_(sizes, strides)
-        raise ArgumentError(
-            f"fuse: shape must be that of the producer's output; got {tuple(sizes)} for an output "
-            f"{got}. Make another for this shape, on every rank."
-        ) from None
+    got = tuple(target.shape)
+    target.as_strided_(sizes, strides)
+    raise ArgumentError(
+        f"fuse: shape must be that of the producer's output; got {tuple(sizes)} for an output "
+        f"{got}. Make another for this shape, on every rank."
+    ) from None
 
 
 def fuse(
@@ -246,6 +202,35 @@ def fuse(
         >>> product = interlace.fuse(torch.mm, "reduce_scatter", shape=shape, dtype=dtype)
         >>> y = product(x, w.T)  # on each rank [4096 / R, 4096]: the sum over ranks of x @ w.T
     """
-    return Fused(
-        producer, collective, shape, dtype, order, root, transport, tiles, pieces, group, device
-    )
+    if collective not in COLLECTIVES:
+        raise ArgumentError(
+            f"fuse: collective must be one of {', '.join(COLLECTIVES)}; got {collective!r}."
+        )
+    if not callable(producer):
+        raise ArgumentError(f"fuse: producer must be a function that takes out=; got {producer!r}.")
+    sizes = sizes_of("fuse", shape)
+    require_dtype("fuse", dtype)
+    if collective in ("reduce_scatter", "all_reduce") and (
+        dtype not in _SUMMABLE or len(sizes) not in (2, 3)
+    ):
+        raise ArgumentError(
+            f"fuse: {collective} must have a shape (M, N) or (R, M/R, N), and float16, "
+            f"bfloat16 or float32; got {sizes} of {dtype}."
+        )
+    if transport not in TRANSPORTS:
+        raise ArgumentError(
+            f"fuse: transport must be one of {', '.join(TRANSPORTS)}; got {transport!r}."
+        )
+    if transport == "copy_engine" and collective in _ROOTED:
+        raise ArgumentError(f"fuse: {collective} must have transport 'stores'; got 'copy_engine'.")
+    if transport == "stores" and tiles is not None:
+        raise ArgumentError(
+            f"fuse: tiles must be given with transport='copy_engine' only; got tiles {tiles}."
+        )
+    options: dict[str, Any] = {"dtype": dtype, "order": order, "group": group, "device": device}
+    output: MappedOutput
+    if transport == "stores":
+        output = MappedOutput(sizes, root=root if collective == "gather" else None, **options)
+    else:
+        output = TriggeredTransfers(sizes, tiles=tiles, pieces=pieces, **options)
+    return Fused(producer, collective, sizes, root, output)

@@ -75,12 +75,9 @@ def stride_of_rows(rows: int, columns: int, itemsize: int, granularity: int) -> 
 
 def chunk_of_block(sizes: Sequence[int], itemsize: int, granularity: int) -> Chunk:
     """Return a chunk that is a contiguous tensor, padded at its end."""
-    strides = [1] * len(sizes)
-    for i in range(len(sizes) - 2, -1, -1):
-        strides[i] = strides[i + 1] * max(sizes[i + 1], 1)
-    return Chunk(
-        tuple(sizes), tuple(strides), round_up(max(math.prod(sizes) * itemsize, 1), granularity)
-    )
+    strides = torch.empty(sizes, device="meta").stride()
+    nbytes = round_up(max(math.prod(sizes) * itemsize, 1), granularity)
+    return Chunk(tuple(sizes), strides, nbytes)
 
 
 def tensor_at(

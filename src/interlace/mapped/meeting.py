@@ -1,6 +1,9 @@
-"""Meetings of all ranks' streams on the device: a kernel that waits until every rank has come."""
+"""Meetings of all ranks' streams on the device: kernels that wait until every rank has come."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import Any
 
 import torch
 
@@ -13,42 +16,62 @@ from interlace.mapped.layout import BARRIERS
 _LEAST_BYTES = 4096
 
 
-def meeting_workspace(group: Group, operator: str) -> Workspace:
-    """Return the signals of an operator's meetings. Collective where they are not there yet."""
-    signals = BARRIERS * MOST_MOVERS * 2 * group.world_size
-    return group.workspace(operator, _LEAST_BYTES, signals)
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What kernels need in which all ranks meet.
 
-
-def meet(
-    group: Group,
-    operator: str,
-    workspace: Workspace,
-    mark: int,
-    is_valid: torch.Tensor | None = None,
-) -> None:
-    """Let the current stream wait until all ranks' streams are here, with the same call.
-
-    What earlier kernels of any rank have stored is visible to all of them behind it.
-
-    Args:
+    Attributes:
+        group: The ranks.
         operator: Name of the operator, for the error of a rank that does not come.
-        workspace: The operator's, as :func:`meeting_workspace` makes it.
+        workspace: Its signals.
         mark: The number of the call. Ranks with different ones break the group by the deadline, and
             the error says that the calls differ.
-        is_valid: int32 on the device: 0 if this rank has failed, so that no peer meets it.
     """
-    if group.world_size == 1:
-        return
-    require(group.backend)
-    from interlace.mapped import kernel  # imports Triton
 
-    with group.running():
-        arguments = {
-            "signals": workspace.signals.address,
-            "epochs": workspace.epochs,
-            "ctx": group.context(operator),
-            "is_valid": is_valid,
-            "call": mark,
-        }
-        constants = {"WORLD_SIZE": group.world_size, "num_warps": 1}
-        Launch(kernel.meet, (1,), arguments, constants)()
+    group: Group
+    operator: str
+    workspace: Workspace
+    mark: int
+
+    @staticmethod
+    def of(group: Group, operator: str, mark: int) -> Meeting:
+        """Return the meeting of an operator's calls. Collective where its signals are new."""
+        signals = BARRIERS * MOST_MOVERS * 2 * group.world_size
+        workspace = group.workspace(operator, _LEAST_BYTES, signals)
+        return Meeting(group, operator, workspace, mark)
+
+    def __call__(self, is_valid: torch.Tensor | None = None) -> None:
+        """Let the current stream wait until all ranks' streams are here, with the same call.
+
+        What earlier kernels of any rank have stored is visible to all of them behind it.
+
+        Args:
+            is_valid: int32 on the device: 0 if this rank has failed, so that no peer meets it.
+        """
+        if self.group.world_size == 1:
+            return
+        require(self.group.backend)
+        from interlace.mapped import kernel  # imports Triton
+
+        self.launch(kernel.meet, 1, {"is_valid": is_valid}, {"num_warps": 1})
+
+    def launch(
+        self, function: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]
+    ) -> None:
+        """Launch a kernel in which ranks meet.
+
+        Args:
+            function: The kernel.
+            programs: The number of programs.
+            arguments: What it takes beside signals, epochs, context and mark.
+            constants: The values of constants beside the number of ranks, and Triton's options.
+        """
+        with self.group.running():
+            shared = {
+                "signals": self.workspace.signals.address,
+                "epochs": self.workspace.epochs,
+                "ctx": self.group.context(self.operator),
+                "call": self.mark,
+            }
+            constants = {"WORLD_SIZE": self.group.world_size, **constants}
+            Launch(function, (programs,), shared | arguments, constants)()

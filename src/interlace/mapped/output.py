@@ -1,7 +1,10 @@
-"""``MappedOutput``: an output for any kernel, whose rows are memory of the ranks they are for."""
+"""``MappedOutput``: an output for any kernel, whose rows are memory of the ranks they are for; and
+``empty_rotating``: a matrix that can be read from any rank's rows on, cyclically.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +13,6 @@ import torch.distributed as dist
 from interlace.comm import Group, group_of
 from interlace.comm.groups.symmetric import require_dtype, sizes_of
 from interlace.comm.launching.kernels import (
-    Launch,
     cut_rows,
     known_factor,
     triton_dtype,
@@ -20,7 +22,7 @@ from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
-from interlace.mapped.meeting import meet, meeting_workspace
+from interlace.mapped.meeting import Meeting
 
 OPERATOR = "mapped output"
 ORDERS = ("natural", "rotated")
@@ -44,6 +46,9 @@ class MappedOutput:
         group: The group of ranks.
         dtype: The element type.
         destinations: The rank that each part of the tensor is for.
+        half: The index of the buffer that the current epoch uses, 0 or 1.
+        turn: The index of the memory for this epoch's results, 0 or 1. It goes on alternating when
+            the buffers no longer do.
         captured: Whether a CUDA graph has captured the output.
         collects: Whether every epoch ends by :meth:`collect`. Set it before the first epoch.
     """
@@ -93,7 +98,7 @@ class MappedOutput:
         _validate(class_name, sizes, order, root, ranks)
         # Ranks agree before any memory is allocated, so that none maps memory that its peers do
         # not have.
-        self._mark = self.group.agree(
+        mark = self.group.agree(
             OPERATOR, shape=sizes, dtype=str(dtype), order=order, root=-1 if root is None else root
         )
         # A part must end at a boundary of mappings, since the next part may be on another GPU.
@@ -113,24 +118,22 @@ class MappedOutput:
         # only a root receives parts.
         self._chunk, self._block = chunk, self.group.allocate(chunk.nbytes, 2 * ranks)
         step = chunk.nbytes // dtype.itemsize
-        all_sizes, strides = (len(self.destinations), *chunk.sizes), (step, *chunk.strides)
-        if root is not None:
-            all_sizes, strides = chunk.sizes, chunk.strides
-        elif len(sizes) == 2:
-            all_sizes, strides = sizes, chunk.strides
         # The received parts are contiguous on this rank; the written ones are spread over ranks.
-        self._received: list[torch.Tensor] = []
-        for half in range(2):
-            received = (ranks, *chunk.sizes), (step, *chunk.strides)
-            address = self._slot(half, rank, 0)
-            self._received.append(
-                tensor_at(self.group, address, ranks * chunk.nbytes, *received, dtype, self._block)
+        received = (ranks, *chunk.sizes), (step, *chunk.strides)
+        self._received = [
+            tensor_at(
+                self.group, self._slot(half, rank, 0), ranks * chunk.nbytes, *received, dtype,
+                self._block,
             )
-        self._written = [self._map(homes, all_sizes, strides) for homes in self._homes()]
-        self._workspace = meeting_workspace(self.group, OPERATOR)
+            for half in range(2)
+        ]  # fmt: skip
+        # A matrix, and a single part, have the dimensions of a chunk, others one more.
+        strides = chunk.strides if len(chunk.strides) == len(sizes) else (step, *chunk.strides)
+        self._written = [self._map(homes, sizes, strides) for homes in self._homes()]
+        self._meeting = Meeting.of(self.group, OPERATOR, mark)
         # Int32 on the device: 0 if the parts that were written must not be used.
         self._is_valid: torch.Tensor | None = None
-        self._half = self._turn = 0
+        self.half = self.turn = 0
         self._writing = False
         self.captured = self.collects = False
         self.group.cache.recoverable.add(self)
@@ -168,29 +171,16 @@ class MappedOutput:
         )
 
     @property
-    def half(self) -> int:
-        """The index of the buffer that the current epoch uses, 0 or 1."""
-        return self._half
-
-    @property
-    def turn(self) -> int:
-        """The index of the memory for this epoch's results, 0 or 1.
-
-        It goes on alternating when the buffers no longer do.
-        """
-        return self._turn
-
-    @property
     def place(self) -> tuple[int, int]:
         """The buffer of the current epoch and the memory for its results: both indices."""
-        return self._half, self._turn
+        return self.half, self.turn
 
     def go_back(self, place: tuple[int, int]) -> None:
         """Return to an earlier ``place``, as epochs since then were captured and did not run.
 
         Ranks must be at one place, and a rank may fail where its peers have captured more.
         """
-        self._half, self._turn = place
+        self.half, self.turn = place
 
     def begin(self) -> torch.Tensor:
         """Return the tensor to write in this epoch, ``[M, N]`` or ``[R, ...]``; see the class.
@@ -215,9 +205,9 @@ class MappedOutput:
         # caller pin the buffer.
         self.captured |= self.group.capture_id() is not None and not self.group.replays.capturing
         if self.captured and not self.collects:
-            self._meet()
+            self._meeting(self._is_valid)
         self._writing = True
-        return self._written[self._half]
+        return self._written[self.half]
 
     def exchange(self) -> torch.Tensor:
         """End the epoch: wait, on the current stream, until every rank has written. Collective; the
@@ -236,7 +226,7 @@ class MappedOutput:
                 raises.
         """
         received = self._end()
-        self._meet()
+        self._meeting(self._is_valid)
         return received
 
     def _end(self) -> torch.Tensor:
@@ -248,7 +238,7 @@ class MappedOutput:
             )
         self._complete()
         self._writing = False
-        received = self._received[self._half]
+        received = self._received[self.half]
         self.advance()
         return received
 
@@ -272,13 +262,13 @@ class MappedOutput:
         Returns:
             ``result``.
         """
-        turn, received = self._turn, self._end()
+        turn, received = self.turn, self._end()
         require(self.group.backend)
         from interlace.mapped import kernel
 
         # The kernel sees each part as a matrix, whatever the shape of the output.
         parts = received[:, None] if received.dim() == 2 else received.flatten(1, -2)
-        ranks, rows, columns = parts.shape
+        _, rows, columns = parts.shape
         landing = 0 if sums is None else sums.address + turn * (sums.nbytes // 2)
         own_landing = landing + self.group.rank * self.group.stride
         is_in_place = sums is not None and result.data_ptr() == own_landing
@@ -290,18 +280,13 @@ class MappedOutput:
             "slots": parts.data_ptr(),
             "result": result.data_ptr(),
             "landing": landing,
-            "signals": self._workspace.signals.address,
-            "epochs": self._workspace.epochs,
-            "ctx": self.group.context(OPERATOR),
-            "is_valid": self._is_valid,
-            "call": self._mark,
             "rows": rows,
             "columns": columns,
             "slot_stride": parts.stride(0),
             "row_stride": parts.stride(1),
+            "is_valid": self._is_valid,
         }
         constants = {
-            "WORLD_SIZE": ranks,
             "REDUCTION": reduction,
             "IN_PLACE": is_in_place,
             "CAPTURED": self.captured,
@@ -309,8 +294,7 @@ class MappedOutput:
             "FACTOR": known_factor(columns, parts.stride(0), parts.stride(1)),
             **tile,
         }
-        with self.group.running():
-            Launch(kernel.collect, (programs,), arguments, constants)()
+        self._meeting.launch(kernel.collect, programs, arguments, constants)
         return result
 
     def abandon(self) -> None:
@@ -328,9 +312,9 @@ class MappedOutput:
         captured the output are lost; ranks need not have captured the same ones.
         """
         self.abandon()
-        self._half = self._turn = 0
+        self.half = self.turn = 0
         self.captured = False
-        self._workspace.reset(self.group.rank)
+        self._meeting.workspace.reset(self.group.rank)
 
     def advance(self) -> None:
         """Count an epoch, from :meth:`begin` to :meth:`exchange`, that a graph has replayed.
@@ -341,12 +325,9 @@ class MappedOutput:
         is unknown which graph is replayed first: a peer may still read the other buffer then, of
         the last epoch that ended without reading.
         """
-        self._turn = 1 - self._turn
+        self.turn = 1 - self.turn
         if not (self.captured and self.collects):
-            self._half = 1 - self._half
-
-    def _meet(self) -> None:
-        meet(self.group, OPERATOR, self._workspace, self._mark, self._is_valid)
+            self.half = 1 - self.half
 
 
 def _validate(
@@ -373,3 +354,68 @@ def _validate(
             f"{class_name}: a shape of {len(sizes)} sizes must begin with the {ranks} ranks; got "
             f"{sizes}."
         )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RotatingInput:
+    """A matrix whose memory is mapped twice in a row, so that rotating its rows copies nothing.
+
+    Attributes:
+        natural: ``[M, K]``.
+        rotated: ``[M, K]``: the same rows, from those for rank ``rank + 1`` on, this rank's own the
+            last. A producer that writes a :class:`MappedOutput` in rotated order reads it.
+    """
+
+    natural: torch.Tensor
+    rotated: torch.Tensor
+
+
+@makes_ordinary_tensors
+def empty_rotating(
+    shape: Sequence[int],
+    *,
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
+) -> RotatingInput:
+    """Allocate memory for ``[M, K]`` that is mapped twice in a row. Collective.
+
+    Within one kernel use one of the two tensors only: CUDA does not order accesses through two
+    addresses of the same memory.
+
+    Args:
+        shape: M, which the ranks divide, and K; rows may be padded, as in :class:`MappedOutput`.
+        dtype, group, device: See :class:`MappedOutput`.
+
+    Raises:
+        ArgumentError: The ranks do not divide M, or padding would take more than half.
+    """
+    owner = group_of(group, device)
+    owner.require_one_node("empty_rotating")
+    if len(shape) != 2 or shape[0] % owner.world_size:
+        raise ArgumentError(
+            f"empty_rotating: shape must be (M, K), and the {owner.world_size} ranks divide M; "
+            f"got {tuple(shape)}."
+        )
+    rows, columns = int(shape[0]), int(shape[1])
+    owner.agree("empty_rotating", shape=(rows, columns), dtype=str(dtype))
+    chunk = chunk_of_rows("empty_rotating", rows, columns, dtype.itemsize, owner.granularity)
+    block = owner.allocate(chunk.nbytes)
+    address = block.address + owner.rank * block.stride
+    natural = tensor_at(owner, address, chunk.nbytes, chunk.sizes, chunk.strides, dtype, block)
+    # The own rows come last, so a rank on its own rotates nothing.
+    if owner.world_size == 1:
+        return RotatingInput(natural, natural)
+    # The same memory twice in a row: what ends with the first mapping goes on in the second.
+    mapping = Mapping(block, owner.device, *owner.remap([address, address], chunk.nbytes))
+    start = (
+        (owner.rank + 1)
+        % owner.world_size
+        * (rows // owner.world_size)
+        * chunk.strides[0]
+        * dtype.itemsize
+    )
+    rotated = tensor_at(
+        owner, mapping.address + start, chunk.nbytes, chunk.sizes, chunk.strides, dtype, mapping
+    )
+    return RotatingInput(natural, rotated)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -323,12 +323,9 @@ def _check_and_unscale(gradients: Any, found: torch.Tensor, scale: torch.Tensor)
         dist.all_reduce(found, dist.ReduceOp.MAX, group=sharing.group)
 
 
-def _kinds(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
+def _kinds(tensors: Iterable[torch.Tensor]) -> Iterable[list[int]]:
     """Return the indices of DTensors and those of others; one call of torch's takes only either."""
-    kinds: dict[bool, list[int]] = {}
-    for i, tensor in enumerate(tensors):
-        kinds.setdefault(is_distributed(tensor), []).append(i)
-    return list(kinds.values())
+    return _grouped(map(is_distributed, tensors)).values()
 
 
 def _total(
@@ -338,7 +335,7 @@ def _total(
     # Ranks may have different numbers of gradients, as parameters are frozen on some, or tables are
     # not divided evenly. So each group exchanges one number, the norm of all that it shares.
     pieces = []
-    held = _by_sharing(parts)
+    held = _grouped(sharing for _, sharing in parts)
     for sharing in [*([None] if None in held else []), *_in_order(held.keys() - {None})]:
         norms = torch.stack(_replicated([parts[i][0] for i in held[sharing]]))
         if sharing is not None:
@@ -351,7 +348,7 @@ def _total(
 
 def _whole(norms: Any) -> torch.Tensor:
     """Return the norms of whole gradients, one by one. Collective."""
-    held = _by_sharing(norms.parts)
+    held = _grouped(sharing for _, sharing in norms.parts)
     whole = _replicated([norm for norm, _ in norms.parts])
     for sharing in _in_order(held.keys() - {None}):
         local = torch.stack([whole[i] for i in held[sharing]])
@@ -362,12 +359,12 @@ def _whole(norms: Any) -> torch.Tensor:
     return torch.stack(whole) if norms.dim() else whole[0]
 
 
-def _by_sharing(parts: Iterable[tuple[Any, Sharing | None]]) -> dict[Sharing | None, list[int]]:
-    """Return the indices of norms by who holds the parts of their tensors."""
-    held: dict[Sharing | None, list[int]] = {}
-    for i, (_, sharing) in enumerate(parts):
-        held.setdefault(sharing, []).append(i)
-    return held
+def _grouped(keys: Iterable[Any]) -> dict[Any, list[int]]:
+    """Return the places of equal keys by key, both in the order in which they occur."""
+    places: dict[Any, list[int]] = {}
+    for i, key in enumerate(keys):
+        places.setdefault(key, []).append(i)
+    return places
 
 
 def _in_order(sharings: Iterable[Any]) -> list[Sharing]:
@@ -390,10 +387,10 @@ def _in_order(sharings: Iterable[Any]) -> list[Sharing]:
 def _replicated(norms: list[Any]) -> list[torch.Tensor]:
     """Return norms as plain tensors; those of DTensors of one mesh are exchanged at once."""
     plain = list(norms)
-    meshes: dict[Any, list[int]] = {}
-    for i, norm in enumerate(norms):
-        if is_distributed(norm):
-            meshes.setdefault((norm.device_mesh, norm.placements), []).append(i)
+    meshes = _grouped(
+        (norm.device_mesh, norm.placements) if is_distributed(norm) else None for norm in norms
+    )
+    meshes.pop(None, None)
     for indices in meshes.values():
         full = torch.stack([norms[i] for i in indices]).full_tensor()  # type: ignore[attr-defined]
         for i, norm in zip(indices, full.unbind(), strict=True):

@@ -9,7 +9,6 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups.copies import has_single_queue, supports_triggers
-from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
     SLICES_OF_VECTORS,
     backward,
@@ -29,6 +28,7 @@ from interlace.costs.network import (
     in_slices,
     one_after_the_other,
 )
+from interlace.costs.registry import NetworkCost
 from interlace.costs.time import MachineProfile
 from interlace.gemm.between_nodes import profile_on
 from interlace.operators.embedding_all_to_all import record

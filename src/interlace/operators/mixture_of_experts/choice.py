@@ -12,9 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.costs.expert_time import STOCK_TILE, ExpertsCall
 from interlace.costs.known_profiles import cached_by_profiles, profile_of
-from interlace.costs.mixture_of_experts import NUMBER_BYTES, exchanges_between_nodes
+from interlace.costs.mixture_of_experts import (
+    NUMBER_BYTES,
+    STOCK_TILE,
+    ExpertsCall,
+    exchanges_between_nodes,
+)
 from interlace.costs.network import (
     NetworkRates,
     Prediction,

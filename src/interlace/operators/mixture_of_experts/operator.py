@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from interlace.costs.expert_time import ExpertsCall
+from interlace.costs.mixture_of_experts import ExpertsCall
 from interlace.gemm import invariance
 from interlace.operators.mixture_of_experts import (
     chunked,

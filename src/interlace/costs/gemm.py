@@ -235,7 +235,7 @@ def gemm_all_reduce(sizes: ProductSizes, *, part_itemsize: int | None = None) ->
         sizes: ``inner`` is this rank's share of K.
         part_itemsize: Bytes of an element of a part; the result's by default.
     """
-    first = gemm_reduce_scatter(**dataclasses.asdict(sizes), part_itemsize=part_itemsize)
+    first = gemm_reduce_scatter(**vars(sizes), part_itemsize=part_itemsize)
     # The peers write their sums into this rank's output, on top of the reduce-scatter's traffic.
     peer_sums = sizes.output_bytes - sizes.output_bytes // sizes.world_size
     return dataclasses.replace(

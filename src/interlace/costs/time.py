@@ -18,7 +18,7 @@ import functools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from operator import mul
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from interlace.costs.network import NetworkRates
 from interlace.costs.registry import find_cost
@@ -43,6 +43,9 @@ _MARGIN, _ALIKE_MARGIN, _GUESS_MARGIN = 0.03, 0.08, 0.15
 """The fraction that the times of measured profiles, of guesses from a GPU of the same architecture,
 and of other guesses are often wrong by.
 """
+
+_MOST_KNOWN = 64
+"""Sizes for which a profile remembers what several implementations of a call need."""
 
 _ERROR, _GUESS_ERROR = 1.5, 3.0
 """The factor that they are seldom wrong by."""
@@ -372,32 +375,39 @@ class MachineProfile:
         bytes_per_us = self.product.memory_bytes_per_s / 1e6
         results = products * rows * columns
         flops_per_s = self.flops_per_s(call)
-        shortest = min(
-            self._waves_us(products, rows, columns, inner, flops_per_s, tile, split)
-            + (self.product.split_us + 4 * split * results / bytes_per_us if split > 1 else 0.0)
-            for tile in _LIBRARY_TILES
-            for split in _LIBRARY_SPLITS
-        )
+        # Plain loops: this takes most of the time of a choice, which each new number of rows needs.
+        shortest, processors = math.inf, self.processors
+        for block_m, block_n, split, tile_us in self._library_tiles(inner, flops_per_s):
+            tiles = products * -(-rows // block_m) * -(-columns // block_n) * split
+            us = -(-tiles // processors) * tile_us
+            if split > 1:
+                us += self.product.split_us + 4 * split * results / bytes_per_us
+            shortest = min(shortest, us)
         # The products of a batch follow one another, and the cache seldom holds all of w.
         read_elements = products * (rows + columns) * inner
         output_itemsize = call.output_itemsize or call.itemsize
         moved_bytes = call.itemsize * read_elements + output_itemsize * results
         return self.product.launch_us + max(shortest, moved_bytes / bytes_per_us)
 
-    def _waves_us(
-        self,
-        products: int,
-        rows: int,
-        columns: int,
-        inner: int,
-        flops_per_s: float,
-        tile: tuple[int, int],
-        split: int,
-    ) -> float:
-        block_m, block_n = tile
-        tiles = products * ceil_div(rows, block_m) * ceil_div(columns, block_n) * split
-        waves = ceil_div(tiles, self.processors)
-        return waves * self.tile_us(block_m, block_n, ceil_div(inner, split), flops_per_s)
+    def _library_tiles(self, inner: int, flops_per_s: float) -> list[tuple[int, int, int, float]]:
+        """Return rows, columns, split of K and microseconds of each tile that the library may take
+        for a product with this K.
+        """
+        found = self._known_tiles.get((inner, flops_per_s))
+        if found is None:
+            found = [
+                (*tile, split, self.tile_us(*tile, ceil_div(inner, split), flops_per_s))
+                for tile in _LIBRARY_TILES
+                for split in _LIBRARY_SPLITS
+            ]
+            if len(self._known_tiles) >= _MOST_KNOWN:
+                self._known_tiles.clear()
+            self._known_tiles[inner, flops_per_s] = found
+        return found
+
+    @functools.cached_property
+    def _known_tiles(self) -> dict[tuple[int, float], list[tuple[int, int, int, float]]]:
+        return {}
 
     def own_product_us(
         self, call: SizedCall, tile: tuple[int, int], *, ranks: int | None = None, products: int = 1
@@ -441,6 +451,22 @@ class MachineProfile:
                 return composition
         return None
 
+    def _parts_us(
+        self, operator: str, call: TimedCall, schedule: Schedule, tile: tuple[int, int]
+    ) -> Mapping[str, float]:
+        """Return the parts of a call's time; implementations with one schedule share them."""
+        key = operator, call, schedule, tile
+        found = self._known_parts.get(key)
+        if found is None:
+            if len(self._known_parts) >= _MOST_KNOWN:
+                self._known_parts.clear()
+            found = self._known_parts[key] = call.parts_us(self, operator, schedule, tile)
+        return found
+
+    @functools.cached_property
+    def _known_parts(self) -> dict[Any, Mapping[str, float]]:
+        return {}
+
     def predict_us(
         self,
         operator: str,
@@ -461,7 +487,7 @@ class MachineProfile:
         composition = self.composition(operator, implementation, call.itemsize)
         if composition is None:
             return None
-        parts = call.parts_us(self, operator, schedule, tile)
+        parts = self._parts_us(operator, call, schedule, tile)
         composed = sum(factor * parts[name] for name, factor in composition.items())
         corrections = self.corrections.get(operator)
         # The measured calls were of 16-bit operands.

@@ -17,10 +17,10 @@ from interlace.comm.launching.kernels import Launch
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts import fused
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.call import LayerCall, Saved, run
+from interlace.operators.mixture_of_experts.call import LayerCall, run
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, ExpertSizes, Parameters
+from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, ExpertSizes, Parameters, Saved
 from interlace.registry import operator_named
 
 ROUTINGS = ("balanced", "skewed")
@@ -90,6 +90,13 @@ class _Alone(LayerCall):
     def group(self) -> Group:
         """Return the group of this rank alone."""
         return solo_group(self.x.device)
+
+
+def forward_launches(call: LayerCall) -> list[Launch]:
+    """Return the launches of a forward pass of ``impl="fused"``, into new memory."""
+    from interlace.operators.mixture_of_experts import fused_launches
+
+    return fused_launches.forward_launches(call, *fused.forward_memory(call)(call.group))
 
 
 class Kept(NamedTuple):
@@ -206,6 +213,15 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
         call = dataclasses.replace(self.call(False, impl), config="")
         return call.chosen[1]
 
+    def exact(self) -> torch.Tensor:
+        """Return y in float32, by stock PyTorch, one expert after another."""
+        x, *parameters = (
+            None if tensor is None else tensor.float() for tensor in (self.x, *self.parameters)
+        )
+        named = dict(zip(Parameters._fields, parameters, strict=True))
+        call = dataclasses.replace(self.call(False, "unfused"), x=x, **named)
+        return run(call)[0]
+
     def alone(self) -> LayerCall:
         """Return a call of this rank's part of the work, in which nothing is sent."""
         rows = [
@@ -230,14 +246,14 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
             False,
         )
 
-    def prepared(self, call: LayerCall) -> tuple[list[Launch], torch.Tensor]:
+    def prepared(self, call: LayerCall) -> list[Launch]:
         """Run a call once; return its launches, of which the last two may be repeated."""
         call.agree(OPERATOR)
-        launches, y, _, _ = fused.prepare(call)
+        launches = forward_launches(call)
         with call.group.running():
             for step in launches:
                 step()
-        return launches, y
+        return launches
 
     def forward(self, keeps: bool) -> tuple[torch.Tensor, Saved]:
         """Run the layer."""

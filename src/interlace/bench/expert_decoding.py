@@ -24,14 +24,13 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.bench.expert_calls import ExpertCalls, ExpertsShape
+from interlace.bench.expert_calls import ExpertCalls, ExpertsShape, forward_launches
 from interlace.bench.kernel_times import kernels_of
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
-from interlace.gemm.reference import gather_rows
-from interlace.operators.mixture_of_experts import decode, fused, reference
+from interlace.operators.mixture_of_experts import decode
 from interlace.operators.mixture_of_experts.call import run
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.registry import operator_named
@@ -122,7 +121,7 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
     @functools.cached_property
     def exact(self) -> list[torch.Tensor]:
         """The result of each layer in float32, ``[T, hidden]`` of this rank."""
-        return [_exact(layer) for layer in self.layers]
+        return [layer.exact() for layer in self.layers]
 
     def expected(self, i: int) -> torch.Tensor:
         """Return the result of the i-th call in float32."""
@@ -136,7 +135,11 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
     def compile(self, config: MixtureOfExpertsConfig) -> None:
         """Compile the kernels of a forward pass."""
         call = self.layers[0].call(False, self.impl, config)
-        launches = decode.prepare(call)[0] if self.impl == "decode" else fused.prepare(call)[0]
+        launches = (
+            decode.launches(call, torch.empty_like(call.x))
+            if self.impl == "decode"
+            else forward_launches(call)
+        )
         for step in launches:
             step.compile()
 
@@ -307,21 +310,3 @@ def _graph_of(case: TimedDecoding, call: Step) -> tuple[Step, int, int]:
     with torch.cuda.graph(graph):
         enqueue()
     return lambda _: graph.replay(), _REPLAYS, calls
-
-
-def _exact(layer: ExpertCalls) -> torch.Tensor:
-    """Return a layer's result in float32, by dense products of each of this rank's experts with
-    the tokens that name it.
-    """
-    splits = [len(layer.x)] * layer.ranks
-    x, experts, weights = (
-        gather_rows(rank_input, splits, layer.group)
-        for rank_input in (layer.x, layer.experts, layer.weights)
-    )
-    first = layer.rank * layer.local
-    sums = reference.mixture_of_experts(
-        x, experts, weights, layer.parameters, layer.activation, first
-    )
-    dist.all_reduce(sums, group=layer.group)
-    first = layer.rank * len(layer.x)
-    return sums[first : first + len(layer.x)]

@@ -8,13 +8,14 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.bench.benchmark import LeastWork, Step, Way, changes_along, constant, relative_error
-from interlace.bench.expert_calls import ROUTINGS, ExpertCalls, ExpertsShape
+from interlace.bench.expert_calls import ROUTINGS, ExpertCalls, ExpertsShape, forward_launches
 from interlace.comm.groups.group import solo_group
 from interlace.comm.launching.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
-from interlace.operators.mixture_of_experts import fused, fused_backward
+from interlace.operators.mixture_of_experts import fused
 from interlace.operators.mixture_of_experts.call import run_backward
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
+from interlace.operators.mixture_of_experts.layout import Saved
 
 __all__ = ["OPERATOR", "PARTS", "ROUTINGS", "ExpertsShape", "TimedExperts", "bench", "tune"]
 
@@ -110,8 +111,8 @@ def bench(
 def _combine_ways(case: TimedExperts) -> list[Way]:
     """Return ways from the inner layer's output to y: the second product and the combine."""
     # The last two launches of a call are the second product and the sum.
-    (*_, combine, total), _ = case.prepared(case.call(False))
-    (*_, alone, _), _ = case.prepared(case.alone())
+    *_, combine, total = case.prepared(case.call(False))
+    *_, alone, _ = case.prepared(case.alone())
     # Each way begins where the first product ends, from the same rows.
     kept = case.keep()
     positions, both = kept.positions, kept.both
@@ -265,7 +266,10 @@ def tune(shape: ExpertsShape, group: dist.ProcessGroup | None = None) -> Mixture
 
 def _launches(case: TimedExperts) -> list[Launch]:
     """Return all launches of a forward and a backward pass, not yet run."""
+    from interlace.operators.mixture_of_experts.fused_launches import backward_launches
+
     call = case.call(True)
-    forward, _, saved, _ = fused.prepare(call)
-    backward, _ = fused_backward.prepare(call, case.grad, saved, _ALL)
-    return [*forward, *backward]
+    saved = Saved.empty(call.sizes, call.x, saves=True)
+    memory = fused.backward_memory(call, _ALL)(call.group)
+    backward = backward_launches(call, case.grad, saved, _ALL, *memory)
+    return [*forward_launches(call), *backward]

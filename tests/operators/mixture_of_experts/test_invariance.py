@@ -49,16 +49,16 @@ def _call(operands: tuple[torch.Tensor, ...], tokens: torch.Tensor, **more: Any)
 def _differing(dtype: torch.dtype, has_one_arithmetic: bool) -> tuple[list[int], set[str]]:
     """Return batches in which some token has other bits than among all, and what has run."""
     operands, wrong, ran = _operands(dtype), [], set()
-    free = choice.choose_invariant
+    decide = choice.decide
 
-    def choose(*arguments: Any) -> Any:
-        found = free(*arguments)
-        ran.add(found[0])
-        return found
+    def record(*arguments: Any) -> Any:
+        decision = decide(*arguments)
+        ran.add(decision.impl)
+        return decision
 
     with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(invariance, "has_one_arithmetic", lambda *_: has_one_arithmetic)
-        patch.setattr("interlace.operators.mixture_of_experts.call.choose_invariant", choose)
+        patch.setattr("interlace.operators.mixture_of_experts.call.decide", record)
         wanted = _call(operands, torch.arange(MOST_TOKENS), impl=BATCH_INVARIANT)
         with interlace.batch_invariant():
             for count in (1, 2, 7, 16, MOST_TOKENS):

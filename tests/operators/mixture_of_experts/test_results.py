@@ -223,10 +223,10 @@ def test_relu_of_minus_infinity_is_zero(ranks, impl, kind):
 
 def _with_tiles(call):
     """The interpreter can do them too; but it does not count what they send."""
-    from interlace.operators.mixture_of_experts import fused
+    from interlace.operators.mixture_of_experts import fused_launches
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "fits_descriptors", lambda call, config: True)
+        patch.setattr(fused_launches.Steps, "_fits_descriptors", lambda steps: True)
         return run([call])
 
 

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,16 +14,9 @@ from interlace.comm import Group, group_named
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
-from interlace.gemm.invariance import is_invariant, name_in
 from interlace.gemm.operands import FLOATS, require_device, require_float, require_tensor
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.choice import (
-    ExpertTerms,
-    choose,
-    choose_invariant,
-    configuration,
-    times_between_nodes,
-)
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, decide
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import (
     MAX_EXPERTS,
@@ -32,9 +25,10 @@ from interlace.operators.mixture_of_experts.layout import (
     MAX_TOP_K,
     ExpertSizes,
     Parameters,
+    Saved,
     order_of,
 )
-from interlace.registry import Implementation, operator_named
+from interlace.registry import Implementation, Operator, operator_named
 
 if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.kernels.activation import Form
@@ -152,49 +146,6 @@ def _validate_weights(
             )
 
 
-class Saved(NamedTuple):
-    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
-
-    They have no elements if nothing is saved; otherwise their shapes follow from the call's sizes.
-
-    Attributes:
-        plan: int32; see :mod:`interlace.operators.mixture_of_experts.layout`.
-        slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
-            dropped.
-        slot_at: int32 ``[returns]``: the slot of each row of results.
-        received: ``[arrivals, hidden]``: rows of this rank's experts.
-        kept: ``[gates, arrivals, ffn]``: gate and up of these rows.
-    """
-
-    plan: torch.Tensor
-    slot_rows: torch.Tensor
-    slot_at: torch.Tensor
-    received: torch.Tensor
-    kept: torch.Tensor
-
-    @staticmethod
-    def empty(
-        sizes: ExpertSizes,
-        x: torch.Tensor,
-        saves: bool,
-        new: Callable[..., torch.Tensor] = torch.empty,
-    ) -> Saved:
-        """Return tensors of a call's shapes, not filled; or of none if it saves nothing.
-
-        Args:
-            sizes: The call's sizes.
-            x: The call's tokens, for dtype and device.
-            saves: Whether the call saves anything.
-            new: Makes a tensor of a shape, a dtype and a device.
-        """
-        numbers = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
-        rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
-        return Saved(
-            *(new(shape if saves else 0, dtype=torch.int32, device=x.device) for shape in numbers),
-            *(new(shape if saves else 0, dtype=x.dtype, device=x.device) for shape in rows),
-        )
-
-
 @dataclasses.dataclass(eq=False)
 class LayerCall:
     """One call whose shapes and devices are validated; implementations get it agreed on.
@@ -244,8 +195,12 @@ class LayerCall:
         return Parameters(self.w_in, self.w_out, self.b_in, self.b_out)
 
     @property
-    def key(self) -> tuple[Hashable, ...]:
-        """Return the places of the tensors and all settings, for the key of a replay."""
+    def operator(self) -> Operator:
+        """The operator's declaration."""
+        return operator_named(OPERATOR)
+
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the operands lie and all settings, for the key of a replay."""
         tensors = (self.x, self.experts, self.weights, *self.parameters)
         return *places(*tensors), self.capacity, self.activation, self.saves, self.chosen[1]
 
@@ -308,34 +263,17 @@ class LayerCall:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        terms, declaration = self.terms, operator_named(OPERATOR)
-        is_free, nodes = not is_invariant(self.impl), self.group.nodes
-        asked_for = name_in(self.impl) or declaration.choosers[0]
-        declaration.require_nodes(asked_for, nodes, terms, is_invariant=not is_free)
-        times = times_between_nodes(terms, self.x.device)
-        choice = choose(terms, self.x.device).between(declaration, nodes, times, terms)
-        if not is_free:
-            named = name_in(self.impl)
-            impl, config = choose_invariant(terms, self.x.device, choice, named)
-            declaration.require_nodes(impl, nodes, terms, is_invariant=True)
-        else:
-            impl = choice.impl if self.impl == "auto" else self.impl
-            config = configuration(impl, terms, self.x.device)
-        unmet = declaration.refusal(impl, terms)
-        if unmet is not None:
-            raise ArgumentError(
-                f"{OPERATOR}: impl={impl!r} must have {unmet}. {declaration.advice(terms, nodes)}"
-            )
+        choice = decide(self.terms, self.x.device, self.impl)
         if self.config:
-            return impl, MixtureOfExpertsConfig.parse(self.config)
-        return impl, config
+            return choice.impl, MixtureOfExpertsConfig.parse(self.config)
+        return choice.impl, choice.config
 
     @functools.cached_property
     def implementation(self) -> Implementation:
         """The implementation that runs this call: the chosen one, if there are rows to send."""
         # All ranks have the same number of tokens, so they leave the chosen one together.
         name = self.chosen[0] if self.sizes.tokens else "unfused"
-        return operator_named(OPERATOR).implementation(name)
+        return self.operator.implementation(name)
 
     @property
     def new(self) -> Callable[..., torch.Tensor]:

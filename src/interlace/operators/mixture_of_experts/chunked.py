@@ -14,16 +14,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
-from interlace.comm import Group
 from interlace.comm.groups.carrier import CHANNELS
 from interlace.comm.groups.slices import Step, run_in_slices
 from interlace.comm.launching.leaving_sms import grouped_leaving_sms
-from interlace.comm.replay.replays import places
 from interlace.gemm.implementations.network import (
     Slices,
     counters_of,
@@ -36,12 +34,10 @@ from interlace.gemm.implementations.network import (
 )
 from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
 from interlace.operators.mixture_of_experts import grouped
+from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, slices_of, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.registry import Operator, operator_named
-
-if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
+from interlace.operators.mixture_of_experts.layout import Saved
 
 _MOST_UNMEASURED = 2
 """Slices, at most, where no network was measured: the experts' weights are read again for each."""
@@ -54,46 +50,20 @@ def refusal(terms: ExpertTerms) -> str | None:
     return unmet((*grouped.rules(terms), terms.capacity_rule))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Exchange:
-    """A layer's call, as calls around a product are exchanged."""
-
-    call: LayerCall
-
-    @property
-    def mark(self) -> int:
-        return self.call.mark
-
-    @property
-    def operator(self) -> Operator:
-        return operator_named(OPERATOR)
-
-    @property
-    def group(self) -> Group:
-        return self.call.group
-
-    @contextlib.contextmanager
-    def opened(
-        self, steps: Sequence[Step], counters: torch.Tensor, result: torch.Tensor
-    ) -> Iterator[StampedQueue]:
-        """Surround the products of the call whose slices are exchanged; see :func:`exchanging`."""
-        # Nothing: slices are voided one by one, as they are waited for.
-        landings = [Landing(peer, 0, 0) for peer in peers_in_turn(self.group)]
-        # One exchange at a time: a slice that shares the network with the next one arrives later,
-        # and its products begin later (decision 0023).
-        with (
-            exchanging(self, steps, counters, landings, result, lanes=1) as queue,
-            grouped_leaving_sms(CHANNELS, self.group.device),
-        ):
-            yield queue
-
-    def memory(self) -> tuple[Hashable, ...]:
-        call = self.call
-        return (
-            call.activation,
-            *places(call.x, call.experts, call.weights),
-            *places(call.w_in, call.w_out, call.b_in, call.b_out),
-        )
+@contextlib.contextmanager
+def _exchanging(
+    call: LayerCall, steps: Sequence[Step], counters: torch.Tensor, result: torch.Tensor
+) -> Iterator[StampedQueue]:
+    """Surround the products of a call whose slices are exchanged; see :func:`exchanging`."""
+    # Nothing: slices are voided one by one, as they are waited for.
+    landings = [Landing(peer, 0, 0) for peer in peers_in_turn(call.group)]
+    # One exchange at a time: a slice that shares the network with the next one arrives later, and
+    # its products begin later (decision 0023).
+    with (
+        exchanging(call, steps, counters, landings, result, lanes=1) as queue,
+        grouped_leaving_sms(CHANNELS, call.group.device),
+    ):
+        yield queue
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +153,7 @@ class _Memory(NamedTuple):
 
 
 def _enqueue(
-    exchange: _Exchange,
+    call: LayerCall,
     parted: _TokenCut,
     memory: _Memory,
     counters: torch.Tensor,
@@ -197,7 +167,7 @@ def _enqueue(
             of results.
         meanwhile: Enqueues what runs while the last slices travel.
     """
-    group, count, peers = exchange.group, parted.count, len(parted.peers)
+    group, count, peers = call.group, parted.count, len(parted.peers)
     arrived, found = (
         [parted.slices(each, peers) for each in kinds] for kinds in (memory.arriving, memory.found)
     )
@@ -206,7 +176,7 @@ def _enqueue(
         *_together(map(parted.gathers, memory.rows, arrived)),
         *_together(parted.returns(*each, counters) for each in zip(found, of_ranks, strict=True)),
     ]
-    with exchange.opened(steps, counters, memory.results[0]) as queue:
+    with _exchanging(call, steps, counters, memory.results[0]) as queue:
         queue.release(count)
         compute(*memory.rows, *memory.own)
         for number in range(count):
@@ -232,21 +202,21 @@ def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
     A token's sum over its experts on one rank is float32, and rounded to the dtype of x; the sum
     over ranks is float32, in their order, and rounded once.
     """
-    exchange, parted, sizes = _Exchange(call), _TokenCut.of(call), call.sizes
+    parted, sizes = _TokenCut.of(call), call.sizes
     x, peers = call.x.contiguous(), len(parted.peers)
     tokens, sums = x.new_empty(2, peers * sizes.tokens, sizes.hidden)
     routing = x.new_empty(peers * sizes.tokens, 2 * sizes.top_k, dtype=torch.float32)
     parts = x.new_empty(sizes.world_size * sizes.tokens, sizes.hidden)
     own, y = torch.empty_like(x), torch.empty_like(x)
-    counters = counters_of(exchange, parted.count)
+    counters = counters_of(call, parted.count)
 
     def enqueue() -> None:
         rows = x, grouped.routing_of(call)
         memory = _Memory(rows, (tokens, routing), (sums,), (parts,), (own,), (y,))
         compute = functools.partial(grouped.sum_experts, call)
-        _enqueue(exchange, parted, memory, counters, compute)
+        _enqueue(call, parted, memory, counters, compute)
 
-    run_products(exchange, parted.count, enqueue, x, y, tokens, sums, routing, parts, own)
+    run_products(call, parted.count, enqueue, x, y, tokens, sums, routing, parts, own)
     return y, call.unused()
 
 
@@ -259,7 +229,7 @@ def backward(
     The last four are empty unless they are ``needed``. Gradients of x are rounded and summed as the
     results of :func:`run`.
     """
-    exchange, parted, sizes = _Exchange(call), _TokenCut.of(call), call.sizes
+    parted, sizes = _TokenCut.of(call), call.sizes
     peers, ranks, tokens = len(parted.peers), sizes.world_size, sizes.tokens
     x = call.x.contiguous()
     rows = x, grad.contiguous(), grouped.routing_of(call)
@@ -274,13 +244,13 @@ def backward(
         for count in (peers, ranks, 1, 1)
     )
     memory = _Memory(rows, [every[tokens:] for every in of_all], found, parts, own, results)
-    counters = counters_of(exchange, parted.count)
+    counters = counters_of(call, parted.count)
     gradients: list[torch.Tensor] = []
 
     def enqueue() -> None:
         passed = grouped.Passed.of(call)
         _enqueue(
-            exchange,
+            call,
             parted,
             memory,
             counters,

@@ -2,7 +2,7 @@
 by the first call.
 
 The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``,
-``slot_at``, ``received`` and ``kept`` (``call.Saved``). They are empty if ``saves`` is false, and
+``slot_at``, ``received`` and ``kept`` (``layout.Saved``). They are empty if ``saves`` is false, and
 else have the fused implementation's sizes, whichever runs: a graph that was compiled before the
 ranks knew each other holds these sizes.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Group, group_named
+from interlace.comm import group_named
 from interlace.comm.groups.registration import (
     UNCAPTURABLE_TAGS,
     entrance,
@@ -26,9 +26,9 @@ from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.gemm import invariance
 from interlace.gemm.invariance import effective_impl
-from interlace.operators.mixture_of_experts.call import LayerCall, Saved, run, run_backward
+from interlace.operators.mixture_of_experts.call import LayerCall, run, run_backward
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.layout import ExpertSizes, Parameters
+from interlace.operators.mixture_of_experts.layout import ExpertSizes, Parameters, Saved
 from interlace.registry import operator_named
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -38,6 +38,7 @@ _INPUTS = (
 )
 _OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config, str activation"
 _TENSORS, _NUMBERS = 7, 6  # how many arguments these are
+_GROUP_NAME = 9  # which argument it is
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
 # The unfused implementation, which a tuned table may choose, waits for the device, so no CUDA graph
 # can hold the operators.
@@ -68,25 +69,15 @@ def _known(operator: str, tensors: Sequence[torch.Tensor | None], *others: Any) 
 def _call(inputs: Sequence[Any], keeps: bool, saves: bool, known: Any) -> LayerCall:
     """Return the call of both operators' tensors and options, in the schemas' order."""
     # The group says how many ranks there are.
-    _, capacity, group_name, impl, config, activation = inputs[_TENSORS:]
-    options = capacity, group_name, impl, config, activation
-    x, experts, weights, w_in, w_out, b_in, b_out = inputs[:_TENSORS]
-    return LayerCall(
-        x, experts, weights, w_in, w_out, b_in, b_out, *options, keeps=keeps, saves=saves,
-        known=known,
-    )  # fmt: skip
-
-
-def _group(inputs: Sequence[Any]) -> Group:
-    """Return the group of a call."""
-    return group_named(inputs[_TENSORS + 2], inputs[0].device)
+    tensors, (_, *options) = inputs[:_TENSORS], inputs[_TENSORS:]
+    return LayerCall(*tensors, *options, keeps, saves, known)
 
 
 def _run(*arguments: Any) -> Tensors:
     *inputs, keeps, saves = arguments
     known = _known(OPERATOR, inputs[:_TENSORS], *inputs[_TENSORS:], keeps, saves)
     if known is not None:
-        found = _group(inputs).recall(known)
+        found = group_named(inputs[_GROUP_NAME], inputs[0].device).recall(known)
         if found is not None:
             y, saved = found
             return y, *saved
@@ -109,7 +100,8 @@ def _run_backward(grad: torch.Tensor, *arguments: Any) -> Tensors:
     known = _known(f"{OPERATOR}.backward", (grad, *tensors), *options, tuple(needed))
     inputs = [*tensors[:_TENSORS], *options]
     if known is not None:
-        gradients: Tensors | None = _group(inputs).recall(known)
+        group = group_named(inputs[_GROUP_NAME], grad.device)
+        gradients: Tensors | None = group.recall(known)
         if gradients is not None:
             return gradients
     saved = Saved(*tensors[_TENSORS:])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from typing import NamedTuple
 
@@ -11,19 +10,22 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.benchmark import Benchmark
-from interlace.comm import Group
 from interlace.comm.groups.group import solo_group
 from interlace.comm.launching.kernels import Launch
 from interlace.errors import ArgumentError
+from interlace.gemm.reference import exchange_rows
 from interlace.operators.mixture_of_experts import fused
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.call import LayerCall, run
-from interlace.operators.mixture_of_experts.choice import ExpertTerms, choose
+from interlace.operators.mixture_of_experts.choice import choose
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, ExpertSizes, Parameters, Saved
+from interlace.operators.mixture_of_experts.layout import MAX_TOP_K, Parameters, Saved
 from interlace.registry import operator_named
 
 ROUTINGS = ("balanced", "skewed")
+
+PRODUCT = "torch._grouped_mm"
+"""The grouped product of the unfused steps, as tables show it."""
 
 FORMS = {
     "swiglu": ExpertActivation(),
@@ -80,16 +82,6 @@ class ExpertsShape:
         experts = f"{self.experts} x {self.hidden} x {self.ffn}"
         form = "" if self.form == "swiglu" else f", {self.form}"
         return f"{self.tokens} tokens, {experts}, top {self.top_k}, {self.routing}{form}"
-
-
-@dataclasses.dataclass(eq=False)
-class _Alone(LayerCall):
-    """A call of this rank without its peers, whatever the group is."""
-
-    @functools.cached_property
-    def group(self) -> Group:
-        """Return the group of this rank alone."""
-        return solo_group(self.x.device)
 
 
 def forward_launches(call: LayerCall) -> list[Launch]:
@@ -157,11 +149,8 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
             self.b_in = random(self.local, shape.ffn, 2, scale=0.1)
             self.b_out = random(self.local, shape.hidden, scale=0.1)
         self.experts, self.weights = self._route(generator)
-        sizes = ExpertSizes(
-            shape.tokens, shape.top_k, shape.experts, shape.hidden, shape.ffn, self.ranks,
-            max(1, shape.tokens),
-        )  # fmt: skip
-        choice = choose(ExpertTerms(sizes, shape.dtype, device.type, keeps), device)
+        self.config = config or MixtureOfExpertsConfig()
+        choice = choose(self.call(keeps).terms, device)
         self.config, self.auto = config or choice.config, choice.impl
         self._plan_unfused()
 
@@ -215,36 +204,31 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
 
     def exact(self) -> torch.Tensor:
         """Return y in float32, by stock PyTorch, one expert after another."""
-        x, *parameters = (
-            None if tensor is None else tensor.float() for tensor in (self.x, *self.parameters)
-        )
-        named = dict(zip(Parameters._fields, parameters, strict=True))
-        call = dataclasses.replace(self.call(False, "unfused"), x=x, **named)
-        return run(call)[0]
+        call = self.call(False, "unfused")
+        return run(
+            dataclasses.replace(
+                call,
+                x=call.x.float(),
+                w_in=call.w_in.float(),
+                w_out=call.w_out.float(),
+                b_in=None if call.b_in is None else call.b_in.float(),
+                b_out=None if call.b_out is None else call.b_out.float(),
+            )
+        )[0]
 
     def alone(self) -> LayerCall:
         """Return a call of this rank's part of the work, in which nothing is sent."""
-        rows = [
-            sum(source[self.rank * self.local + expert] for source in self.counts)
-            for expert in range(self.local)
-        ]
         # Every row goes to one expert, with weight 1.
-        experts = torch.repeat_interleave(torch.tensor(rows)).to(self.x.device)[:, None]
-        x = self.x.new_zeros(len(experts), self.shape.hidden)
-        weights = torch.ones_like(experts, dtype=torch.float32)
-        return _Alone(
-            x,
-            experts,
-            weights,
-            *self.parameters,
-            max(1, len(experts)),
-            "",
-            "fused",
-            str(self.config),
-            str(self.activation),
-            False,
-            False,
+        experts = self.owner_of[:, None]
+        call = dataclasses.replace(
+            self.call(False),
+            x=self.x.new_zeros(len(experts), self.shape.hidden),
+            experts=experts,
+            weights=torch.ones_like(experts, dtype=torch.float32),
+            capacity=max(1, len(experts)),
         )
+        call.group = solo_group(self.x.device)
+        return call
 
     def prepared(self, call: LayerCall) -> list[Launch]:
         """Run a call once; return its launches, of which the last two may be repeated."""
@@ -277,12 +261,12 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
         # Rows arrive by source, and are multiplied by expert.
         self.by_expert = torch.argsort(labels, stable=True).to(device)
         self.by_source = torch.argsort(self.by_expert)
-        self.rows_of = [sum(row[expert] for row in local_counts) for expert in range(self.local)]
-        self.ends = torch.tensor(self.rows_of, device=device).cumsum(0).to(torch.int32)
+        rows_of = torch.tensor(local_counts, device=device).sum(0)
+        self.ends = rows_of.cumsum(0).to(torch.int32)
         # All gates, then all ups, in place of one of each in turn.
         gate_up = self.w_in.transpose(1, 2).reshape(self.local, 2 * shape.ffn, shape.hidden)
         self.in_first, self.out_first = gate_up.transpose(1, 2), self.w_out.transpose(1, 2)
-        self.owner_of = torch.repeat_interleave(torch.tensor(self.rows_of)).to(device)
+        self.owner_of = torch.repeat_interleave(rows_of)
         if self.b_in is not None:
             self.bias_first = self.b_in.transpose(1, 2).reshape(self.local, 2 * shape.ffn)
 
@@ -297,46 +281,15 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
     def exchange(self, rows: torch.Tensor, *, back: bool) -> torch.Tensor:
         """Send rows to their experts by NCCL, or back."""
         out, into = (self.arriving, self.sent) if back else (self.sent, self.arriving)
-        received = rows.new_empty(sum(into), rows.shape[1])
-        dist.all_to_all_single(received, rows, into, out, group=self.group)
-        return received
+        return exchange_rows(rows, out, into, self.group)
 
-    def grouped(
-        self, rows: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Multiply ``rows [M, K]``, sorted by expert, by ``weights [L, K, N]``.
-
-        Args:
-            ends: int32 ``[L]``: the row behind each expert's last one; default: those of the rows
-                that arrive here. Rows behind the last expert's are undefined.
-        """
-        ends = self.ends if ends is None else ends
-        if self.has_grouped_mm:
-            return torch._grouped_mm(rows, weights, offs=ends)
-        # Without a grouped kernel: a product per expert.
-        parts = zip(rows.tensor_split(ends.long().cpu()), [*weights, weights[0]], strict=True)
-        return torch.cat([part @ weight for part, weight in parts])
+    def grouped(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Multiply the rows that arrive here, ``[M, K]``, sorted by expert, by ``[L, K, N]``."""
+        return torch._grouped_mm(rows, weights, offs=self.ends)
 
     def grouped_gradient(self, rows: torch.Tensor, grads: torch.Tensor) -> torch.Tensor:
         """Return ``grads.T @ rows`` of each expert, ``[L, N, K]``."""
-        if self.has_grouped_mm:
-            return torch._grouped_mm(grads.T, rows, offs=self.ends)
-        parts = zip(grads.split(self.rows_of), rows.split(self.rows_of), strict=True)
-        return torch.stack([grad.T @ part for grad, part in parts])
-
-    @property
-    def has_grouped_mm(self) -> bool:
-        """Return whether torch has a grouped product for these operands."""
-        return (
-            hasattr(torch, "_grouped_mm")
-            and self.x.device.type == "cuda"
-            and self.shape.dtype == torch.bfloat16
-        )
-
-    @property
-    def product(self) -> str:
-        """The name of the grouped product, as tables show it."""
-        return "torch._grouped_mm" if self.has_grouped_mm else "grouped F.linear"
+        return torch._grouped_mm(grads.T, rows, offs=self.ends)
 
     def first(self, rows: torch.Tensor) -> torch.Tensor:
         """Return gate and up of rows that are sorted by expert, side by side."""

@@ -24,7 +24,7 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.bench.expert_calls import ExpertCalls, ExpertsShape, forward_launches
+from interlace.bench.expert_calls import PRODUCT, ExpertCalls, ExpertsShape, forward_launches
 from interlace.bench.kernel_times import kernels_of
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs import mixture_of_experts as costs
@@ -172,12 +172,11 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
         Raises:
             InterlaceError: A result is wrong.
         """
-        product = self.layers[0].product
         forms: dict[str, Callable[[int], torch.Tensor]] = {
-            f"{product} + NCCL all-to-all of known splits": (
+            f"{PRODUCT} + NCCL all-to-all of known splits": (
                 lambda i: self.layer(i).unfused_forward()
             ),
-            f"{product} + NCCL all-gather and reduce-scatter": (
+            f"{PRODUCT} + NCCL all-gather and reduce-scatter": (
                 lambda i: run(self.layer(i).call(False, "nccl"))[0]
             ),
         }
@@ -192,7 +191,6 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
 
     def alone(self) -> list[Way]:
         """Return the grouped products and the collectives without each other."""
-        product = self.layers[0].product
         kept = [layer.keep() for layer in self.layers]
         sent = [
             layer.x[routed.order // self.shape.top_k]
@@ -210,7 +208,7 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
             layer.exchange(routed.rows, back=True)
 
         return [
-            Way(f"both {product} alone", "compute", products),
+            Way(f"both {PRODUCT} alone", "compute", products),
             Way("both NCCL all-to-alls alone", "communication", exchanges),
         ]
 

@@ -8,7 +8,13 @@ from typing import Any
 import torch.distributed as dist
 
 from interlace.bench.benchmark import LeastWork, Step, Way, changes_along, constant, relative_error
-from interlace.bench.expert_calls import ROUTINGS, ExpertCalls, ExpertsShape, forward_launches
+from interlace.bench.expert_calls import (
+    PRODUCT,
+    ROUTINGS,
+    ExpertCalls,
+    ExpertsShape,
+    forward_launches,
+)
 from interlace.comm.groups.group import solo_group
 from interlace.comm.launching.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
@@ -132,16 +138,16 @@ def _combine_ways(case: TimedExperts) -> list[Way]:
     return [
         Way("fused", "ours", fused, "fused"),
         Way(
-            f"{case.product} + NCCL + permutes + sum",
+            f"{PRODUCT} + NCCL + permutes + sum",
             "pair",
             lambda _: case.unfused_combine(active, positions),
         ),
         Way(
-            f"{case.product} + NCCL",
+            f"{PRODUCT} + NCCL",
             "pair",
             lambda _: case.exchange(case.grouped(active, case.out_first), back=True),
         ),
-        Way(f"{case.product} alone", "compute", lambda _: case.grouped(active, case.out_first)),
+        Way(f"{PRODUCT} alone", "compute", lambda _: case.grouped(active, case.out_first)),
         Way("our grouped product alone", "compute", product),
         Way("NCCL alone", "communication", lambda _: case.exchange(results, back=True)),
     ]
@@ -165,8 +171,8 @@ def _forward_ways(case: TimedExperts) -> list[Way]:
     return [
         Way("fused", "ours", lambda _: case.forward(False), "fused"),
         Way("fused, keeping what the backward pass needs", "ours", lambda _: case.forward(True)),
-        Way(f"{case.product} + NCCL + permutes + sum", "pair", lambda _: case.unfused_forward()),
-        Way(f"both {case.product} alone", "compute", products),
+        Way(f"{PRODUCT} + NCCL + permutes + sum", "pair", lambda _: case.unfused_forward()),
+        Way(f"both {PRODUCT} alone", "compute", products),
         Way("both NCCL alone", "communication", exchanges),
     ]
 
@@ -194,10 +200,8 @@ def _backward_ways(case: TimedExperts) -> list[Way]:
             lambda _: run_backward(call, case.grad, saved, _ALL),
             "fused",
         ),
-        Way(
-            f"{case.product} + NCCL + permutes + sum", "pair", lambda _: case.unfused_backward(kept)
-        ),
-        Way(f"four {case.product} alone", "compute", products),
+        Way(f"{PRODUCT} + NCCL + permutes + sum", "pair", lambda _: case.unfused_backward(kept)),
+        Way(f"four {PRODUCT} alone", "compute", products),
         Way("both NCCL alone", "communication", exchanges),
     ]
 

@@ -18,7 +18,6 @@ from interlace.operators.mixture_of_experts import (
     chunked,
     decode,
     fused,
-    schema,  # noqa: F401  # registers the operator
     stock,
 )
 from interlace.operators.mixture_of_experts.activation import ExpertActivation

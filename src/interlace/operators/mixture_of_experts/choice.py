@@ -295,15 +295,6 @@ def predicted_between_nodes(profile: MachineProfile, terms: ExpertTerms) -> Netw
     return NetworkTimes(network.network, predictions, network.margin(profile.margin))
 
 
-def slices_of(terms: ExpertTerms, device: torch.device) -> int | None:
-    """Return the number of slices in which ``impl="chunked"`` takes the least time.
-
-    It is the same on every rank. None means that no network was measured.
-    """
-    times = times_between_nodes(terms, device)
-    return None if times is None else times.slices_of("chunked")
-
-
 def _whole(
     network: NetworkRates, computation_us: float, call: ExpertsCall, nodes: int
 ) -> Prediction:

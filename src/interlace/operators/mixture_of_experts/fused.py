@@ -18,12 +18,11 @@ from interlace.comm.replay.deferred import DeferredCall, addresses
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout, stock
-from interlace.operators.mixture_of_experts.call import LayerCall
+from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import ExpertSizes, Saved
 from interlace.units import ceil_div
 
-BACKWARD = f"{OPERATOR}.backward"
 _RESULTS = f"{OPERATOR}.results"
 
 
@@ -143,14 +142,18 @@ def backward_memory(call: LayerCall, needed: Sequence[bool]) -> Callable[[Group]
     gradients of x, weights and parameters.
     """
     nbytes, device = buffer_bytes(call.sizes, call.x.dtype), call.x.device
-    shapes = (
+    likes = (
         torch.empty(call.x.shape, dtype=call.x.dtype, device="meta"),
         torch.empty(call.weights.shape, dtype=call.weights.dtype, device="meta"),
         *call.parameters.gradients(needed, device="meta"),
     )
+    layouts = [(like.shape, like.stride(), like.dtype) for like in likes]
 
     def take(group: Group) -> tuple[Any, ...]:
-        gradients = [torch.empty_like(shape, device=device) for shape in shapes]
+        gradients = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype in layouts
+        ]
         return group.outputs.landing(nbytes), *gradients
 
     return take

@@ -22,9 +22,9 @@ from interlace.comm.launching.kernels import (
 from interlace.gemm.kernels.tiles import Tiling
 from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout
-from interlace.operators.mixture_of_experts.call import LayerCall
+from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.fused import BACKWARD, buffer_bytes, workspaces
+from interlace.operators.mixture_of_experts.fused import buffer_bytes, workspaces
 from interlace.operators.mixture_of_experts.kernels import combine, dispatch, gradients, plan
 from interlace.operators.mixture_of_experts.layout import Saved
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -82,7 +82,7 @@ def backward_launches(
         space, grad_x, grad_weights, grads: Its memory; see :func:`fused.backward_memory`.
     """
     sizes = call.sizes
-    steps = BackwardSteps(call, BACKWARD)
+    steps = Steps(call, BACKWARD)
     like, rows = call.x, sizes.arrivals
     product_gradient, scaled = like.new_empty(rows, sizes.ffn), like.new_empty(rows, sizes.ffn)
     inner_gradient = like.new_empty(rows, sizes.gates * sizes.ffn)
@@ -400,9 +400,7 @@ class Steps:
         programs = min(sizes.tokens, self.config.sum_programs)
         return Launch(combine.sum_results, (programs,), arguments, constants)
 
-
-class BackwardSteps(Steps):
-    """The launches of one backward pass."""
+    # Backward
 
     def dispatch_backward(
         self,

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import _C
 
 from interlace.comm import process_group_named
-from interlace.gemm.reference import gather_rows, is_alone, sum_rows
+from interlace.gemm.reference import exchange_rows, gather_rows, is_alone, sum_rows
 from interlace.operators.mixture_of_experts import grouped
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.call import LayerCall
@@ -83,7 +83,7 @@ def _layer(
     # [source][local expert]
     own_counts = [part[rank * local : (rank + 1) * local].tolist() for part in of_ranks]
     sent, arriving = counts.view(ranks, local).sum(1).tolist(), [sum(part) for part in own_counts]
-    received = _exchange(x[order // experts.shape[1]], arriving, sent, group, ranks)
+    received = _AllToAll.apply(x[order // experts.shape[1]], arriving, sent, group)
     # Rows arrive by source, and those of a source by expert.
     owner = torch.cat(
         [
@@ -98,7 +98,7 @@ def _layer(
         rows = (owner == number).nonzero()[:, 0]
         computed = _expert(number, received[rows], parameters, activation)
         results = results.index_copy(0, rows, computed)
-    returned = _exchange(results, sent, arriving, group, ranks)
+    returned = _AllToAll.apply(results, sent, arriving, group)
     rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
     # A dropped slot's weight may be NaN, which 0 would not hide.
     is_kept = torch.zeros_like(chosen, dtype=torch.bool).index_fill(0, order, True)
@@ -119,17 +119,6 @@ def _expert(
     return F.linear(activation(*gates), w_out, b_out)
 
 
-def _exchange(
-    rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any, ranks: int
-) -> torch.Tensor:
-    if ranks == 1:
-        return rows
-    exchanged: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        rows, arriving, sent, group
-    )
-    return exchanged
-
-
 class _AllToAll(torch.autograd.Function):
     """Send rows to other ranks, and their gradients back."""
 
@@ -137,18 +126,12 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any
     ) -> torch.Tensor:
-        ctx.splits = sent, arriving, group
-        received = rows.new_empty(sum(arriving), rows.shape[1])
-        dist.all_to_all_single(received, rows.contiguous(), arriving, sent, group=group)
-        return received
+        ctx.splits = arriving, sent, group
+        return exchange_rows(rows, sent, arriving, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, arriving, group = ctx.splits
-        (grad,) = grads
-        returned = grad.new_empty(sum(sent), grad.shape[1])
-        dist.all_to_all_single(returned, grad.contiguous(), sent, arriving, group=group)
-        return returned, None, None, None
+        return exchange_rows(*grads, *ctx.splits), None, None, None
 
 
 def refusal(terms: ExpertTerms) -> str | None:

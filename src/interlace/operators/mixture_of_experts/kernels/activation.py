@@ -93,3 +93,89 @@ def times_slope(upstream, gate, factor, FORM: tl.constexpr):
     else:
         # The derivative at 0 is 0, as in PyTorch.
         return upstream * tl.where(gate > 0, factor, 0.0)
+
+
+class ActivatedRows(NamedTuple):
+    """Gate and up of some rows, and what their gradients need of the activation.
+
+    Attributes:
+        gate, up: Gate and up before they are clamped; ``up`` is None without a gate.
+        clamped_gate, clamped_up: What the activation takes; see :func:`clamp_gate`.
+        value, factor: Those of :func:`act`.
+    """
+
+    gate: Any
+    up: Any
+    clamped_gate: Any
+    clamped_up: Any
+    value: Any
+    factor: Any
+
+
+@triton.jit
+def activate_rows_again(gate, up, FORM: tl.constexpr):
+    """Compute the activation of gate and up for :func:`gradients_of`; ``up`` is None without a
+    gate.
+    """
+    clamped_up = None
+    if up is not None:
+        clamped_up = clamp_up(up, FORM)
+    clamped_gate = clamp_gate(gate, FORM)
+    value, factor = act(clamped_gate, FORM)
+    return ActivatedRows(gate, up, clamped_gate, clamped_up, value, factor)
+
+
+@triton.jit
+def multiplied(value, up):
+    """Return ``value * up``, or ``value`` where experts have no gate and ``up`` is None."""
+    if up is None:
+        return value
+    else:
+        return value * up
+
+
+@triton.jit
+def gradients_of(upstream, rows, FORM: tl.constexpr):
+    """Return the gradients of gate and up, None for that of up without a gate.
+
+    They are 0 where gate or up is clamped, unless ``upstream``, the gradient of the activation, is
+    NaN.
+    """
+    slope = multiplied(upstream, rows.clamped_up)
+    of_gate = times_slope(slope, rows.clamped_gate, rows.factor, FORM)
+    of_up = None
+    if rows.up is not None:
+        of_up = upstream * rows.value
+    if FORM.limit is not None:
+        gate, up, is_number = rows.gate, rows.up, upstream == upstream
+        of_gate = tl.where((gate > FORM.limit) & is_number, 0.0, of_gate)
+        is_clamped = (up > FORM.limit) | (up < -FORM.limit)
+        of_up = tl.where(is_clamped & is_number, 0.0, of_up)
+    return of_gate, of_up
+
+
+@triton.jit
+def store_gradients(
+    inner, of_gate, of_up, row, end, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Store the gradients of gate and up, float32 ``[ROWS, COLS]``, of rows before ``end`` and
+    columns from ``start`` on, in the order of w_in's lines; ``of_up`` is None without a gate.
+    """
+    dtype = inner.dtype.element_ty
+    column = start + tl.arange(0, COLS)[None, :]
+    mask = (row < end)[:, None] & (column < width)
+    if of_up is None:
+        offsets = row.to(tl.int64)[:, None] * width + column
+        tl.store(inner + offsets, of_gate.to(dtype), mask=mask)
+    elif FORM.halves:
+        pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
+        tl.store(pointers, of_gate.to(dtype), mask=mask)
+        tl.store(pointers + width, of_up.to(dtype), mask=mask)
+    else:
+        both = tl.join(of_gate, of_up)
+        both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+        both_offsets = row.to(tl.int64)[:, None] * 2 * width + both_columns
+        both_mask = (row < end)[:, None] & (both_columns < 2 * width)
+        pointers = inner + both_offsets
+        tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(dtype), mask=both_mask)

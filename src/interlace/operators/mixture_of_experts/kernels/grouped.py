@@ -9,10 +9,7 @@ import triton
 import triton.language as tl
 
 from interlace.operators.mixture_of_experts.kernels.activation import (
-    act, activate, clamp_gate, clamp_up, times_slope,
-)
-from interlace.operators.mixture_of_experts.kernels.gradients import (
-    gradient_of_gate, gradient_of_up, multiplied, store_gradients,
+    activate, activate_rows_again, gradients_of, multiplied, store_gradients,
 )
 
 
@@ -85,21 +82,12 @@ def activate_rows_backward(
             )
             upstream = tl.load(incoming + place * width + column, mask=mask, other=0.0)
             upstream = upstream.to(tl.float32)
-            clamped_up = None
-            if FORM.gates == 2:
-                clamped_up = clamp_up(up, FORM)
-            clamped_gate = clamp_gate(gate, FORM)
-            value, factor = act(clamped_gate, FORM)
-            active = multiplied(value, clamped_up)
+            activated = activate_rows_again(gate, up, FORM)
+            active = multiplied(activated.value, activated.clamped_up)
             number += tl.sum(tl.where(mask, upstream * active, 0.0), 1)
             pointers = scaled + place * width + column
             tl.store(pointers, (active * scale).to(scaled.dtype.element_ty), mask=mask)
-            upstream *= scale
-            of_gate = times_slope(multiplied(upstream, clamped_up), clamped_gate, factor, FORM)
-            of_gate = gradient_of_gate(of_gate, upstream, gate, FORM)
-            of_up = None
-            if FORM.gates == 2:
-                of_up = gradient_of_up(upstream * value, upstream, up, FORM)
+            of_gate, of_up = gradients_of(upstream * scale, activated, FORM)
             store_gradients(inner, of_gate, of_up, row, rows, start, width, FORM, ROWS, COLS)
         if out_bias is not None:
             owner = tl.load(owners + row, mask=is_row, other=0)[:, None]
@@ -119,7 +107,7 @@ def _gate_and_up(
 ):
     """Return gate and up of some rows, float32 ``[ROWS, COLS]`` each, with their bias.
 
-    Without a gate, both are up.
+    Without a gate, gate is up, and up is None.
     """
     lines = FORM.gates * width
     is_row = (row < rows)[:, None]
@@ -131,7 +119,7 @@ def _gate_and_up(
     mask = is_row & (column < width)
     if FORM.gates == 1:
         gate = _biased(first + column, added, column, mask)
-        up = gate
+        up = None
     elif FORM.halves:
         gate = _biased(first + column, added, column, mask)
         up = _biased(first + width + column, added, width + column, mask)

@@ -24,8 +24,8 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.bench.expert_calls import PRODUCT, ExpertCalls, ExpertsShape, forward_launches
 from interlace.bench.kernel_times import kernels_of
+from interlace.bench.mixture_of_experts import PRODUCT, ExpertCalls, ExpertsShape, forward_launches
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE

@@ -376,8 +376,8 @@ def _known(operator: str, tensors: Sequence[torch.Tensor | None], *others: Any) 
 def _call(inputs: Sequence[Any], keeps: bool, saves: bool, known: Any) -> LayerCall:
     """Return the call of both operators' tensors and options, in the schemas' order."""
     # The group says how many ranks there are.
-    tensors, (_, *options) = inputs[:_TENSORS], inputs[_TENSORS:]
-    return LayerCall(*tensors, *options, keeps=keeps, saves=saves, known=known)
+    fields = (*inputs[:_TENSORS], *inputs[_TENSORS + 1 :], keeps, saves, known)
+    return LayerCall(*fields)
 
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:

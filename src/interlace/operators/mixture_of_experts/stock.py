@@ -6,7 +6,7 @@ never waits, as servers run it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,8 @@ def _layer(
     # [source][local expert]
     own_counts = [part[rank * local : (rank + 1) * local].tolist() for part in of_ranks]
     sent, arriving = counts.view(ranks, local).sum(1).tolist(), [sum(part) for part in own_counts]
-    received = _AllToAll.apply(x[order // experts.shape[1]], arriving, sent, group)
+    exchange: Callable[..., torch.Tensor] = _AllToAll.apply
+    received = exchange(x[order // experts.shape[1]], arriving, sent, group)
     # Rows arrive by source, and those of a source by expert.
     owner = torch.cat(
         [
@@ -98,7 +99,7 @@ def _layer(
         rows = (owner == number).nonzero()[:, 0]
         computed = _expert(number, received[rows], parameters, activation)
         results = results.index_copy(0, rows, computed)
-    returned = _AllToAll.apply(results, sent, arriving, group)
+    returned = exchange(results, sent, arriving, group)
     rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
     # A dropped slot's weight may be NaN, which 0 would not hide.
     is_kept = torch.zeros_like(chosen, dtype=torch.bool).index_fill(0, order, True)
@@ -131,7 +132,8 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return exchange_rows(*grads, *ctx.splits), None, None, None
+        arriving, sent, group = ctx.splits
+        return exchange_rows(grads[0], arriving, sent, group), None, None, None
 
 
 def refusal(terms: ExpertTerms) -> str | None:

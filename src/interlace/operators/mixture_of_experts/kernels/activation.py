@@ -99,8 +99,8 @@ class ActivatedRows(NamedTuple):
     """Gate and up of some rows, and what their gradients need of the activation.
 
     Attributes:
-        gate, up: Gate and up before they are clamped; ``up`` is None without a gate.
-        clamped_gate, clamped_up: What the activation takes; see :func:`clamp_gate`.
+        gate, up: Gate and up before they are clamped; ``up`` has no meaning without a gate.
+        clamped_gate, clamped_up: What the activation takes of them.
         value, factor: Those of :func:`act`.
     """
 
@@ -113,59 +113,43 @@ class ActivatedRows(NamedTuple):
 
 
 @triton.jit
-def activate_rows_again(gate, up, FORM: tl.constexpr):
-    """Compute the activation of gate and up for :func:`gradients_of`; ``up`` is None without a
-    gate.
-    """
-    clamped_up = None
-    if up is not None:
-        clamped_up = clamp_up(up, FORM)
+def activated_rows(gate, up, FORM: tl.constexpr):
+    """Compute the activation of gate and up for :func:`store_gradients`."""
+    clamped_up = clamp_up(up, FORM)
     clamped_gate = clamp_gate(gate, FORM)
     value, factor = act(clamped_gate, FORM)
     return ActivatedRows(gate, up, clamped_gate, clamped_up, value, factor)
 
 
 @triton.jit
-def multiplied(value, up):
-    """Return ``value * up``, or ``value`` where experts have no gate and ``up`` is None."""
-    if up is None:
-        return value
-    else:
-        return value * up
-
-
-@triton.jit
-def gradients_of(upstream, rows, FORM: tl.constexpr):
-    """Return the gradients of gate and up, None for that of up without a gate.
-
-    They are 0 where gate or up is clamped, unless ``upstream``, the gradient of the activation, is
-    NaN.
-    """
-    slope = multiplied(upstream, rows.clamped_up)
-    of_gate = times_slope(slope, rows.clamped_gate, rows.factor, FORM)
-    of_up = None
-    if rows.up is not None:
-        of_up = upstream * rows.value
-    if FORM.limit is not None:
-        gate, up, is_number = rows.gate, rows.up, upstream == upstream
-        of_gate = tl.where((gate > FORM.limit) & is_number, 0.0, of_gate)
-        is_clamped = (up > FORM.limit) | (up < -FORM.limit)
-        of_up = tl.where(is_clamped & is_number, 0.0, of_up)
-    return of_gate, of_up
+def times_up(value, rows, FORM: tl.constexpr):
+    """Return ``value`` times the clamped up, or ``value`` where experts have no gate."""
+    return value * rows.clamped_up if FORM.gates == 2 else value
 
 
 @triton.jit
 def store_gradients(
-    inner, of_gate, of_up, row, end, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
+    inner, upstream, rows, row, end, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
     COLS: tl.constexpr,
 ):
-    """Store the gradients of gate and up, float32 ``[ROWS, COLS]``, of rows before ``end`` and
-    columns from ``start`` on, in the order of w_in's lines; ``of_up`` is None without a gate.
+    """Store the gradients of gate and up of rows before ``end`` and columns from ``start`` on, in
+    the order of w_in's lines.
+
+    They are 0 where gate or up is clamped, unless ``upstream``, the gradient of the activation,
+    float32 ``[ROWS, COLS]``, is NaN. ``rows`` are those of :func:`activated_rows`.
     """
     dtype = inner.dtype.element_ty
+    slope = times_up(upstream, rows, FORM)
+    of_gate = times_slope(slope, rows.clamped_gate, rows.factor, FORM)
+    of_up = upstream * rows.value
+    if FORM.limit is not None:
+        is_number = upstream == upstream
+        of_gate = tl.where((rows.gate > FORM.limit) & is_number, 0.0, of_gate)
+        is_clamped = (rows.up > FORM.limit) | (rows.up < -FORM.limit)
+        of_up = tl.where(is_clamped & is_number, 0.0, of_up)
     column = start + tl.arange(0, COLS)[None, :]
     mask = (row < end)[:, None] & (column < width)
-    if of_up is None:
+    if FORM.gates == 1:
         offsets = row.to(tl.int64)[:, None] * width + column
         tl.store(inner + offsets, of_gate.to(dtype), mask=mask)
     elif FORM.halves:

@@ -258,19 +258,37 @@ def _multiply_tiles(
         expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
         rows = _rows(lists, expert, first, count, BLOCK_M)
         lines = _pointers(product, rows, begin, SHARES, FORM)
+        of_expert = _of_expert(product, expert, begin, FORM)
         column = n * BLOCK_N
         il.record("tile", item, group)
         if TAIL > 0 and has_tail:
             more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
             more_lines = _pointers(product, more, begin, SHARES, FORM)
             acc, tail = _multiply(
-                lines, rows.exists, more_lines, more.exists, product, expert, column, TILES
+                lines, rows.exists, more_lines, more.exists, of_expert, column, TILES
             )
-            _store(product, tail, more, expert, begin, column, group, DTYPE, FORM)
+            _store(of_expert, tail, more, column, group, DTYPE, FORM)
         else:
-            acc = _multiply(lines, rows.exists, None, None, product, expert, column, TILES)
+            acc = _multiply(lines, rows.exists, None, None, of_expert, column, TILES)
         il.record("computed", item, group)
-        _store(product, acc, rows, expert, begin, column, group, DTYPE, FORM)
+        _store(of_expert, acc, rows, column, group, DTYPE, FORM)
+
+
+@triton.jit
+def _of_expert(product, expert, begin, FORM: tl.constexpr):
+    """Return the product with one expert's weight and bias, and, of activations, its part of the
+    target.
+    """
+    weight = product.weights + expert.to(tl.int64) * product.lines * product.inner
+    bias, target = product.bias, product.target
+    if bias is not None:
+        bias = bias + expert * product.lines
+    if FORM is not None:
+        target = target + begin.to(tl.int64) * (product.lines // FORM.gates)
+    return ExpertProduct(
+        product.rows, weight, bias, target, product.lines, product.inner, product.half,
+        product.slots,
+    )
 
 
 @triton.jit
@@ -284,21 +302,18 @@ def _pointers(product, rows, begin, SHARES: tl.constexpr, FORM: tl.constexpr):
 
 @triton.jit
 def _store(
-    product, acc, rows, expert, begin, column, group, DTYPE: tl.constexpr, FORM: tl.constexpr
+    product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.constexpr
 ):
-    """Add the bias to a tile of rows, and store their activation, or put each into its slot of its
-    source.
+    """Add the bias to a tile of an expert's rows, and store their activation, or put each into its
+    slot of its source.
 
     Args:
         acc: float32 ``[n, block_n]``, from line ``column`` of the weight on.
     """
-    bias = product.bias
-    if bias is not None:
-        bias = bias + expert * product.lines
     if FORM is None:
-        _return(product, acc, rows, bias, column, group, DTYPE)
+        _return(product, acc, rows, column, group, DTYPE)
     else:
-        _store_active(product, acc, rows, begin, bias, column, DTYPE, FORM)
+        _store_active(product, acc, rows, column, DTYPE, FORM)
 
 
 @triton.jit
@@ -312,7 +327,7 @@ def _line_in_memory(line, product):
 
 @triton.jit
 def _multiply(
-    lines, exists, tail_lines, tail_exists, product, expert, column, TILES: tl.constexpr,
+    lines, exists, tail_lines, tail_exists, product, column, TILES: tl.constexpr,
 ):
     """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``, and ``[tail, block_n]``
     as well if there is a tail.
@@ -333,16 +348,15 @@ def _multiply(
     W_ALONG_K: tl.constexpr = TILES.tiling.w_along_k
     EVEN: tl.constexpr = TILES.is_even
     inner = product.inner
-    weight = product.weights + expert.to(tl.int64) * product.lines * inner
     numbers = column + tl.arange(0, BLOCK_N)
     if W_ALONG_K:
         # Lines beyond the last one are read as the last one; the store masks their results.
         line = _line_in_memory(tl.minimum(numbers, product.lines - 1), product)
-        left_lines = weight + line.to(tl.int64)[:, None] * inner
+        left_lines = product.weights + line.to(tl.int64)[:, None] * inner
     else:
         # A thread loads neighbouring lines at once, so lines beyond the last one are masked.
         has_line = (numbers < product.lines)[:, None]
-        left_lines = weight + _line_in_memory(numbers, product)[:, None]
+        left_lines = product.weights + _line_in_memory(numbers, product)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if tail_lines is not None:
         tail = tl.zeros([BLOCK_N, tail_lines.shape[0]], tl.float32)
@@ -411,7 +425,7 @@ def decode_first_gemm(
 
 @triton.jit
 def _store_active(
-    product, acc, rows, begin, bias, column, DTYPE: tl.constexpr, FORM: tl.constexpr
+    product, acc, rows, column, DTYPE: tl.constexpr, FORM: tl.constexpr
 ):
     """Add the bias to gates and ups in turn, or to gates alone, and store the activation ``[rows,
     F]``.
@@ -420,9 +434,9 @@ def _store_active(
     LINES: tl.constexpr = acc.shape[1]
     GATES: tl.constexpr = FORM.gates
     ffn = product.lines // GATES
-    if bias is not None:
+    if product.bias is not None:
         numbers = column + tl.arange(0, LINES)
-        added = bias + _line_in_memory(numbers, product)
+        added = product.bias + _line_in_memory(numbers, product)
         acc += tl.load(added, mask=numbers < product.lines, other=0.0).to(tl.float32)[None, :]
     if GATES == 1:
         value = activate(acc, None, FORM)
@@ -430,8 +444,7 @@ def _store_active(
         gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
         value = activate(gate, up, FORM)
     columns = column // GATES + tl.arange(0, LINES // GATES)[None, :]
-    target = product.target + begin.to(tl.int64) * ffn
-    pointers = target + rows.row.to(tl.int64)[:, None] * ffn + columns
+    pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns
     tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
 
 
@@ -512,10 +525,10 @@ def decode_second_gemm(
 
 
 @triton.jit
-def _return(product, acc, rows, bias, column, group, DTYPE: tl.constexpr):
+def _return(product, acc, rows, column, group, DTYPE: tl.constexpr):
     """Add the bias to a tile of rows, and put each into its slot of its source."""
-    if bias is not None:
-        acc = add_bias(acc, bias, column, product.lines)
+    if product.bias is not None:
+        acc = add_bias(acc, product.bias, column, product.lines)
     columns = column + tl.arange(0, acc.shape[1])[None, :]
     slot = (rows.entry % product.slots).to(tl.int64)[:, None]
     pointers = product.target + slot * product.lines + columns

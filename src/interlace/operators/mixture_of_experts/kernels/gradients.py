@@ -6,7 +6,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.tiles import add_product, tile_place
 from interlace.operators.mixture_of_experts.kernels.activation import (
-    activate_rows_again, gradients_of, multiplied, store_gradients,
+    activated_rows, store_gradients, times_up,
 )
 from interlace.operators.mixture_of_experts.kernels.plan import (
     ArrivalPlan, completeness, local_experts, pick, sources_of, way_back,
@@ -63,19 +63,19 @@ def activation_backward(
             offsets = row.to(tl.int64)[:, None] * width + column
             mask = (row < end)[:, None] & (column < width)
             gate = tl.load(gates + offsets, mask=mask, other=0.0).to(tl.float32)
-            up = None
+            up = gate
             if FORM.gates == 2:
                 ups = gates + arrivals.to(tl.int64) * width
                 up = tl.load(ups + offsets, mask=mask, other=0.0).to(tl.float32)
-            activated = activate_rows_again(gate, up, FORM)
             incoming = tl.load(products + offsets, mask=mask, other=0.0).to(tl.float32)
-            number += tl.sum(multiplied(incoming * activated.value, activated.clamped_up), 1)
-            active = multiplied(activated.value, activated.clamped_up) * scale[:, None]
+            activated = activated_rows(gate, up, FORM)
+            number += tl.sum(times_up(incoming * activated.value, activated, FORM), 1)
+            active = times_up(activated.value, activated, FORM) * scale[:, None]
             # Rows that did not arrive left NaN in the product; factors of the rows themselves must
             # be NaN as well.
             active = tl.where(incoming == incoming, active, incoming)
-            of_gate, of_up = gradients_of(incoming * scale[:, None], activated, FORM)
-            store_gradients(inner, of_gate, of_up, row, end, start, width, FORM, ROWS, COLS)
+            incoming *= scale[:, None]
+            store_gradients(inner, incoming, activated, row, end, start, width, FORM, ROWS, COLS)
             tl.store(weighted + offsets, active.to(DTYPE), mask=mask)
         if bias is not None:
             rows_of_y = il.pointer(received, DTYPE)

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from interlace.operators.mixture_of_experts.kernels.activation import (
-    activate, activate_rows_again, gradients_of, multiplied, store_gradients,
+    activate, activated_rows, store_gradients, times_up,
 )
 
 
@@ -82,13 +82,13 @@ def activate_rows_backward(
             )
             upstream = tl.load(incoming + place * width + column, mask=mask, other=0.0)
             upstream = upstream.to(tl.float32)
-            activated = activate_rows_again(gate, up, FORM)
-            active = multiplied(activated.value, activated.clamped_up)
+            activated = activated_rows(gate, up, FORM)
+            active = times_up(activated.value, activated, FORM)
             number += tl.sum(tl.where(mask, upstream * active, 0.0), 1)
             pointers = scaled + place * width + column
             tl.store(pointers, (active * scale).to(scaled.dtype.element_ty), mask=mask)
-            of_gate, of_up = gradients_of(upstream * scale, activated, FORM)
-            store_gradients(inner, of_gate, of_up, row, rows, start, width, FORM, ROWS, COLS)
+            upstream *= scale
+            store_gradients(inner, upstream, activated, row, rows, start, width, FORM, ROWS, COLS)
         if out_bias is not None:
             owner = tl.load(owners + row, mask=is_row, other=0)[:, None]
             for start in range(0, hidden, COLS):
@@ -107,7 +107,7 @@ def _gate_and_up(
 ):
     """Return gate and up of some rows, float32 ``[ROWS, COLS]`` each, with their bias.
 
-    Without a gate, gate is up, and up is None.
+    Without a gate, both are up.
     """
     lines = FORM.gates * width
     is_row = (row < rows)[:, None]
@@ -119,7 +119,7 @@ def _gate_and_up(
     mask = is_row & (column < width)
     if FORM.gates == 1:
         gate = _biased(first + column, added, column, mask)
-        up = None
+        up = gate
     elif FORM.halves:
         gate = _biased(first + column, added, column, mask)
         up = _biased(first + width + column, added, width + column, mask)

@@ -25,9 +25,14 @@ from interlace.bench.benchmark import (
     relative_error,
 )
 from interlace.bench.kernel_times import kernels_of
-from interlace.bench.mixture_of_experts import PRODUCT, ExpertCalls, ExpertsShape, forward_launches
+from interlace.bench.mixture_of_experts import (
+    PRODUCT,
+    ExpertCalls,
+    ExpertsShape,
+    forward_launches,
+    least_work,
+)
 from interlace.comm.groups.machine_rates import sets_past_cache
-from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
 from interlace.operators.mixture_of_experts import decode
@@ -96,23 +101,13 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
         first = ExpertCalls(shape, group=group, keeps=False)
         count = 2
         if self.device.type == "cuda":
-            (nbytes,) = self.maxima([self._weight_bytes(first)])
+            (nbytes,) = self.maxima([first.weight_bytes])
             count = max(count, sets_past_cache(nbytes, self.device))
         self.layers = [
             first,
             *(ExpertCalls(shape, group=group, seed=i, keeps=False) for i in range(1, count)),
         ]
         self.operand_sets, self.impl = count, "decode"
-
-    def _weight_bytes(self, layer: ExpertCalls) -> int:
-        shape = self.shape
-        return costs.weight_bytes(
-            counts=layer.counts,
-            rank=self.owner.rank,
-            hidden=shape.hidden,
-            ffn=shape.ffn,
-            itemsize=shape.dtype.itemsize,
-        )
 
     def layer(self, i: int) -> ExpertCalls:
         """Return the layer of the i-th call."""
@@ -216,16 +211,10 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
         """Return the mean over layers of the least work and of the bytes of weights, on the rank
         that has most of each.
         """
-        shape, size, rank = self.shape, self.shape.dtype.itemsize, self.owner.rank
-        of_layers = []
-        for layer in self.layers:
-            routed: dict[str, Any] = {"counts": layer.counts, "rank": rank, "hidden": shape.hidden}
-            memory = costs.floor_memory_bytes(
-                **routed, tokens=shape.tokens, ffn=shape.ffn, itemsize=size, trains=False
-            )
-            link = costs.floor_link_bytes(**routed, itemsize=size)
-            flops = costs.flops(**routed, ffn=shape.ffn)
-            of_layers.append(self.maxima([memory, link, flops, self._weight_bytes(layer)]))
+        of_layers = [
+            self.maxima([*least_work(layer, "forward"), layer.weight_bytes])
+            for layer in self.layers
+        ]
         *least, weights = (int(statistics.mean(values)) for values in zip(*of_layers, strict=True))
         return LeastWork(*least), weights
 

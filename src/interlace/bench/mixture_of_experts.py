@@ -167,8 +167,7 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
             self.b_in = random(self.local, shape.ffn, 2, scale=0.1)
             self.b_out = random(self.local, shape.hidden, scale=0.1)
         self.experts, self.weights = self._route(generator)
-        self.config = config or MixtureOfExpertsConfig()
-        choice = choose(self.call(keeps).terms, device)
+        choice = choose(self.call(keeps, config=MixtureOfExpertsConfig()).terms, device)
         self.config, self.auto = config or choice.config, choice.impl
         self._plan_unfused()
 
@@ -192,6 +191,15 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
     def parameters(self) -> Parameters:
         """The experts' weights and biases."""
         return Parameters(self.w_in, self.w_out, self.b_in, self.b_out)
+
+    @property
+    def weight_bytes(self) -> int:
+        """The bytes of the weights of this rank's experts that have rows."""
+        shape = self.shape
+        return costs.weight_bytes(
+            counts=self.counts, rank=self.rank, hidden=shape.hidden, ffn=shape.ffn,
+            itemsize=shape.dtype.itemsize,
+        )  # fmt: skip
 
     # Fused
 
@@ -458,7 +466,7 @@ def bench(
                 "part": part,
                 "shape": f"{shape}, {part}",
                 **case.header(case.config, case.auto, error),
-                **_work(case, part).entries(),
+                **LeastWork(*case.maxima(least_work(case, part))).entries(),
                 "times": times,
             }
         )
@@ -565,34 +573,26 @@ _WAYS: dict[str, Callable[[ExpertCalls], list[Way]]] = {
 }
 
 
-def _work(case: ExpertCalls, part: str) -> LeastWork:
-    """Return the least work of a part, on the rank that has most of each kind."""
+def least_work(case: ExpertCalls, part: str) -> list[int]:
+    """Return the least work of a part on this rank: bytes of memory and of links, and FLOPs."""
     shape, counts, rank, size = case.shape, case.counts, case.rank, case.shape.dtype.itemsize
     routed: dict[str, Any] = {"counts": counts, "rank": rank, "hidden": shape.hidden}
     products = costs.flops(**routed, ffn=shape.ffn)
     link = costs.floor_link_bytes(**routed, itemsize=size)
     if part == "combine":
         # An expert has three matrices; the second product reads one of them.
-        third = costs.weight_bytes(**routed, ffn=shape.ffn, itemsize=size) // 3
         rows = costs.arrivals(counts, rank)
         numbers = rows * shape.ffn + shape.hidden * (2 * sum(counts[rank]) + shape.tokens)
-        work = [
-            third + numbers * size,
+        return [
+            case.weight_bytes // 3 + numbers * size,
             costs.returning(counts, rank) * shape.hidden * size,
             products // 3,
         ]
-    elif part == "forward":
-        memory = costs.floor_memory_bytes(
-            **routed, tokens=shape.tokens, ffn=shape.ffn, itemsize=size, trains=False
-        )
-        work = [memory, link, products]
-    else:
-        memory = costs.backward_memory_bytes(
-            **routed, tokens=shape.tokens, ffn=shape.ffn, itemsize=size
-        )
-        # Each product has two in the backward pass: for its input and for its weight.
-        work = [memory, link, 2 * products]
-    return LeastWork(*case.maxima(work))
+    sizes: dict[str, Any] = {"tokens": shape.tokens, "ffn": shape.ffn, "itemsize": size}
+    if part == "forward":
+        return [costs.floor_memory_bytes(**routed, **sizes, trains=False), link, products]
+    # Each product has two in the backward pass: for its input and for its weight.
+    return [costs.backward_memory_bytes(**routed, **sizes), link, 2 * products]
 
 
 # The tuner

@@ -67,8 +67,8 @@ class MixtureOfExperts(Operator):
         Implementation(
             "nccl",
             "torch._grouped_mm between NCCL's all-gather and reduce-scatter",
-            stock.run_gathered,
-            stock.refusal,
+            stock.run_nccl,
+            stock.nccl_refusal,
             schedule="to_all",
             is_stock=True,
             spans_nodes=True,

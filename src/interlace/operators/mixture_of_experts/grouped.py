@@ -38,7 +38,6 @@ def rules(terms: ExpertTerms) -> tuple[tuple[bool, str], ...]:
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     widths = (sizes.hidden * itemsize, sizes.ffn * itemsize)
     return (
-        (hasattr(torch, "_grouped_mm"), "a PyTorch with torch._grouped_mm"),
         (terms.device_type == "cpu" or terms.dtype == torch.bfloat16, "bfloat16 operands"),
         (
             not any(width % _ALIGNMENT_BYTES for width in widths),

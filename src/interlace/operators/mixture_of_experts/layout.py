@@ -230,7 +230,7 @@ class Parameters(NamedTuple):
         """Return the parameters as they lie in memory; copies of those that kernels cannot read
         where they are.
         """
-        in_dimensions, out_dimensions, bias_dimensions, _ = self._dimensions()
+        in_dimensions, out_dimensions, bias_dimensions, _ = self._memory_dimensions()
         in_order, out_order = _ORDERS[in_dimensions], _ORDERS[out_dimensions]
         w_in = self.w_in.permute(in_dimensions).contiguous()
         b_in, b_out = self.b_in, self.b_out
@@ -272,12 +272,12 @@ class Parameters(NamedTuple):
             number: The parameter's, from 0 on.
             gradient: Contiguous.
         """
-        parameter, dimensions = self[number], self._dimensions()[number]
+        parameter, dimensions = self[number], self._memory_dimensions()[number]
         assert parameter is not None
         inverse = sorted(range(len(dimensions)), key=dimensions.__getitem__)
         return gradient.view([parameter.shape[dim] for dim in dimensions]).permute(inverse)
 
-    def _dimensions(self) -> tuple[tuple[int, ...], ...]:
+    def _memory_dimensions(self) -> tuple[tuple[int, ...], ...]:
         """Return the dimensions of each parameter as they follow each other in memory; those of a
         contiguous copy where kernels cannot read the parameter as it is.
         """

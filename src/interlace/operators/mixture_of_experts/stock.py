@@ -136,12 +136,12 @@ class _AllToAll(torch.autograd.Function):
         return exchange_rows(grads[0], arriving, sent, group), None, None, None
 
 
-def refusal(terms: ExpertTerms) -> str | None:
+def nccl_refusal(terms: ExpertTerms) -> str | None:
     """Return what a call must have for ``impl="nccl"`` and has not, or None."""
     return unmet((*grouped.rules(terms), *terms.inference_rules))
 
 
-def run_gathered(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+def run_nccl(call: LayerCall) -> tuple[torch.Tensor, Saved]:
     """All-gather tokens and routing, multiply the rows of this rank's experts, reduce-scatter.
 
     The sum over a token's experts is in the dtype of x, unlike that of the other implementations.

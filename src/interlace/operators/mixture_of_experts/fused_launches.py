@@ -335,13 +335,19 @@ class Steps:
         spread_ns = 0
         if sizes.world_size > 1:
             spread_ns = tile_ns(config.block_m, config.block_n, inner) * config.stagger // 100
+        results: Any = self.results
+        if self.tiles:
+            # Those of every rank: ``[rank, row, column]``.
+            of_rank = (sizes.returns, sizes.hidden), (sizes.hidden, 1)
+            block = [config.block_m, config.block_n]
+            results = describe_ranks(self.group, self.results, self.dtype, of_rank, block)
         arguments = {
             "plan": plan,
             "met": met,
             "a": self.operand(rows, inner, (config.block_m, config.block_k)),
             "b": self.weight(weight, sizes.hidden, inner, along_k),
             "bias": self.weights.b_out if met is None else None,
-            "results": self.result_tiles() if self.tiles else self.results,
+            "results": results,
             "signals": self.workspace.signals.address,
             "epochs": self.workspace.epochs,
             "ctx": self.context,
@@ -356,13 +362,6 @@ class Steps:
         constants = self.constants | {"TILING": tiling}
         grid, keep = (self.programs,), (rows, weight)
         return Launch(combine.grouped_gemm_combine, grid, arguments, constants, keep)
-
-    def result_tiles(self) -> Any:
-        """Describe every rank's results: ``[rank, row, column]``."""
-        sizes, config = self.sizes, self.config
-        inner = (sizes.returns, sizes.hidden), (sizes.hidden, 1)
-        block = [config.block_m, config.block_n]
-        return describe_ranks(self.group, self.results, self.dtype, inner, block)
 
     def sum(
         self,

@@ -258,7 +258,16 @@ def _multiply_tiles(
         expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
         rows = _rows(lists, expert, first, count, BLOCK_M)
         lines = _pointers(product, rows, begin, SHARES, FORM)
-        of_expert = _of_expert(product, expert, begin, FORM)
+        bias, target = product.bias, product.target
+        if product.bias is not None:
+            bias = product.bias + expert * product.lines
+        if FORM is not None:
+            target = target + begin.to(tl.int64) * (product.lines // FORM.gates)
+        # The product with this expert's weight and bias, and its rows of the activations.
+        of_expert = ExpertProduct(
+            product.rows, product.weights + expert.to(tl.int64) * product.lines * product.inner,
+            bias, target, product.lines, product.inner, product.half, product.slots,
+        )
         column = n * BLOCK_N
         il.record("tile", item, group)
         if TAIL > 0 and has_tail:
@@ -275,23 +284,6 @@ def _multiply_tiles(
 
 
 @triton.jit
-def _of_expert(product, expert, begin, FORM: tl.constexpr):
-    """Return the product with one expert's weight and bias, and, of activations, its part of the
-    target.
-    """
-    weight = product.weights + expert.to(tl.int64) * product.lines * product.inner
-    bias, target = product.bias, product.target
-    if bias is not None:
-        bias = bias + expert * product.lines
-    if FORM is not None:
-        target = target + begin.to(tl.int64) * (product.lines // FORM.gates)
-    return ExpertProduct(
-        product.rows, weight, bias, target, product.lines, product.inner, product.half,
-        product.slots,
-    )
-
-
-@triton.jit
 def _pointers(product, rows, begin, SHARES: tl.constexpr, FORM: tl.constexpr):
     """Return pointers to the rows of an expert whose first row is ``begin``."""
     if FORM is None:
@@ -301,9 +293,7 @@ def _pointers(product, rows, begin, SHARES: tl.constexpr, FORM: tl.constexpr):
 
 
 @triton.jit
-def _store(
-    product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.constexpr
-):
+def _store(product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """Add the bias to a tile of an expert's rows, and store their activation, or put each into its
     slot of its source.
 
@@ -424,9 +414,7 @@ def decode_first_gemm(
 
 
 @triton.jit
-def _store_active(
-    product, acc, rows, column, DTYPE: tl.constexpr, FORM: tl.constexpr
-):
+def _store_active(product, acc, rows, column, DTYPE: tl.constexpr, FORM: tl.constexpr):
     """Add the bias to gates and ups in turn, or to gates alone, and store the activation ``[rows,
     F]``.
     """

@@ -300,10 +300,12 @@ def dispatch_grouped_gemm(
             _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
         # Step 3.
+        both = kept
+        if kept is not None:
+            both = as_operand(kept, DTYPE, TILING.descriptors)
         product = ArrivingProduct(
             as_operand(a, DTYPE, TILING.descriptors), as_operand(b, DTYPE, TILING.descriptors),
-            bias, as_operand(out, DTYPE, TILING.descriptors),
-            as_operand(kept, DTYPE, TILING.descriptors), arrivals, columns, hidden,
+            bias, as_operand(out, DTYPE, TILING.descriptors), both, arrivals, columns, hidden,
         )
         _draw_tiles(
             product, arrival_plan, ticket, flags, stamp, group, LANES, PUSHING, TILING, DTYPE, FORM

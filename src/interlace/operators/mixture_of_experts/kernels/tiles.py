@@ -10,10 +10,8 @@ from interlace.operators.mixture_of_experts.kernels.plan import pick
 
 @triton.jit
 def as_operand(memory, DTYPE: tl.constexpr, DESCRIPTORS: tl.constexpr):
-    """Return the tensor descriptor ``memory``, or else the pointer to the address that it is; None
-    stays None.
-    """
-    if DESCRIPTORS or memory is None:
+    """Return the tensor descriptor ``memory``, or else the pointer to the address that it is."""
+    if DESCRIPTORS:
         return memory
     else:
         return il.pointer(memory, DTYPE)

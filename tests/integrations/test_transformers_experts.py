@@ -19,7 +19,7 @@ import interlace
 import interlace.integrations.transformers
 from interlace.errors import ArgumentError
 from interlace.integrations.transformers import WeightLayout
-from interlace.operators.mixture_of_experts import layout as memory_order
+from interlace.operators.mixture_of_experts.layout import Parameters
 
 pytest.importorskip("transformers", minversion="5.23", reason="make test-integrations installs it")
 pytest.importorskip("accelerate", reason="transformers needs it to shard a model")
@@ -258,9 +258,10 @@ def _difference(model: str) -> dict[str, float]:
     weights, index = torch.rand(9, 4).topk(2)
     weights.requires_grad_()
     layout = WeightLayout.of(experts, "interlace")
-    w_in, w_out, *biases = parameters = layout.parameters(experts)
-    memory = [memory_order.in_memory_order(weight)[0] for weight in (w_in, w_out)]
-    memory += [memory_order.bias_in_order(bias, memory_order.order_of(w_in)) for bias in biases[:1]]
+    parameters = layout.parameters(experts)
+    w_in, w_out, b_in, b_out = (*parameters, None, None)[:4]
+    readable = Parameters(w_in, w_out, b_in, b_out).readable()
+    memory = [readable.w_in, readable.w_out, readable.b_in, readable.b_out]
     copies = [
         read.data_ptr() != own.data_ptr() for read, own in zip(memory, parameters, strict=False)
     ]

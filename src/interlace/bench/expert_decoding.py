@@ -24,14 +24,18 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.bench.expert_calls import ExpertCalls, ExpertsShape
 from interlace.bench.kernel_times import kernels_of
+from interlace.bench.mixture_of_experts import (
+    PRODUCT,
+    ExpertCalls,
+    ExpertsShape,
+    forward_launches,
+    least_work,
+)
 from interlace.comm.groups.machine_rates import sets_past_cache
-from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError
-from interlace.gemm.reference import gather_rows
-from interlace.operators.mixture_of_experts import decode, fused, reference
+from interlace.operators.mixture_of_experts import decode
 from interlace.operators.mixture_of_experts.call import run
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.registry import operator_named
@@ -97,23 +101,13 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
         first = ExpertCalls(shape, group=group, keeps=False)
         count = 2
         if self.device.type == "cuda":
-            (nbytes,) = self.maxima([self._weight_bytes(first)])
+            (nbytes,) = self.maxima([first.weight_bytes])
             count = max(count, sets_past_cache(nbytes, self.device))
         self.layers = [
             first,
             *(ExpertCalls(shape, group=group, seed=i, keeps=False) for i in range(1, count)),
         ]
         self.operand_sets, self.impl = count, "decode"
-
-    def _weight_bytes(self, layer: ExpertCalls) -> int:
-        shape = self.shape
-        return costs.weight_bytes(
-            counts=layer.counts,
-            rank=self.owner.rank,
-            hidden=shape.hidden,
-            ffn=shape.ffn,
-            itemsize=shape.dtype.itemsize,
-        )
 
     def layer(self, i: int) -> ExpertCalls:
         """Return the layer of the i-th call."""
@@ -122,7 +116,7 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
     @functools.cached_property
     def exact(self) -> list[torch.Tensor]:
         """The result of each layer in float32, ``[T, hidden]`` of this rank."""
-        return [_exact(layer) for layer in self.layers]
+        return [layer.exact() for layer in self.layers]
 
     def expected(self, i: int) -> torch.Tensor:
         """Return the result of the i-th call in float32."""
@@ -136,7 +130,11 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
     def compile(self, config: MixtureOfExpertsConfig) -> None:
         """Compile the kernels of a forward pass."""
         call = self.layers[0].call(False, self.impl, config)
-        launches = decode.prepare(call)[0] if self.impl == "decode" else fused.prepare(call)[0]
+        launches = (
+            decode.launches(call, torch.empty_like(call.x))
+            if self.impl == "decode"
+            else forward_launches(call)
+        )
         for step in launches:
             step.compile()
 
@@ -169,12 +167,11 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
         Raises:
             InterlaceError: A result is wrong.
         """
-        product = self.layers[0].product
         forms: dict[str, Callable[[int], torch.Tensor]] = {
-            f"{product} + NCCL all-to-all of known splits": (
+            f"{PRODUCT} + NCCL all-to-all of known splits": (
                 lambda i: self.layer(i).unfused_forward()
             ),
-            f"{product} + NCCL all-gather and reduce-scatter": (
+            f"{PRODUCT} + NCCL all-gather and reduce-scatter": (
                 lambda i: run(self.layer(i).call(False, "nccl"))[0]
             ),
         }
@@ -189,7 +186,6 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
 
     def alone(self) -> list[Way]:
         """Return the grouped products and the collectives without each other."""
-        product = self.layers[0].product
         kept = [layer.keep() for layer in self.layers]
         sent = [
             layer.x[routed.order // self.shape.top_k]
@@ -207,7 +203,7 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
             layer.exchange(routed.rows, back=True)
 
         return [
-            Way(f"both {product} alone", "compute", products),
+            Way(f"both {PRODUCT} alone", "compute", products),
             Way("both NCCL all-to-alls alone", "communication", exchanges),
         ]
 
@@ -215,16 +211,10 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
         """Return the mean over layers of the least work and of the bytes of weights, on the rank
         that has most of each.
         """
-        shape, size, rank = self.shape, self.shape.dtype.itemsize, self.owner.rank
-        of_layers = []
-        for layer in self.layers:
-            routed: dict[str, Any] = {"counts": layer.counts, "rank": rank, "hidden": shape.hidden}
-            memory = costs.floor_memory_bytes(
-                **routed, tokens=shape.tokens, ffn=shape.ffn, itemsize=size, trains=False
-            )
-            link = costs.floor_link_bytes(**routed, itemsize=size)
-            flops = costs.flops(**routed, ffn=shape.ffn)
-            of_layers.append(self.maxima([memory, link, flops, self._weight_bytes(layer)]))
+        of_layers = [
+            self.maxima([*least_work(layer, "forward"), layer.weight_bytes])
+            for layer in self.layers
+        ]
         *least, weights = (int(statistics.mean(values)) for values in zip(*of_layers, strict=True))
         return LeastWork(*least), weights
 
@@ -307,21 +297,3 @@ def _graph_of(case: TimedDecoding, call: Step) -> tuple[Step, int, int]:
     with torch.cuda.graph(graph):
         enqueue()
     return lambda _: graph.replay(), _REPLAYS, calls
-
-
-def _exact(layer: ExpertCalls) -> torch.Tensor:
-    """Return a layer's result in float32, by dense products of each of this rank's experts with
-    the tokens that name it.
-    """
-    splits = [len(layer.x)] * layer.ranks
-    x, experts, weights = (
-        gather_rows(rank_input, splits, layer.group)
-        for rank_input in (layer.x, layer.experts, layer.weights)
-    )
-    first = layer.rank * layer.local
-    sums = reference.mixture_of_experts(
-        x, experts, weights, layer.parameters, layer.activation, first
-    )
-    dist.all_reduce(sums, group=layer.group)
-    first = layer.rank * len(layer.x)
-    return sums[first : first + len(layer.x)]

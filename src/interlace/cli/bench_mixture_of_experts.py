@@ -8,13 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.bench.expert_calls import FORMS
 from interlace.bench.expert_decoding import TOKENS
 from interlace.bench.measures import measure_experts
-from interlace.bench.mixture_of_experts import OPERATOR, PARTS, ROUTINGS
+from interlace.bench.mixture_of_experts import FORMS, PARTS, ROUTINGS
 from interlace.cli import bench
 from interlace.cli.options import Run, shape_option, takes_run
 from interlace.errors import ArgumentError
+from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.registry import Operator
 
 SHAPES = ("8x4096x14336x2", "64x2048x1408x6")

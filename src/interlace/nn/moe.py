@@ -235,9 +235,7 @@ class MoE(ShardHolder):
         tokens = x.reshape(-1, self.hidden)
         rows, *parameters = operands("MoE", tokens, self.w_in, self.w_out, self.b_in, self.b_out)
         routing = self.route(tokens)
-        capacity = None
-        if self.capacity_factor is not None:
-            capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
+        capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
         y = mixture_of_experts(
             rows,
             routing.experts,

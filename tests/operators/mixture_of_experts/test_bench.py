@@ -126,9 +126,9 @@ def test_decoding(ranks):
         "fused": "ours",
         "decode": "ours",
         "decode (block_m=32)": "ours",
-        "grouped F.linear + NCCL all-to-all of known splits": "pair",
-        "grouped F.linear + NCCL all-gather and reduce-scatter": "pair",
-        "both grouped F.linear alone": "compute",
+        "torch._grouped_mm + NCCL all-to-all of known splits": "pair",
+        "torch._grouped_mm + NCCL all-gather and reduce-scatter": "pair",
+        "both torch._grouped_mm alone": "compute",
         "both NCCL all-to-alls alone": "communication",
     }
     # An expert's three matrices of float32; a rank has two experts.

@@ -170,39 +170,27 @@ def test_stock_experts_take_weights_of_any_strides(ranks):
     assert ranks(2).run(_weights_apart) == [True, True]
 
 
-def _weights_of_dropped_slots(impl):
-    """Whether NaN as weights of slots that name no expert changes anything."""
+def _dropped_slots(impl):
+    """Whether nothing changes if slots that name no expert have NaN as their weights, or 2^32 as
+    their number, whose lower half is the number of an expert.
+    """
     call = Call(2, hidden=24, ffn=24, routing="holes", impl=impl)
     x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
-    holes = torch.where(experts < 0, float("nan"), weights)
-    y, z = (
-        interlace.mixture_of_experts(x, experts, each, w_in, w_out, impl=impl)
-        for each in (holes, weights)
-    )
-    return (experts < 0).any().item() and torch.equal(y, z)
-
-
-@pytest.mark.parametrize("impl", ["unfused", "fused", "decode", "nccl"])
-def test_weights_of_dropped_slots_do_not_matter(ranks, impl):
-    assert ranks(2).run(_weights_of_dropped_slots, impl) == [True, True]
-
-
-def _numbers_of_64_bits(impl):
-    """Whether 2^32 drops a slot, whose lower half is the number of an expert."""
-    call = Call(2, hidden=24, ffn=24, routing="holes", impl=impl)
-    x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
-    y, z = (
-        interlace.mixture_of_experts(
-            x, torch.where(experts < 0, number, experts), weights, w_in, w_out, impl=impl
+    is_hole = experts < 0
+    y, of_nan, of_64_bits = (
+        interlace.mixture_of_experts(x, *routing, w_in, w_out, impl=impl)
+        for routing in (
+            (experts, weights),
+            (experts, torch.where(is_hole, float("nan"), weights)),
+            (torch.where(is_hole, 2**32, experts), weights),
         )
-        for number in (2**32, -1)
     )
-    return torch.equal(y, z)
+    return is_hole.any().item(), torch.equal(of_nan, y), torch.equal(of_64_bits, y)
 
 
 @pytest.mark.parametrize("impl", ["unfused", "fused", "decode", "nccl"])
-def test_numbers_beyond_32_bits_drop_a_slot(ranks, impl):
-    assert ranks(2).run(_numbers_of_64_bits, impl) == [True, True]
+def test_what_dropped_slots_hold_does_not_matter(ranks, impl):
+    assert ranks(2).run(_dropped_slots, impl) == [(True, True, True)] * 2
 
 
 def _clamped_infinity(impl, kind):
@@ -223,10 +211,10 @@ def test_relu_of_minus_infinity_is_zero(ranks, impl, kind):
 
 def _with_tiles(call):
     """The interpreter can do them too; but it does not count what they send."""
-    from interlace.operators.mixture_of_experts import fused
+    from interlace.operators.mixture_of_experts import fused_launches
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fused, "fits_descriptors", lambda call, config: True)
+        patch.setattr(fused_launches.Steps, "_fits_descriptors", lambda steps: True)
         return run([call])
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -9,11 +12,133 @@ from interlace.comm import default_name, process_group_named, rank_and_size
 from interlace.comm.groups.group import known_nodes
 from interlace.comm.groups.registration import entrance
 from interlace.comm.host.nodes import declared_ranks_per_node
-from interlace.operators.mixture_of_experts import schema  # noqa: F401  # registers the operator
+from interlace.costs.mixture_of_experts import ExpertsCall
+from interlace.gemm import invariance
+from interlace.operators.mixture_of_experts import (
+    chunked,
+    decode,
+    fused,
+    stock,
+)
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.call import validate
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, choose, decide, tile_of
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.operator import MixtureOfExperts
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
+from interlace.registry import BATCH_INVARIANT, Implementation, Operator, operator
+
+
+@operator
+class MixtureOfExperts(Operator):
+    """Dispatch, experts and combine: each token's sum of its experts' outputs."""
+
+    name = "mixture_of_experts"
+    collective = "all_to_all"
+    sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
+    config_type = MixtureOfExpertsConfig
+    choosers = ("auto", BATCH_INVARIANT)
+    command_module = "interlace.cli.bench_mixture_of_experts"
+    implementations = (
+        Implementation(
+            "fused",
+            "kernels that send rows as they compute them",
+            fused.run,
+            backward=fused.backward,
+            schedule="by_slot",
+            is_batch_invariant=True,
+        ),
+        Implementation(
+            "decode",
+            "kernels for few tokens, which read each weight once",
+            decode.run,
+            decode.refusal,
+            schedule="by_token",
+            is_batch_invariant=True,
+        ),
+        Implementation(
+            "chunked",
+            "torch._grouped_mm on tokens that arrive in slices, whose sums leave in slices",
+            chunked.run,
+            chunked.refusal,
+            schedule="to_all",
+            spans_nodes=True,
+            backward=chunked.backward,
+        ),
+        Implementation(
+            "nccl",
+            "torch._grouped_mm between NCCL's all-gather and reduce-scatter",
+            stock.run_nccl,
+            stock.nccl_refusal,
+            schedule="to_all",
+            is_stock=True,
+            spans_nodes=True,
+        ),
+        Implementation(
+            "unfused",
+            "F.linear and all_to_all_single, each rank's rows sorted",
+            stock.run,
+            spans_nodes=True,
+            backward=stock.backward,
+        ),
+    )
+
+    def choose(self, *, terms: ExpertTerms, device: torch.device) -> Any:  # type: ignore[override]
+        """Return what ``impl="auto"`` runs for a call of these sizes, and why."""
+        return choose(terms, device)
+
+    def timed_call(self, result: Mapping[str, Any]) -> ExpertsCall | None:
+        """Return the call whose times a benchmark's result holds, if it is a forward pass through a
+        layer of SwiGLU with even routing.
+        """
+        is_such_a_pass = (
+            result.get("part") in ("forward", "decoding")
+            and result["routing"] == "balanced"
+            and result.get("form", "swiglu") == "swiglu"
+        )
+        if not is_such_a_pass:
+            return None
+        sizes = {name: int(result[name]) for name in (*self.sizes, "world_size")}
+        return ExpertsCall(**sizes, itemsize=4 if result["dtype"] == "float32" else 2)
+
+    def timed_tile(self, implementation: str, call: Any) -> tuple[int, int]:
+        """Return the rows and columns of the tiles of an implementation's products."""
+        return tile_of(implementation, call)
+
+    def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors and the options that :meth:`explain` takes, by name."""
+        return ("x", "experts", "weights", "w_in", "w_out"), ("b_in", "b_out", "activation")
+
+    def explain(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        w_in: torch.Tensor,
+        w_out: torch.Tensor,
+        *,
+        b_in: torch.Tensor | None = None,
+        b_out: torch.Tensor | None = None,
+        activation: str | ExpertActivation = "silu",
+        world_size: int,
+        nodes: int = 1,
+    ) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+        the_activation = ExpertActivation.of(activation)
+        validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, None, world_size)
+        sizes = ExpertSizes.of(x, experts, w_in, world_size, max(1, len(x)))
+        keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
+        terms = ExpertTerms(sizes, x.dtype, x.device.type, keeps, nodes)
+        choice = decide(terms, x.device, invariance.effective_impl(self, self.choosers[0]))
+        chosen = choice.impl
+        if chosen in ("fused", "decode"):
+            chosen += f" ({choice.config})"
+        name = str(x.dtype).removeprefix("torch.")
+        call = (
+            f"{self.name} of {sizes.tokens} tokens per rank, top {sizes.top_k} of {sizes.experts} "
+            f"experts {sizes.hidden} x {sizes.ffn}, {name}"
+        )
+        return call, chosen, choice.reason
+
 
 _DECLARATION = MixtureOfExperts()
 
@@ -114,10 +239,7 @@ def mixture_of_experts(
     _DECLARATION.validate_options(impl, config)
     maximum = max(1, x.shape[0])
     limit = maximum if capacity is None else min(capacity, maximum)
-    keeps = torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad
-        for tensor in (x, weights, w_in, w_out, b_in, b_out)
-    )
+    keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
     text = "" if config is None else str(config)
     y, *_ = entrance(OPERATOR)(
         x,
@@ -139,6 +261,13 @@ def mixture_of_experts(
     )
     result: torch.Tensor = y
     return result
+
+
+def _keeps_gradients(*tensors: torch.Tensor | None) -> bool:
+    """Return whether a backward pass will follow a call of these tensors."""
+    return torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in tensors
+    )
 
 
 def _spans_nodes(group_name: str) -> bool:

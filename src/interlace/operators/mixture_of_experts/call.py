@@ -1,4 +1,11 @@
-"""A call of ``mixture_of_experts``: its rules, what all ranks must agree on, what runs it."""
+"""A call of ``mixture_of_experts``: its rules, what all ranks must agree on, what runs it, and
+``torch.ops.interlace.mixture_of_experts``. Triton is imported by the first call.
+
+The forward pass returns the tensors for the backward pass too: ``plan``, ``slot_rows``,
+``slot_at``, ``received`` and ``kept`` (``layout.Saved``). They are empty if ``saves`` is false, and
+else have the fused implementation's sizes, whichever runs: a graph that was compiled before the
+ranks knew each other holds these sizes.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +13,24 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from interlace.comm import Group, group_named
+from interlace.comm.groups.registration import (
+    UNCAPTURABLE_TAGS,
+    entrance,
+    once_differentiable,
+    register,
+)
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
-from interlace.gemm.invariance import is_invariant, name_in
+from interlace.gemm import invariance
 from interlace.gemm.operands import FLOATS, require_device, require_float, require_tensor
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.choice import (
-    ExpertTerms,
-    choose,
-    choose_invariant,
-    configuration,
-    times_between_nodes,
-)
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, decide
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.layout import (
     MAX_EXPERTS,
@@ -32,14 +39,15 @@ from interlace.operators.mixture_of_experts.layout import (
     MAX_TOP_K,
     ExpertSizes,
     Parameters,
+    Saved,
     order_of,
 )
-from interlace.registry import Implementation, operator_named
+from interlace.registry import Implementation, Operator, operator_named
 
 if TYPE_CHECKING:
     from interlace.operators.mixture_of_experts.kernels.activation import Form
 
-_BACKWARD = f"{OPERATOR}.backward"
+BACKWARD = f"{OPERATOR}.backward"
 
 
 def validate(
@@ -152,49 +160,6 @@ def _validate_weights(
             )
 
 
-class Saved(NamedTuple):
-    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
-
-    They have no elements if nothing is saved; otherwise their shapes follow from the call's sizes.
-
-    Attributes:
-        plan: int32; see :mod:`interlace.operators.mixture_of_experts.layout`.
-        slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
-            dropped.
-        slot_at: int32 ``[returns]``: the slot of each row of results.
-        received: ``[arrivals, hidden]``: rows of this rank's experts.
-        kept: ``[gates, arrivals, ffn]``: gate and up of these rows.
-    """
-
-    plan: torch.Tensor
-    slot_rows: torch.Tensor
-    slot_at: torch.Tensor
-    received: torch.Tensor
-    kept: torch.Tensor
-
-    @staticmethod
-    def empty(
-        sizes: ExpertSizes,
-        x: torch.Tensor,
-        saves: bool,
-        new: Callable[..., torch.Tensor] = torch.empty,
-    ) -> Saved:
-        """Return tensors of a call's shapes, not filled; or of none if it saves nothing.
-
-        Args:
-            sizes: The call's sizes.
-            x: The call's tokens, for dtype and device.
-            saves: Whether the call saves anything.
-            new: Makes a tensor of a shape, a dtype and a device.
-        """
-        numbers = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
-        rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
-        return Saved(
-            *(new(shape if saves else 0, dtype=torch.int32, device=x.device) for shape in numbers),
-            *(new(shape if saves else 0, dtype=x.dtype, device=x.device) for shape in rows),
-        )
-
-
 @dataclasses.dataclass(eq=False)
 class LayerCall:
     """One call whose shapes and devices are validated; implementations get it agreed on.
@@ -244,8 +209,12 @@ class LayerCall:
         return Parameters(self.w_in, self.w_out, self.b_in, self.b_out)
 
     @property
-    def key(self) -> tuple[Hashable, ...]:
-        """Return the places of the tensors and all settings, for the key of a replay."""
+    def operator(self) -> Operator:
+        """The operator's declaration."""
+        return operator_named(OPERATOR)
+
+    def memory(self) -> tuple[Hashable, ...]:
+        """Return where the operands lie and all settings, for the key of a replay."""
         tensors = (self.x, self.experts, self.weights, *self.parameters)
         return *places(*tensors), self.capacity, self.activation, self.saves, self.chosen[1]
 
@@ -308,34 +277,17 @@ class LayerCall:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        terms, declaration = self.terms, operator_named(OPERATOR)
-        is_free, nodes = not is_invariant(self.impl), self.group.nodes
-        asked_for = name_in(self.impl) or declaration.choosers[0]
-        declaration.require_nodes(asked_for, nodes, terms, is_invariant=not is_free)
-        times = times_between_nodes(terms, self.x.device)
-        choice = choose(terms, self.x.device).between(declaration, nodes, times, terms)
-        if not is_free:
-            named = name_in(self.impl)
-            impl, config = choose_invariant(terms, self.x.device, choice, named)
-            declaration.require_nodes(impl, nodes, terms, is_invariant=True)
-        else:
-            impl = choice.impl if self.impl == "auto" else self.impl
-            config = configuration(impl, terms, self.x.device)
-        unmet = declaration.refusal(impl, terms)
-        if unmet is not None:
-            raise ArgumentError(
-                f"{OPERATOR}: impl={impl!r} must have {unmet}. {declaration.advice(terms, nodes)}"
-            )
+        choice = decide(self.terms, self.x.device, self.impl)
         if self.config:
-            return impl, MixtureOfExpertsConfig.parse(self.config)
-        return impl, config
+            return choice.impl, MixtureOfExpertsConfig.parse(self.config)
+        return choice.impl, choice.config
 
     @functools.cached_property
     def implementation(self) -> Implementation:
         """The implementation that runs this call: the chosen one, if there are rows to send."""
         # All ranks have the same number of tokens, so they leave the chosen one together.
         name = self.chosen[0] if self.sizes.tokens else "unfused"
-        return operator_named(OPERATOR).implementation(name)
+        return self.operator.implementation(name)
 
     @property
     def new(self) -> Callable[..., torch.Tensor]:
@@ -377,10 +329,133 @@ def run_backward(
 
     The last four are empty unless they are ``needed``.
     """
-    call.agree(_BACKWARD)
+    call.agree(BACKWARD)
     backward = call.implementation.backward
     assert backward is not None  # the others refuse calls that keep tensors for it
-    with call.range(_BACKWARD):
+    with call.range(BACKWARD):
         outcome = backward(call, grad, saved, needed)
         gradients: tuple[torch.Tensor, ...] = call.group.perform(outcome, call.known)
     return gradients
+
+
+# The operators of torch
+
+_library = torch.library.Library("interlace", "FRAGMENT")
+_INPUTS = (
+    "Tensor x, Tensor experts, Tensor weights, Tensor w_in, Tensor w_out, Tensor? b_in, "
+    "Tensor? b_out"
+)
+_OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str config, str activation"
+_TENSORS, _NUMBERS = 7, 6  # how many arguments these are
+_GROUP_NAME = 9  # which argument it is
+_SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
+# The unfused implementation, which a tuned table may choose, waits for the device, so no CUDA graph
+# can hold the operators.
+_library.define(
+    f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps, bool saves) -> (Tensor, Tensor, "
+    "Tensor, Tensor, Tensor, Tensor)",
+    tags=UNCAPTURABLE_TAGS,
+)
+_library.define(
+    f"mixture_of_experts_backward(Tensor grad, {_INPUTS}, {_SAVED}, {_OPTIONS}, bool[] needed) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+    tags=UNCAPTURABLE_TAGS,
+)
+
+
+def _known(operator: str, tensors: Sequence[torch.Tensor | None], *others: Any) -> Any:
+    """Return by what ``Group.recall`` finds a pass of these arguments; None where it is not to
+    look: on a CPU, and while a profiler listens.
+    """
+    assert tensors[0] is not None
+    if not tensors[0].is_cuda or ranges.is_listening():
+        return None
+    return operator, *places(*tensors), invariance.is_enabled(), *others
+
+
+def _call(inputs: Sequence[Any], keeps: bool, saves: bool, known: Any) -> LayerCall:
+    """Return the call of both operators' tensors and options, in the schemas' order."""
+    # The group says how many ranks there are.
+    fields = (*inputs[:_TENSORS], *inputs[_TENSORS + 1 :], keeps, saves, known)
+    return LayerCall(*fields)
+
+
+def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    *inputs, keeps, saves = arguments
+    known = _known(OPERATOR, inputs[:_TENSORS], *inputs[_TENSORS:], keeps, saves)
+    if known is not None:
+        found = group_named(inputs[_GROUP_NAME], inputs[0].device).recall(known)
+        if found is not None:
+            y, saved = found
+            return y, *saved
+    call = _call(inputs, keeps, saves, known)
+    impl = invariance.effective_impl(operator_named(OPERATOR), call.impl)
+    y, saved = run(call if impl == call.impl else dataclasses.replace(call, impl=impl))
+    return y, *saved
+
+
+def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
+    x, experts, _, w_in, *_ = arguments[:_TENSORS]
+    *options, _, saves = arguments[_TENSORS:]
+    world_size, capacity, *_ = options
+    saved = Saved.empty(ExpertSizes.of(x, experts, w_in, world_size, capacity), x, saves)
+    return torch.empty_like(x, memory_format=torch.contiguous_format), *saved
+
+
+def _run_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    tensors, (*options, needed) = arguments[: -_NUMBERS - 1], arguments[-_NUMBERS - 1 :]
+    known = _known(BACKWARD, (grad, *tensors), *options, tuple(needed))
+    inputs = [*tensors[:_TENSORS], *options]
+    if known is not None:
+        group = group_named(inputs[_GROUP_NAME], grad.device)
+        gradients: tuple[torch.Tensor, ...] | None = group.recall(known)
+        if gradients is not None:
+            return gradients
+    saved = Saved(*tensors[_TENSORS:])
+    call = _call(inputs, True, saved.plan.numel() > 0, known)
+    return run_backward(call, grad, saved, needed)
+
+
+def _fake_backward(grad: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, ...]:
+    x, _, weights, *parameters = arguments[:_TENSORS]
+    like = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for tensor in (x, weights)
+    ]
+    return *like, *Parameters._make(parameters).gradients(arguments[-1])
+
+
+# Autograd
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, ...]) -> None:
+    tensors, ctx.options = inputs[:_TENSORS], inputs[_TENSORS:-2]
+    _, *saved = output
+    # They are results only so that a graph may keep them until the backward pass.
+    ctx.mark_non_differentiable(*saved)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors, *saved)
+
+
+@once_differentiable("mixture_of_experts")
+def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
+    nothing: list[Any] = [None] * (_NUMBERS + 2)
+    if grad is None:
+        return *([None] * _TENSORS), *nothing
+    tensors = ctx.saved_tensors
+    need_x, _, need_weights, *needed = ctx.needs_input_grad[:_TENSORS]
+    x, weights, *parameters = entrance("mixture_of_experts_backward")(
+        grad, *tensors, *ctx.options, needed
+    )
+    return (
+        x if need_x else None,
+        None,
+        weights if need_weights else None,
+        *(gradient if need else None for gradient, need in zip(parameters, needed, strict=True)),
+        *nothing,
+    )
+
+
+register(
+    _library, "mixture_of_experts", _run, _fake, backward=_backward, setup_context=_setup_context
+)
+register(_library, "mixture_of_experts_backward", _run_backward, _fake_backward)

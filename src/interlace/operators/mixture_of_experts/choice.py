@@ -35,8 +35,7 @@ from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
     MixtureOfExpertsConfig,
-    decode_config,
-    default_config,
+    untuned_config,
 )
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
@@ -68,6 +67,15 @@ class ExpertTerms(NamedTuple):
     device_type: str
     keeps: bool
     nodes: int = 1
+
+    @property
+    def call(self) -> ExpertsCall:
+        """Return the sizes by which the time of the call is predicted."""
+        sizes = self.sizes
+        return ExpertsCall(
+            sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
+            self.dtype.itemsize, sizes.gates,
+        )  # fmt: skip
 
     @property
     def capacity_rule(self) -> tuple[bool, str]:
@@ -107,12 +115,46 @@ def choose(terms: ExpertTerms, device: torch.device) -> Choice[MixtureOfExpertsC
     return dataclasses.replace(tabulated, impl="fused", config=config)
 
 
-def choose_invariant(
+def decide(terms: ExpertTerms, device: torch.device, impl: str) -> Choice[MixtureOfExpertsConfig]:
+    """Return the implementation that runs a call, its configuration, and the reason.
+
+    Args:
+        terms: The properties of the call.
+        device: The device of the operands.
+        impl: The value of ``impl`` that counts; see :func:`invariance.effective_impl`.
+
+    Raises:
+        ArgumentError: The implementation was asked for and cannot run such a call; or the call must
+            be batch-invariant and cannot be.
+    """
+    declaration, nodes = operator_named(OPERATOR), terms.nodes
+    is_invariant, named = invariance.is_invariant(impl), invariance.name_in(impl)
+    asked_for = named or declaration.choosers[0]
+    declaration.require_nodes(asked_for, nodes, terms, is_invariant=is_invariant)
+    times = times_between_nodes(terms, device)
+    choice = choose(terms, device).between(declaration, nodes, times, terms)
+    if is_invariant:
+        choice = _invariant(terms, device, choice, named)
+        declaration.require_nodes(choice.impl, nodes, terms, is_invariant=True)
+    else:
+        name = choice.impl if impl == "auto" else impl
+        config = _config_of(name, terms, _tabulated(terms, device))
+        choice = dataclasses.replace(choice, impl=name, config=config)
+    refusal = declaration.refusal(choice.impl, terms)
+    if refusal is not None:
+        raise ArgumentError(
+            f"{OPERATOR}: impl={choice.impl!r} must have {refusal}. "
+            f"{declaration.advice(terms, nodes)}"
+        )
+    return choice
+
+
+def _invariant(
     terms: ExpertTerms,
     device: torch.device,
     choice: Choice[MixtureOfExpertsConfig],
-    named: str = "",
-) -> tuple[str, MixtureOfExpertsConfig]:
+    named: str,
+) -> Choice[MixtureOfExpertsConfig]:
     """Return what runs a call whose rows must have the same bits in every batch.
 
     All kernels go along the inner dimensions in order, round where the others round, and add a
@@ -135,19 +177,15 @@ def choose_invariant(
             f"could drop tokens; got {sizes.capacity} for {sizes.tokens} tokens. Which rows are "
             "dropped goes by the batch."
         )
-    declaration = operator_named(OPERATOR)
     name = invariance.invariant_implementation(
-        declaration, device, terms.dtype, choice, terms, named
+        operator_named(OPERATOR), device, terms.dtype, choice, terms, named
     ).name
     if not invariance.has_one_arithmetic(device, terms.dtype):
         # Tiles must not follow the number of tokens where they may change bits.
         terms = terms._replace(sizes=dataclasses.replace(sizes, tokens=invariance.REFERENCE_ROWS))
-    return name, configuration(name, terms, device)
-
-
-def configuration(impl: str, terms: ExpertTerms, device: torch.device) -> MixtureOfExpertsConfig:
-    """Return the configuration of an implementation for a call that gives none."""
-    return _config_of(impl, terms, _tabulated(terms, device))
+    config = _config_of(name, terms, _tabulated(terms, device))
+    reason = f"calls must be batch-invariant; {choice.reason}"
+    return dataclasses.replace(choice, impl=name, config=config, reason=reason)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -158,7 +196,7 @@ def _tabulated(terms: ExpertTerms, device: torch.device) -> Choice[MixtureOfExpe
     return by_device(
         OPERATOR,
         {name: getattr(sizes, name) for name in names},
-        default_config(ffn=sizes.ffn, itemsize=terms.dtype.itemsize),
+        untuned_config("fused", terms.call),
         _ON_INTERPRETER,
         dtype=terms.dtype,
         world_size=sizes.world_size,
@@ -172,13 +210,7 @@ def _config_of(
     """Return the configuration of an implementation: the table's, if it is of that one."""
     if (impl == "decode") == (tabulated.impl == "decode"):
         return tabulated.config
-    sizes, itemsize = terms.sizes, terms.dtype.itemsize
-    if impl == "decode":
-        rows = sizes.world_size * sizes.tokens * sizes.chosen / sizes.experts
-        inner = min(sizes.hidden, sizes.ffn)
-        config = decode_config(rows=rows, inner=inner, itemsize=itemsize)
-    else:
-        config = default_config(ffn=sizes.ffn, itemsize=itemsize)
+    config = untuned_config(impl, terms.call)
     if terms.device_type == "cpu":
         return dataclasses.replace(config, **_ON_INTERPRETER)
     return config
@@ -213,12 +245,7 @@ def predicted_times(profile: MachineProfile, terms: ExpertTerms) -> dict[str, fl
     Implementations are missing whose times the profile does not compose, and those that refuse the
     call.
     """
-    sizes, itemsize = terms.sizes, terms.dtype.itemsize
-    call = ExpertsCall(
-        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
-        itemsize, sizes.gates,
-    )  # fmt: skip
-    times_us = {}
+    call, times_us = terms.call, {}
     for each in operator_named(OPERATOR).implementations:
         time = profile.predict_us(
             OPERATOR, each.name, call, each.schedule, tile_of(each.name, call)
@@ -230,14 +257,9 @@ def predicted_times(profile: MachineProfile, terms: ExpertTerms) -> dict[str, fl
 
 def tile_of(implementation: str, call: ExpertsCall) -> tuple[int, int]:
     """Return the rows and columns of the tiles of an implementation's products."""
-    if implementation == "fused":
-        config = default_config(ffn=call.ffn, itemsize=call.itemsize)
-    elif implementation == "decode":
-        rows = call.tokens * call.world_size * call.top_k / call.experts
-        inner = min(call.hidden, call.ffn)
-        config = decode_config(rows=rows, inner=inner, itemsize=call.itemsize)
-    else:
+    if implementation not in ("fused", "decode"):
         return STOCK_TILE
+    config = untuned_config(implementation, call)
     # An expert whose rows are at most these needs one tile.
     return config.block_m + config.tail, config.block_n
 
@@ -262,16 +284,12 @@ def times_between_nodes(terms: ExpertTerms, device: torch.device) -> NetworkTime
 
 def predicted_between_nodes(profile: MachineProfile, terms: ExpertTerms) -> NetworkTimes | None:
     """Return the times of :func:`times_between_nodes` by a profile; None if it has no network."""
-    network, sizes = profile.network, terms.sizes
+    network, call = profile.network, terms.call
     if network is None:
         return None
     predictions: dict[str, Prediction] = {}
-    call = ExpertsCall(
-        sizes.tokens, sizes.hidden, sizes.ffn, sizes.experts, sizes.chosen, sizes.world_size,
-        terms.dtype.itemsize, sizes.gates,
-    )  # fmt: skip
     declaration, whole_us = operator_named(OPERATOR), call.computation_us(profile)
-    if sizes.tokens and whole_us is not None:
+    if call.tokens and whole_us is not None:
         if declaration.refusal("nccl", terms) is None:
             predictions["nccl"] = _whole(network, whole_us, call, terms.nodes)
         else:
@@ -279,15 +297,6 @@ def predicted_between_nodes(profile: MachineProfile, terms: ExpertTerms) -> Netw
         if declaration.refusal("chunked", terms) is None:
             predictions["chunked"] = _in_slices(profile, network, call, terms.nodes)
     return NetworkTimes(network.network, predictions, network.margin(profile.margin))
-
-
-def slices_of(terms: ExpertTerms, device: torch.device) -> int | None:
-    """Return the number of slices in which ``impl="chunked"`` takes the least time.
-
-    It is the same on every rank. None means that no network was measured.
-    """
-    times = times_between_nodes(terms, device)
-    return None if times is None else times.slices_of("chunked")
 
 
 def _whole(

@@ -11,19 +11,15 @@ activation, and the gradients of the weights while the last slices travel.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
-from interlace.comm import Group
 from interlace.comm.groups.carrier import CHANNELS
 from interlace.comm.groups.slices import Step, run_in_slices
 from interlace.comm.launching.leaving_sms import grouped_leaving_sms
-from interlace.comm.replay.replays import places
 from interlace.gemm.implementations.network import (
     Slices,
     counters_of,
@@ -34,14 +30,12 @@ from interlace.gemm.implementations.network import (
     slices_by_size,
     steps_of,
 )
-from interlace.mapped.stamped import Landing, StampedQueue, reserve_stamps
+from interlace.mapped.stamped import Landing, reserve_stamps
 from interlace.operators.mixture_of_experts import grouped
-from interlace.operators.mixture_of_experts.choice import ExpertTerms, slices_of, unmet
+from interlace.operators.mixture_of_experts.call import LayerCall
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, times_between_nodes, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.registry import Operator, operator_named
-
-if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
+from interlace.operators.mixture_of_experts.layout import Saved
 
 _MOST_UNMEASURED = 2
 """Slices, at most, where no network was measured: the experts' weights are read again for each."""
@@ -54,103 +48,17 @@ def refusal(terms: ExpertTerms) -> str | None:
     return unmet((*grouped.rules(terms), terms.capacity_rule))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Exchange:
-    """A layer's call, as calls around a product are exchanged."""
-
-    call: LayerCall
-
-    @property
-    def mark(self) -> int:
-        return self.call.mark
-
-    @property
-    def operator(self) -> Operator:
-        return operator_named(OPERATOR)
-
-    @property
-    def group(self) -> Group:
-        return self.call.group
-
-    @contextlib.contextmanager
-    def opened(
-        self, steps: Sequence[Step], counters: torch.Tensor, result: torch.Tensor
-    ) -> Iterator[StampedQueue]:
-        """Surround the products of the call whose slices are exchanged; see :func:`exchanging`."""
-        # Nothing: slices are voided one by one, as they are waited for.
-        landings = [Landing(peer, 0, 0) for peer in peers_in_turn(self.group)]
-        # One exchange at a time: a slice that shares the network with the next one arrives later,
-        # and its products begin later (decision 0023).
-        with (
-            exchanging(self, steps, counters, landings, result, lanes=1) as queue,
-            grouped_leaving_sms(CHANNELS, self.group.device),
-        ):
-            yield queue
-
-    def memory(self) -> tuple[Hashable, ...]:
-        call = self.call
-        return (
-            call.activation,
-            *places(call.x, call.experts, call.weights),
-            *places(call.w_in, call.w_out, call.b_in, call.b_out),
-        )
+def _slice_lengths(call: LayerCall) -> list[int]:
+    """Return the number of tokens of one rank in each slice, the same on every rank."""
+    tokens, times = call.sizes.tokens, times_between_nodes(call.terms, call.x.device)
+    count = None if times is None else times.slices_of("chunked")
+    if count is None:
+        count = min(slices_by_size(call.x.nbytes), _MOST_UNMEASURED, tokens)
+    least, more = divmod(tokens, count)
+    return [least + 1] * more + [least] * (count - more)
 
 
-@dataclasses.dataclass(frozen=True)
-class _TokenCut:
-    """How the tokens of a call are cut into slices.
-
-    Attributes:
-        peers: The other ranks, in the order in which their tokens arrive within a slice.
-        lengths: Tokens of one rank in each slice.
-    """
-
-    peers: list[int]
-    lengths: list[int]
-
-    @staticmethod
-    def of(call: LayerCall) -> _TokenCut:
-        """Return the cut of a call, the same on every rank."""
-        tokens, nbytes = call.sizes.tokens, call.x.nbytes
-        count = slices_of(call.terms, call.x.device)
-        if count is None:
-            count = min(slices_by_size(nbytes), _MOST_UNMEASURED, tokens)
-        least, more = divmod(tokens, count)
-        lengths = [least + 1] * more + [least] * (count - more)
-        return _TokenCut(peers_in_turn(call.group), lengths)
-
-    @property
-    def count(self) -> int:
-        return len(self.lengths)
-
-    def slices(self, rows: torch.Tensor, sources: int) -> list[torch.Tensor]:
-        """Return the slices of rows of several ranks, which lie slice by slice, ``[sources, rows,
-        columns]`` each.
-        """
-        parts = rows.split([sources * length for length in self.lengths])
-        return [part.view(sources, -1, rows.shape[1]) for part in parts]
-
-    def gathers(self, rows: torch.Tensor, arriving: list[torch.Tensor]) -> list[Step]:
-        """Return the steps that send this rank's rows to all peers at once."""
-        leaving = dict.fromkeys(self.peers, cut(rows, self.count))
-        return steps_of(leaving, self._by_peer(arriving), None)
-
-    def returns(
-        self, found: list[torch.Tensor], of_ranks: list[torch.Tensor], counters: torch.Tensor
-    ) -> list[Step]:
-        """Return the steps that send back what was found for the peers' rows.
-
-        Args:
-            of_ranks: What arrives, of all ranks in their order.
-        """
-        arriving = {peer: [each[peer] for each in of_ranks] for peer in self.peers}
-        return steps_of(self._by_peer(found), arriving, counters)
-
-    def _by_peer(self, slices: list[torch.Tensor]) -> Slices:
-        return {peer: [each[at] for each in slices] for at, peer in enumerate(self.peers)}
-
-
-def _together(exchanges: Iterable[list[Step]]) -> list[Step]:
+def _together(exchanges: Sequence[list[Step]]) -> list[Step]:
     """Return steps that make several exchanges at once, when the first one's triggers say so."""
     return [
         Step(
@@ -183,8 +91,8 @@ class _Memory(NamedTuple):
 
 
 def _enqueue(
-    exchange: _Exchange,
-    parted: _TokenCut,
+    call: LayerCall,
+    lengths: Sequence[int],
     memory: _Memory,
     counters: torch.Tensor,
     compute: Callable[..., None],
@@ -193,20 +101,44 @@ def _enqueue(
     """Enqueue the exchanges of a call, and what it computes; within ``Group.running``.
 
     Args:
+        lengths: See :func:`_slice_lengths`.
         compute: Computes what is found for rows: takes rows of each kind, and memory for each kind
             of results.
         meanwhile: Enqueues what runs while the last slices travel.
     """
-    group, count, peers = exchange.group, parted.count, len(parted.peers)
+    group, count, peers = call.group, len(lengths), peers_in_turn(call.group)
+
+    def sliced(rows: torch.Tensor, sources: int) -> list[torch.Tensor]:
+        """Return the slices of rows of several ranks, ``[sources, rows, columns]`` each."""
+        parts = rows.split([sources * length for length in lengths])
+        return [part.view(sources, -1, rows.shape[1]) for part in parts]
+
+    def by_peer(slices: list[torch.Tensor]) -> Slices:
+        return {peer: [each[at] for each in slices] for at, peer in enumerate(peers)}
+
     arrived, found = (
-        [parted.slices(each, peers) for each in kinds] for kinds in (memory.arriving, memory.found)
+        [sliced(each, len(peers)) for each in kinds] for kinds in (memory.arriving, memory.found)
     )
-    of_ranks = [parted.slices(each, group.world_size) for each in memory.parts]
-    steps = [
-        *_together(map(parted.gathers, memory.rows, arrived)),
-        *_together(parted.returns(*each, counters) for each in zip(found, of_ranks, strict=True)),
+    of_ranks = [sliced(each, group.world_size) for each in memory.parts]
+    # This rank's rows leave for all peers at once; what was found for the peers' rows, slice by
+    # slice.
+    gathers = [
+        steps_of(dict.fromkeys(peers, cut(rows, count)), by_peer(arriving), None)
+        for rows, arriving in zip(memory.rows, arrived, strict=True)
     ]
-    with exchange.opened(steps, counters, memory.results[0]) as queue:
+    returns = [
+        steps_of(by_peer(sums), {peer: [each[peer] for each in parts] for peer in peers}, counters)
+        for sums, parts in zip(found, of_ranks, strict=True)
+    ]
+    steps = [*_together(gathers), *_together(returns)]
+    # Nothing lands: slices are voided one by one, as they are waited for.
+    landings = [Landing(peer, 0, 0) for peer in peers]
+    # One exchange at a time: a slice that shares the network with the next one arrives later, and
+    # its products begin later (decision 0023).
+    with (
+        exchanging(call, steps, counters, landings, memory.results[0], lanes=1) as queue,
+        grouped_leaving_sms(CHANNELS, group.device),
+    ):
         queue.release(count)
         compute(*memory.rows, *memory.own)
         for number in range(count):
@@ -232,21 +164,21 @@ def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
     A token's sum over its experts on one rank is float32, and rounded to the dtype of x; the sum
     over ranks is float32, in their order, and rounded once.
     """
-    exchange, parted, sizes = _Exchange(call), _TokenCut.of(call), call.sizes
-    x, peers = call.x.contiguous(), len(parted.peers)
+    lengths, sizes = _slice_lengths(call), call.sizes
+    x, peers = call.x.contiguous(), sizes.world_size - 1
     tokens, sums = x.new_empty(2, peers * sizes.tokens, sizes.hidden)
     routing = x.new_empty(peers * sizes.tokens, 2 * sizes.top_k, dtype=torch.float32)
     parts = x.new_empty(sizes.world_size * sizes.tokens, sizes.hidden)
     own, y = torch.empty_like(x), torch.empty_like(x)
-    counters = counters_of(exchange, parted.count)
+    counters = counters_of(call, len(lengths))
 
     def enqueue() -> None:
         rows = x, grouped.routing_of(call)
         memory = _Memory(rows, (tokens, routing), (sums,), (parts,), (own,), (y,))
         compute = functools.partial(grouped.sum_experts, call)
-        _enqueue(exchange, parted, memory, counters, compute)
+        _enqueue(call, lengths, memory, counters, compute)
 
-    run_products(exchange, parted.count, enqueue, x, y, tokens, sums, routing, parts, own)
+    run_products(call, len(lengths), enqueue, x, y, tokens, sums, routing, parts, own)
     return y, call.unused()
 
 
@@ -259,8 +191,8 @@ def backward(
     The last four are empty unless they are ``needed``. Gradients of x are rounded and summed as the
     results of :func:`run`.
     """
-    exchange, parted, sizes = _Exchange(call), _TokenCut.of(call), call.sizes
-    peers, ranks, tokens = len(parted.peers), sizes.world_size, sizes.tokens
+    lengths, sizes = _slice_lengths(call), call.sizes
+    ranks, tokens = sizes.world_size, sizes.tokens
     x = call.x.contiguous()
     rows = x, grad.contiguous(), grouped.routing_of(call)
     # Of all ranks, this one's own first, and then slice by slice.
@@ -271,17 +203,17 @@ def backward(
     widths = (sizes.hidden, x.dtype), (sizes.top_k, torch.float32)
     found, parts, own, results = (
         [x.new_empty(count * tokens, width, dtype=dtype) for width, dtype in widths]
-        for count in (peers, ranks, 1, 1)
+        for count in (ranks - 1, ranks, 1, 1)
     )
     memory = _Memory(rows, [every[tokens:] for every in of_all], found, parts, own, results)
-    counters = counters_of(exchange, parted.count)
+    counters = counters_of(call, len(lengths))
     gradients: list[torch.Tensor] = []
 
     def enqueue() -> None:
         passed = grouped.Passed.of(call)
         _enqueue(
-            exchange,
-            parted,
+            call,
+            lengths,
             memory,
             counters,
             functools.partial(grouped.sum_gradients, call, passed),

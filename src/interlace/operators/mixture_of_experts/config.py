@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from interlace.costs.mixture_of_experts import ExpertsCall
 from interlace.operators.mixture_of_experts.layout import ROWS
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 
@@ -61,31 +62,27 @@ class MixtureOfExpertsConfig(Configuration):
 _CALM = 4096
 
 
-def default_config(*, ffn: int, itemsize: int) -> MixtureOfExpertsConfig:
-    """Return a configuration for sizes that have not been measured.
+def untuned_config(impl: str, call: ExpertsCall) -> MixtureOfExpertsConfig:
+    """Return the configuration of an implementation for sizes that have not been measured.
 
-    With its tile Triton is as fast as cuBLAS on H200s.
+    With the tile of the fused kernels Triton is as fast as cuBLAS on H200s.
     """
-    stagger = 100 if ffn < _CALM else 0
-    if itemsize == 4:
+    if impl == "decode":
+        return _decode_config(call)
+    stagger = 100 if call.ffn < _CALM else 0
+    if call.itemsize == 4:
         return MixtureOfExpertsConfig(
             block_m=64, block_n=64, block_k=32, num_warps=4, stagger=stagger
         )
     return MixtureOfExpertsConfig(stagger=stagger)
 
 
-def decode_config(*, rows: float, inner: int, itemsize: int) -> MixtureOfExpertsConfig:
-    """Return a configuration of ``impl="decode"`` for sizes that have not been measured.
-
-    Args:
-        rows: Mean number of rows per expert.
-        inner: The smaller of an expert's two widths, K of one of its products.
-        itemsize: Bytes of an element.
-    """
+def _decode_config(call: ExpertsCall) -> MixtureOfExpertsConfig:
+    rows = call.tokens * call.world_size * call.top_k / call.experts
     # Nearly all experts have at most two standard deviations more rows than the mean; a second tile
     # of rows would read the weights again, though from the L2.
     most = rows + 2 * math.sqrt(rows)
-    if itemsize == 4:
+    if call.itemsize == 4:
         return MixtureOfExpertsConfig(
             block_m=16, block_n=64, block_k=32, num_warps=4, push_programs=64
         )
@@ -93,7 +90,7 @@ def decode_config(*, rows: float, inner: int, itemsize: int) -> MixtureOfExperts
         # Long pipelines of one program per processor are worth their ramp if K is long; else short
         # ones of three (decision 0022). There, a tail keeps all but a few experts at one tile.
         tiles = (64, 128, 64, 4, 3, 0)
-        if inner >= _CALM:
+        if min(call.hidden, call.ffn) >= _CALM:
             tiles = (
                 (64, 128, 128, 8, 4, 0) if most <= 64
                 else (64, 128, 128, 8, 4, 32) if most <= 96

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +14,7 @@ from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
 from interlace.operators.mixture_of_experts.fused import temporary_bytes
@@ -23,11 +23,9 @@ from interlace.operators.mixture_of_experts.layout import (
     MAX_DECODE_TOKENS,
     SENDERS,
     ExpertSizes,
+    Saved,
 )
 from interlace.units import ceil_div, next_power_of_2, round_up
-
-if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
 
 WORKSPACE = f"{OPERATOR}.decode"
 _RESULTS = f"{WORKSPACE}.results"
@@ -59,13 +57,13 @@ def run(call: LayerCall) -> DeferredCall:
         _workspaces(call)  # what may have to grow
 
         def enqueue() -> None:
-            for launch in prepare(call, y)[0]:
+            for launch in launches(call, y):
                 launch()
 
         return enqueue
 
     return DeferredCall(
-        (WORKSPACE, call.mark, *call.key),
+        (WORKSPACE, call.mark, *call.memory()),
         New.like(call.x, call.x.shape),
         prepared,
         functools.partial(_result, call.sizes, call.new),
@@ -77,8 +75,6 @@ def run(call: LayerCall) -> DeferredCall:
 def _result(
     sizes: ExpertSizes, new: Callable[..., torch.Tensor], y: torch.Tensor
 ) -> tuple[torch.Tensor, Saved]:
-    from interlace.operators.mixture_of_experts.call import Saved
-
     return y, Saved.empty(sizes, y, saves=False, new=new)
 
 
@@ -138,14 +134,14 @@ def _programs(config: MixtureOfExpertsConfig, itemsize: int, device: torch.devic
     return max(1, min(_MOST_RESIDENT, resident)) * processors(device)
 
 
-def prepare(call: LayerCall, y: torch.Tensor | None = None) -> tuple[list[Launch], torch.Tensor]:
-    """Prepare the launches of a forward pass, in order, and y. Collective when memory must grow.
+def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
+    """Return the launches of a forward pass, in order. Collective when memory must grow.
 
     They are: tokens and lists; first product; second product and sum.
 
     Args:
         call: The call.
-        y: Where its result goes; new memory by default.
+        y: Where its result goes.
     """
     group, sizes, dtype = call.group, call.sizes, call.x.dtype
     require(group.backend)
@@ -161,13 +157,8 @@ def prepare(call: LayerCall, y: torch.Tensor | None = None) -> tuple[list[Launch
     counts = torch.empty(local + 1, dtype=torch.int32, device=device)
     # Each slot of each rank may name an expert of this rank.
     active = torch.empty((length, sizes.ffn), dtype=dtype, device=device)
-    if y is None:
-        y = torch.empty_like(call.x, memory_format=torch.contiguous_format)
     x, experts = call.x.contiguous(), call.experts.contiguous()
-    w_in, in_order = layout.in_memory_order(call.w_in)
-    w_out, out_order = layout.in_memory_order(call.w_out)
-    b_in = None if call.b_in is None else layout.bias_in_order(call.b_in, in_order)
-    b_out = None if call.b_out is None else call.b_out.contiguous()
+    w_in, w_out, in_order, out_order, b_in, b_out = call.parameters.readable()
     align = layout.alignment(sizes.hidden, itemsize)
     ffn_align = layout.alignment(sizes.ffn, itemsize)
     pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
@@ -269,4 +260,4 @@ def prepare(call: LayerCall, y: torch.Tensor | None = None) -> tuple[list[Launch
         {**products, "WORLD_SIZE": ranks, "TILES": tiles(out_order, sizes.ffn)},
         (w_out, active),
     )
-    return [gather, first, second], y
+    return [gather, first, second]

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout
+from interlace.operators.mixture_of_experts.call import LayerCall
+from interlace.operators.mixture_of_experts.choice import ExpertTerms
+from interlace.operators.mixture_of_experts.layout import ReadableParameters
 from interlace.units import ceil_div, next_power_of_2
-
-if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall
-    from interlace.operators.mixture_of_experts.choice import ExpertTerms
 
 _PROGRAMS_OF_SM = 16
 _MOST_COLUMNS = 2048
@@ -39,7 +38,6 @@ def rules(terms: ExpertTerms) -> tuple[tuple[bool, str], ...]:
     sizes, itemsize = terms.sizes, terms.dtype.itemsize
     widths = (sizes.hidden * itemsize, sizes.ffn * itemsize)
     return (
-        (hasattr(torch, "_grouped_mm"), "a PyTorch with torch._grouped_mm"),
         (terms.device_type == "cpu" or terms.dtype == torch.bfloat16, "bfloat16 operands"),
         (
             not any(width % _ALIGNMENT_BYTES for width in widths),
@@ -101,24 +99,6 @@ def ends_of(experts: torch.Tensor, count: int) -> torch.Tensor:
     return torch.searchsorted(experts, numbers, right=True).to(torch.int32)
 
 
-def first_weight(call: LayerCall) -> tuple[torch.Tensor, layout.Order]:
-    """Return w_in as a grouped product takes it, ``[experts, hidden, gates * F]``, and the order of
-    its columns.
-    """
-    sizes = call.sizes
-    w_in, in_order = layout.in_memory_order(call.w_in)
-    lines = sizes.gates * sizes.ffn
-    if in_order.along_k:
-        return w_in.reshape(sizes.local, lines, sizes.hidden).transpose(1, 2), in_order
-    return w_in.reshape(sizes.local, sizes.hidden, lines), in_order
-
-
-def second_weight(call: LayerCall) -> torch.Tensor:
-    """Return w_out as a grouped product takes it, ``[experts, F, hidden]``."""
-    w_out, out_order = layout.in_memory_order(call.w_out)
-    return w_out.transpose(1, 2) if out_order.along_k else w_out
-
-
 class Passed(NamedTuple):
     """What the gradients of weights need of the backward pass through all tokens' experts: part by
     part, and sorted by expert within each. Rows of other ranks' experts mean nothing.
@@ -164,10 +144,11 @@ def sum_experts(
         sums: Contiguous.
     """
     sizes, rows = call.sizes, by_expert(call, routing)
-    w_in, _ = first_weight(call)
+    parameters = call.parameters.readable()
+    w_in, w_out = parameters.right_operands
     products = torch._grouped_mm(x[rows.order // sizes.top_k], w_in, offs=rows.ends)
     active = products.new_empty(len(products), sizes.ffn)
-    arguments, constants = _activation_of(call, products, rows)
+    arguments, constants = _activation_of(call, parameters, products, rows)
     _launch(
         call,
         "activate_rows",
@@ -175,8 +156,8 @@ def sum_experts(
         arguments | {"active": active},
         constants,
     )
-    results = torch._grouped_mm(active, second_weight(call), offs=rows.ends)
-    _sum_rows(call, results, rows, routing, sums, is_backward=False)
+    results = torch._grouped_mm(active, w_out, offs=rows.ends)
+    _sum_rows(call, results, rows, routing, sums, parameters.b_out, is_weighted=True)
 
 
 def sum_gradients(
@@ -203,14 +184,15 @@ def sum_gradients(
         of_weights: float32 ``[M, top_k]``; becomes zero for slots of other ranks' experts.
     """
     sizes, rows = call.sizes, by_expert(call, routing)
-    (w_in, _), w_out = first_weight(call), second_weight(call)
+    parameters = call.parameters.readable()
+    w_in, w_out = parameters.right_operands
     tokens = rows.order // sizes.top_k
     products = torch._grouped_mm(x[tokens], w_in, offs=rows.ends)
     gradients = grad[tokens]
     incoming = torch._grouped_mm(gradients, w_out.transpose(1, 2), offs=rows.ends)
     inner, scaled = passed.add(rows)
     of_weights.zero_()
-    arguments, constants = _activation_of(call, products, rows)
+    arguments, constants = _activation_of(call, parameters, products, rows)
     _launch(
         call,
         "activate_rows_backward",
@@ -221,7 +203,7 @@ def sum_gradients(
             "routing": routing,
             "incoming": incoming,
             "gradients": None if call.b_out is None else gradients,
-            "out_bias": None if call.b_out is None else call.b_out.contiguous(),
+            "out_bias": parameters.b_out,
             "inner": inner,
             "scaled": scaled,
             "of_weights": of_weights,
@@ -230,7 +212,8 @@ def sum_gradients(
         constants | {"TOP_K": sizes.top_k},
     )
     results = torch._grouped_mm(inner, w_in.transpose(1, 2), offs=rows.ends)
-    _sum_rows(call, results, rows, routing, sums, is_backward=True)
+    # The gradients have their slots' weights already.
+    _sum_rows(call, results, rows, routing, sums, None, is_weighted=False)
 
 
 def gradients_of_parameters(
@@ -270,25 +253,20 @@ def gradients_of_parameters(
     gradients = [call.x.new_empty(0) for _ in call.parameters]
     wants_in, wants_out, wants_b_in, wants_b_out = needed
     if wants_in or wants_b_in:
-        inner, in_order = passed.inner[order], layout.order_of(call.w_in)
+        inner = passed.inner[order]
     if wants_in:
         rows = x[tokens].add_(missing)
-        pair = (inner, rows) if in_order.along_k else (rows, inner)
-        gradients[0] = layout.as_in_memory(grouped(*pair), call.w_in)
+        pair = (inner, rows) if layout.order_of(call.w_in).along_k else (rows, inner)
+        gradients[0] = call.parameters.arranged(0, grouped(*pair))
     if wants_b_in:
         ones = inner.new_ones(len(inner), _LEAST_ROWS).add_(missing)
-        lines = grouped(ones, inner)[:, 0].contiguous()
-        if in_order.halves:
-            gradients[2] = lines.view(local, sizes.gates, sizes.ffn).transpose(1, 2)
-        else:
-            gradients[2] = lines.view(local, sizes.ffn, sizes.gates)
+        gradients[2] = call.parameters.arranged(2, grouped(ones, inner)[:, 0].contiguous())
     if wants_out or wants_b_out:
         upstream = grad[tokens].add_(missing)
     if wants_out:
         scaled = passed.scaled[order]
-        along_k = layout.order_of(call.w_out).along_k
-        pair = (upstream, scaled) if along_k else (scaled, upstream)
-        gradients[1] = layout.as_in_memory(grouped(*pair), call.w_out)
+        pair = (upstream, scaled) if layout.order_of(call.w_out).along_k else (scaled, upstream)
+        gradients[1] = call.parameters.arranged(1, grouped(*pair))
     if wants_b_out:
         weights = routing[:, sizes.top_k :].flatten()[slots].to(upstream.dtype)
         columns = weights[:, None].expand(-1, _LEAST_ROWS).contiguous()
@@ -297,14 +275,14 @@ def gradients_of_parameters(
 
 
 def _activation_of(
-    call: LayerCall, products: torch.Tensor, rows: ByExpert
+    call: LayerCall, parameters: ReadableParameters, products: torch.Tensor, rows: ByExpert
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the arguments and constants by which kernels read gate and up."""
-    sizes, in_order = call.sizes, layout.order_of(call.w_in)
+    sizes = call.sizes
     block_rows, columns = layout.activation_tile(sizes.ffn)
     return {
         "products": products,
-        "bias": None if call.b_in is None else layout.bias_in_order(call.b_in, in_order),
+        "bias": parameters.b_in,
         "owners": rows.experts,
         "ends": rows.ends,
         "L": sizes.local,
@@ -323,12 +301,12 @@ def _sum_rows(
     rows: ByExpert,
     routing: torch.Tensor,
     sums: torch.Tensor,
+    bias: torch.Tensor | None,
     *,
-    is_backward: bool,
+    is_weighted: bool,
 ) -> None:
-    """Sum the rows of each token; in the backward pass they have their weights already."""
+    """Sum the rows of each token, with their weights and the bias."""
     sizes = call.sizes
-    bias = None if is_backward or call.b_out is None else call.b_out.contiguous()
     _launch(
         call,
         "sum_rows_of_tokens",
@@ -345,7 +323,7 @@ def _sum_rows(
             "hidden": sizes.hidden,
         },
         {
-            "WEIGHTED": not is_backward,
+            "WEIGHTED": is_weighted,
             "TOP_K": sizes.top_k,
             "COLS": min(next_power_of_2(max(sizes.hidden, 16)), _MOST_COLUMNS),
             "num_warps": 4,

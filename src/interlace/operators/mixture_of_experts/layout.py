@@ -7,12 +7,12 @@ device.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, NamedTuple
 
 import torch
 
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.units import next_power_of_2, round_up
 
 ROWS: Final = 128
 """Rows of the tallest tile.
@@ -190,28 +190,32 @@ def order_of(weight: torch.Tensor) -> Order:
     return _ORDERS[_dimensions(weight) or tuple(range(weight.dim()))]
 
 
-def in_memory_order(weight: torch.Tensor) -> tuple[torch.Tensor, Order]:
-    """Return ``w_in`` or ``w_out`` with its dimensions as they follow each other in memory, and
-    their order; a contiguous copy if kernels cannot read the weight in its order.
+class ReadableParameters(NamedTuple):
+    """The parameters of a rank's experts as they lie in memory: as kernels and grouped products
+    read them.
+
+    Attributes:
+        w_in: ``[L, gates * F, hidden]`` if ``in_order.along_k``, else ``[L, hidden, gates * F]``.
+        w_out: ``[L, hidden, F]`` if ``out_order.along_k``, else ``[L, F, hidden]``.
+        in_order, out_order: The orders of w_in and w_out.
+        b_in: ``[L, gates * F]``, in the order of w_in's lines; or None.
+        b_out: ``[L, hidden]``; or None.
     """
-    dimensions = _dimensions(weight)
-    if dimensions is None:
-        weight, dimensions = weight.contiguous(), tuple(range(weight.dim()))
-    return weight.permute(dimensions), _ORDERS[dimensions]
 
+    w_in: torch.Tensor
+    w_out: torch.Tensor
+    in_order: Order
+    out_order: Order
+    b_in: torch.Tensor | None
+    b_out: torch.Tensor | None
 
-def as_in_memory(gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return the gradient of ``w_in`` or ``w_out`` whose dimensions follow each other as those of
-    :func:`in_memory_order`, some of them as one, in the weight's dimensions.
-    """
-    dimensions = _dimensions(weight) or tuple(range(weight.dim()))
-    inverse = sorted(range(len(dimensions)), key=dimensions.__getitem__)
-    return gradient.view([weight.shape[dim] for dim in dimensions]).permute(inverse)
-
-
-def bias_in_order(bias: torch.Tensor, order: Order) -> torch.Tensor:
-    """Return ``b_in [L, F, 2]`` in the order of w_in's lines; a copy if it has another one."""
-    return (bias.transpose(1, 2) if order.halves else bias).contiguous()
+    @property
+    def right_operands(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return w_in ``[L, hidden, gates * F]`` and w_out ``[L, F, hidden]``."""
+        return (
+            self.w_in.transpose(1, 2) if self.in_order.along_k else self.w_in,
+            self.w_out.transpose(1, 2) if self.out_order.along_k else self.w_out,
+        )
 
 
 class Parameters(NamedTuple):
@@ -222,46 +226,109 @@ class Parameters(NamedTuple):
     b_in: torch.Tensor | None
     b_out: torch.Tensor | None
 
-    def gradients(self, needed: Sequence[bool]) -> tuple[torch.Tensor, ...]:
-        """Return a tensor for each parameter's gradient, to be written by kernels; see
-        :meth:`gradient_shapes`.
+    def readable(self) -> ReadableParameters:
+        """Return the parameters as they lie in memory; copies of those that kernels cannot read
+        where they are.
         """
-        new = self.w_in.new_empty_strided
-        return tuple(new(shape, stride) for shape, stride in self.gradient_shapes(needed))
+        in_dimensions, out_dimensions, bias_dimensions, _ = self._memory_dimensions()
+        in_order, out_order = _ORDERS[in_dimensions], _ORDERS[out_dimensions]
+        w_in = self.w_in.permute(in_dimensions).contiguous()
+        b_in, b_out = self.b_in, self.b_out
+        if b_in is not None:
+            b_in = b_in.permute(bias_dimensions).contiguous().flatten(1)
+        return ReadableParameters(
+            w_in.flatten(1, 2) if in_order.along_k else w_in.flatten(2, 3),
+            self.w_out.permute(out_dimensions).contiguous(),
+            in_order,
+            out_order,
+            b_in,
+            None if b_out is None else b_out.contiguous(),
+        )
 
-    def gradient_shapes(
-        self, needed: Sequence[bool]
-    ) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """Return shape and strides of each parameter's gradient.
+    def gradients(
+        self, needed: Sequence[bool], device: torch.device | str | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Return a tensor for each parameter's gradient, to be written by kernels.
 
         That of a weight has the weight's order in memory, that of b_in the order of w_in's lines.
         Those that are not needed, and those of biases that are not there, are empty.
+
+        Args:
+            needed: Which parameters' gradients are needed.
+            device: Default: that of the parameters.
         """
-        w_in, w_out, b_in, b_out = (
-            parameter if need else None for parameter, need in zip(self, needed, strict=True)
+        return tuple(
+            self.w_in.new_empty(0, device=device)
+            if parameter is None or not is_needed
+            else self.arranged(number, parameter.new_empty(parameter.numel(), device=device))
+            for number, (parameter, is_needed) in enumerate(zip(self, needed, strict=True))
         )
-        of_b_in = _contiguous(b_in)
-        if b_in is not None and order_of(self.w_in).halves:
-            _, ffn, gates = b_in.shape
-            of_b_in = b_in.shape, (ffn * gates, 1, ffn)
-        return _like(w_in), _like(w_out), of_b_in, _contiguous(b_out)
+
+    def arranged(self, number: int, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of a parameter, whose memory is in the order of :meth:`readable`, in
+        the parameter's dimensions.
+
+        Args:
+            number: The parameter's, from 0 on.
+            gradient: Contiguous.
+        """
+        parameter, dimensions = self[number], self._memory_dimensions()[number]
+        assert parameter is not None
+        inverse = sorted(range(len(dimensions)), key=dimensions.__getitem__)
+        return gradient.view([parameter.shape[dim] for dim in dimensions]).permute(inverse)
+
+    def _memory_dimensions(self) -> tuple[tuple[int, ...], ...]:
+        """Return the dimensions of each parameter as they follow each other in memory; those of a
+        contiguous copy where kernels cannot read the parameter as it is.
+        """
+        in_dimensions, out_dimensions = (
+            _dimensions(weight) or tuple(range(weight.dim())) for weight in (self.w_in, self.w_out)
+        )
+        bias_dimensions = (0, 2, 1) if _ORDERS[in_dimensions].halves else (0, 1, 2)
+        return in_dimensions, out_dimensions, bias_dimensions, (0, 1)
 
 
-def _like(weight: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return shape and strides of a weight, or of a contiguous copy if kernels cannot read it in
-    its order.
+class Saved(NamedTuple):
+    """The tensors of the forward pass that the backward pass needs, besides the call's arguments.
+
+    They have no elements if nothing is saved; otherwise their shapes follow from the call's sizes.
+
+    Attributes:
+        plan: int32; see the tables above.
+        slot_rows: int32 ``[T, k]``: the row at which a slot's result comes back; -1 if it was
+            dropped.
+        slot_at: int32 ``[returns]``: the slot of each row of results.
+        received: ``[arrivals, hidden]``: rows of this rank's experts.
+        kept: ``[gates, arrivals, ffn]``: gate and up of these rows.
     """
-    if weight is None or _dimensions(weight) is None:
-        return _contiguous(weight)
-    return weight.shape, weight.stride()
 
+    plan: torch.Tensor
+    slot_rows: torch.Tensor
+    slot_at: torch.Tensor
+    received: torch.Tensor
+    kept: torch.Tensor
 
-def _contiguous(tensor: torch.Tensor | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shape = (0,) if tensor is None else tensor.shape
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return shape, tuple(reversed(strides))
+    @staticmethod
+    def empty(
+        sizes: ExpertSizes,
+        x: torch.Tensor,
+        saves: bool,
+        new: Callable[..., torch.Tensor] = torch.empty,
+    ) -> Saved:
+        """Return tensors of a call's shapes, not filled; or of none if it saves nothing.
+
+        Args:
+            sizes: The call's sizes.
+            x: The call's tokens, for dtype and device.
+            saves: Whether the call saves anything.
+            new: Makes a tensor of a shape, a dtype and a device.
+        """
+        numbers = sizes.plan, (sizes.tokens, sizes.top_k), sizes.returns
+        rows = (sizes.arrivals, sizes.hidden), (sizes.gates, sizes.arrivals, sizes.ffn)
+        return Saved(
+            *(new(shape if saves else 0, dtype=torch.int32, device=x.device) for shape in numbers),
+            *(new(shape if saves else 0, dtype=x.dtype, device=x.device) for shape in rows),
+        )
 
 
 def alignment(width: int, itemsize: int) -> int:
@@ -270,11 +337,6 @@ def alignment(width: int, itemsize: int) -> int:
     while width % align:
         align //= 2
     return align
-
-
-def blocks(slots: int, block: int) -> int:
-    """Return the number of programs that number the slots."""
-    return max(1, ceil_div(slots, block))
 
 
 def push_tile(hidden: int, itemsize: int, num_warps: int, push_rows: int) -> tuple[int, int]:

@@ -93,3 +93,73 @@ def times_slope(upstream, gate, factor, FORM: tl.constexpr):
     else:
         # The derivative at 0 is 0, as in PyTorch.
         return upstream * tl.where(gate > 0, factor, 0.0)
+
+
+class ActivatedRows(NamedTuple):
+    """Gate and up of some rows, and what their gradients need of the activation.
+
+    Attributes:
+        gate, up: Gate and up before they are clamped; ``up`` has no meaning without a gate.
+        clamped_gate, clamped_up: What the activation takes of them.
+        value, factor: Those of :func:`act`.
+    """
+
+    gate: Any
+    up: Any
+    clamped_gate: Any
+    clamped_up: Any
+    value: Any
+    factor: Any
+
+
+@triton.jit
+def activated_rows(gate, up, FORM: tl.constexpr):
+    """Compute the activation of gate and up for :func:`store_gradients`."""
+    clamped_up = clamp_up(up, FORM)
+    clamped_gate = clamp_gate(gate, FORM)
+    value, factor = act(clamped_gate, FORM)
+    return ActivatedRows(gate, up, clamped_gate, clamped_up, value, factor)
+
+
+@triton.jit
+def times_up(value, rows, FORM: tl.constexpr):
+    """Return ``value`` times the clamped up, or ``value`` where experts have no gate."""
+    return value * rows.clamped_up if FORM.gates == 2 else value
+
+
+@triton.jit
+def store_gradients(
+    inner, upstream, rows, row, end, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
+):
+    """Store the gradients of gate and up of rows before ``end`` and columns from ``start`` on, in
+    the order of w_in's lines.
+
+    They are 0 where gate or up is clamped, unless ``upstream``, the gradient of the activation,
+    float32 ``[ROWS, COLS]``, is NaN. ``rows`` are those of :func:`activated_rows`.
+    """
+    dtype = inner.dtype.element_ty
+    slope = times_up(upstream, rows, FORM)
+    of_gate = times_slope(slope, rows.clamped_gate, rows.factor, FORM)
+    of_up = upstream * rows.value
+    if FORM.limit is not None:
+        is_number = upstream == upstream
+        of_gate = tl.where((rows.gate > FORM.limit) & is_number, 0.0, of_gate)
+        is_clamped = (rows.up > FORM.limit) | (rows.up < -FORM.limit)
+        of_up = tl.where(is_clamped & is_number, 0.0, of_up)
+    column = start + tl.arange(0, COLS)[None, :]
+    mask = (row < end)[:, None] & (column < width)
+    if FORM.gates == 1:
+        offsets = row.to(tl.int64)[:, None] * width + column
+        tl.store(inner + offsets, of_gate.to(dtype), mask=mask)
+    elif FORM.halves:
+        pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
+        tl.store(pointers, of_gate.to(dtype), mask=mask)
+        tl.store(pointers + width, of_up.to(dtype), mask=mask)
+    else:
+        both = tl.join(of_gate, of_up)
+        both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
+        both_offsets = row.to(tl.int64)[:, None] * 2 * width + both_columns
+        both_mask = (row < end)[:, None] & (both_columns < 2 * width)
+        pointers = inner + both_offsets
+        tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(dtype), mask=both_mask)

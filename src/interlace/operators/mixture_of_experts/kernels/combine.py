@@ -6,10 +6,10 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.tiles import add_bias, start_in_turn
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, RETURNS, ArrivalPlan, completeness,
-    local_experts, pick,
+    ARRIVALS, COUNTERS, DONE, FINISHED, HEADER, MAX_RANKS, ArrivalPlan, completeness, local_experts,
+    pick, sources_of, way_back,
 )
-from interlace.operators.mixture_of_experts.kernels.tiles import multiply, tile_of
+from interlace.operators.mixture_of_experts.kernels.tiles import as_operand, multiply, tile_of
 
 
 @triton.jit(do_not_specialize=["call", "E", "L", "spread_ns"])
@@ -57,11 +57,8 @@ def grouped_gemm_combine(
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
     ends = tl.cumsum(tiles_m * tiles_n, 0)
-    if DESCRIPTORS:
-        left, weight = a, b
-    else:
-        left, weight = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
-        target = il.pointer(results, DTYPE)
+    left, weight = as_operand(a, DTYPE, DESCRIPTORS), as_operand(b, DTYPE, DESCRIPTORS)
+    target = as_operand(results, DTYPE, DESCRIPTORS)
     if spread_ns > 0:
         start_in_turn(spread_ns)
     for item in range(pid, tl.sum(tiles_m) * tiles_n, programs):
@@ -71,12 +68,7 @@ def grouped_gemm_combine(
         end = first + pick(rows, lanes, expert)
         row = first + m * BLOCK_M
         # The destinations are loaded before the product, so that they arrive during it.
-        table = plan + rank * L + expert
-        counts, starts, backs = (), (), ()
-        for source in tl.static_range(WORLD_SIZE):
-            counts = counts + (tl.load(table + source * E),)
-            starts = starts + (tl.load(table + (ARRIVALS * WORLD_SIZE + source) * E),)
-            backs = backs + (tl.load(table + (RETURNS * WORLD_SIZE + source) * E),)
+        counts, starts, backs = sources_of(arrival_plan, rank, expert, WORLD_SIZE)
         il.record("tile", item, group)
         acc = multiply(
             left, weight, row, end, expert, n * BLOCK_N, columns, inner, TILING
@@ -90,16 +82,10 @@ def grouped_gemm_combine(
                 start = starts[source]
                 if (counts[source] > 0) & (start < row + BLOCK_M) & (start + counts[source] > row):
                     corner = [source, backs[source] + row - start, n * BLOCK_N]
-                    il.put_tile(results, corner, value, group)
+                    il.put_tile(target, corner, value, group)
         else:
             tile_rows = row + tl.arange(0, BLOCK_M)
-            peer = tl.zeros([BLOCK_M], tl.int32)
-            result_row = tl.zeros([BLOCK_M], tl.int32)
-            for source in tl.static_range(WORLD_SIZE):
-                start = starts[source]
-                from_source = (tile_rows >= start) & (tile_rows < start + counts[source])
-                peer = tl.where(from_source, source, peer)
-                result_row = tl.where(from_source, tile_rows - start + backs[source], result_row)
+            peer, result_row = way_back(tile_rows, counts, starts, backs, WORLD_SIZE)
             column = n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
             pointers = target + result_row.to(tl.int64)[:, None] * columns + column
             mask = (tile_rows < end)[:, None] & (column < columns)

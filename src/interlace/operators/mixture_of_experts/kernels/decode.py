@@ -40,19 +40,27 @@ class Lists(NamedTuple):
     length: Any
 
 
-class Matrix(NamedTuple):
-    """An expert's weight, ``[lines, inner]``, which ``Tiling.w_along_k`` orders in memory.
+class ExpertProduct(NamedTuple):
+    """The product of rows with their experts' weights.
 
     Attributes:
-        pointer: Its first element.
-        lines, inner: Its sizes.
+        rows: The rows that are multiplied: tokens, or their activations.
+        weights: ``[L, lines, inner]``, which ``Tiling.w_along_k`` orders in memory.
+        bias: ``[L, lines]``, or None.
+        target: Where the results go: the activations, or every rank's results.
+        lines, inner: The sizes of an expert's weight.
         half: Lines of gate before those of up; None if there is no up, or a line of each in turn.
+        slots: The slots of a rank.
     """
 
-    pointer: Any
+    rows: Any
+    weights: Any
+    bias: Any
+    target: Any
     lines: Any
     inner: Any
     half: Any
+    slots: Any
 
 
 class DecodeTiling(NamedTuple):
@@ -232,17 +240,84 @@ def _rows(lists, expert, first, count, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _line_in_memory(line, weight):
+def _multiply_tiles(
+    product, lists, programs, group, DTYPE: tl.constexpr, SHARES: tl.constexpr,
+    TILES: tl.constexpr, FORM: tl.constexpr,
+):
+    """Compute this program's tiles of a product, of ``programs`` programs' in all.
+
+    With ``FORM``, the rows are tokens, and the activation of the results is stored. Without, the
+    rows are activations, and results go to the slots that they are of.
+    """
+    BLOCK_M: tl.constexpr = TILES.tiling.block_m
+    BLOCK_N: tl.constexpr = TILES.tiling.block_n
+    TAIL: tl.constexpr = TILES.tail
+    tiles_n = (product.lines + BLOCK_N - 1) // BLOCK_N
+    tiles = _tiles_of(lists, tiles_n, TILES)
+    for item in range(tl.program_id(0), tl.max(tiles[3]), programs):
+        expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
+        rows = _rows(lists, expert, first, count, BLOCK_M)
+        lines = _pointers(product, rows, begin, SHARES, FORM)
+        bias, target = product.bias, product.target
+        if product.bias is not None:
+            bias = product.bias + expert * product.lines
+        if FORM is not None:
+            target = target + begin.to(tl.int64) * (product.lines // FORM.gates)
+        # The product with this expert's weight and bias, and its rows of the activations.
+        of_expert = ExpertProduct(
+            product.rows, product.weights + expert.to(tl.int64) * product.lines * product.inner,
+            bias, target, product.lines, product.inner, product.half, product.slots,
+        )
+        column = n * BLOCK_N
+        il.record("tile", item, group)
+        if TAIL > 0 and has_tail:
+            more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
+            more_lines = _pointers(product, more, begin, SHARES, FORM)
+            acc, tail = _multiply(
+                lines, rows.exists, more_lines, more.exists, of_expert, column, TILES
+            )
+            _store(of_expert, tail, more, column, group, DTYPE, FORM)
+        else:
+            acc = _multiply(lines, rows.exists, None, None, of_expert, column, TILES)
+        il.record("computed", item, group)
+        _store(of_expert, acc, rows, column, group, DTYPE, FORM)
+
+
+@triton.jit
+def _pointers(product, rows, begin, SHARES: tl.constexpr, FORM: tl.constexpr):
+    """Return pointers to the rows of an expert whose first row is ``begin``."""
+    if FORM is None:
+        return product.rows + (begin + rows.row).to(tl.int64) * product.inner
+    else:
+        return product.rows + (rows.entry // SHARES.top_k).to(tl.int64) * product.inner
+
+
+@triton.jit
+def _store(product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.constexpr):
+    """Add the bias to a tile of an expert's rows, and store their activation, or put each into its
+    slot of its source.
+
+    Args:
+        acc: float32 ``[n, block_n]``, from line ``column`` of the weight on.
+    """
+    if FORM is None:
+        _return(product, acc, rows, column, group, DTYPE)
+    else:
+        _store_active(product, acc, rows, column, DTYPE, FORM)
+
+
+@triton.jit
+def _line_in_memory(line, product):
     """Return where a line of gate and up in turn lies in memory."""
-    if weight.half is None:
+    if product.half is None:
         return line
     else:
-        return line % 2 * weight.half + line // 2
+        return line % 2 * product.half + line // 2
 
 
 @triton.jit
 def _multiply(
-    lines, exists, tail_lines, tail_exists, weight, column, TILES: tl.constexpr,
+    lines, exists, tail_lines, tail_exists, product, column, TILES: tl.constexpr,
 ):
     """Multiply rows by lines of a weight: float32 ``[block_m, block_n]``, and ``[tail, block_n]``
     as well if there is a tail.
@@ -262,16 +337,16 @@ def _multiply(
     BLOCK_K: tl.constexpr = TILES.tiling.block_k
     W_ALONG_K: tl.constexpr = TILES.tiling.w_along_k
     EVEN: tl.constexpr = TILES.is_even
-    inner = weight.inner
+    inner = product.inner
+    numbers = column + tl.arange(0, BLOCK_N)
     if W_ALONG_K:
         # Lines beyond the last one are read as the last one; the store masks their results.
-        line = _line_in_memory(tl.minimum(column + tl.arange(0, BLOCK_N), weight.lines - 1), weight)
-        left_lines = weight.pointer + line.to(tl.int64)[:, None] * inner
+        line = _line_in_memory(tl.minimum(numbers, product.lines - 1), product)
+        left_lines = product.weights + line.to(tl.int64)[:, None] * inner
     else:
         # A thread loads neighbouring lines at once, so lines beyond the last one are masked.
-        numbers = column + tl.arange(0, BLOCK_N)
-        has_line = (numbers < weight.lines)[:, None]
-        left_lines = weight.pointer + _line_in_memory(numbers, weight)[:, None]
+        has_line = (numbers < product.lines)[:, None]
+        left_lines = product.weights + _line_in_memory(numbers, product)[:, None]
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if tail_lines is not None:
         tail = tl.zeros([BLOCK_N, tail_lines.shape[0]], tl.float32)
@@ -279,7 +354,7 @@ def _multiply(
         step = k + tl.arange(0, BLOCK_K)[None, :]
         if not W_ALONG_K:
             left = tl.load(
-                left_lines + step.to(tl.int64) * weight.lines,
+                left_lines + step.to(tl.int64) * product.lines,
                 mask=has_line if EVEN else has_line & (step < inner),
                 other=0.0, eviction_policy="evict_first",
             )
@@ -327,69 +402,37 @@ def decode_first_gemm(
     **Example.** The two ranks of :func:`gather_tokens`. Rank 0's expert 0 has two rows: its own
     token 1, and token 0 of rank 1.
     """
-    BLOCK_M: tl.constexpr = TILES.tiling.block_m
-    BLOCK_N: tl.constexpr = TILES.tiling.block_n
-    TAIL: tl.constexpr = TILES.tail
-    GATES: tl.constexpr = FORM.gates
     epoch, _, group, rank = il.enter(epochs, ctx, call)
     hidden, ffn = hidden_groups * SHARES.align, ffn_groups * SHARES.ffn_align
-    columns = GATES * ffn
-    tiles_n = (columns + BLOCK_N - 1) // BLOCK_N
-    lists = Lists(entries, counts, L, length)
-    tiles = _tiles_of(lists, tiles_n, TILES)
     own_half = landing + (epoch & 1).to(tl.int64) * half + rows_at
-    tokens = il.peer_pointer(il.pointer(own_half, DTYPE), rank, group)
-    matrices, target = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
-    for item in range(tl.program_id(0), tl.max(tiles[3]), tl.num_programs(0)):
-        expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
-        rows = _rows(lists, expert, first, count, BLOCK_M)
-        lines = tokens + (rows.entry // SHARES.top_k).to(tl.int64) * hidden
-        own = matrices + expert.to(tl.int64) * GATES * ffn * hidden
-        weight = Matrix(own, columns, hidden, ffn if FORM.halves else None)
-        column, own_target = n * BLOCK_N, target + begin.to(tl.int64) * ffn
-        own_bias = bias
-        if bias is not None:
-            own_bias = bias + expert * columns
-        il.record("tile", item, group)
-        if TAIL > 0 and has_tail:
-            more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
-            more_lines = tokens + (more.entry // SHARES.top_k).to(tl.int64) * hidden
-            acc, tail = _multiply(
-                lines, rows.exists, more_lines, more.exists, weight, column, TILES
-            )
-            _store_active(own_target, tail, more, weight, own_bias, column, FORM, DTYPE)
-        else:
-            acc = _multiply(lines, rows.exists, None, None, weight, column, TILES)
-        il.record("computed", item, group)
-        _store_active(own_target, acc, rows, weight, own_bias, column, FORM, DTYPE)
+    product = ExpertProduct(
+        il.peer_pointer(il.pointer(own_half, DTYPE), rank, group), il.pointer(weights, DTYPE), bias,
+        il.pointer(active, DTYPE), FORM.gates * ffn, hidden, ffn if FORM.halves else None, None,
+    )
+    lists = Lists(entries, counts, L, length)
+    _multiply_tiles(product, lists, tl.num_programs(0), group, DTYPE, SHARES, TILES, FORM)
 
 
 @triton.jit
-def _store_active(
-    target, acc, rows, weight, bias, column, FORM: tl.constexpr, DTYPE: tl.constexpr
-):
-    """Add the bias, apply the activation, and store a tile of rows: ``target [rows, F]``.
-
-    Args:
-        acc: float32 ``[n, block_n]``: a gate and an up in turn, or gates alone; from line
-            ``column`` of the weight on.
-        bias: That of the expert, or None.
+def _store_active(product, acc, rows, column, DTYPE: tl.constexpr, FORM: tl.constexpr):
+    """Add the bias to gates and ups in turn, or to gates alone, and store the activation ``[rows,
+    F]``.
     """
     SIZE: tl.constexpr = acc.shape[0]
     LINES: tl.constexpr = acc.shape[1]
     GATES: tl.constexpr = FORM.gates
-    ffn = weight.lines // GATES
-    if bias is not None:
+    ffn = product.lines // GATES
+    if product.bias is not None:
         numbers = column + tl.arange(0, LINES)
-        added = bias + _line_in_memory(numbers, weight)
-        acc += tl.load(added, mask=numbers < weight.lines, other=0.0).to(tl.float32)[None, :]
+        added = product.bias + _line_in_memory(numbers, product)
+        acc += tl.load(added, mask=numbers < product.lines, other=0.0).to(tl.float32)[None, :]
     if GATES == 1:
         value = activate(acc, None, FORM)
     else:
         gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
         value = activate(gate, up, FORM)
     columns = column // GATES + tl.arange(0, LINES // GATES)[None, :]
-    pointers = target + rows.row.to(tl.int64)[:, None] * ffn + columns
+    pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns
     tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
 
 
@@ -416,9 +459,6 @@ def decode_second_gemm(
     its own slot 1, the second into slot 0 of rank 1; with one slot per token, y is each result
     times the slot's scale.
     """
-    BLOCK_M: tl.constexpr = TILES.tiling.block_m
-    BLOCK_N: tl.constexpr = TILES.tiling.block_n
-    TAIL: tl.constexpr = TILES.tail
     MULTIPLYING: tl.constexpr = SHARES.programs
     TOP_K: tl.constexpr = SHARES.top_k
     COLS: tl.constexpr = SHARES.columns
@@ -431,32 +471,12 @@ def decode_second_gemm(
     complete = tl.load(counts + L)
     returned = il.pointer(results, DTYPE)
     if pid < MULTIPLYING:
-        ffn = ffn_groups * SHARES.ffn_align
-        tiles_n = (hidden + BLOCK_N - 1) // BLOCK_N
+        product = ExpertProduct(
+            il.pointer(active, DTYPE), il.pointer(weights, DTYPE), bias, returned, hidden,
+            ffn_groups * SHARES.ffn_align, None, tokens * TOP_K,
+        )
         lists = Lists(entries, counts, L, length)
-        tiles = _tiles_of(lists, tiles_n, TILES)
-        matrices, inputs = il.pointer(weights, DTYPE), il.pointer(active, DTYPE)
-        slots = tokens * TOP_K
-        for item in range(pid, tl.max(tiles[3]), MULTIPLYING):
-            expert, begin, count, first, has_tail, n = _tile(item, tiles, tiles_n, TILES)
-            rows = _rows(lists, expert, first, count, BLOCK_M)
-            lines = inputs + (begin + rows.row).to(tl.int64) * ffn
-            weight = Matrix(matrices + expert.to(tl.int64) * hidden * ffn, hidden, ffn, None)
-            column, own_bias = n * BLOCK_N, bias
-            if bias is not None:
-                own_bias = bias + expert * hidden
-            il.record("tile", item, group)
-            if TAIL > 0 and has_tail:
-                more = _rows(lists, expert, first + BLOCK_M, count, TAIL)
-                more_lines = inputs + (begin + more.row).to(tl.int64) * ffn
-                acc, tail = _multiply(
-                    lines, rows.exists, more_lines, more.exists, weight, column, TILES
-                )
-                _return(returned, tail, more, own_bias, column, hidden, slots, group, DTYPE)
-            else:
-                acc = _multiply(lines, rows.exists, None, None, weight, column, TILES)
-            il.record("computed", item, group)
-            _return(returned, acc, rows, own_bias, column, hidden, slots, group, DTYPE)
+        _multiply_tiles(product, lists, MULTIPLYING, group, DTYPE, SHARES, TILES, None)
         # Without every rank nothing was put, and a signal would announce an earlier call's results.
         if complete > 0:
             # The last program has acquired the puts of all, and its signals release them.
@@ -493,13 +513,12 @@ def decode_second_gemm(
 
 
 @triton.jit
-def _return(returned, acc, rows, bias, column, hidden, slots, group, DTYPE: tl.constexpr):
-    """Add the bias to a tile of rows, and put each into its slot of its source: ``returned [slots,
-    hidden]``, from ``column`` on.
-    """
-    if bias is not None:
-        acc = add_bias(acc, bias, column, hidden)
+def _return(product, acc, rows, column, group, DTYPE: tl.constexpr):
+    """Add the bias to a tile of rows, and put each into its slot of its source."""
+    if product.bias is not None:
+        acc = add_bias(acc, product.bias, column, product.lines)
     columns = column + tl.arange(0, acc.shape[1])[None, :]
-    pointers = returned + (rows.entry % slots).to(tl.int64)[:, None] * hidden + columns
-    mask = rows.exists[:, None] & (columns < hidden)
-    il.put(pointers, acc.to(DTYPE), (rows.entry // slots)[:, None], group, mask)
+    slot = (rows.entry % product.slots).to(tl.int64)[:, None]
+    pointers = product.target + slot * product.lines + columns
+    mask = rows.exists[:, None] & (columns < product.lines)
+    il.put(pointers, acc.to(DTYPE), (rows.entry // product.slots)[:, None], group, mask)

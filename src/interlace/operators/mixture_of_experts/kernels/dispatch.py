@@ -16,7 +16,7 @@ from interlace.operators.mixture_of_experts.kernels.plan import (
     ARRIVALS, COUNTERS, HEADER, MAX_RANKS, RETURNS, ArrivalPlan, completeness, local_experts, pick,
 )
 from interlace.operators.mixture_of_experts.kernels.tiles import (
-    multiply, multiply_halves, store_rows, tile_of,
+    as_operand, multiply, multiply_halves, store_rows, tile_of,
 )
 
 
@@ -40,65 +40,32 @@ class RowPushing(NamedTuple):
 
 
 class LeavingRows(NamedTuple):
-    """The rows that leave: ``x [tokens, hidden]``, the slot of each row, the slots' scales or None.
+    """The rows that leave, and the buffers that they arrive in.
+
+    Attributes:
+        x: Rows ``[tokens, hidden]``, of which each slot's leaves.
+        slot_at: The slot of each row of results.
+        scales: The slots' numbers that leave with the rows; None if there are none.
+        hidden: The width of a row.
+        buffers: Address of the first buffer (rank 0's copy), or of the only one.
+        nbytes: Bytes of a buffer.
+        grants: The index of the buffer that each rank grants; None if there is one buffer.
+        scale_bytes: Bytes from a buffer's first row to its first scale; None if there are none.
     """
 
     x: Any
     slot_at: Any
     scales: Any
     hidden: Any
-
-
-class Buffers(NamedTuple):
-    """The buffers that rows arrive in.
-
-    Attributes:
-        first: Address of the first buffer (rank 0's copy), or of the only one.
-        nbytes: Bytes of a buffer.
-        grants: The index of the buffer that each rank grants; None if there is one buffer.
-        scale_bytes: Bytes from a buffer's first row to its first scale; None if there are none.
-    """
-
-    first: Any
+    buffers: Any
     nbytes: Any
     grants: Any
     scale_bytes: Any
 
 
-class DrawnTiles(NamedTuple):
-    """The tiles of this rank's experts, which programs draw from a ticket counter.
-
-    Attributes:
-        rows, begin: Rows of each expert, and the first of them in the buffer.
-        tiles_m, ends: Tiles of rows of each expert, and the items up to its last one.
-        tiles_n: Tiles of columns.
-        items: Number of tiles of all experts.
-        draws: Maximum number of items that a program draws.
-    """
-
-    rows: Any
-    begin: Any
-    tiles_m: Any
-    ends: Any
-    tiles_n: Any
-    items: Any
-    draws: Any
-
-
-class Tile(NamedTuple):
-    """A tile of the product: its expert, its first row, the expert's last row + 1, and its number
-    among the tiles of columns.
-    """
-
-    expert: Any
-    row: Any
-    end: Any
-    n: Any
-
-
-class FirstProduct(NamedTuple):
-    """The operands and results of the product with w_in, as descriptors or pointers; see
-    :func:`dispatch_grouped_gemm`.
+class ArrivingProduct(NamedTuple):
+    """The operands and results of a product of rows that arrive, as descriptors or pointers; see
+    :func:`dispatch_grouped_gemm`. Backward there is neither ``bias`` nor ``kept``.
     """
 
     a: Any
@@ -113,7 +80,7 @@ class FirstProduct(NamedTuple):
 
 @triton.jit
 def _push(
-    rows, plan, buffers, flags, group, stamp, LANES: tl.constexpr, PUSHING: tl.constexpr,
+    rows, plan, flags, group, stamp, LANES: tl.constexpr, PUSHING: tl.constexpr,
 ):
     """Send this program's share of the rows that leave, and signal complete experts.
 
@@ -139,9 +106,9 @@ def _push(
         piece = task - pick(ends, lanes, i) + members
         arrival = tl.load(plan.table + (ARRIVALS * WORLD_SIZE + rank) * E + expert)
         back = tl.load(plan.table + (RETURNS * WORLD_SIZE + rank) * E + expert)
-        buffer = buffers.first
-        if buffers.grants is not None:
-            buffer += tl.load(buffers.grants + owner).to(tl.int64) * buffers.nbytes
+        buffer = rows.buffers
+        if rows.grants is not None:
+            buffer += tl.load(rows.grants + owner).to(tl.int64) * rows.nbytes
         target = il.pointer(buffer, rows.x.dtype.element_ty)
         for first in range(piece * PUSH_ROWS, tl.minimum(count, (piece + 1) * PUSH_ROWS), ROWS):
             row = first + tl.arange(0, ROWS)
@@ -156,7 +123,7 @@ def _push(
                 il.put(target + offset[:, None] + column, value, owner, group, mask)
             if rows.scales is not None:
                 scale = tl.load(rows.scales + slot, mask=row < count)
-                scale_target = il.pointer(buffer + buffers.scale_bytes, tl.float32)
+                scale_target = il.pointer(buffer + rows.scale_bytes, tl.float32)
                 il.put(scale_target + arrival + row, scale, owner, group, row < count)
         # The last program of an expert has acquired the puts of the others, and its signal releases
         # them: an owner that has seen the signal reads complete rows.
@@ -165,39 +132,64 @@ def _push(
 
 
 @triton.jit
-def _tiles_to_draw(
-    plan, columns, rank, LANES: tl.constexpr, PUSHING: tl.constexpr, TILING: tl.constexpr
+def _draw_tiles(
+    product, plan, ticket, flags, stamp, group, LANES: tl.constexpr, PUSHING: tl.constexpr,
+    TILING: tl.constexpr, DTYPE: tl.constexpr, FORM: tl.constexpr,
 ):
-    """Return the tiles of a product with ``columns`` columns."""
+    """Draw tiles of a product from a ticket counter, expert by expert, and compute each once its
+    expert's rows have arrived.
+
+    The tile, or its activation unless ``FORM`` is None, is stored.
+    """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
+    rank = il.rank(group)
+    lanes = tl.arange(0, LANES.local)
     rows, begin = local_experts(plan, rank, LANES.world_size, LANES.local)
-    tiles_m = (rows + TILING.block_m - 1) // TILING.block_m
-    tiles_n = (columns + TILING.block_n - 1) // TILING.block_n
+    tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
+    tiles_n = (product.columns + BLOCK_N - 1) // BLOCK_N
     ends = tl.cumsum(tiles_m * tiles_n, 0)
     items = tl.sum(tiles_m) * tiles_n
     # There are enough draws for all items even if the programs that start only when the pushers
     # have left draw none.
     programs = tl.num_programs(0) - PUSHING.programs
     early = tl.where(programs > PUSHING.programs, programs - PUSHING.programs, programs)
-    return DrawnTiles(rows, begin, tiles_m, ends, tiles_n, items, (items + early - 1) // early)
-
-
-@triton.jit
-def _draw_after(item, draw, ticket, tiles):
-    """Draw the item that follows ``item``; return the number of items if there is none."""
-    more = (draw + 1 < tiles.draws) & (item < tiles.items)
-    drawn = tl.atomic_add(ticket, 1, mask=more, sem="relaxed", scope="gpu")
-    return tl.where(more, drawn, tiles.items)
-
-
-@triton.jit
-def _tile_of_item(item, tiles, LANES: tl.constexpr, TILING: tl.constexpr):
-    """Return the tile that an item stands for."""
-    lanes = tl.arange(0, LANES.local)
-    expert, m, n = tile_of(
-        item, lanes, tiles.ends, tiles.tiles_m, tiles.rows * 0, tiles.tiles_n, TILING.group_m
-    )
-    first = pick(tiles.begin, lanes, expert)
-    return Tile(expert, first + m * TILING.block_m, first + pick(tiles.rows, lanes, expert), n)
+    draws = (items + early - 1) // early
+    item = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
+    ready = -1
+    poison = 0.0
+    for draw in range(draws):
+        # The next item is drawn before this one is computed, so that it arrives meanwhile.
+        more = (draw + 1 < draws) & (item < items)
+        drawn = tl.atomic_add(ticket, 1, mask=more, sem="relaxed", scope="gpu")
+        if item < items:
+            expert, m, n = tile_of(
+                item, lanes, ends, tiles_m, rows * 0, tiles_n, TILING.group_m
+            )
+            first = pick(begin, lanes, expert)
+            row, end = first + m * BLOCK_M, first + pick(rows, lanes, expert)
+            if expert != ready:
+                poison = _await_rows(
+                    expert, plan, flags, stamp, rank, group, LANES.world_size, TILING.descriptors
+                )
+                ready = expert
+            il.record("tile", item, group)
+            if FORM is None:
+                column = n * BLOCK_N
+                acc = poison + multiply(
+                    product.a, product.b, row, end, expert, column, product.columns,
+                    product.hidden, TILING,
+                )
+                il.record("computed", item, group)
+                store_rows(
+                    product.out, row, end, column, product.columns, acc.to(DTYPE),
+                    TILING.descriptors,
+                )
+            else:
+                _activate_tile(
+                    product, expert, row, end, n, poison, item, group, DTYPE, TILING, FORM
+                )
+        item = tl.where(more, drawn, items)
 
 
 @triton.jit
@@ -222,7 +214,7 @@ def _await_rows(
 
 @triton.jit
 def _activate_tile(
-    product, tile, poison, item, group, DTYPE: tl.constexpr, TILING: tl.constexpr,
+    product, expert, row, end, n, poison, item, group, DTYPE: tl.constexpr, TILING: tl.constexpr,
     FORM: tl.constexpr,
 ):
     """Compute a tile of gate and up, and store it, unless ``kept`` is None, and its activation."""
@@ -230,24 +222,24 @@ def _activate_tile(
     BLOCK_N: tl.constexpr = TILING.block_n
     DESCRIPTORS: tl.constexpr = TILING.descriptors
     GATES: tl.constexpr = FORM.gates
-    columns, hidden, row, end = product.columns, product.hidden, tile.row, tile.end
-    width, column = columns // GATES, tile.n * (BLOCK_N // GATES)
+    columns, hidden = product.columns, product.hidden
+    width, column = columns // GATES, n * (BLOCK_N // GATES)
     if FORM.halves:
         gate, up = multiply_halves(
-            product.a, product.b, row, end, tile.expert, column, width, hidden, TILING
+            product.a, product.b, row, end, expert, column, width, hidden, TILING
         )
         gate, up = poison + gate, poison + up
         if product.bias is not None:
-            of_expert = product.bias + tile.expert * columns
+            of_expert = product.bias + expert * columns
             gate = add_bias(gate, of_expert, column, width)
             up = add_bias(up, of_expert + width, column, width)
     else:
-        first = tile.n * BLOCK_N
+        first = n * BLOCK_N
         acc = poison + multiply(
-            product.a, product.b, row, end, tile.expert, first, columns, hidden, TILING
+            product.a, product.b, row, end, expert, first, columns, hidden, TILING
         )
         if product.bias is not None:
-            acc = add_bias(acc, product.bias + tile.expert * columns, first, columns)
+            acc = add_bias(acc, product.bias + expert * columns, first, columns)
     il.record("computed", item, group)
     if GATES == 1:
         gate, up = acc, None
@@ -297,43 +289,27 @@ def dispatch_grouped_gemm(
     """
     DTYPE: tl.constexpr = x.dtype.element_ty
     pid = tl.program_id(0)
-    _, stamp, group, rank = il.enter(epochs, ctx, call)
+    _, stamp, group, _ = il.enter(epochs, ctx, call)
     flags = il.pointer(signals, tl.int32)
     hidden = hidden_groups * PUSHING.align
     arrival_plan = ArrivalPlan(plan, L * LANES.world_size, L)
     if pid < PUSHING.programs:
         # Step 2. Without every grant the buffers may still be in use.
         if completeness(plan, None, arrival_plan.E, LANES.world_size) > 0:
-            rows = LeavingRows(x, slot_at, None, hidden)
-            granted = Buffers(buffers, buffer_bytes, grants, None)
-            _push(rows, arrival_plan, granted, flags, group, stamp, LANES, PUSHING)
+            rows = LeavingRows(x, slot_at, None, hidden, buffers, buffer_bytes, grants, None)
+            _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
-        if TILING.descriptors:
-            product = FirstProduct(a, b, bias, out, kept, arrivals, columns, hidden)
-        else:
-            both = None if kept is None else il.pointer(kept, DTYPE)
-            product = FirstProduct(
-                il.pointer(a, DTYPE), il.pointer(b, DTYPE), bias, il.pointer(out, DTYPE), both,
-                arrivals, columns, hidden,
-            )
-        tiles = _tiles_to_draw(arrival_plan, columns, rank, LANES, PUSHING, TILING)
-        item = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
-        ready = -1
-        poison = 0.0
-        for draw in range(tiles.draws):
-            following = _draw_after(item, draw, ticket, tiles)
-            if item < tiles.items:
-                tile = _tile_of_item(item, tiles, LANES, TILING)
-                # Step 3.
-                if tile.expert != ready:
-                    poison = _await_rows(
-                        tile.expert, arrival_plan, flags, stamp, rank, group, LANES.world_size,
-                        TILING.descriptors,
-                    )
-                    ready = tile.expert
-                il.record("tile", item, group)
-                _activate_tile(product, tile, poison, item, group, DTYPE, TILING, FORM)
-            item = following
+        # Step 3.
+        both = kept
+        if kept is not None:
+            both = as_operand(kept, DTYPE, TILING.descriptors)
+        product = ArrivingProduct(
+            as_operand(a, DTYPE, TILING.descriptors), as_operand(b, DTYPE, TILING.descriptors),
+            bias, as_operand(out, DTYPE, TILING.descriptors), both, arrivals, columns, hidden,
+        )
+        _draw_tiles(
+            product, arrival_plan, ticket, flags, stamp, group, LANES, PUSHING, TILING, DTYPE, FORM
+        )
 
 
 @triton.jit(do_not_specialize=["call", "L", "hidden_groups"])
@@ -383,35 +359,14 @@ def dispatch_grouped_gemm_backward(
             tl.store(met, complete.to(tl.int32))
         # Step 2. Without every grant the buffers may still be in use.
         if complete:
-            rows = LeavingRows(grad, slot_at, scales, hidden)
-            granted = Buffers(buffer, None, None, scale_bytes)
-            _push(rows, arrival_plan, granted, flags, group, stamp, LANES, PUSHING)
+            rows = LeavingRows(grad, slot_at, scales, hidden, buffer, None, None, scale_bytes)
+            _push(rows, arrival_plan, flags, group, stamp, LANES, PUSHING)
     else:
-        if TILING.descriptors:
-            left, weight, target = a, b, out
-        else:
-            left, weight = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
-            target = il.pointer(out, DTYPE)
-        tiles = _tiles_to_draw(arrival_plan, columns, rank, LANES, PUSHING, TILING)
-        item = tl.atomic_add(ticket, 1, sem="relaxed", scope="gpu")
-        ready = -1
-        poison = 0.0
-        for draw in range(tiles.draws):
-            following = _draw_after(item, draw, ticket, tiles)
-            if item < tiles.items:
-                expert, row, end, n = _tile_of_item(item, tiles, LANES, TILING)
-                # Step 3.
-                if expert != ready:
-                    poison = _await_rows(
-                        expert, arrival_plan, flags, stamp, rank, group, WORLD_SIZE,
-                        TILING.descriptors,
-                    )
-                    ready = expert
-                il.record("tile", item, group)
-                column = n * TILING.block_n
-                acc = poison + multiply(
-                    left, weight, row, end, expert, column, columns, hidden, TILING
-                )
-                il.record("computed", item, group)
-                store_rows(target, row, end, column, columns, acc.to(DTYPE), TILING.descriptors)
-            item = following
+        # Step 3.
+        product = ArrivingProduct(
+            as_operand(a, DTYPE, TILING.descriptors), as_operand(b, DTYPE, TILING.descriptors),
+            None, as_operand(out, DTYPE, TILING.descriptors), None, None, columns, hidden,
+        )
+        _draw_tiles(
+            product, arrival_plan, ticket, flags, stamp, group, LANES, PUSHING, TILING, DTYPE, None
+        )

@@ -6,12 +6,12 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.tiles import add_product, tile_place
 from interlace.operators.mixture_of_experts.kernels.activation import (
-    act, clamp_gate, clamp_up, times_slope,
+    activated_rows, store_gradients, times_up,
 )
 from interlace.operators.mixture_of_experts.kernels.plan import (
-    ARRIVALS, RETURNS, ArrivalPlan, completeness, local_experts, pick,
+    ArrivalPlan, completeness, local_experts, pick, sources_of, way_back,
 )
-from interlace.operators.mixture_of_experts.kernels.tiles import store_rows
+from interlace.operators.mixture_of_experts.kernels.tiles import as_operand, store_rows
 
 
 @triton.jit(do_not_specialize=["E", "L"])
@@ -63,27 +63,19 @@ def activation_backward(
             offsets = row.to(tl.int64)[:, None] * width + column
             mask = (row < end)[:, None] & (column < width)
             gate = tl.load(gates + offsets, mask=mask, other=0.0).to(tl.float32)
-            clamped_up = None
+            up = gate
             if FORM.gates == 2:
                 ups = gates + arrivals.to(tl.int64) * width
                 up = tl.load(ups + offsets, mask=mask, other=0.0).to(tl.float32)
-                clamped_up = clamp_up(up, FORM)
             incoming = tl.load(products + offsets, mask=mask, other=0.0).to(tl.float32)
-            clamped_gate = clamp_gate(gate, FORM)
-            value, factor = act(clamped_gate, FORM)
-            number += tl.sum(multiplied(incoming * value, clamped_up), 1)
+            activated = activated_rows(gate, up, FORM)
+            number += tl.sum(times_up(incoming * activated.value, activated, FORM), 1)
+            active = times_up(activated.value, activated, FORM) * scale[:, None]
             # Rows that did not arrive left NaN in the product; factors of the rows themselves must
             # be NaN as well.
-            active = tl.where(
-                incoming == incoming, multiplied(value, clamped_up) * scale[:, None], incoming
-            )
+            active = tl.where(incoming == incoming, active, incoming)
             incoming *= scale[:, None]
-            of_gate = times_slope(multiplied(incoming, clamped_up), clamped_gate, factor, FORM)
-            of_gate = gradient_of_gate(of_gate, incoming, gate, FORM)
-            of_up = None
-            if FORM.gates == 2:
-                of_up = gradient_of_up(incoming * value, incoming, up, FORM)
-            store_gradients(inner, of_gate, of_up, row, end, start, width, FORM, ROWS, COLS)
+            store_gradients(inner, incoming, activated, row, end, start, width, FORM, ROWS, COLS)
             tl.store(weighted + offsets, active.to(DTYPE), mask=mask)
         if bias is not None:
             rows_of_y = il.pointer(received, DTYPE)
@@ -95,73 +87,11 @@ def activation_backward(
                 added = tl.load(bias + expert * hidden + column, mask=column < hidden, other=0.0)
                 number += tl.sum(upstream * added.to(tl.float32), 1)
             tl.store(factors + row, tl.where(number == number, scale, number), mask=row < end)
-        table = plan + rank * L + expert
-        peer = tl.zeros([ROWS], tl.int32)
-        back = tl.zeros([ROWS], tl.int32)
-        for source in tl.static_range(WORLD_SIZE):
-            start_row = tl.load(table + (ARRIVALS * WORLD_SIZE + source) * E)
-            from_source = (row >= start_row) & (row < start_row + tl.load(table + source * E))
-            peer = tl.where(from_source, source, peer)
-            result_row = row - start_row + tl.load(table + (RETURNS * WORLD_SIZE + source) * E)
-            back = tl.where(from_source, result_row, back)
+        counts, starts, backs = sources_of(arrival_plan, rank, expert, WORLD_SIZE)
+        peer, back = way_back(row, counts, starts, backs, WORLD_SIZE)
         target = il.pointer(gradients, tl.float32) + back
         valid = (row < end) & (complete + row * 0 > 0)
         il.put(target, number, peer, group, valid)
-
-
-@triton.jit
-def multiplied(value, up):
-    """Return ``value * up``, or ``value`` where experts have no gate and ``up`` is None."""
-    if up is None:
-        return value
-    else:
-        return value * up
-
-
-@triton.jit
-def gradient_of_gate(of_gate, incoming, gate, FORM: tl.constexpr):
-    """Return the gradient of gate, which is 0 where gate is clamped, unless ``incoming`` is NaN."""
-    if FORM.limit is None:
-        return of_gate
-    else:
-        return tl.where((gate > FORM.limit) & (incoming == incoming), 0.0, of_gate)
-
-
-@triton.jit
-def gradient_of_up(of_up, incoming, up, FORM: tl.constexpr):
-    """Return the gradient of up, which is 0 where up is clamped, unless ``incoming`` is NaN."""
-    if FORM.limit is None:
-        return of_up
-    else:
-        is_clamped = (up > FORM.limit) | (up < -FORM.limit)
-        return tl.where(is_clamped & (incoming == incoming), 0.0, of_up)
-
-
-@triton.jit
-def store_gradients(
-    inner, of_gate, of_up, row, end, start, width, FORM: tl.constexpr, ROWS: tl.constexpr,
-    COLS: tl.constexpr,
-):
-    """Store the gradients of gate and up, float32 ``[ROWS, COLS]``, of rows before ``end`` and
-    columns from ``start`` on, in the order of w_in's lines; ``of_up`` is None without a gate.
-    """
-    dtype = inner.dtype.element_ty
-    column = start + tl.arange(0, COLS)[None, :]
-    mask = (row < end)[:, None] & (column < width)
-    if of_up is None:
-        offsets = row.to(tl.int64)[:, None] * width + column
-        tl.store(inner + offsets, of_gate.to(dtype), mask=mask)
-    elif FORM.halves:
-        pointers = inner + row.to(tl.int64)[:, None] * 2 * width + column
-        tl.store(pointers, of_gate.to(dtype), mask=mask)
-        tl.store(pointers + width, of_up.to(dtype), mask=mask)
-    else:
-        both = tl.join(of_gate, of_up)
-        both_columns = 2 * start + tl.arange(0, 2 * COLS)[None, :]
-        both_offsets = row.to(tl.int64)[:, None] * 2 * width + both_columns
-        both_mask = (row < end)[:, None] & (both_columns < 2 * width)
-        pointers = inner + both_offsets
-        tl.store(pointers, tl.reshape(both, [ROWS, 2 * COLS]).to(dtype), mask=both_mask)
 
 
 @triton.jit(do_not_specialize=["E", "L", "rank"])
@@ -187,12 +117,9 @@ def grouped_gemm_gradient(
     lanes = tl.arange(0, L_LANES)
     rows, begin = local_experts(ArrivalPlan(plan, E, L), rank, WORLD_SIZE, L_LANES)
     tiles_m, tiles_n = (wide + BLOCK_M - 1) // BLOCK_M, (narrow + BLOCK_N - 1) // BLOCK_N
-    if EVEN:
-        target = out
-    else:
-        target = il.pointer(out, DTYPE)
-    if not TILING.descriptors:
-        left, right = il.pointer(a, DTYPE), il.pointer(b, DTYPE)
+    target = as_operand(out, DTYPE, EVEN)
+    left = as_operand(a, DTYPE, TILING.descriptors)
+    right = as_operand(b, DTYPE, TILING.descriptors)
     for item in range(tl.program_id(0), L * tiles_m * tiles_n, tl.num_programs(0)):
         expert, offset = item // (tiles_m * tiles_n), item % (tiles_m * tiles_n)
         m, n = tile_place(offset, tiles_m, tiles_n, GROUP)
@@ -202,13 +129,13 @@ def grouped_gemm_gradient(
         if TILING.descriptors:
             full_blocks = count // BLOCK_K * BLOCK_K
             for k in range(0, full_blocks, BLOCK_K):
-                x = a.load([first + k, across])
-                acc = add_product(acc, x.T, b.load([first + k, along]))
+                x = left.load([first + k, across])
+                acc = add_product(acc, x.T, right.load([first + k, along]))
             if full_blocks < count:
                 # Behind an expert's rows memory is undefined, perhaps NaN.
                 mask = (full_blocks + tl.arange(0, BLOCK_K))[:, None] < count
-                x = tl.where(mask, a.load([first + full_blocks, across]), 0.0)
-                z = tl.where(mask, b.load([first + full_blocks, along]), 0.0)
+                x = tl.where(mask, left.load([first + full_blocks, across]), 0.0)
+                z = tl.where(mask, right.load([first + full_blocks, along]), 0.0)
                 acc = add_product(acc, x.T, z)
         else:
             x_column = across + tl.arange(0, BLOCK_M)[None, :]

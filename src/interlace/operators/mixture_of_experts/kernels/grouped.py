@@ -9,10 +9,7 @@ import triton
 import triton.language as tl
 
 from interlace.operators.mixture_of_experts.kernels.activation import (
-    act, activate, clamp_gate, clamp_up, times_slope,
-)
-from interlace.operators.mixture_of_experts.kernels.gradients import (
-    gradient_of_gate, gradient_of_up, multiplied, store_gradients,
+    activate, activated_rows, store_gradients, times_up,
 )
 
 
@@ -85,22 +82,13 @@ def activate_rows_backward(
             )
             upstream = tl.load(incoming + place * width + column, mask=mask, other=0.0)
             upstream = upstream.to(tl.float32)
-            clamped_up = None
-            if FORM.gates == 2:
-                clamped_up = clamp_up(up, FORM)
-            clamped_gate = clamp_gate(gate, FORM)
-            value, factor = act(clamped_gate, FORM)
-            active = multiplied(value, clamped_up)
+            activated = activated_rows(gate, up, FORM)
+            active = times_up(activated.value, activated, FORM)
             number += tl.sum(tl.where(mask, upstream * active, 0.0), 1)
             pointers = scaled + place * width + column
             tl.store(pointers, (active * scale).to(scaled.dtype.element_ty), mask=mask)
             upstream *= scale
-            of_gate = times_slope(multiplied(upstream, clamped_up), clamped_gate, factor, FORM)
-            of_gate = gradient_of_gate(of_gate, upstream, gate, FORM)
-            of_up = None
-            if FORM.gates == 2:
-                of_up = gradient_of_up(upstream * value, upstream, up, FORM)
-            store_gradients(inner, of_gate, of_up, row, rows, start, width, FORM, ROWS, COLS)
+            store_gradients(inner, upstream, activated, row, rows, start, width, FORM, ROWS, COLS)
         if out_bias is not None:
             owner = tl.load(owners + row, mask=is_row, other=0)[:, None]
             for start in range(0, hidden, COLS):

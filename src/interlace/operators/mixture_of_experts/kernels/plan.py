@@ -41,23 +41,6 @@ class ExpertLanes(NamedTuple):
     local: Any
 
 
-class PlanExchange(NamedTuple):
-    """The symmetric memory in which ranks tell each other their counts.
-
-    Attributes:
-        numbers: Address of two halves ``[rank, E]`` of counts, then ``[rank]`` of buffer indices.
-        half: Bytes of a half.
-        signals, epochs, ctx, call: The signals, this rank's epochs, the group and the call's mark.
-    """
-
-    numbers: Any
-    half: Any
-    signals: Any
-    epochs: Any
-    ctx: Any
-    call: Any
-
-
 @triton.jit
 def expert_of(experts, slot, slots, E):
     """Load the expert that each slot names, -1 if there is none, and whether there is one."""
@@ -133,27 +116,32 @@ def plan_call(
     tl.store(slot_rows + slot, tl.where(kept, row, -1), mask=slot < slots)
     tl.store(slot_at + row, slot, mask=kept)
     if pid == 0:
-        exchange = PlanExchange(numbers, half, signals, epochs, ctx, call)
-        _exchange(counts, ArrivalPlan(plan, E, L), exchange, grants, buffer_index, LANES)
+        _exchange(
+            counts, ArrivalPlan(plan, E, L), grants, numbers, signals, epochs, ctx, call, half,
+            buffer_index, LANES,
+        )
 
 
 @triton.jit
-def _exchange(own_counts, plan, exchange, grants, buffer_index, LANES: tl.constexpr):
-    """Tell all peers this rank's counts, wait for theirs, and write the plan and the grants."""
+def _exchange(
+    own_counts, plan, grants, numbers, signals, epochs, ctx, call, half, buffer_index,
+    LANES: tl.constexpr,
+):
+    """Tell all peers this rank's counts, wait for theirs, and write the plan and the grants.
+
+    ``numbers`` is the address of two halves: counts ``[rank, E]``, then indices of buffers
+    ``[rank]``.
+    """
     WORLD_SIZE: tl.constexpr = LANES.world_size
     L_LANES: tl.constexpr = LANES.local
     R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
     E, L = plan.E, plan.L
-    epoch = il.next_epoch(exchange.epochs)
-    stamp = il.mark(epoch, exchange.call)
-    group = il.join(exchange.ctx)
-    rank = il.rank(group)
+    epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     peers = tl.arange(0, R_LANES)
     is_peer = (peers < WORLD_SIZE) & (peers != rank)
-    granting = il.in_turn(il.pointer(exchange.signals, tl.int32), epoch, MAX_RANKS)
+    granting = il.in_turn(il.pointer(signals, tl.int32), epoch, MAX_RANKS)
     # The halves take turns, so that a peer may still read the numbers of the last call.
-    numbers = exchange.numbers + (epoch & 1).to(tl.int64) * exchange.half
-    counts = il.pointer(numbers, tl.int32)
+    counts = il.pointer(numbers + (epoch & 1).to(tl.int64) * half, tl.int32)
     granted = counts + WORLD_SIZE * E
     lanes = tl.arange(0, LANES.experts)
     for step in tl.static_range(WORLD_SIZE):
@@ -219,3 +207,33 @@ def local_experts(plan, rank, WORLD_SIZE: tl.constexpr, L_LANES: tl.constexpr):
     rows = tl.load(plan.table + TABLES * WORLD_SIZE * plan.E + expert, mask=mask, other=0)
     begin = tl.load(plan.table + ARRIVALS * WORLD_SIZE * plan.E + expert, mask=mask, other=0)
     return rows, begin
+
+
+@triton.jit
+def sources_of(plan, rank, expert, WORLD_SIZE: tl.constexpr):
+    """Load how many rows of one of this rank's experts come from each source, the first of them in
+    the buffer, and the first of them among the source's results: a tuple each.
+    """
+    table = plan.table + rank * plan.L + expert
+    counts, starts, backs = (), (), ()
+    for source in tl.static_range(WORLD_SIZE):
+        counts = counts + (tl.load(table + source * plan.E),)
+        starts = starts + (tl.load(table + (ARRIVALS * WORLD_SIZE + source) * plan.E),)
+        backs = backs + (tl.load(table + (RETURNS * WORLD_SIZE + source) * plan.E),)
+    return counts, starts, backs
+
+
+@triton.jit
+def way_back(rows, counts, starts, backs, WORLD_SIZE: tl.constexpr):
+    """Return the source of each of an expert's rows, and its row among the source's results.
+
+    ``counts``, ``starts`` and ``backs`` are those of :func:`sources_of`.
+    """
+    peer = tl.zeros_like(rows)
+    result_row = tl.zeros_like(rows)
+    for source in tl.static_range(WORLD_SIZE):
+        start = starts[source]
+        from_source = (rows >= start) & (rows < start + counts[source])
+        peer = tl.where(from_source, source, peer)
+        result_row = tl.where(from_source, rows - start + backs[source], result_row)
+    return peer, result_row

@@ -3,8 +3,18 @@
 import triton
 import triton.language as tl
 
+import interlace.language as il
 from interlace.gemm.kernels.tiles import Matrices, add_product, multiply_tile_of, tile_place
 from interlace.operators.mixture_of_experts.kernels.plan import pick
+
+
+@triton.jit
+def as_operand(memory, DTYPE: tl.constexpr, DESCRIPTORS: tl.constexpr):
+    """Return the tensor descriptor ``memory``, or else the pointer to the address that it is."""
+    if DESCRIPTORS:
+        return memory
+    else:
+        return il.pointer(memory, DTYPE)
 
 
 @triton.jit

@@ -1,9 +1,13 @@
-"""``impl="unfused"``: the layer in steps of torch, for any call; the host waits for the device."""
+"""The layer in stock PyTorch.
+
+``impl="unfused"`` runs any call, in steps of torch; the host waits for the device. ``impl="nccl"``
+never waits, as servers run it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,12 +15,12 @@ import torch.nn.functional as F
 from torch import _C
 
 from interlace.comm import process_group_named
-from interlace.gemm.reference import is_alone
+from interlace.gemm.reference import exchange_rows, gather_rows, is_alone, sum_rows
+from interlace.operators.mixture_of_experts import grouped
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
-from interlace.operators.mixture_of_experts.layout import Parameters
-
-if TYPE_CHECKING:
-    from interlace.operators.mixture_of_experts.call import LayerCall, Saved
+from interlace.operators.mixture_of_experts.call import LayerCall
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
+from interlace.operators.mixture_of_experts.layout import Parameters, Saved
 
 _AUTOGRAD = _C.DispatchKeySet(_C.DispatchKey.AutogradCPU) | _C.DispatchKeySet(
     _C.DispatchKey.AutogradCUDA
@@ -79,7 +83,8 @@ def _layer(
     # [source][local expert]
     own_counts = [part[rank * local : (rank + 1) * local].tolist() for part in of_ranks]
     sent, arriving = counts.view(ranks, local).sum(1).tolist(), [sum(part) for part in own_counts]
-    received = _exchange(x[order // experts.shape[1]], arriving, sent, group, ranks)
+    exchange: Callable[..., torch.Tensor] = _AllToAll.apply
+    received = exchange(x[order // experts.shape[1]], arriving, sent, group)
     # Rows arrive by source, and those of a source by expert.
     owner = torch.cat(
         [
@@ -94,7 +99,7 @@ def _layer(
         rows = (owner == number).nonzero()[:, 0]
         computed = _expert(number, received[rows], parameters, activation)
         results = results.index_copy(0, rows, computed)
-    returned = _exchange(results, sent, arriving, group, ranks)
+    returned = exchange(results, sent, arriving, group)
     rows = returned.new_zeros(experts.numel(), x.shape[1]).index_copy(0, order, returned)
     # A dropped slot's weight may be NaN, which 0 would not hide.
     is_kept = torch.zeros_like(chosen, dtype=torch.bool).index_fill(0, order, True)
@@ -115,17 +120,6 @@ def _expert(
     return F.linear(activation(*gates), w_out, b_out)
 
 
-def _exchange(
-    rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any, ranks: int
-) -> torch.Tensor:
-    if ranks == 1:
-        return rows
-    exchanged: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-        rows, arriving, sent, group
-    )
-    return exchanged
-
-
 class _AllToAll(torch.autograd.Function):
     """Send rows to other ranks, and their gradients back."""
 
@@ -133,15 +127,58 @@ class _AllToAll(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, arriving: list[int], sent: list[int], group: Any
     ) -> torch.Tensor:
-        ctx.splits = sent, arriving, group
-        received = rows.new_empty(sum(arriving), rows.shape[1])
-        dist.all_to_all_single(received, rows.contiguous(), arriving, sent, group=group)
-        return received
+        ctx.splits = arriving, sent, group
+        return exchange_rows(rows, sent, arriving, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        sent, arriving, group = ctx.splits
-        (grad,) = grads
-        returned = grad.new_empty(sum(sent), grad.shape[1])
-        dist.all_to_all_single(returned, grad.contiguous(), sent, arriving, group=group)
-        return returned, None, None, None
+        arriving, sent, group = ctx.splits
+        return exchange_rows(grads[0], arriving, sent, group), None, None, None
+
+
+def nccl_refusal(terms: ExpertTerms) -> str | None:
+    """Return what a call must have for ``impl="nccl"`` and has not, or None."""
+    return unmet((*grouped.rules(terms), *terms.inference_rules))
+
+
+def run_nccl(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+    """All-gather tokens and routing, multiply the rows of this rank's experts, reduce-scatter.
+
+    The sum over a token's experts is in the dtype of x, unlike that of the other implementations.
+    """
+    group = process_group_named(call.group_name)
+    splits = [call.sizes.tokens] * call.sizes.world_size
+    x = gather_rows(call.x, splits, group)
+    routing = gather_rows(grouped.routing_of(call), splits, group)
+    y = sum_rows(_sums_of_experts(call, x, routing), splits, group)
+    return y.contiguous(), call.unused()
+
+
+def _sums_of_experts(call: LayerCall, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:
+    """Return the parts of tokens' sums that are of this rank's experts, ``[M, hidden]``.
+
+    Args:
+        x: Tokens of any ranks, ``[M, hidden]``.
+        routing: Their experts and weights, as :func:`grouped.routing_of` returns them.
+    """
+    sizes, top_k, local = call.sizes, call.sizes.top_k, call.sizes.local
+    rows = grouped.by_expert(call, routing)
+    parameters = call.parameters.readable()
+    w_in, w_out = parameters.right_operands
+    both = torch._grouped_mm(x[rows.order // top_k], w_in, offs=rows.ends)
+    # Rows of other ranks' experts take any expert's bias.
+    owner = rows.experts.clamp(max=local - 1)
+    if parameters.b_in is not None:
+        both = both + parameters.b_in[owner]
+    if parameters.in_order.halves:
+        gates = both.view(-1, sizes.gates, sizes.ffn).unbind(1)
+    else:
+        gates = both.view(-1, sizes.ffn, sizes.gates).unbind(2)
+    active = ExpertActivation.parse(call.activation)(*gates)
+    results = torch._grouped_mm(active, w_out, offs=rows.ends)
+    if call.b_out is not None:
+        results = results + call.b_out[owner]
+    # The product leaves rows behind the last expert's undefined, perhaps NaN.
+    results = torch.where((rows.experts < local)[:, None], results, 0)
+    slots = results[rows.places].view(len(x), top_k, -1)
+    return torch.bmm(routing[:, None, top_k:].to(x.dtype), slots)[:, 0]

@@ -22,7 +22,7 @@ from interlace.operators.embedding_all_to_all.config import (
     choose,
 )
 from interlace.operators.embedding_all_to_all.layout import Layout
-from interlace.operators.embedding_all_to_all.validate import check_values
+from interlace.operators.embedding_all_to_all.validate import SeenTensors, check_values
 from interlace.units import ceil_div, next_power_of_2
 
 
@@ -62,13 +62,12 @@ class KnownCall(NamedTuple):
     it comes again where all of this does.
 
     Attributes:
-        key: The number of the set of tables, states and gradient (see ``validate``), the places of
-            indices, offsets and factors, and the other arguments.
-        addresses: Where this rank's tables begin, as the number says.
+        key: ``seen``, the places of indices, offsets and factors, and the other arguments.
+        seen: The tables and the states of an update.
     """
 
     key: tuple[Hashable, ...]
-    addresses: tuple[int, ...]
+    seen: SeenTensors
 
 
 @dataclasses.dataclass(frozen=True)

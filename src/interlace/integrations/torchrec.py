@@ -189,7 +189,7 @@ def _held(bags: ShardedEmbeddingBags, shard: Shard) -> ShardParameters:
 
 def _key(shard: Shard) -> str:
     """Return TorchRec's name of a table; with the columns, if the shard has not all of them."""
-    is_whole = shard.stop - shard.start == shard.table.width
+    is_whole = shard.width == shard.table.width
     return f"embedding_bags.{shard.table.name if is_whole else shard.name}.weight"
 
 
@@ -219,7 +219,7 @@ def _sharded(bags: ShardedEmbeddingBags, table: EmbeddingTable) -> Any:
     for shard in sorted(shards, key=lambda shard: shard.start):
         rank = dist.get_global_rank(group, shard.rank) if group is not None else shard.rank
         placement = f"rank:{rank}/{bags.group.device}"
-        size = [table.rows, shard.stop - shard.start]
+        size = [table.rows, shard.width]
         described.append(ShardMetadata([0, shard.start], size, placement))
         if shard.rank == bags.group.rank:
             local.append(LocalShard(_held(bags, shard).weight.detach(), described[-1]))
@@ -261,7 +261,7 @@ def _columns(table: Any, shard: Shard) -> torch.Tensor | None:
     for local in table.local_shards():
         if local.metadata.shard_offsets[1] == shard.start and local.metadata.shard_sizes == [
             shard.table.rows,
-            shard.stop - shard.start,
+            shard.width,
         ]:
             weight: torch.Tensor = local.tensor
             return weight

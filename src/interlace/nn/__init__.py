@@ -1,13 +1,11 @@
 """Modules that compute and communicate at once, to be used instead of torch's modules."""
 
 from interlace.nn.column_parallel import ColumnParallelLinear
-from interlace.nn.embedding_bags import ShardedEmbeddingBags
+from interlace.nn.embedding_bags import PooledEmbeddings, ShardedEmbeddingBags
 from interlace.nn.moe import MoE, Routing
 from interlace.nn.parallel_linear import unsharded_state_dict
-from interlace.nn.planning import make_plan
-from interlace.nn.pooled_embeddings import PooledEmbeddings
 from interlace.nn.row_parallel import RowParallelLinear
-from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan
+from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
 
 __all__ = [
     "ColumnParallelLinear",

@@ -16,9 +16,9 @@ from interlace.comm.replay.replays import places
 from interlace.operators.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
 from interlace.operators.embedding_all_to_all.call import KnownCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.op import DECLARATION
-from interlace.operators.embedding_all_to_all.update import Gradient, RowWiseAdagrad
+from interlace.operators.embedding_all_to_all.schema import DECLARATION
 from interlace.operators.embedding_all_to_all.validate import batch_of, validate
+from interlace.optim import Gradient, RowWiseAdagrad
 
 
 def embedding_all_to_all(
@@ -133,7 +133,8 @@ def embedding_all_to_all(
     known = None
     # Lookups that are not contiguous are copied first, to another place in each call.
     if (
-        is_ordinary
+        tables.seen is not None
+        and is_ordinary
         and name
         and not checks
         and all(numbers is None or numbers.is_contiguous() for numbers in lookups)

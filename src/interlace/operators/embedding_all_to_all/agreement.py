@@ -16,7 +16,7 @@ from interlace.comm.groups.group import Answers
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.record import MAX_RANKS
+from interlace.operators.embedding_all_to_all.layout import MAX_RANKS
 
 anchors: dict[str, torch.Tensor] = {}
 """A tensor per device that requires a gradient, which is zero.

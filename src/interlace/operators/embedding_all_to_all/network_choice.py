@@ -31,9 +31,8 @@ from interlace.costs.network import (
 )
 from interlace.costs.time import MachineProfile
 from interlace.gemm.between_nodes import profile_on
-from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all.layout import MAX_RANKS, Layout
 from interlace.tuning.choice import NetworkTimes
 from interlace.units import ceil_div
 
@@ -145,7 +144,7 @@ def times_between_nodes(sizes: LookupSizes, device: torch.device) -> NetworkTime
         "pooled": one_after_the_other(network, our_us, whole, rate),
         "unfused": one_after_the_other(network, stock_us, whole, rate),
     }
-    if layout.world_size <= record.MAX_RANKS:
+    if layout.world_size <= MAX_RANKS:
         predictions["fused"] = first_of_the_best(
             [
                 in_slices(network, our_us, traffic(shares=shares), rate)

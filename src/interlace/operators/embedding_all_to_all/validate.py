@@ -14,8 +14,8 @@ from interlace.comm.groups.registration import is_ordinary, is_unobserved
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
 from interlace.operators.embedding_all_to_all.config import MAX_WIDTH, OPERATOR
-from interlace.operators.embedding_all_to_all.record import MAX_TABLES
-from interlace.operators.embedding_all_to_all.update import SGD, RowWiseAdagrad
+from interlace.operators.embedding_all_to_all.layout import MAX_TABLES
+from interlace.optim import SGD, RowWiseAdagrad
 
 INTEGERS = (torch.int32, torch.int64)
 
@@ -50,8 +50,7 @@ class SeenTensors:
         if len(tensors) != len(self._addresses):
             return False
         if self._first is not None and any(
-            tensors[place] is not tensor
-            for place, tensor in zip(self._first, tensors, strict=True)
+            tensors[place] is not tensor for place, tensor in zip(self._first, tensors, strict=True)
         ):
             return False
         return (

@@ -253,8 +253,7 @@ def prepare(
         Writing,
         embedding_all_to_all_backward,
     )
-    from interlace.operators.embedding_all_to_all.kernels.rows import Rates
-    from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
+    from interlace.operators.embedding_all_to_all.kernels.gradients import GradientPushing, Rates
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     group, config, device = call.group, call.config, call.indices.device

@@ -256,8 +256,7 @@ def prepare(
         "slice_blocks": cut.rows // config.block_bags,
         "slice_bytes": cut.full_bytes(call.rank, 1),
         "first_local": min(local),
-        "first_task": 0,
-        "last_task": tasks,
+        "tasks": tasks,
         "program_tasks": program_tasks,
     }
     constants["RANKS"] = RanksByNode(layout.world_size, len(remote))

@@ -283,7 +283,7 @@ class InputDistribution(GroupMember):
         Args:
             indices: 1-D, table-major.
             weights: One weight per index, or None.
-            samples: n.
+            samples: Number of this rank's samples.
             sizes: Number of indices of each table that leave this rank.
             receive_sizes: Number of indices that come from each rank.
             layout: The order and the bags of what arrives.

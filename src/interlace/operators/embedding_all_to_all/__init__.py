@@ -139,12 +139,12 @@ def embedding_all_to_all(
         and not checks
         and all(numbers is None or numbers.is_contiguous() for numbers in lookups)
     ):
-        options = mode, output_dtype, kind, rate, epsilon, batch, name, impl, config
-        known = KnownCall((tables.seen, *places(*lookups), *options, is_recorded), tables.seen)
+        options = mode, output_dtype, kind, rate, epsilon, batch, name, impl, config, is_recorded
+        known = KnownCall(tables.seen, places(*lookups), options)
     owner = None if known is None else known_group(group, indices.device)
     if known is not None and owner is not None and not is_recorded:
         with past_autograd():
-            again: torch.Tensor | None = owner.recall(known.key)
+            again: torch.Tensor | None = owner.recall(known)
         if again is not None:
             return again
     # A plain tuple, because tracing can evaluate no other type.

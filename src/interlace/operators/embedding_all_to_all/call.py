@@ -62,12 +62,14 @@ class KnownCall(NamedTuple):
     it comes again where all of this does.
 
     Attributes:
-        key: ``seen``, the places of indices, offsets and factors, and the other arguments.
         seen: The tables and the states of an update.
+        lookups: The places of indices, offsets and factors.
+        options: The other arguments.
     """
 
-    key: tuple[Hashable, ...]
     seen: SeenTensors
+    lookups: tuple[Hashable, ...]
+    options: tuple[Hashable, ...]
 
 
 @dataclasses.dataclass(frozen=True)

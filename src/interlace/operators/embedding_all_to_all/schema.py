@@ -82,7 +82,7 @@ def _run(
     known = others[_OPTIONS_END] if len(others) > _OPTIONS_END else None
     group_name, impl, config, check = others[_OPTIONS_END - 4 : _OPTIONS_END]
     if known is not None:
-        y: torch.Tensor | None = group_named(group_name, indices.device).recall(known.key)
+        y: torch.Tensor | None = group_named(group_name, indices.device).recall(known)
         if y is not None:
             return y
     call = agreed_call(
@@ -92,7 +92,7 @@ def _run(
         SharedArguments(*others[:_SHARED]),
         (group_name, impl, config),
         check,
-        None if known is None else known.key,
+        known,
     )
     return DECLARATION.run(call)
 
@@ -300,7 +300,7 @@ def _known_update(ctx: Any, grad: torch.Tensor) -> tuple[Hashable, ...] | None:
         return None
     if not known.seen.are(ctx.written):
         return None
-    return BACKWARD, *known.key, grad.data_ptr(), grad.shape, grad.dtype
+    return BACKWARD, known, grad.data_ptr(), grad.shape, grad.dtype
 
 
 def _dense(values: torch.Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from interlace.optim import SGD, RowWiseAdagrad
 
 INTEGERS = (torch.int32, torch.int64)
 
+_ORDINARY = (torch.nn.Parameter, torch.Tensor)
 _MOST_SETS = 256
 
 
@@ -37,32 +38,24 @@ class SeenTensors:
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         place_of: dict[int, int] = {}
-        first = [place_of.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)]
+        self._first = [place_of.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)]
         # Guards take no tensor twice, as a table that several features share stands in a list.
-        self._first = first if len(place_of) < len(tensors) else None
+        distinct = [tensors[place] for place in place_of.values()]
+        if len(distinct) == len(tensors):
+            self._first = []
         self._addresses = tuple(map(_address, tensors))
-        self._guards = TensorGuards(
-            *self._distinct(tensors), dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
+        self._guards = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether ``tensors`` have the properties and the memory of the tensors seen."""
         if len(tensors) != len(self._addresses):
             return False
-        if self._first is not None and any(
-            tensors[place] is not tensor for place, tensor in zip(self._first, tensors, strict=True)
-        ):
-            return False
-        return (
-            self._guards.check(*self._distinct(tensors))
-            and tuple(map(_address, tensors)) == self._addresses
-        )
-
-    def _distinct(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Return each tensor once."""
-        if self._first is None:
-            return tensors
-        return [tensors[place] for place in sorted(set(self._first))]
+        distinct = tensors
+        if self._first:
+            if any(tensors[self._first[at]] is not tensor for at, tensor in enumerate(tensors)):
+                return False
+            distinct = [tensors[place] for place in sorted(set(self._first))]
+        return self._guards.check(*distinct) and tuple(map(_address, tensors)) == self._addresses
 
 
 _address = torch.Tensor.data_ptr
@@ -139,12 +132,18 @@ def validate(
 def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: object) -> TableSet:
     """Refuse tables, or the result of a backward pass, that no rank could compute with."""
     updates = not isinstance(gradient, str)
-    tensors = _tensors(weights, gradient) if is_unobserved() else None
+    states = gradient.states if isinstance(gradient, RowWiseAdagrad) else ()
+    tensors = None
+    if is_unobserved() and hasattr(states, "__iter__"):
+        tensors = [*weights, *states]
     sets: list[TableSet] = []
     if tensors is not None:
         # Found by the first table, as the hash of all of them takes longer.
+        has_address = (
+            bool(tensors) and type(tensors[0]) in _ORDINARY and tensors[0].layout is torch.strided
+        )
         kind = type(gradient) if updates else gradient
-        key = (device, kind, len(weights), *(tensor.data_ptr() for tensor in tensors[:1]))
+        key = (device, kind, len(weights), tensors[0].data_ptr() if has_address else None)
         sets = _known.get(key, [])
         for tables in sets:
             if tables.seen is not None and tables.seen.are(tensors):
@@ -168,17 +167,6 @@ def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: obj
             _known.clear()
         _known[key] = [tables, *sets[:_MOST_ALIKE]]
     return tables
-
-
-def _tensors(weights: Sequence[torch.Tensor], gradient: object) -> list[torch.Tensor] | None:
-    """Return the tables and the states of an update; None if the first one's memory says nothing,
-    or the states are no list.
-    """
-    try:
-        tensors = [*weights, *(gradient.states if isinstance(gradient, RowWiseAdagrad) else ())]
-    except TypeError:
-        return None
-    return tensors if all(map(_is_plain, tensors[:1])) else None
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

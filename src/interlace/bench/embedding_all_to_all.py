@@ -286,15 +286,9 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
 
     def target(self) -> backward.Target:
         """Return the tables as the backward pass updates them."""
-        return backward.Target(
-            update="adagrad",
-            places=[table.data_ptr() for table in self.tables],
-            strides=[self.shape.width] * self.shape.tables,
-            states=[state.data_ptr() for state in self.states],
-            rows=[self.shape.rows] * self.shape.tables,
-            dtype=self.shape.dtype,
-            learning_rate=LEARNING_RATE,
-            epsilon=EPSILON,
+        call, trainable = self.call(0, self.config), [True] * self.shape.tables
+        return backward.update_target(
+            call, self.states, trainable, "RowWiseAdagrad", LEARNING_RATE, EPSILON
         )
 
     def sort_lookups(self, i: int, config: EmbeddingAllToAllConfig) -> Sorted:

@@ -11,7 +11,6 @@ from torch import nn
 
 from interlace.errors import ArgumentError
 from interlace.nn.embedding_bags import ShardedEmbeddingBags, permuted
-from interlace.nn.embedding_shards import ShardParameters
 from interlace.nn.sharding import EmbeddingTable, Shard
 
 
@@ -80,7 +79,7 @@ def _collection_type() -> type[nn.Module]:
         """The update that the backward pass applies, as an optimizer that has nothing to do."""
 
         def __init__(self, bags: ShardedEmbeddingBags) -> None:
-            held = {_key(shard): _held(bags, shard) for shard in _own(bags)}
+            held = {_key(shard): bags.held(shard) for shard in _own(bags)}
             params = {key: table.weight for key, table in held.items()}
             state = {
                 table.weight: {f"{table.shard.table.name}.momentum1": table.sum_of_squares}
@@ -126,7 +125,7 @@ def _collection_type() -> type[nn.Module]:
         def _fill(self, weights: dict[str, torch.Tensor]) -> None:
             by_name = {config.name: config for config in self._configs}
             for shard in _own(self.bags):
-                parameter, table = _held(self.bags, shard).weight, weights[shard.table.name]
+                parameter, table = self.bags.held(shard).weight, weights[shard.table.name]
                 if parameter.is_meta:
                     continue
                 if table.is_meta:
@@ -177,14 +176,7 @@ def _collection_type() -> type[nn.Module]:
 
 
 def _own(bags: ShardedEmbeddingBags) -> list[Shard]:
-    return list(bags.plan.of_rank(bags.group.rank))
-
-
-def _held(bags: ShardedEmbeddingBags, shard: Shard) -> ShardParameters:
-    """Return the parameters of one of this rank's shards."""
-    parameters = bags.shards[shard.name]
-    assert isinstance(parameters, ShardParameters)
-    return parameters
+    return bags.plan.of_rank(bags.group.rank)
 
 
 def _key(shard: Shard) -> str:
@@ -222,7 +214,7 @@ def _sharded(bags: ShardedEmbeddingBags, table: EmbeddingTable) -> Any:
         size = [table.rows, shard.width]
         described.append(ShardMetadata([0, shard.start], size, placement))
         if shard.rank == bags.group.rank:
-            local.append(LocalShard(_held(bags, shard).weight.detach(), described[-1]))
+            local.append(LocalShard(bags.held(shard).weight.detach(), described[-1]))
     properties = TensorProperties(dtype=table.dtype)
     metadata = ShardedTensorMetadata(described, torch.Size([table.rows, table.width]), properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -245,7 +237,7 @@ def _take_tables(module: Any, state_dict: dict[str, Any], prefix: str, *argument
         weight = _columns(tables[shard.table.name], shard)
         if weight is not None:
             state_dict[f"{name}.weight"] = weight
-        state = _held(bags, shard).sum_of_squares
+        state = bags.held(shard).sum_of_squares
         if state is not None:
             state_dict[f"{name}.sum_of_squares"] = state
 

@@ -280,7 +280,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         """
         order = {table.name: i for i, table in enumerate(self.plan.tables)}
         for shard in self.plan.of_rank(self.group.rank):
-            self._held(shard).draw(seed, order[shard.table.name])
+            self.held(shard).draw(seed, order[shard.table.name])
 
     def forward(
         self,
@@ -339,7 +339,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         ranks = range(self.group.world_size)
         for number, (kind, bags_of_kind) in enumerate(zip(self.plan.kinds, bags, strict=True)):
             if bags_of_kind.per_sample_weights is not None:
-                tables = [self._held(shard).weight for shard in self._held_by_kind[kind]]
+                tables = [self.held(shard).weight for shard in self._held_by_kind[kind]]
                 columns = [
                     sum(shard.width for shard in self.plan.of_rank(rank, kind)) for rank in ranks
                 ]
@@ -377,7 +377,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         """Call the operator once for every kind of shard."""
         outputs = []
         for kind, bags_of_kind in zip(self.plan.kinds, bags, strict=True):
-            held = [self._held(shard) for shard in self._held_by_kind[kind]]
+            held = [self.held(shard) for shard in self._held_by_kind[kind]]
             weights = bags_of_kind.per_sample_weights
             outputs.append(
                 embedding_all_to_all(
@@ -406,7 +406,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
             return optim.RowWiseAdagrad(self.learning_rate, self.epsilon, states=states)
         return self.gradient
 
-    def _held(self, shard: Shard) -> ShardParameters:
+    def held(self, shard: Shard) -> ShardParameters:
         """Return the parameters of one of this rank's shards."""
         parameters = self.shards[shard.name]
         assert isinstance(parameters, ShardParameters)

@@ -13,11 +13,11 @@ from interlace.comm import default_name
 from interlace.comm.groups.group import known_group
 from interlace.comm.groups.registration import are_ordinary, entrance, past_autograd
 from interlace.comm.replay.replays import places
-from interlace.operators.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
+from interlace.operators.embedding_all_to_all.agreement import anchors, ask, recall
 from interlace.operators.embedding_all_to_all.call import KnownCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
 from interlace.operators.embedding_all_to_all.schema import DECLARATION
-from interlace.operators.embedding_all_to_all.validate import batch_of, validate
+from interlace.operators.embedding_all_to_all.validate import batch_of, checks_indices, validate
 from interlace.optim import Gradient, RowWiseAdagrad
 
 

@@ -51,10 +51,9 @@ class SharedArguments(NamedTuple):
         return Layout.of(self.counts, self.widths, self.batch)
 
     @property
-    def own_widths(self) -> Sequence[int]:
+    def own_widths(self) -> tuple[int, ...]:
         """Return the widths of this rank's tables."""
-        first = sum(self.counts[: self.rank])
-        return self.widths[first : first + self.counts[self.rank]]
+        return self.layout.widths[self.rank]
 
 
 class KnownCall(NamedTuple):
@@ -113,7 +112,7 @@ class EmbeddingCall:
     @functools.cached_property
     def plan(self) -> network_choice.NetworkPlan:
         """Return what all ranks run between nodes. Collective in the first call of a kind."""
-        return network_choice.plan_of(self, self.group)
+        return network_choice.plan_of(self)
 
     @property
     def is_empty(self) -> bool:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from interlace.comm import Group
 from interlace.comm.groups.copies import has_single_queue, supports_triggers
 from interlace.costs.cost import NetworkCost
 from interlace.costs.embedding_all_to_all import (
@@ -225,14 +224,14 @@ def _can_send_slices(device: torch.device) -> bool:
     return supports_triggers(device) and not has_single_queue()
 
 
-def plan_of(call: EmbeddingCall, group: Group) -> NetworkPlan:
+def plan_of(call: EmbeddingCall) -> NetworkPlan:
     """Return what runs of a call between nodes, the same on every rank.
 
     Collective in the first call of a kind on GPUs: ranks tell each other how many rows they look
     up, and the largest number counts for all calls of that kind; then, as their profiles and
     drivers may differ, what each of them would run, and the fewest slices count.
     """
-    device, layout = call.indices.device, call.layout
+    group, device, layout = call.group, call.indices.device, call.layout
     if profile_on(device) is None:
         return plan_by(None)
     # The backward pass of gradients has no tables, but knows their number.

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch._C._dynamo.guards import TensorGuards
 
+from interlace import environment
 from interlace.comm.groups.registration import is_ordinary, is_unobserved
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
@@ -17,7 +18,7 @@ from interlace.operators.embedding_all_to_all.config import MAX_WIDTH, OPERATOR
 from interlace.operators.embedding_all_to_all.layout import MAX_TABLES
 from interlace.optim import SGD, RowWiseAdagrad
 
-INTEGERS = (torch.int32, torch.int64)
+_INTEGERS = (torch.int32, torch.int64)
 
 _ORDINARY = (torch.nn.Parameter, torch.Tensor)
 _MOST_SETS = 256
@@ -117,7 +118,7 @@ def validate(
             raise ArgumentError(
                 f"{OPERATOR}: {name} must have one dimension; got shape {list(numbers.shape)}."
             )
-        if numbers.dtype not in INTEGERS:
+        if numbers.dtype not in _INTEGERS:
             raise ArgumentError(f"{OPERATOR}: {name} must be int32 or int64; got {numbers.dtype}.")
         require_device(f"{OPERATOR}: {name}", numbers, "indices", indices.device)
     if mode not in ("sum", "mean"):
@@ -197,6 +198,13 @@ def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
             f"{OPERATOR}: batch_size must be what offsets say, {batch}; got {batch_size}."
         )
     return batch
+
+
+def checks_indices(check_indices: bool | None, device: torch.device) -> bool:
+    """Decide whether a call looks at the numbers in indices and offsets."""
+    if check_indices is not None:
+        return check_indices
+    return device.type == "cpu" or bool(environment.switch("INTERLACE_CHECK_INDICES"))
 
 
 def check_values(

@@ -68,11 +68,10 @@ class PooledEmbeddings:
 
         It is ``values`` itself if the columns are in that order already, and a copy otherwise.
         """
-        model_order = [
-            (table.name, start) for table in self.plan.tables for start in self._starts(table)
-        ]
+        order = {table.name: i for i, table in enumerate(self.plan.tables)}
+        places = [(order[shard.table.name], shard.start) for shard in self.shards]
         # With one rank, or with whole tables dealt out in order, no copy is needed.
-        if [(shard.table.name, shard.start) for shard in self.shards] == model_order:
+        if places == sorted(places):
             return self.values
         return torch.cat(list(self.tables().values()), 1)
 
@@ -84,9 +83,6 @@ class PooledEmbeddings:
         """
         values = self.values if self.plan.stackable else self.ordered()
         return values.view(len(values), len(self.plan.tables), self.plan.tables[0].width)
-
-    def _starts(self, table: EmbeddingTable) -> list[int]:
-        return sorted(shard.start for shard in self.shards if shard.table.name == table.name)
 
     def _runs(self) -> Iterator[torch.Tensor | None]:
         """Yield, for every shard, the columns of the run of neighbouring shards that it begins.
@@ -250,7 +246,10 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         # Ranks remember each other's widths under this name, so each plan needs a name of its own.
         digest = hashlib.sha256(str([descriptions, placement]).encode()).hexdigest()
         self._name = f"{type(self).__name__} {digest[:16]}"
-        self._held_by_kind = {kind: plan.of_rank(self.group.rank, kind) for kind in plan.kinds}
+        self._names_by_kind = {
+            kind: [shard.name for shard in plan.of_rank(self.group.rank, kind)]
+            for kind in plan.kinds
+        }
         self._output_order = plan.in_output_order()
         self.distribution = InputDistribution(plan, self.group, group)
         self.shards = nn.ModuleDict()
@@ -339,7 +338,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         ranks = range(self.group.world_size)
         for number, (kind, bags_of_kind) in enumerate(zip(self.plan.kinds, bags, strict=True)):
             if bags_of_kind.per_sample_weights is not None:
-                tables = [self.held(shard).weight for shard in self._held_by_kind[kind]]
+                tables = self._of_shards(kind, "_parameters", "weight")
                 columns = [
                     sum(shard.width for shard in self.plan.of_rank(rank, kind)) for rank in ranks
                 ]
@@ -377,18 +376,17 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         """Call the operator once for every kind of shard."""
         outputs = []
         for kind, bags_of_kind in zip(self.plan.kinds, bags, strict=True):
-            held = [self.held(shard) for shard in self._held_by_kind[kind]]
             weights = bags_of_kind.per_sample_weights
             outputs.append(
                 embedding_all_to_all(
-                    [parameters.weight for parameters in held],
+                    self._of_shards(kind, "_parameters", "weight"),
                     bags_of_kind.indices,
                     bags_of_kind.offsets,
                     # Their gradient is computed apart.
                     per_sample_weights=None if weights is None else weights.detach(),
                     mode=kind[0],
                     output_dtype=self.output_dtype,
-                    gradient=self._gradient(held),
+                    gradient=self._gradient(kind),
                     batch_size=bags_of_kind.batch,
                     name=f"{self._name} {kind[0]} of {kind[1]}",
                     group=group,
@@ -397,12 +395,26 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
             )
         return outputs
 
-    def _gradient(self, parameters: list[ShardParameters]) -> Any:
+    def _of_shards(self, kind: tuple[str, torch.dtype], holder: str, name: str) -> list[Any]:
+        """Return the parameters or the buffers of one name of this rank's shards of a kind.
+
+        They are taken from the modules' dictionaries: to ask each module for its attribute would
+        take the host longer than the call itself.
+
+        Args:
+            kind: One of the plan's kinds.
+            holder: ``"_parameters"`` or ``"_buffers"``.
+            name: Of the parameter or the buffer.
+        """
+        modules = self.shards._modules
+        return [getattr(modules[shard], holder)[name] for shard in self._names_by_kind[kind]]
+
+    def _gradient(self, kind: tuple[str, torch.dtype]) -> Any:
         """Return the operator's argument ``gradient``: an update with its states, or a name."""
         if self.gradient == "sgd":
             return optim.SGD(self.learning_rate)
         if self.gradient == "rowwise_adagrad":
-            states = [shard.state for shard in parameters]
+            states = self._of_shards(kind, "_buffers", "sum_of_squares")
             return optim.RowWiseAdagrad(self.learning_rate, self.epsilon, states=states)
         return self.gradient
 

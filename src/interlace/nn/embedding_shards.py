@@ -57,12 +57,6 @@ class ShardParameters(ShardHolder):
     def _sharing(self) -> Sharing:
         return Sharing(self.process_group, self.absent)
 
-    @property
-    def state(self) -> torch.Tensor:
-        """The optimizer's state of a shard that has one."""
-        assert self.sum_of_squares is not None
-        return self.sum_of_squares
-
     @torch.no_grad()
     def draw(self, seed: int, table: int) -> None:
         """Draw the weight, uniform within ``1 / sqrt(rows)``, and set the state to 0.

@@ -216,8 +216,9 @@ def test_tensors_are_known_again_by_all_that_may_change(change, is_shared):
     seen = SeenTensors(tensors)
     assert seen.are(tensors)
     assert not seen.are(_plain(tensors)), "they require gradients no longer"
-    with torch.no_grad():
-        assert seen.are(tensors)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with mode:
+            assert seen.are(tensors), "by a backward pass, for instance"
     change(tensors)
     assert seen.are(tensors) == (is_shared and change is _repeat)
 

@@ -11,7 +11,7 @@ import torch
 from torch._C._dynamo.guards import TensorGuards
 
 from interlace import environment
-from interlace.comm.groups.registration import is_ordinary, is_unobserved
+from interlace.comm.groups.registration import is_ordinary, is_unobserved, past_autograd
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
 from interlace.operators.embedding_all_to_all.config import MAX_WIDTH, OPERATOR
@@ -45,7 +45,10 @@ class SeenTensors:
         if len(distinct) == len(tensors):
             self._first = []
         self._addresses = tuple(map(_address, tensors))
-        self._guards = TensorGuards(*distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None)
+        with past_autograd():
+            self._guards = TensorGuards(
+                *distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None
+            )
 
     def are(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether ``tensors`` have the properties and the memory of the tensors seen."""
@@ -56,7 +59,11 @@ class SeenTensors:
             if any(tensors[self._first[at]] is not tensor for at, tensor in enumerate(tensors)):
                 return False
             distinct = [tensors[place] for place in sorted(set(self._first))]
-        return self._guards.check(*distinct) and tuple(map(_address, tensors)) == self._addresses
+        # Guards ask about the thread as well: a backward pass need not be within the autocast of
+        # its forward pass.
+        with past_autograd():
+            are_alike = self._guards.check(*distinct)
+        return are_alike and tuple(map(_address, tensors)) == self._addresses
 
 
 _address = torch.Tensor.data_ptr

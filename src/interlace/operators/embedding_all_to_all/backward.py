@@ -79,10 +79,10 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Some of this rank's tables, whose gradients for the entire batch are launched for.
+    """Those of this rank's tables whose gradients, of the entire batch, a launch is given.
 
     Attributes:
-        first_column: The first of these columns among those of this rank's tables.
+        first_column: The first of their columns among those of this rank's tables.
         first_run: The first run of lookups of these tables, int32 ``[1]`` on the device; None for
             the first run of all.
         end_run: The run behind their last one, int32 ``[1]`` on the device.

@@ -283,15 +283,15 @@ MUTANTS = [
         "models/test_training.py::test_a_kill_between_the_renames_leaves_the_old_checkpoint",
     ),
     # nn
-    Mutant("interlace/nn/planning.py", "copies=self.copies", "copies=1", "nn/test_sharding.py"),
+    Mutant("interlace/nn/sharding.py", "copies=self.copies", "copies=1", "nn/test_sharding.py"),
     Mutant(
-        "interlace/nn/planning.py",
+        "interlace/nn/sharding.py",
         "state_bytes_per_row=self.state_bytes_per_row",
         "state_bytes_per_row=0",
         "nn/test_sharding.py",
     ),
     Mutant(
-        "interlace/nn/planning.py",
+        "interlace/nn/sharding.py",
         "(-limit.time(costs[i]), -costs[i].storage_bytes, i)",
         "(limit.time(costs[i]), -costs[i].storage_bytes, i)",
         "nn/test_sharding.py",
@@ -310,7 +310,7 @@ MUTANTS = [
         "operators/mixture_of_experts/test_results.py::test_forms_match_float64",
     ),
     Mutant(
-        "interlace/operators/embedding_all_to_all/update.py",
+        "interlace/optim.py",
         "(positive and value == 0)",
         "(positive and value < 0)",
         "operators/embedding_all_to_all/test_rejections.py::test_bad_updates",
@@ -324,9 +324,9 @@ MUTANTS = [
     ),
     # optim, registry, documents and units
     Mutant(
-        "interlace/optim.py",
-        "import SGD, RowWiseAdagrad",
-        "import SGD as RowWiseAdagrad, RowWiseAdagrad as SGD",
+        "interlace/operators/embedding_all_to_all/backward.py",
+        '"sgd" if kind == "SGD" else "adagrad"',
+        '"adagrad" if kind == "SGD" else "sgd"',
         "operators/embedding_all_to_all/test_gradients.py::test_updates_match_float64",
     ),
     Mutant(

@@ -316,8 +316,7 @@ def _embedding_all_to_all_between_nodes():
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     sizes = (
-        "first_blocks", "first_bytes", "slice_blocks", "slice_bytes", "first_local", "first_task",
-        "last_task",
+        "first_blocks", "first_bytes", "slice_blocks", "slice_bytes", "first_local", "tasks",
     )  # fmt: skip
     types = _EMBEDDING_TYPES | {"ranks": "*i64", "memory": SlicedMemory(*["i64"] * 5)}
     types |= dict.fromkeys((*sizes, "program_tasks"), "i32")
@@ -364,8 +363,7 @@ def _embedding_all_to_all_backward():
         Tables,
         Writing,
     )
-    from interlace.operators.embedding_all_to_all.kernels.rows import Rates
-    from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
+    from interlace.operators.embedding_all_to_all.kernels.gradients import GradientPushing, Rates
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     types = _EMBEDDING_TYPES | {"bags": "*i32", "scale": "*fp32", "rates": Rates("fp32", "fp32")}

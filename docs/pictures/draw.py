@@ -174,7 +174,6 @@ def architecture() -> None:
         ((27, "cli\ndoctor explain trace bench tune ...", SHADES[3]), (16, "integrations\nother programs", SHADES[3])),
         ((16, "bench\nmeasures", SHADES[3]), (14, "models\nDLRM, training", SHADES[3]), (12, "testing\nexplorer", SHADES[3])),
         ((16, "nn\nmodules, plans", SHADES[3]), (15, "compile\nfuses a model", SHADES[3]), (11, "data\nclick logs", SHADES[3])),
-        ((44, "optim\nupdates applied in the backward pass", SHADES[3]),),
         ((44, "operators\none declaration each", SHADES[0]),),
         ((44, "gemm\ncall, schema, dispatch, implementations, kernels", SHADES[0]),),
         ((26, "mapped\noutputs on peers, and copies to them", SHADES[0]), (17, "tracing\ntimelines of kernels", SHADES[0])),
@@ -183,6 +182,7 @@ def architecture() -> None:
         ((44, "comm\nlaunching, groups, host, replay, runtime, cpu", SHADES[2]),),
         ((21.5, "registry\noperators", SHADES[1]), (21.5, "costs\npure Python", SHADES[1])),
         ((14, "cache_folder", PALE), (14, "environment", PALE), (14, "figure, units", PALE)),
+        ((44, "optim\nupdates applied in the backward pass", PALE),),
         ((44, "extras", PALE),),
         ((44, "errors", PALE),),
     )

@@ -78,8 +78,8 @@ def _with_slices_of_gradients(count: int) -> tuple[int, list[str]]:
     """Make every call of embeddings as if so many slices of gradients were predicted to be best."""
     plan_of = network_choice.plan_of
 
-    def in_slices(call: Any, group: Any) -> network_choice.NetworkPlan:
-        return plan_of(call, group)._replace(gradient_slices=count)
+    def in_slices(call: Any) -> network_choice.NetworkPlan:
+        return plan_of(call)._replace(gradient_slices=count)
 
     with mock.patch.object(network_choice, "plan_of", in_slices):
         return _every_case("embedding_all_to_all", 2)

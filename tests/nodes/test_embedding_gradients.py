@@ -39,23 +39,22 @@ def _trained(calls, kind, nodes):
     + [(4, kind, [CALLS[4][number % 2]]) for number, kind in enumerate(KINDS)],
 )
 def test_gradients_and_updates_have_the_bits_of_one_node(ranks, world_size, kind, calls):
-    _compare(ranks(world_size), calls, calls, kind)
+    """In slices, and on two ranks in whole exchanges: by ``"pooled"``, and by ``"auto"``, which
+    takes it where no time is predicted.
+    """
+    pool = ranks(world_size)
+    within = pool.run(_trained, calls, kind, 1)
+    _compare(calls, pool.run(_trained, calls, kind, 2), within)
+    if world_size == 2:
+        impls = "pooled", "auto", "pooled"
+        whole = [
+            dataclasses.replace(call, impl=impl) for call, impl in zip(calls, impls, strict=True)
+        ]
+        _compare(whole, pool.run(_trained, whole, kind, 2), within)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_exchanges_have_the_bits_of_one_node(ranks, kind):
-    """By ``"pooled"``, and by ``"auto"``, which takes it where no time is predicted."""
-    calls = [
-        dataclasses.replace(call, impl=impl)
-        for call, impl in zip(CALLS[2], ("pooled", "auto", "pooled"), strict=True)
-    ]
-    _compare(ranks(2), calls, CALLS[2], kind)
-
-
-def _compare(pool, calls, others, kind):
-    """Compare calls between nodes with others within one, bit by bit."""
-    between = pool.run(_trained, calls, kind, 2)
-    within = pool.run(_trained, others, kind, 1)
+def _compare(calls, between, within):
+    """Compare the results of calls between nodes with those within one, bit by bit."""
     for one, other in zip(between, within, strict=True):
         for call, (tables, states), (expected, expected_states) in zip(
             calls, one, other, strict=True
@@ -82,18 +81,18 @@ def _in_slices(call, count):
         return tables, [len(each.args[3]) for each in queues.call_args_list]
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
-def test_any_number_of_slices_gives_the_same_bits(ranks, count):
+def test_any_number_of_slices_gives_the_same_bits(ranks):
     """Of five tables and of one, so that some slices are empty; every lookup of some hits one row,
     whose runs are those of one slice.
     """
     for call in (Call(((3, 1, 4, 1, 5), (9,)), 7), Call(((2, 6), (5, 3)), 9, hot=True, most=40)):
         whole = ranks(2).run(_trained, [call], "adagrad", 1)
-        for rank, (tables, slices) in enumerate(ranks(2).run(_in_slices, call, count)):
-            assert slices == [count, count], "of two steps"
-            expected, _ = whole[rank][0]
-            assert len(tables) == len(expected)
-            assert all(map(torch.equal, tables, expected))
+        for count in (1, 3, 4):
+            for rank, (tables, slices) in enumerate(ranks(2).run(_in_slices, call, count)):
+                assert slices == [count, count], "of two steps"
+                expected, _ = whole[rank][0]
+                assert len(tables) == len(expected)
+                assert all(map(torch.equal, tables, expected))
 
 
 def _counted(calls):

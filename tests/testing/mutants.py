@@ -308,13 +308,13 @@ MUTANTS = [
     ),
     *_of(
         "embedding backward",
-        (f"{_EMBEDDING}.transfer:push_gradients", "no release", ("signal", 0)),
-        (f"{_EMBEDDING}.transfer:push_gradients", "signal before put", ("signal", 0)),
-        (f"{_EMBEDDING}.transfer:push_gradients", "no wait", ("arrive_last", 0)),
+        (f"{_EMBEDDING}.gradients:push_gradients", "no release", ("signal", 0)),
+        (f"{_EMBEDDING}.gradients:push_gradients", "signal before put", ("signal", 0)),
+        (f"{_EMBEDDING}.gradients:push_gradients", "no wait", ("arrive_last", 0)),
         (_BACKWARD, "no wait", ("wait", 0)),
         (_BACKWARD, "wrong epoch", ("wait", 0)),
-        (f"{_EMBEDDING}.transfer:await_tables", "no wait", ("wait", 0)),
-        (f"{_EMBEDDING}.transfer:await_tables", "wrong epoch", ("wait", 0)),
+        (f"{_EMBEDDING}.gradients:await_tables", "no wait", ("wait", 0)),
+        (f"{_EMBEDDING}.gradients:await_tables", "wrong epoch", ("wait", 0)),
     ),
     *_of(
         "embedding forward, between nodes",

@@ -11,7 +11,6 @@ from torch import nn
 
 from interlace.errors import ArgumentError
 from interlace.nn.embedding_bags import ShardedEmbeddingBags, permuted
-from interlace.nn.embedding_shards import ShardParameters
 from interlace.nn.sharding import EmbeddingTable, Shard
 
 
@@ -80,7 +79,7 @@ def _collection_type() -> type[nn.Module]:
         """The update that the backward pass applies, as an optimizer that has nothing to do."""
 
         def __init__(self, bags: ShardedEmbeddingBags) -> None:
-            held = {_key(shard): _held(bags, shard) for shard in _own(bags)}
+            held = {_key(shard): bags.held(shard) for shard in _own(bags)}
             params = {key: table.weight for key, table in held.items()}
             state = {
                 table.weight: {f"{table.shard.table.name}.momentum1": table.sum_of_squares}
@@ -126,7 +125,7 @@ def _collection_type() -> type[nn.Module]:
         def _fill(self, weights: dict[str, torch.Tensor]) -> None:
             by_name = {config.name: config for config in self._configs}
             for shard in _own(self.bags):
-                parameter, table = _held(self.bags, shard).weight, weights[shard.table.name]
+                parameter, table = self.bags.held(shard).weight, weights[shard.table.name]
                 if parameter.is_meta:
                     continue
                 if table.is_meta:
@@ -177,19 +176,12 @@ def _collection_type() -> type[nn.Module]:
 
 
 def _own(bags: ShardedEmbeddingBags) -> list[Shard]:
-    return list(bags.plan.of_rank(bags.group.rank))
-
-
-def _held(bags: ShardedEmbeddingBags, shard: Shard) -> ShardParameters:
-    """Return the parameters of one of this rank's shards."""
-    parameters = bags.shards[shard.name]
-    assert isinstance(parameters, ShardParameters)
-    return parameters
+    return bags.plan.of_rank(bags.group.rank)
 
 
 def _key(shard: Shard) -> str:
     """Return TorchRec's name of a table; with the columns, if the shard has not all of them."""
-    is_whole = shard.stop - shard.start == shard.table.width
+    is_whole = shard.width == shard.table.width
     return f"embedding_bags.{shard.table.name if is_whole else shard.name}.weight"
 
 
@@ -219,10 +211,10 @@ def _sharded(bags: ShardedEmbeddingBags, table: EmbeddingTable) -> Any:
     for shard in sorted(shards, key=lambda shard: shard.start):
         rank = dist.get_global_rank(group, shard.rank) if group is not None else shard.rank
         placement = f"rank:{rank}/{bags.group.device}"
-        size = [table.rows, shard.stop - shard.start]
+        size = [table.rows, shard.width]
         described.append(ShardMetadata([0, shard.start], size, placement))
         if shard.rank == bags.group.rank:
-            local.append(LocalShard(_held(bags, shard).weight.detach(), described[-1]))
+            local.append(LocalShard(bags.held(shard).weight.detach(), described[-1]))
     properties = TensorProperties(dtype=table.dtype)
     metadata = ShardedTensorMetadata(described, torch.Size([table.rows, table.width]), properties)
     return ShardedTensor._init_from_local_shards_and_global_metadata(
@@ -245,7 +237,7 @@ def _take_tables(module: Any, state_dict: dict[str, Any], prefix: str, *argument
         weight = _columns(tables[shard.table.name], shard)
         if weight is not None:
             state_dict[f"{name}.weight"] = weight
-        state = _held(bags, shard).sum_of_squares
+        state = bags.held(shard).sum_of_squares
         if state is not None:
             state_dict[f"{name}.sum_of_squares"] = state
 
@@ -261,7 +253,7 @@ def _columns(table: Any, shard: Shard) -> torch.Tensor | None:
     for local in table.local_shards():
         if local.metadata.shard_offsets[1] == shard.start and local.metadata.shard_sizes == [
             shard.table.rows,
-            shard.stop - shard.start,
+            shard.width,
         ]:
             weight: torch.Tensor = local.tensor
             return weight

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from interlace.errors import ArgumentError, PeerTimeoutError
 from interlace.nn import EmbeddingTable, ShardedEmbeddingBags
+from interlace.nn.gradients import scale_gradient
 from interlace.nn.group_member import GroupMember
-from interlace.nn.scaled_gradient import scale_gradient
 
 
 class DLRM(GroupMember, nn.Module):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,19 +16,94 @@ from interlace.comm import group_of
 from interlace.costs.machine import H200_NODE, Machine
 from interlace.errors import ArgumentError
 from interlace.nn.embedding_shards import ShardParameters, save_all_shards, take_own_shards
+from interlace.nn.gradients import learn_weights, scale_gradient
 from interlace.nn.group_member import GroupMember
 from interlace.nn.input_distribution import Bags, InputDistribution
-from interlace.nn.planning import free_bytes, make_plan
-from interlace.nn.pooled_embeddings import PooledEmbeddings
-from interlace.nn.sample_weights import learn_weights
-from interlace.nn.scaled_gradient import scale_gradient
 from interlace.nn.sharded_parameters import Sharing
-from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan
+from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
 from interlace.operators.embedding_all_to_all import embedding_all_to_all
 
 GRADIENTS = ("dense", "sparse", "sgd", "rowwise_adagrad")
 
 _FREE_SHARE = 0.9  # of free memory that tables may take
+
+
+@dataclasses.dataclass(frozen=True)
+class PooledEmbeddings:
+    """Pooled embeddings of this rank's n samples, in the order in which the operator stores them.
+
+    Attributes:
+        values: ``[n, sum of D]`` of the module's output dtype: shards side by side in the order of
+            ``shards``, which is by kind and rank, not by table.
+        shards: The shards that the columns of ``values`` belong to, from left to right.
+        plan: The plan that the shards are of.
+    """
+
+    values: torch.Tensor
+    shards: list[Shard]
+    plan: ShardingPlan
+
+    def tables(self) -> dict[str, torch.Tensor]:
+        """Return every table's ``[n, D]`` by the table's name, in the order of the model.
+
+        They are views of ``values``, except for a table whose columns are not side by side there.
+        """
+        by_table: dict[str, list[tuple[int, torch.Tensor]]] = {
+            table.name: [] for table in self.plan.tables
+        }
+        # One split instead of one slice per table, because its backward pass is one concatenation,
+        # where slices would each fill a gradient of full width with zeros.
+        for shard, part in zip(self.shards, self._runs(), strict=True):
+            if part is not None:
+                by_table[shard.table.name].append((shard.start, part))
+        return {
+            name: parts[0][1]
+            if len(parts) == 1
+            else torch.cat([part for _, part in sorted(parts, key=lambda p: p[0])], 1)
+            for name, parts in by_table.items()
+        }
+
+    def ordered(self) -> torch.Tensor:
+        """Return ``[n, sum of D]`` in the order of the model's tables.
+
+        It is ``values`` itself if the columns are in that order already, and a copy otherwise.
+        """
+        order = {table.name: i for i, table in enumerate(self.plan.tables)}
+        places = [(order[shard.table.name], shard.start) for shard in self.shards]
+        # With one rank, or with whole tables dealt out in order, no copy is needed.
+        if places == sorted(places):
+            return self.values
+        return torch.cat(list(self.tables().values()), 1)
+
+    def stacked(self) -> torch.Tensor:
+        """Return ``[n, T, D]`` of T tables of one width D, in the order of ``plan.stack_order()``.
+
+        It is a view of ``values``, unless a table is split by columns: then it is a copy, in the
+        order of the model.
+        """
+        values = self.values if self.plan.stackable else self.ordered()
+        return values.view(len(values), len(self.plan.tables), self.plan.tables[0].width)
+
+    def _runs(self) -> Iterator[torch.Tensor | None]:
+        """Yield, for every shard, the columns of the run of neighbouring shards that it begins.
+
+        A run is of one table. A shard that continues a run yields None.
+        """
+        lengths: list[int] = []
+        first: list[bool] = []
+        for before, shard in zip([None, *self.shards], self.shards, strict=False):
+            joined = (
+                before is not None
+                and before.table.name == shard.table.name
+                and before.stop == shard.start
+            )
+            first.append(not joined)
+            if joined:
+                lengths[-1] += shard.width
+            else:
+                lengths.append(shard.width)
+        parts = iter(torch.split(self.values, lengths, dim=1))
+        return (next(parts) if begins else None for begins in first)
 
 
 class ShardedEmbeddingBags(GroupMember, nn.Module):
@@ -170,7 +246,10 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         # Ranks remember each other's widths under this name, so each plan needs a name of its own.
         digest = hashlib.sha256(str([descriptions, placement]).encode()).hexdigest()
         self._name = f"{type(self).__name__} {digest[:16]}"
-        self._held_by_kind = {kind: plan.of_rank(self.group.rank, kind) for kind in plan.kinds}
+        self._names_by_kind = {
+            kind: [shard.name for shard in plan.of_rank(self.group.rank, kind)]
+            for kind in plan.kinds
+        }
         self._output_order = plan.in_output_order()
         self.distribution = InputDistribution(plan, self.group, group)
         self.shards = nn.ModuleDict()
@@ -200,7 +279,7 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         """
         order = {table.name: i for i, table in enumerate(self.plan.tables)}
         for shard in self.plan.of_rank(self.group.rank):
-            self._held(shard).draw(seed, order[shard.table.name])
+            self.held(shard).draw(seed, order[shard.table.name])
 
     def forward(
         self,
@@ -256,9 +335,16 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
             # The output's gradient is scaled, which is smaller than the tables' gradients.
             outputs = [scale_gradient(output, 1 / self.group.world_size) for output in outputs]
         # Weights of lookups belong to this rank's samples, so their gradients are not scaled.
-        outputs = [
-            self._learn_weights(*each) for each in zip(outputs, self.plan.kinds, bags, strict=True)
-        ]
+        ranks = range(self.group.world_size)
+        for number, (kind, bags_of_kind) in enumerate(zip(self.plan.kinds, bags, strict=True)):
+            if bags_of_kind.per_sample_weights is not None:
+                tables = self._of_shards(kind, "_parameters", "weight")
+                columns = [
+                    sum(shard.width for shard in self.plan.of_rank(rank, kind)) for rank in ranks
+                ]
+                outputs[number] = learn_weights(
+                    outputs[number], bags_of_kind, tables, columns, self.distribution
+                )
         # With one kind the operator's output is the result. Several kinds cost a copy.
         values = outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)
         return PooledEmbeddings(values, self._output_order, self.plan)
@@ -290,18 +376,17 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
         """Call the operator once for every kind of shard."""
         outputs = []
         for kind, bags_of_kind in zip(self.plan.kinds, bags, strict=True):
-            held = [self._held(shard) for shard in self._held_by_kind[kind]]
             weights = bags_of_kind.per_sample_weights
             outputs.append(
                 embedding_all_to_all(
-                    [parameters.weight for parameters in held],
+                    self._of_shards(kind, "_parameters", "weight"),
                     bags_of_kind.indices,
                     bags_of_kind.offsets,
                     # Their gradient is computed apart.
                     per_sample_weights=None if weights is None else weights.detach(),
                     mode=kind[0],
                     output_dtype=self.output_dtype,
-                    gradient=self._gradient(held),
+                    gradient=self._gradient(kind),
                     batch_size=bags_of_kind.batch,
                     name=f"{self._name} {kind[0]} of {kind[1]}",
                     group=group,
@@ -310,31 +395,30 @@ class ShardedEmbeddingBags(GroupMember, nn.Module):
             )
         return outputs
 
-    def _learn_weights(
-        self, output: torch.Tensor, kind: tuple[str, torch.dtype], bags: Bags
-    ) -> torch.Tensor:
-        """Return the output of a kind, whose gradient also reaches the lookups' weights."""
-        return learn_weights(
-            output,
-            bags,
-            [self._held(shard).weight for shard in self._held_by_kind[kind]],
-            [
-                sum(shard.width for shard in self.plan.of_rank(rank, kind))
-                for rank in range(self.group.world_size)
-            ],
-            self.distribution,
-        )
+    def _of_shards(self, kind: tuple[str, torch.dtype], holder: str, name: str) -> list[Any]:
+        """Return the parameters or the buffers of one name of this rank's shards of a kind.
 
-    def _gradient(self, parameters: list[ShardParameters]) -> Any:
+        They are taken from the modules' dictionaries: to ask each module for its attribute would
+        take the host longer than the call itself.
+
+        Args:
+            kind: One of the plan's kinds.
+            holder: ``"_parameters"`` or ``"_buffers"``.
+            name: Of the parameter or the buffer.
+        """
+        modules = self.shards._modules
+        return [getattr(modules[shard], holder)[name] for shard in self._names_by_kind[kind]]
+
+    def _gradient(self, kind: tuple[str, torch.dtype]) -> Any:
         """Return the operator's argument ``gradient``: an update with its states, or a name."""
         if self.gradient == "sgd":
             return optim.SGD(self.learning_rate)
         if self.gradient == "rowwise_adagrad":
-            states = [shard.state for shard in parameters]
+            states = self._of_shards(kind, "_buffers", "sum_of_squares")
             return optim.RowWiseAdagrad(self.learning_rate, self.epsilon, states=states)
         return self.gradient
 
-    def _held(self, shard: Shard) -> ShardParameters:
+    def held(self, shard: Shard) -> ShardParameters:
         """Return the parameters of one of this rank's shards."""
         parameters = self.shards[shard.name]
         assert isinstance(parameters, ShardParameters)
@@ -405,4 +489,17 @@ def permuted(features: Any, order: list[int]) -> Any:
     return result
 
 
-__all__ = ["GRADIENTS", "ShardedEmbeddingBags", "permuted"]
+def free_bytes(device: torch.device, ranks_on_machine: int) -> int:
+    """Return the number of bytes that can still be allocated for one rank.
+
+    On the CPU it is the rank's share of the machine's available memory.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            fields = dict(line.split(":", 1) for line in file)
+        return int(fields["MemAvailable"].split()[0]) * 1024 // ranks_on_machine
+    except (OSError, KeyError, ValueError):
+        # The system does not say. The allocation itself will fail if there is too little.
+        return 1 << 62

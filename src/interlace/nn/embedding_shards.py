@@ -57,12 +57,6 @@ class ShardParameters(ShardHolder):
     def _sharing(self) -> Sharing:
         return Sharing(self.process_group, self.absent)
 
-    @property
-    def state(self) -> torch.Tensor:
-        """The optimizer's state of a shard that has one."""
-        assert self.sum_of_squares is not None
-        return self.sum_of_squares
-
     @torch.no_grad()
     def draw(self, seed: int, table: int) -> None:
         """Draw the weight, uniform within ``1 / sqrt(rows)``, and set the state to 0.
@@ -166,14 +160,10 @@ def _assemble(
     state_dict: dict[str, Any], root: str, parts: list[tuple[int, int, str]], shard: Shard
 ) -> dict[str, torch.Tensor]:
     """Return a shard's weight, and its state if one was saved, from sorted parts that cover it."""
-    fields: dict[str, torch.Tensor] = {}
     if [(start, stop) for start, stop, _ in parts] == [(shard.start, shard.stop)]:
-        names = (f"{parts[0][2]}.{field}" for field in ("weight", "sum_of_squares"))
-        return {
-            name.rpartition(".")[2]: state_dict[root + name]
-            for name in names
-            if root + name in state_dict
-        }
+        saved = f"{root}{parts[0][2]}"
+        fields = [f for f in ("weight", "sum_of_squares") if f"{saved}.{f}" in state_dict]
+        return {field: state_dict[f"{saved}.{field}"] for field in fields}
     columns = []
     state = None
     edge = shard.start
@@ -187,10 +177,5 @@ def _assemble(
             share = squares * ((until - edge) / shard.width)
             state = share if state is None else state + share
         edge = until
-    fields["weight"] = torch.cat(columns, 1)
-    if state is not None:
-        fields["sum_of_squares"] = state
-    return fields
-
-
-__all__ = ["ShardParameters", "save_all_shards", "take_own_shards"]
+    weight = torch.cat(columns, 1)
+    return {"weight": weight} if state is None else {"weight": weight, "sum_of_squares": state}

@@ -54,7 +54,8 @@ class Bags:
 
 @dataclasses.dataclass(frozen=True)
 class _Layout:
-    """Bags of fixed lengths: the results that depend on the plan and the batch size alone.
+    """The order and the bags of what arrives. Where all bags have fixed lengths, it depends on the
+    plan and the batch size alone.
 
     Attributes:
         positions: The value of :func:`_positions`; None with one rank.
@@ -212,24 +213,11 @@ class InputDistribution(GroupMember):
         self, indices: torch.Tensor, weights: torch.Tensor | None, samples: int, lengths: list[int]
     ) -> list[Bags]:
         """Exchange bags whose lengths are ``lengths``, by table; no lengths are sent."""
-        begins = [samples * begin for begin in itertools.accumulate(lengths, initial=0)]
-        send_sizes = [
-            samples * sum(lengths[table] for table in tables) for tables in self._sent_tables
-        ]
-        receive_sizes = [send_sizes[self.group.rank]] * self.group.world_size
+        sizes = [samples * length for length in lengths]
+        local = self._sent_tables[self.group.rank]
+        receive_sizes = [sum(sizes[table] for table in local)] * self.group.world_size
         layout = self._layout(samples, lengths, indices.device)
-
-        def exchange(values: torch.Tensor) -> torch.Tensor:
-            received = self._exchange(self._by_rank(values, begins), send_sizes, receive_sizes)
-            return received if layout.positions is None else received[layout.positions]
-
-        return self._by_kind(
-            samples * self.group.world_size,
-            exchange(indices),
-            layout.offsets,
-            None if weights is None else exchange(weights),
-            layout.sizes,
-        )
+        return self._send(indices, weights, samples, sizes, receive_sizes, layout)
 
     def _layout(self, samples: int, lengths: list[int], device: torch.device) -> _Layout:
         """Return the layout for a number of samples; it is computed once while it is in use.
@@ -271,22 +259,49 @@ class InputDistribution(GroupMember):
         # that leave, by table, and those that come, by source and shard.
         on_host = torch.cat([lengths.sum(1), sizes.flatten()]).tolist()
         leaving, coming = on_host[: len(lengths)], on_host[len(lengths) :]
-        begins = list(itertools.accumulate(leaving, initial=0))
-        send_sizes = [sum(leaving[table] for table in tables) for tables in self._sent_tables]
         receive_sizes = [sum(coming[rank * shards : (rank + 1) * shards]) for rank in range(ranks)]
-        positions = _positions(sizes, sum(coming)) if ranks > 1 else None
+        layout = _Layout(
+            positions=_positions(sizes, sum(coming)) if ranks > 1 else None,
+            offsets=_offsets(received.transpose(0, 1).flatten()),
+            sizes=[sum(coming[shard::shards]) for shard in range(shards)],
+        )
+        return self._send(indices, weights, samples, leaving, receive_sizes, layout)
+
+    # Bags of fixed and of any lengths
+
+    def _send(
+        self,
+        indices: torch.Tensor,
+        weights: torch.Tensor | None,
+        samples: int,
+        sizes: list[int],
+        receive_sizes: list[int],
+        layout: _Layout,
+    ) -> list[Bags]:
+        """Exchange indices, and weights if there are any.
+
+        Args:
+            indices: 1-D, table-major.
+            weights: One weight per index, or None.
+            samples: Number of this rank's samples.
+            sizes: Number of indices of each table that leave this rank.
+            receive_sizes: Number of indices that come from each rank.
+            layout: The order and the bags of what arrives.
+        """
+        begins = list(itertools.accumulate(sizes, initial=0))
+        send_sizes = [sum(sizes[table] for table in tables) for tables in self._sent_tables]
 
         def exchange(values: torch.Tensor) -> torch.Tensor:
             arrived = self._exchange(self._by_rank(values, begins), send_sizes, receive_sizes)
-            return arrived if positions is None else arrived[positions]
+            return arrived if layout.positions is None else arrived[layout.positions]
 
-        by_shard = [sum(coming[shard::shards]) for shard in range(shards)]
-        bags = _offsets(received.transpose(0, 1).flatten())
-        exchanged = exchange(indices)
-        exchanged_weights = None if weights is None else exchange(weights)
-        return self._by_kind(samples * ranks, exchanged, bags, exchanged_weights, by_shard)
-
-    # Bags of fixed and of any lengths
+        return self._by_kind(
+            samples * self.group.world_size,
+            exchange(indices),
+            layout.offsets,
+            None if weights is None else exchange(weights),
+            layout.sizes,
+        )
 
     def _by_rank(self, values: torch.Tensor, begins: list[int]) -> torch.Tensor:
         """Put values in the order of sending: each shard's table, rank by rank.

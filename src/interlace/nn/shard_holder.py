@@ -140,6 +140,3 @@ class ShardHolder(GroupMember, nn.Module):
 def undistributed(tensor: Any) -> torch.Tensor:
     """Return a DTensor as a plain tensor of all its shards, which is collective, or the tensor."""
     return tensor.full_tensor() if is_distributed(tensor) else tensor  # type: ignore[no-any-return]
-
-
-__all__ = ["ShardHolder", "gathering", "is_gathering", "undistributed"]

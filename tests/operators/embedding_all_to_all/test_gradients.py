@@ -237,6 +237,31 @@ def test_frozen_tables(ranks):
     )
 
 
+def _given_other_memory():
+    """Tables and states before and after an update, where they were left and where they are."""
+    tables, states = [torch.ones(3, 4).requires_grad_()], [torch.ones(3)]
+    update = RowWiseAdagrad(LEARNING_RATE, EPSILON, states)
+    # A program may also have the graph save copies, such as on the host.
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda saved: saved):
+        y = interlace.embedding_all_to_all(
+            tables, torch.tensor([1]), torch.tensor([0, 1]), gradient=update, config=SMALL
+        )
+    left = [tensor.data for tensor in (*tables, *states)]
+    for tensor in (*tables, *states):
+        tensor.data = tensor.data.clone()
+    y.backward(torch.ones_like(y))
+    return left, [tensor.detach() for tensor in (*tables, *states)]
+
+
+def test_an_update_is_made_where_tables_and_states_are_by_then(ranks):
+    """A program may give them other memory between the two passes."""
+    ((left, (table, state)),) = ranks(1).run(_given_other_memory)
+    assert all(tensor.eq(1).all() for tensor in left)
+    assert state.tolist() == [1, 2, 1]
+    assert table[[0, 2]].eq(1).all()
+    assert table[1].lt(1).all()
+
+
 def _without_gradients(call):
     rank = dist.get_rank()
     y = run_one(call)

@@ -175,7 +175,7 @@ def test_puts_may_arrive_in_any_order(ranks):
     """Only what a signal vouches for may be read."""
     call = Call(((4, 2), (3,)), 9, config=dataclasses.replace(SMALL, block_bags=1))
     results = ranks(2).run(
-        _back_to_back, call, 10, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
+        _back_to_back, call, 7, interlace.Faults(max_delay_s=0.001, reorder_puts=True)
     )
     assert [wrong for wrong, _ in results] == [[]] * 2
     call.check([expected for _, expected in results])

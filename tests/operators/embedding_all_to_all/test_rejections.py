@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace import ArgumentError, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.validate import validate
+from interlace.operators.embedding_all_to_all.validate import SeenTensors, validate
 from interlace.optim import SGD, RowWiseAdagrad
 from tests.errors import error_of
 from tests.operators.embedding_all_to_all.calls import SMALL, Call
@@ -147,6 +147,80 @@ def test_tables_that_were_valid_are_refused_once_they_have_changed(change, messa
     change(weights, states)
     with pytest.raises(ArgumentError, match=re.escape(message)):
         validate(weights, *arguments)
+
+
+def _plain(tensors):
+    return [tensor.detach() for tensor in tensors]
+
+
+def _give_memory(tensors):
+    tensors[1].data = tensors[1].data.clone()
+
+
+def _shorten(tensors):
+    tensors[1].data = tensors[1].data[:4]
+
+
+def _reinterpret(tensors):
+    tensors[2].data = tensors[2].data.view(torch.int32)
+
+
+def _restride(tensors):
+    tensors[1].data = tensors[1].data.as_strided((5, 4), (0, 1))
+
+
+def _free(tensors):
+    tensors[1].untyped_storage().resize_(0)
+
+
+def _negate(tensors):
+    tensors[1].data = torch._neg_view(tensors[1].data)
+
+
+def _freeze(tensors):
+    tensors[1].requires_grad_(False)
+
+
+def _train(tensors):
+    tensors[2].requires_grad_()
+
+
+def _replace(tensors):
+    tensors[1] = torch.nn.Parameter(tensors[1].detach())
+
+
+def _repeat(tensors):
+    tensors[1] = tensors[0]
+
+
+def _drop(tensors):
+    del tensors[2]
+
+
+def _name_a_list(tensors):
+    tensors[2] = tensors[2].tolist()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        _give_memory, _shorten, _reinterpret, _restride, _free, _negate, _freeze, _train, _replace,
+        _repeat, _drop, _name_a_list,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_tensors_are_known_again_by_all_that_may_change(change, is_shared):
+    """A table may stand twice in a list: one that several features share."""
+    shared = _t(5, 4).requires_grad_()
+    tensors = [shared, shared if is_shared else _t(5, 4).requires_grad_(), _t(5)]
+    seen = SeenTensors(tensors)
+    assert seen.are(tensors)
+    assert not seen.are(_plain(tensors)), "they require gradients no longer"
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu")):
+        with mode:
+            assert seen.are(tensors), "by a backward pass, for instance"
+    change(tensors)
+    assert seen.are(tensors) == (is_shared and change is _repeat)
 
 
 def test_a_configuration_is_its_text():

@@ -68,7 +68,8 @@ def test_blocks_of_every_size(ranks):
     """Blocks larger and smaller than a chunk, vectors wider than a table, more lookups at a time
     than a bag has.
     """
-    cuts = [(1, 1, 1), (16, 4, 2), (2, 8, 7)]
+    direct, tiles = PROTOCOLS  # which are one on this backend
+    cuts = [(direct, 1, 1, 1), (tiles, 16, 4, 2), (direct, 2, 8, 7)]
     calls = [
         Call(
             ((4, 12), (6,)),
@@ -77,8 +78,7 @@ def test_blocks_of_every_size(ranks):
                 SMALL, protocol=protocol, block_bags=bags, stages=stages, max_programs=programs
             ),
         )
-        for protocol in PROTOCOLS  # which are one on this backend
-        for bags, stages, programs in cuts
+        for protocol, bags, stages, programs in cuts
     ]
     results = ranks(2).run(run, calls)
     check_all(calls, results)

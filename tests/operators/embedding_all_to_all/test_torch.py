@@ -104,12 +104,16 @@ def _compiled(call, kind, impl):
     return outcomes
 
 
+_WITHOUT_TABLES = Call(((4, 2), ()), 5)
+
+
 @pytest.mark.parametrize(
-    ("kind", "impl"), [("dense", "auto"), ("adagrad", "auto"), ("dense", "pooled")]
-)
-@pytest.mark.parametrize(
-    "call", [CALL, Call(((4, 2), ()), 5)], ids=["tables", "a rank without tables"]
-)
+    ("call", "kind", "impl"),
+    [
+        (CALL, "dense", "auto"), (CALL, "adagrad", "auto"), (CALL, "dense", "pooled"),
+        (_WITHOUT_TABLES, "dense", "pooled"), (_WITHOUT_TABLES, "adagrad", "auto"),
+    ],
+)  # fmt: skip
 def test_compiles_into_one_graph(ranks, call, kind, impl):
     """With its gradients and updates; a graph break or an input that the op forgets to declare
     fails here.

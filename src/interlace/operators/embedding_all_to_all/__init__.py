@@ -4,7 +4,7 @@ README.md.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -13,12 +13,12 @@ from interlace.comm import default_name
 from interlace.comm.groups.group import known_group
 from interlace.comm.groups.registration import are_ordinary, entrance, past_autograd
 from interlace.comm.replay.replays import places
-from interlace.operators.embedding_all_to_all.agreement import anchors, ask, checks_indices, recall
+from interlace.operators.embedding_all_to_all.agreement import anchors, ask, recall
 from interlace.operators.embedding_all_to_all.call import KnownCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR, EmbeddingAllToAllConfig
-from interlace.operators.embedding_all_to_all.op import DECLARATION
-from interlace.operators.embedding_all_to_all.update import Gradient, RowWiseAdagrad
-from interlace.operators.embedding_all_to_all.validate import TableSet, batch_of, validate
+from interlace.operators.embedding_all_to_all.schema import DECLARATION
+from interlace.operators.embedding_all_to_all.validate import batch_of, checks_indices, validate
+from interlace.optim import Gradient, RowWiseAdagrad
 
 
 def embedding_all_to_all(
@@ -128,16 +128,23 @@ def embedding_all_to_all(
     epsilon = float(gradient.epsilon) if isinstance(gradient, RowWiseAdagrad) else 0.0
     checks = checks_indices(check_indices, indices.device)
     lookups = indices, offsets, per_sample_weights
-    is_ordinary = tables.number > 0 and are_ordinary(lookups)
-    known = None
-    if is_ordinary and name and not checks:
-        options = mode, output_dtype, kind, rate, epsilon, batch, name, impl, config
-        known = _known(tables, lookups, options)
+    is_ordinary = tables.seen is not None and are_ordinary(lookups)
     is_recorded = torch.is_grad_enabled()
+    known = None
+    # Lookups that are not contiguous are copied first, to another place in each call.
+    if (
+        tables.seen is not None
+        and is_ordinary
+        and name
+        and not checks
+        and all(numbers is None or numbers.is_contiguous() for numbers in lookups)
+    ):
+        options = mode, output_dtype, kind, rate, epsilon, batch, name, impl, config, is_recorded
+        known = KnownCall(tables.seen, places(*lookups), options)
     owner = None if known is None else known_group(group, indices.device)
     if known is not None and owner is not None and not is_recorded:
         with past_autograd():
-            again: torch.Tensor | None = owner.recall(known.key)
+            again: torch.Tensor | None = owner.recall(known)
         if again is not None:
             return again
     # A plain tuple, because tracing can evaluate no other type.
@@ -184,15 +191,3 @@ def embedding_all_to_all(
         *(() if known is None else (known,)),
     )
     return y
-
-
-def _known(
-    tables: TableSet,
-    lookups: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None],
-    options: tuple[Hashable, ...],
-) -> KnownCall | None:
-    """Return what a call of valid arguments is known by; None where lookups are copied first."""
-    if any(numbers is not None and not numbers.is_contiguous() for numbers in lookups):
-        return None
-    key = tables.number, *places(*lookups), *options, torch.is_grad_enabled()
-    return KnownCall(key, tables.addresses)

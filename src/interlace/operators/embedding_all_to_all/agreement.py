@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace import environment
 from interlace.comm import Group, group_named
 from interlace.comm.groups.group import Answers
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.record import MAX_RANKS
+from interlace.operators.embedding_all_to_all.layout import MAX_RANKS
 
 anchors: dict[str, torch.Tensor] = {}
 """A tensor per device that requires a gradient, which is zero.
@@ -197,10 +196,3 @@ def _agreed(group: Group, question: Question, answers: Answers, trains: bool) ->
 @makes_ordinary_tensors
 def _anchor(device: str) -> torch.Tensor:
     return torch.zeros((), dtype=torch.float32, device=device, requires_grad=True)
-
-
-def checks_indices(check_indices: bool | None, device: torch.device) -> bool:
-    """Decide whether a call looks at the numbers in indices and offsets."""
-    if check_indices is not None:
-        return check_indices
-    return device.type == "cpu" or bool(environment.switch("INTERLACE_CHECK_INDICES"))

@@ -16,17 +16,21 @@ from interlace.comm.launching.kernels import Launch, describe_ranks, triton_dtyp
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
-from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.layout import Layout, dense_bounds
-from interlace.operators.embedding_all_to_all.lookups import (
-    Sorted,
-    first_keys_of,
-    sort_lookups,
+from interlace.operators.embedding_all_to_all.layout import (
+    ARRIVALS,
+    HEADER,
+    MAX_RANKS,
+    MAX_TABLES,
+    Layout,
+    TableRecord,
+    alignment,
+    dense_bounds,
+    owners_of,
 )
+from interlace.operators.embedding_all_to_all.lookups import Sorted, first_keys_of, sort_lookups
 from interlace.operators.embedding_all_to_all.pooling import MOST_TILE_BYTES, lanes_of
-from interlace.operators.embedding_all_to_all.record import alignment, entry, owners_of
 from interlace.units import ceil_div, next_power_of_2
 
 BACKWARD = f"{OPERATOR}.backward"
@@ -75,17 +79,15 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """The gradients of some of this rank's tables, for the entire batch.
+    """Those of this rank's tables whose gradients, of the entire batch, a launch is given.
 
     Attributes:
-        gradients: ``[batch, columns of these tables]``, contiguous.
-        first_column: The first of these columns among those of this rank's tables.
+        first_column: The first of their columns among those of this rank's tables.
         first_run: The first run of lookups of these tables, int32 ``[1]`` on the device; None for
             the first run of all.
         end_run: The run behind their last one, int32 ``[1]`` on the device.
     """
 
-    gradients: torch.Tensor
     first_column: int
     first_run: torch.Tensor | None
     end_run: torch.Tensor
@@ -251,8 +253,7 @@ def prepare(
         Writing,
         embedding_all_to_all_backward,
     )
-    from interlace.operators.embedding_all_to_all.kernels.rows import Rates
-    from interlace.operators.embedding_all_to_all.kernels.transfer import GradientPushing
+    from interlace.operators.embedding_all_to_all.kernels.gradients import GradientPushing, Rates
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     group, config, device = call.group, call.config, call.indices.device
@@ -273,7 +274,7 @@ def prepare(
         max(1, ceil_div(lookups, config.block_runs * _TICKET)),
     )
     # The number of the next run to be drawn comes first.
-    tickets = torch.zeros(record.ARRIVALS + slots, dtype=torch.int32, device=device)
+    tickets = torch.zeros(ARRIVALS + slots, dtype=torch.int32, device=device)
     if part is not None and part.first_run is not None:
         tickets[:1].copy_(part.first_run)
     arguments = {
@@ -329,7 +330,7 @@ def _reserve(call: EmbeddingCall) -> tuple[int, Workspace]:
     """
     landing = _address(*_landing(call.layout, call.dtype.itemsize, call.group))
     # A table's signals lie at the same place on every rank, however many tables a rank has.
-    signals = record.HEADER + record.MAX_TABLES * (1 + record.MAX_RANKS)
+    signals = HEADER + MAX_TABLES * (1 + MAX_RANKS)
     return landing, call.group.workspace(BACKWARD, 4096, signals)
 
 
@@ -366,7 +367,7 @@ def _address(*landing: Output) -> int:
 
 def _records(
     call: EmbeddingCall, target: Target, grad: torch.Tensor, first_column: int
-) -> tuple[list[tuple[int, ...]], int]:
+) -> tuple[list[TableRecord], int]:
     """Return this rank's table records, and the alignment of all vectors in elements.
 
     Args:
@@ -375,7 +376,7 @@ def _records(
     layout, rank = call.layout, call.rank
     first, widths = layout.first_column(rank) - first_column, layout.widths[rank]
     rows = [
-        entry(
+        TableRecord(
             width=width, column=first + column, own_column=column,
             first_key=first_key, target=start, target_stride=stride, state=state,
         )
@@ -389,7 +390,7 @@ def _records(
     ]
     all_widths = [width for widths in layout.widths for width in widths]
     numbers = [*all_widths, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
-    return rows or [entry(width=1, column=0, own_column=0)], alignment(
+    return rows or [TableRecord()], alignment(
         numbers, min(target.dtype.itemsize, call.dtype.itemsize)
     )
 

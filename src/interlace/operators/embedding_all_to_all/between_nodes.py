@@ -15,10 +15,10 @@ from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
-from interlace.operators.embedding_all_to_all import pooling, record
+from interlace.operators.embedding_all_to_all import pooling
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR, in_short_blocks
-from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all.layout import HEADER, Layout
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 _NAME = f"{OPERATOR}.between_nodes"
@@ -134,14 +134,13 @@ def run(call: EmbeddingCall) -> torch.Tensor:
         values = [vectors * cut.samples(number)[1] // bags for number in range(cut.count)]
         steps = steps_of(cut, call.rank, remote, staging, landing, counter, values)
         queue = SliceQueue(group, OPERATOR, steps, call.mark)
-        launches = prepare(call, output.destination, cut, staging, counter)
+        pool = prepare(call, output.destination, cut, staging, counter)
         close = prepare_close(call, output.destination)
         collect = prepare_collect(call, cut, y, landing)
         counters.zero_()
         queue.arm()
         try:
-            for launch in launches:
-                launch()
+            pool()
             queue.release()
             close()
         except BaseException:
@@ -206,7 +205,7 @@ def landing_places(cut: Cut, remote: Sequence[int]) -> list[int]:
 
 def _workspace(group: Group) -> Workspace:
     """Return the memory of the exchange within the node. Collective in the group's first call."""
-    return group.workspace(_NAME, 4096, record.HEADER)
+    return group.workspace(_NAME, 4096, HEADER)
 
 
 def _bytes(call: EmbeddingCall, nbytes: int) -> torch.Tensor:
@@ -219,8 +218,8 @@ def prepare(
     cut: Cut,
     staging: torch.Tensor,
     counters: int,
-) -> list[Launch]:
-    """Prepare the launches that pool."""
+) -> Launch:
+    """Prepare the launch that pools."""
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
         RanksByNode,
         SlicedMemory,
@@ -257,21 +256,13 @@ def prepare(
         "slice_blocks": cut.rows // config.block_bags,
         "slice_bytes": cut.full_bytes(call.rank, 1),
         "first_local": min(local),
+        "tasks": tasks,
         "program_tasks": program_tasks,
     }
     constants["RANKS"] = RanksByNode(layout.world_size, len(remote))
-    # One launch; a rank without tables has a program that grants its output.
+    # A rank without tables has a program that grants its output.
     programs = max(1, ceil_div(tasks, program_tasks))
-    span = {"first_task": 0, "last_task": tasks}
-    return [
-        Launch(
-            embedding_all_to_all_between_nodes,
-            (programs,),
-            arguments | span,
-            constants,
-            (staging,),
-        )
-    ]
+    return Launch(embedding_all_to_all_between_nodes, (programs,), arguments, constants, (staging,))
 
 
 def prepare_close(call: EmbeddingCall, destination: Destination) -> Launch:

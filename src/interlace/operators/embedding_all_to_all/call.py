@@ -22,7 +22,7 @@ from interlace.operators.embedding_all_to_all.config import (
     choose,
 )
 from interlace.operators.embedding_all_to_all.layout import Layout
-from interlace.operators.embedding_all_to_all.validate import check_values
+from interlace.operators.embedding_all_to_all.validate import SeenTensors, check_values
 from interlace.units import ceil_div, next_power_of_2
 
 
@@ -51,10 +51,9 @@ class SharedArguments(NamedTuple):
         return Layout.of(self.counts, self.widths, self.batch)
 
     @property
-    def own_widths(self) -> Sequence[int]:
+    def own_widths(self) -> tuple[int, ...]:
         """Return the widths of this rank's tables."""
-        first = sum(self.counts[: self.rank])
-        return self.widths[first : first + self.counts[self.rank]]
+        return self.layout.widths[self.rank]
 
 
 class KnownCall(NamedTuple):
@@ -62,13 +61,14 @@ class KnownCall(NamedTuple):
     it comes again where all of this does.
 
     Attributes:
-        key: The number of the set of tables, states and gradient (see ``validate``), the places of
-            indices, offsets and factors, and the other arguments.
-        addresses: Where this rank's tables begin, as the number says.
+        seen: The tables and the states of an update.
+        lookups: The places of indices, offsets and factors.
+        options: The other arguments.
     """
 
-    key: tuple[Hashable, ...]
-    addresses: tuple[int, ...]
+    seen: SeenTensors
+    lookups: tuple[Hashable, ...]
+    options: tuple[Hashable, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +112,7 @@ class EmbeddingCall:
     @functools.cached_property
     def plan(self) -> network_choice.NetworkPlan:
         """Return what all ranks run between nodes. Collective in the first call of a kind."""
-        return network_choice.plan_of(self, self.group)
+        return network_choice.plan_of(self)
 
     @property
     def is_empty(self) -> bool:

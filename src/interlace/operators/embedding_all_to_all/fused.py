@@ -21,10 +21,10 @@ from interlace.operators.embedding_all_to_all import (
     between_nodes,
     gradients_between_nodes,
     pooling,
-    record,
 )
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR
+from interlace.operators.embedding_all_to_all.layout import HEADER, MAX_RANKS
 from interlace.operators.embedding_all_to_all.lookups import Sorted
 from interlace.units import ceil_div
 
@@ -32,8 +32,8 @@ from interlace.units import ceil_div
 def refusal(call: EmbeddingCall) -> str | None:
     """Return what a call must have for the kernels and has not, or None."""
     ranks = call.layout.world_size
-    if call.group.spans_nodes and ranks > record.MAX_RANKS:
-        return f"at most {record.MAX_RANKS} ranks; got {ranks}"
+    if call.group.spans_nodes and ranks > MAX_RANKS:
+        return f"at most {MAX_RANKS} ranks; got {ranks}"
     return None
 
 
@@ -81,7 +81,7 @@ def prepare(call: EmbeddingCall, destination: Destination) -> Launch:
 
     tasks = len(call.weights) * ceil_div(layout.chunk, config.block_bags) * layout.world_size
     programs = max(1, min(tasks, config.max_programs))
-    workspace = group.workspace(OPERATOR, 4096, record.HEADER)
+    workspace = group.workspace(OPERATOR, 4096, HEADER)
     arguments, constants = pooling.arguments(call)
     tiles = _describe_tiles(call, destination, constants["VECTORS"])
     protocol = "direct" if tiles is None else "tiles"

@@ -4,11 +4,9 @@ of the last tables while the first ones are updated.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -20,24 +18,7 @@ from interlace.mapped.stamped import Landing, StampedQueue
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, Part, Target, launch
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.layout import Layout
-from interlace.operators.embedding_all_to_all.lookups import (
-    Sorted,
-    first_keys_of,
-    sort_lookups,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class SlicedGradients:
-    """Gradients that arrive from all ranks.
-
-    Attributes:
-        lookups: This rank's lookups in the order of their rows.
-        parts: The parts, each when it is complete: the iterator makes the current stream wait.
-    """
-
-    lookups: Sorted
-    parts: Iterator[Part]
+from interlace.operators.embedding_all_to_all.lookups import Sorted, first_keys_of, sort_lookups
 
 
 class _TableCut(NamedTuple):
@@ -70,35 +51,20 @@ def _cut(layout: Layout, count: int) -> _TableCut:
 
 
 def run(call: EmbeddingCall, grad: torch.Tensor, target: Target) -> Sorted:
-    """Exchange gradients, and launch the kernel without peers for each part of them that has
-    arrived; return this rank's lookups by row. Collective.
-    """
-    received = exchange(call, grad, target.rows, applies=target.values is None)
-    with received as gradients:
-        for part in gradients.parts:
-            if part.gradients.shape[1]:
-                launch(call.without_peers(), part.gradients, target, gradients.lookups, part)
-    return gradients.lookups
-
-
-@contextlib.contextmanager
-def exchange(
-    call: EmbeddingCall, grad: torch.Tensor, rows: Sequence[int], *, applies: bool
-) -> Iterator[SlicedGradients]:
-    """Send every owner its columns of ``grad`` while this rank's lookups are sorted. Collective.
+    """Exchange gradients while this rank's lookups are sorted, and launch the kernel without peers
+    for each part of them that has arrived; return this rank's lookups by row. Collective.
 
     Each rank sends every peer, ranks of its own node included, the gradients of some of the peer's
     tables in one message, and then those of others, if the call's plan has several slices; and the
-    stamp of its call with the first. The sort depends on indices alone.
+    stamp of its call with the first. The sort depends on indices alone. Where a peer is late or
+    makes another call, tables that are updated stay as they are, and gradients are NaN.
 
     Args:
         call: The call.
         grad: Contiguous gradients of this rank's samples, ``[samples, columns]``.
-        rows: Rows of each of this rank's tables.
-        applies: Whether tables are updated. Where a peer is late or makes another call, a part has
-            no runs then; otherwise its gradients are NaN.
+        target: The memory that the kernel writes.
     """
-    layout, rank = call.layout, call.rank
+    layout, rank, group = call.layout, call.rank, call.group
     received = grad.new_empty(layout.batch * layout.rank_columns[rank])
     cut = _cut(layout, call.plan.gradient_slices)
     peers = [(rank + step) % layout.world_size for step in range(1, layout.world_size)]
@@ -113,46 +79,44 @@ def exchange(
     ]
     # Slices are voided one by one, as they are waited for.
     landings = [Landing(peer, 0, 0) for peer in peers]
-    queue = StampedQueue(call.group, BACKWARD, call.mark, steps, landings, received)
+    queue = StampedQueue(group, BACKWARD, call.mark, steps, landings, received)
     try:
-        with call.group.running():
+        with group.running():
             for number, block in enumerate(blocks):
                 block[own_samples].copy_(cut.of(grad, rank, number))
             queue.open()
             queue.release()
-            lookups = sort_lookups(call, rows)
-        yield SlicedGradients(lookups, _parts(call, cut, queue, blocks, lookups, rows, applies))
+            lookups = sort_lookups(call, target.rows)
+        ends = _ends_of_runs(call, cut, lookups, target.rows)
+        for number, block in enumerate(blocks):
+            with group.running():
+                is_valid = queue.wait(number)
+                # A part of an update that must not take place has no runs.
+                end_run = ends[number] * is_valid if target.values is None else ends[number]
+            if block.shape[1]:
+                first_run = ends[number - 1] if number else None
+                part = Part(cut.columns[rank][number], first_run, end_run)
+                launch(call.without_peers(), block, target, lookups, part)
     except BaseException:
         queue.abandon()
         raise
-    with call.group.running():
+    with group.running():
         queue.close()
+    return lookups
 
 
-def _parts(
-    call: EmbeddingCall,
-    cut: _TableCut,
-    queue: StampedQueue,
-    blocks: Sequence[torch.Tensor],
-    lookups: Sorted,
-    rows: Sequence[int],
-    applies: bool,
-) -> Iterator[Part]:
-    """Yield each slice's part once the current stream waits for it."""
+def _ends_of_runs(
+    call: EmbeddingCall, cut: _TableCut, lookups: Sorted, rows: Sequence[int]
+) -> Sequence[torch.Tensor]:
+    """Return, for each slice, the run behind the last one of its tables, int32 ``[1]``."""
     # Keys of rows count through all tables, so a table's first key finds its first run.
     before = first_keys_of(rows)
     first_keys = [before[table] for table in cut.tables[call.rank][1:-1]]
-    runs = [lookups.run_count]
-    if first_keys:
-        limits = on_device(call.group, [first_keys])[0].to(lookups.run_keys.dtype)
-        found = torch.searchsorted(lookups.run_keys, limits, out_int32=True)
-        runs = [*torch.minimum(found, lookups.run_count).split(1), *runs]
-    for number, block in enumerate(blocks):
-        with call.group.running():
-            is_valid = queue.wait(number)
-            end_run = runs[number] * is_valid if applies else runs[number]
-        first_run = runs[number - 1] if number else None
-        yield Part(block, cut.columns[call.rank][number], first_run, end_run)
+    if not first_keys:
+        return [lookups.run_count]
+    limits = on_device(call.group, [first_keys])[0].to(lookups.run_keys.dtype)
+    found = torch.searchsorted(lookups.run_keys, limits, out_int32=True)
+    return [*torch.minimum(found, lookups.run_count).split(1), lookups.run_count]
 
 
 def _departures(

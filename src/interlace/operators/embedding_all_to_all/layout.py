@@ -1,4 +1,6 @@
-"""The columns and samples of every rank, which all ranks of a call know."""
+"""What ranks and their kernels must agree on: the columns and samples of every rank, the records of
+tables, and the places of signals.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,58 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
+from typing import Final, NamedTuple
 
 from interlace.units import ceil_div, round_up
+
+MAX_RANKS: Final = 8
+
+# int32 signals of a rank, the same in all protocols; those after HEADER depend on the protocol.
+# Sets take turns by the epoch's parity.
+GRANTED: Final = 0  # [set][source]: the rank's buffer may be written; kernels omit the offset 0
+DONE: Final = 2 * MAX_RANKS  # [set][source]: all data of the source have arrived
+COUNTER: Final = 4 * MAX_RANKS  # number of programs that have finished their remote work; local
+TICKETS: Final = 5 * MAX_RANKS  # [set]: tasks that programs have drawn; local
+HEADER: Final = 8 * MAX_RANKS
+
+MAX_TABLES: Final = 4096
+"""Maximum number of tables per rank.
+
+In the backward pass HEADER is followed by a local counter per table, then by a signal for each
+table and source.
+"""
+
+# The backward pass's local counters: one of tickets, then two per run from here on. The distance
+# puts them in another cache line, as well aligned.
+ARRIVALS: Final = 32
+
+
+class TableRecord(NamedTuple):
+    """The numbers of one table that kernels read, int64 on the device.
+
+    Attributes:
+        address: Address of the table's first row.
+        stride: Elements between two rows.
+        width: Elements of a row.
+        column: The column of the output at which the table's columns start.
+        own_column: The column at which they start among this rank's columns.
+        first_key: Rows of the tables before this one. Added to a row's index, it numbers all rows
+            of this rank.
+        target: Bytes from the call's target (0 in updates) to the table's part that the backward
+            pass writes; -1 if the table is left alone.
+        target_stride: Elements between two rows of that part.
+        state: Address of Adagrad's state.
+    """
+
+    address: int = 0
+    stride: int = 0
+    width: int = 1
+    column: int = 0
+    own_column: int = 0
+    first_key: int = 0
+    target: int = -1
+    target_stride: int = 0
+    state: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,3 +139,28 @@ def dense_bounds(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
         # 64 elements are at least a cache line, so no two gradients share one.
         bounds.append(bounds[-1] + round_up(count * width, 64))
     return bounds
+
+
+def alignment(numbers: Sequence[int], itemsize: int) -> int:
+    """Return the largest power of two, up to 16 bytes, that divides ``numbers`` of elements."""
+    align = 16 // itemsize
+    while align > 1 and any(number % align for number in numbers):
+        align //= 2
+    return align
+
+
+def owners_of(layout: Layout) -> list[list[int]]:
+    """Return the numbers that kernels read about every owner, three per row.
+
+    First a row ``[tables, 0, 0]`` per owner; then a row ``[column, column in the landing, width]``
+    per owner and table, with rows of zeros up to the most tables of an owner.
+    """
+    rows = [[len(widths), 0, 0] for widths in layout.widths]
+    for owner, widths in enumerate(layout.widths):
+        first = layout.first_column(owner)
+        rows += [
+            [first + column, column, width]
+            for column, width in zip(layout.table_columns(owner), widths, strict=True)
+        ]
+        rows += [[0, 0, 0]] * (layout.most_tables - len(widths))
+    return rows

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from interlace.comm import Group
 from interlace.comm.groups.copies import has_single_queue, supports_triggers
 from interlace.costs.embedding_all_to_all import (
     SLICES_OF_VECTORS,
@@ -31,9 +30,8 @@ from interlace.costs.network import (
 from interlace.costs.registry import NetworkCost
 from interlace.costs.time import MachineProfile
 from interlace.gemm.between_nodes import profile_on
-from interlace.operators.embedding_all_to_all import record
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all.layout import MAX_RANKS, Layout
 from interlace.tuning.choice import NetworkTimes
 from interlace.units import ceil_div
 
@@ -145,7 +143,7 @@ def times_between_nodes(sizes: LookupSizes, device: torch.device) -> NetworkTime
         "pooled": one_after_the_other(network, our_us, whole, rate),
         "unfused": one_after_the_other(network, stock_us, whole, rate),
     }
-    if layout.world_size <= record.MAX_RANKS:
+    if layout.world_size <= MAX_RANKS:
         predictions["fused"] = first_of_the_best(
             [
                 in_slices(network, our_us, traffic(shares=shares), rate)
@@ -226,14 +224,14 @@ def _can_send_slices(device: torch.device) -> bool:
     return supports_triggers(device) and not has_single_queue()
 
 
-def plan_of(call: EmbeddingCall, group: Group) -> NetworkPlan:
+def plan_of(call: EmbeddingCall) -> NetworkPlan:
     """Return what runs of a call between nodes, the same on every rank.
 
     Collective in the first call of a kind on GPUs: ranks tell each other how many rows they look
     up, and the largest number counts for all calls of that kind; then, as their profiles and
     drivers may differ, what each of them would run, and the fewest slices count.
     """
-    device, layout = call.indices.device, call.layout
+    group, device, layout = call.group, call.indices.device, call.layout
     if profile_on(device) is None:
         return plan_by(None)
     # The backward pass of gradients has no tables, but knows their number.

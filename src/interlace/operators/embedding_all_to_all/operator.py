@@ -10,7 +10,7 @@ import torch
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import known_network
-from interlace.operators.embedding_all_to_all import fused, network_choice, pooled, unfused
+from interlace.operators.embedding_all_to_all import exchanged, fused, network_choice
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, Target
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig, choose
@@ -42,16 +42,16 @@ class EmbeddingAllToAll(Operator):
         Implementation(
             "pooled",
             "the kernel without peers, then all_to_all_single",
-            pooled.run,
+            exchanged.run_pooled,
             spans_nodes=True,
-            backward=pooled.run_backward,
+            backward=exchanged.run_pooled_backward,
         ),
         Implementation(
             "unfused",
             "F.embedding_bag, then all_to_all_single",
-            unfused.run,
+            exchanged.run_unfused,
             spans_nodes=True,
-            backward=unfused.run_backward,
+            backward=exchanged.run_unfused_backward,
         ),
     )
 

@@ -12,8 +12,7 @@ from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
-from interlace.operators.embedding_all_to_all.layout import Layout
-from interlace.operators.embedding_all_to_all.record import alignment, entry
+from interlace.operators.embedding_all_to_all.layout import Layout, TableRecord, alignment
 from interlace.units import ceil_div, next_power_of_2
 
 MOST_TILE_BYTES = 1 << 16
@@ -113,11 +112,13 @@ def _records(
     rank: int,
     itemsize: int,
     output_itemsize: int,
-) -> tuple[tuple[tuple[int, ...], ...], int]:
+) -> tuple[tuple[TableRecord, ...], int]:
     """Return this rank's table records, and the alignment of its vectors in elements."""
     first, widths = layout.first_column(rank), layout.widths[rank]
     rows = tuple(
-        entry(width=width, column=first + column, own_column=column, address=address, stride=stride)
+        TableRecord(
+            width=width, column=first + column, own_column=column, address=address, stride=stride
+        )
         for (address, stride), width, column in zip(
             tables, widths, layout.table_columns(rank), strict=True
         )
@@ -125,9 +126,7 @@ def _records(
     # Vectors are loaded and stored as wide as the greatest common alignment of all their addresses.
     starts = [address // itemsize for address, _ in tables]
     numbers = [layout.columns, first, *widths, *(stride for _, stride in tables), *starts]
-    return rows or (entry(width=1, column=0, own_column=0),), alignment(
-        numbers, min(itemsize, output_itemsize)
-    )
+    return rows or (TableRecord(),), alignment(numbers, min(itemsize, output_itemsize))
 
 
 def lanes_of(widths: Sequence[int]) -> tuple[int, bool]:

@@ -4,25 +4,69 @@ sent.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
+from torch._C._dynamo.guards import TensorGuards
 
-from interlace.comm.groups.registration import is_unobserved
+from interlace import environment
+from interlace.comm.groups.registration import is_ordinary, is_unobserved, past_autograd
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
-from interlace.operators.embedding_all_to_all.config import (
-    MAX_WIDTH,
-    OPERATOR,
-)
-from interlace.operators.embedding_all_to_all.record import MAX_TABLES
-from interlace.operators.embedding_all_to_all.update import SGD, RowWiseAdagrad
+from interlace.operators.embedding_all_to_all.config import MAX_WIDTH, OPERATOR
+from interlace.operators.embedding_all_to_all.layout import MAX_TABLES
+from interlace.optim import SGD, RowWiseAdagrad
 
-INTEGERS = (torch.int32, torch.int64)
+_INTEGERS = (torch.int32, torch.int64)
 
+_ORDINARY = (torch.nn.Parameter, torch.Tensor)
 _MOST_SETS = 256
+
+
+class SeenTensors:
+    """Ordinary tensors that a call has had, of which kernels can read the memory as it is.
+
+    A model passes the same tables and states in every step. To look at each of them from Python
+    takes the host longer than all else, so they are compared all at once, by what
+    ``torch.compile`` guards its graphs with: type, dispatch keys (and so device and layout), dtype,
+    shape, strides, and whether a gradient is required. Their addresses come on top, because a
+    program may give a tensor other memory. Objects are equal only to themselves, so one can stand
+    for its tensors in the key of a call.
+    """
+
+    __slots__ = ("_addresses", "_first", "_guards")
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        place_of: dict[int, int] = {}
+        self._first = [place_of.setdefault(id(tensor), at) for at, tensor in enumerate(tensors)]
+        # Guards take no tensor twice, as a table that several features share stands in a list.
+        distinct = [tensors[place] for place in place_of.values()]
+        if len(distinct) == len(tensors):
+            self._first = []
+        self._addresses = tuple(map(_address, tensors))
+        with past_autograd():
+            self._guards = TensorGuards(
+                *distinct, dynamic_dims_sizes=None, dynamic_dims_strides=None
+            )
+
+    def are(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Return whether ``tensors`` have the properties and the memory of the tensors seen."""
+        if len(tensors) != len(self._addresses):
+            return False
+        distinct = tensors
+        if self._first:
+            if any(tensors[self._first[at]] is not tensor for at, tensor in enumerate(tensors)):
+                return False
+            distinct = [tensors[place] for place in sorted(set(self._first))]
+        # Guards ask about the thread as well: a backward pass need not be within the autocast of
+        # its forward pass.
+        with past_autograd():
+            are_alike = self._guards.check(*distinct)
+        return are_alike and tuple(map(_address, tensors)) == self._addresses
+
+
+_address = torch.Tensor.data_ptr
 
 
 class TableSet(NamedTuple):
@@ -32,27 +76,20 @@ class TableSet(NamedTuple):
         widths: Columns of each table.
         dtype: Their element type, as text; None without tables.
         trains: Whether one of them requires a gradient.
-        number: The number of what was found valid, by which it is told from other sets: kernels can
-            read the memory of all of them, and of the states of an update, as it is. 0 if that is
-            not known.
-        addresses: Where the tables begin; none for 0.
+        seen: The tables and then the states of an update, as they were found valid; None where a
+            tensor is no ordinary one, or something listens to calls.
     """
 
     widths: tuple[int, ...]
     dtype: str | None
     trains: bool
-    number: int = 0
-    addresses: tuple[int, ...] = ()
+    seen: SeenTensors | None = None
 
-
-_numbers = itertools.count(1)
-_ORDINARY = (torch.nn.Parameter, torch.Tensor)
 
 _MOST_ALIKE = 7  # other sets with the same first table
 
-_known: dict[Hashable, list[tuple[list[Hashable], TableSet]]] = {}
-"""Tables that were valid, with everything that is asked about them: a model has the same ones in
-every step, and to check them anew takes the host longer than all else."""
+_known: dict[Hashable, list[TableSet]] = {}
+"""Tables that were valid, with everything that is asked about them."""
 
 
 def validate(
@@ -88,7 +125,7 @@ def validate(
             raise ArgumentError(
                 f"{OPERATOR}: {name} must have one dimension; got shape {list(numbers.shape)}."
             )
-        if numbers.dtype not in INTEGERS:
+        if numbers.dtype not in _INTEGERS:
             raise ArgumentError(f"{OPERATOR}: {name} must be int32 or int64; got {numbers.dtype}.")
         require_device(f"{OPERATOR}: {name}", numbers, "indices", indices.device)
     if mode not in ("sum", "mean"):
@@ -102,15 +139,25 @@ def validate(
 
 def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: object) -> TableSet:
     """Refuse tables, or the result of a backward pass, that no rank could compute with."""
-    parts = _parts(weights, gradient) if is_unobserved() else None
-    kind = gradient if isinstance(gradient, str) else type(gradient)
-    sets = []
-    if parts is not None:
-        # Found by the first table and compared, as the hash of all of them takes longer.
-        key = (device, kind, len(weights), *parts[:1])
+    updates = not isinstance(gradient, str)
+    states = gradient.states if isinstance(gradient, RowWiseAdagrad) else ()
+    tensors = None
+    if is_unobserved() and hasattr(states, "__iter__"):
+        tensors = [*weights, *states]
+    sets: list[TableSet] = []
+    if tensors is not None:
+        # Found by the first table, as the hash of all of them takes longer.
+        has_address = (
+            bool(tensors) and type(tensors[0]) in _ORDINARY and tensors[0].layout is torch.strided
+        )
+        kind = type(gradient) if updates else gradient
+        key = (device, kind, len(weights), tensors[0].data_ptr() if has_address else None)
         sets = _known.get(key, [])
-        for known, tables in sets:
-            if known == parts:
+        for tables in sets:
+            if tables.seen is not None and tables.seen.are(tensors):
+                # A tensor may become a computed one while all else about it stays as it was.
+                if updates:
+                    _require_leaves(weights)
                 return tables
     for table, weight in enumerate(weights):
         require_tensor(f"{OPERATOR}: weights[{table}]", weight)
@@ -122,35 +169,17 @@ def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: obj
         dtype=str(weights[0].dtype) if weights else None,
         trains=any(weight.requires_grad for weight in weights),
     )
-    if parts is not None:
-        addresses = tuple(weight.data_ptr() for weight in weights)
-        tables = tables._replace(number=next(_numbers), addresses=addresses)
+    if tensors is not None and all(map(_is_plain, tensors)):
+        tables = tables._replace(seen=SeenTensors(tensors))
         if len(_known) >= _MOST_SETS:
             _known.clear()
-        _known[key] = [(parts, tables), *sets[:_MOST_ALIKE]]
+        _known[key] = [tables, *sets[:_MOST_ALIKE]]
     return tables
 
 
-def _parts(weights: Sequence[torch.Tensor], gradient: object) -> list[Hashable] | None:
-    """Return all that is asked about each table and each state; None if a tensor is no ordinary
-    one, whose memory says nothing.
-    """
-    states = gradient.states if isinstance(gradient, RowWiseAdagrad) else ()
-    try:
-        tensors = [*weights, *states]
-    except TypeError:  # states need not be a list
-        return None
-    # A call asks this about every table, so nothing is asked twice.
-    for tensor in tensors:
-        if type(tensor) not in _ORDINARY or tensor.layout is not torch.strided or tensor.is_neg():
-            return None
-    return [
-        (
-            tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device,
-            tensor.requires_grad, tensor.is_leaf,
-        )
-        for tensor in tensors
-    ]  # fmt: skip
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor's memory is that of its elements."""
+    return is_ordinary(tensor) and tensor.layout is torch.strided
 
 
 def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
@@ -176,6 +205,13 @@ def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:
             f"{OPERATOR}: batch_size must be what offsets say, {batch}; got {batch_size}."
         )
     return batch
+
+
+def checks_indices(check_indices: bool | None, device: torch.device) -> bool:
+    """Decide whether a call looks at the numbers in indices and offsets."""
+    if check_indices is not None:
+        return check_indices
+    return device.type == "cpu" or bool(environment.switch("INTERLACE_CHECK_INDICES"))
 
 
 def check_values(
@@ -283,13 +319,7 @@ def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> Non
                     f"{OPERATOR}: a fused update must have tables whose rows do not overlap; "
                     f"weights[{table}] has strides {list(weight.stride())}."
                 )
-            # The kernel updates the tensor's own memory; a computed tensor is discarded after use.
-            if not weight.is_leaf:
-                raise ArgumentError(
-                    f"{OPERATOR}: a fused update must have tables that are leaves of the graph; "
-                    f"weights[{table}] was computed. "
-                    f"Pass the parameter itself."
-                )
+        _require_leaves(weights)
         if isinstance(gradient, RowWiseAdagrad):
             _validate_states(weights, gradient.states)
     elif gradient not in ("dense", "sparse"):
@@ -298,6 +328,18 @@ def _validate_gradient(weights: Sequence[torch.Tensor], gradient: object) -> Non
             "interlace.optim.RowWiseAdagrad; "
             f"got {gradient!r}."
         )
+
+
+def _require_leaves(weights: Sequence[torch.Tensor]) -> None:
+    """Refuse computed tables: the kernel updates the tensor's own memory, and a computed tensor is
+    discarded after use.
+    """
+    for table, weight in enumerate(weights):
+        if not weight.is_leaf:
+            raise ArgumentError(
+                f"{OPERATOR}: a fused update must have tables that are leaves of the graph; "
+                f"weights[{table}] was computed. Pass the parameter itself."
+            )
 
 
 def _validate_states(weights: Sequence[torch.Tensor], states: Sequence[torch.Tensor]) -> None:

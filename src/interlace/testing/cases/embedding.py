@@ -12,8 +12,7 @@ import interlace
 from interlace import EmbeddingAllToAllConfig
 from interlace.comm import group_of
 from interlace.operators.embedding_all_to_all import reference
-from interlace.operators.embedding_all_to_all.update import Gradient
-from interlace.optim import SGD, RowWiseAdagrad
+from interlace.optim import SGD, Gradient, RowWiseAdagrad
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole_numbers
 
 OPERATOR = "embedding_all_to_all"

@@ -6,18 +6,15 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.operators.embedding_all_to_all import record
-from interlace.operators.embedding_all_to_all.kernels.rows import (
-    load_rows, sum_runs, update_rows,
-)
-from interlace.operators.embedding_all_to_all.kernels.transfer import (
-    Gradients, await_tables, push_gradients,
+from interlace.operators.embedding_all_to_all import layout
+from interlace.operators.embedding_all_to_all.kernels.gradients import (
+    Gradients, await_tables, load_rows, push_gradients, sum_runs, update_rows,
 )
 from interlace.operators.embedding_all_to_all.kernels.vectors import (
     FIELDS, FIRST_KEY, HEADER, MAX_RANKS, MAX_TABLES,
 )
 
-_ARRIVALS = tl.constexpr(record.ARRIVALS)
+_ARRIVALS = tl.constexpr(layout.ARRIVALS)
 
 
 class Runs(NamedTuple):

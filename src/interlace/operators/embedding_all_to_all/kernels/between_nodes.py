@@ -63,14 +63,14 @@ def _node(ranks, first_local, REMOTE: tl.constexpr, LOCAL: tl.constexpr, LANES: 
 @triton.jit(
     do_not_specialize=[
         "call", "buffer_bytes", "buffer_index", "B", "chunk", "T", "column_groups", "own_groups",
-        "first_blocks", "first_bytes", "slice_blocks", "slice_bytes", "first_local", "first_task",
-        "last_task", "program_tasks",
+        "first_blocks", "first_bytes", "slice_blocks", "slice_bytes", "first_local", "tasks",
+        "program_tasks",
     ]
 )
 def embedding_all_to_all_between_nodes(
     lookups, ranks, memory, epochs, ctx, call, buffer_bytes, buffer_index, B, chunk, T,
     column_groups, own_groups, first_blocks, first_bytes, slice_blocks, slice_bytes, first_local,
-    first_task, last_task, program_tasks, RANKS: tl.constexpr, POOLING: tl.constexpr,
+    tasks, program_tasks, RANKS: tl.constexpr, POOLING: tl.constexpr,
     VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch: for other nodes' samples into slices, for
@@ -82,14 +82,13 @@ def embedding_all_to_all_between_nodes(
     ``first_blocks``: ``[samples, own columns]``, padded to 16 bytes, and then 16 bytes that begin
     with the stamp of the call; ``slice_bytes`` in all, and ``first_bytes``.
 
-    The launch computes the tasks from ``first_task`` to before ``last_task``, each program
-    ``program_tasks`` in a row. There are many short programs, started in their order, so that the
-    network's kernel, which is of higher priority, finds room between them.
+    There are ``tasks`` in all, of which each program computes ``program_tasks`` in a row: many short
+    programs, started in their order, so that the network's kernel, which is of higher priority,
+    finds room between them.
 
     **Protocol.**
 
-    1. Program 0 of the first launch grants this rank's output to the peers of its node, as on one
-       node.
+    1. Program 0 grants this rank's output to the peers of its node, as on one node.
     2. Tasks pool the blocks for other nodes, slice by slice, all destinations of a slice in turn,
        into ``staging``. Each block that is stored is counted in its slice's counter, with release
        order: when the counter has reached the number of blocks of all destinations, the network
@@ -121,8 +120,8 @@ def embedding_all_to_all_between_nodes(
     blocks = (chunk + BAGS - 1) // BAGS
     # The columns are products with ALIGN, whose divisor the compiler knows.
     columns, own_columns = column_groups * VECTORS.align, own_groups * VECTORS.align
-    first = first_task + tl.program_id(0) * program_tasks
-    last = tl.minimum(first + program_tasks, last_task)
+    first = tl.program_id(0) * program_tasks
+    last = tl.minimum(first + program_tasks, tasks)
     # Step 1. The put comes before the signal, which releases it.
     if (first == 0) & (LOCAL > 1):
         zeros = tl.zeros_like(peers)

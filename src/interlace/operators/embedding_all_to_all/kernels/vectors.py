@@ -5,24 +5,25 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from interlace.operators.embedding_all_to_all import record
+from interlace.operators.embedding_all_to_all import layout
 
-FIELDS = tl.constexpr(record.FIELDS)
-ADDRESS = tl.constexpr(record.ADDRESS)
-STRIDE = tl.constexpr(record.STRIDE)
-TABLE_WIDTH = tl.constexpr(record.WIDTH)
-COLUMN = tl.constexpr(record.COLUMN)
-OWN_COLUMN = tl.constexpr(record.OWN_COLUMN)
-FIRST_KEY = tl.constexpr(record.FIRST_KEY)
-TARGET = tl.constexpr(record.TARGET)
-TARGET_STRIDE = tl.constexpr(record.TARGET_STRIDE)
-STATE = tl.constexpr(record.STATE)
-MAX_RANKS = tl.constexpr(record.MAX_RANKS)
-DONE = tl.constexpr(record.DONE)
-COUNTER = tl.constexpr(record.COUNTER)
-TICKETS = tl.constexpr(record.TICKETS)
-HEADER = tl.constexpr(record.HEADER)
-MAX_TABLES = tl.constexpr(record.MAX_TABLES)
+_NAMES = layout.TableRecord._fields
+FIELDS = tl.constexpr(len(_NAMES))
+ADDRESS = tl.constexpr(_NAMES.index("address"))
+STRIDE = tl.constexpr(_NAMES.index("stride"))
+TABLE_WIDTH = tl.constexpr(_NAMES.index("width"))
+COLUMN = tl.constexpr(_NAMES.index("column"))
+OWN_COLUMN = tl.constexpr(_NAMES.index("own_column"))
+FIRST_KEY = tl.constexpr(_NAMES.index("first_key"))
+TARGET = tl.constexpr(_NAMES.index("target"))
+TARGET_STRIDE = tl.constexpr(_NAMES.index("target_stride"))
+STATE = tl.constexpr(_NAMES.index("state"))
+MAX_RANKS = tl.constexpr(layout.MAX_RANKS)
+DONE = tl.constexpr(layout.DONE)
+COUNTER = tl.constexpr(layout.COUNTER)
+TICKETS = tl.constexpr(layout.TICKETS)
+HEADER = tl.constexpr(layout.HEADER)
+MAX_TABLES = tl.constexpr(layout.MAX_TABLES)
 
 
 class Vectors(NamedTuple):

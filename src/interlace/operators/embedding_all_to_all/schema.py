@@ -82,7 +82,7 @@ def _run(
     known = others[_OPTIONS_END] if len(others) > _OPTIONS_END else None
     group_name, impl, config, check = others[_OPTIONS_END - 4 : _OPTIONS_END]
     if known is not None:
-        y: torch.Tensor | None = group_named(group_name, indices.device).recall(known.key)
+        y: torch.Tensor | None = group_named(group_name, indices.device).recall(known)
         if y is not None:
             return y
     call = agreed_call(
@@ -92,7 +92,7 @@ def _run(
         SharedArguments(*others[:_SHARED]),
         (group_name, impl, config),
         check,
-        None if known is None else known.key,
+        known,
     )
     return DECLARATION.run(call)
 
@@ -191,30 +191,31 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> N
     ctx.gradient, ctx.learning_rate, ctx.epsilon, *ctx.options, _ = behind
     ctx.known, ctx.inputs = (*options[_OPTIONS_END:], None)[0], len(inputs)
     ctx.trainable = [weight.requires_grad for weight in weights]
-    ctx.rows = [weight.shape[0] for weight in weights]
     ctx.table_dtype = weights[0].dtype if weights else ctx.exchange.dtype
     ctx.updates = ctx.gradient not in ("dense", "sparse")
-    ctx.scaled = scale is not None
-    # A fused update writes to the tables in the backward pass, so it needs the tensors themselves;
-    # dense and sparse gradients need only their sizes.
-    kept = [*weights, *states] if ctx.updates else []
-    ctx.save_for_backward(indices, offsets, *([scale] if ctx.scaled else []), *kept)
+    # A fused update writes to the tables in the backward pass, so it needs the tensors themselves,
+    # wherever they lie by then; dense and sparse gradients need only their sizes. The graph does
+    # not save them: no gradient depends on their values, and to save and find each of them takes
+    # the host longer than the rest of the call.
+    if ctx.updates:
+        ctx.written = [*weights, *states]
+    else:
+        ctx.rows = [weight.shape[0] for weight in weights]
+    ctx.save_for_backward(indices, offsets, scale)
 
 
 @once_differentiable("embedding_all_to_all")
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-    indices, offsets, *kept = ctx.saved_tensors
-    scale = kept.pop(0) if ctx.scaled else None
+    indices, offsets, scale = ctx.saved_tensors
     # Autograd expects an entry per input, and a list for each list of tensors.
     nothing: list[Any] = [None] * ctx.inputs
     nothing[0] = [None] * ctx.tables
-    nothing[5] = [None] * (len(kept) - ctx.tables if ctx.updates else 0)
+    nothing[5] = [None] * (len(ctx.written) - ctx.tables if ctx.updates else 0)
     if ctx.updates:
-        weights, states = kept[: ctx.tables], kept[ctx.tables :]
         arguments = (
             grad,
-            weights,
-            states,
+            ctx.written[: ctx.tables],
+            ctx.written[ctx.tables :],
             indices,
             offsets,
             scale,
@@ -225,7 +226,7 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
             ctx.epsilon,
             *ctx.options,
         )
-        enter, known = entrance("embedding_all_to_all_update"), _known_update(ctx, grad, weights)
+        enter, known = entrance("embedding_all_to_all_update"), _known_update(ctx, grad)
         for_anchor = (
             enter(*arguments) if known is None else enter.past_dispatcher(*arguments, known)
         )
@@ -289,18 +290,17 @@ def _record(record_any: Callable[..., Any]) -> Callable[..., Any]:
     return record
 
 
-def _known_update(
-    ctx: Any, grad: torch.Tensor, weights: Sequence[torch.Tensor]
-) -> tuple[Hashable, ...] | None:
+def _known_update(ctx: Any, grad: torch.Tensor) -> tuple[Hashable, ...] | None:
     """Return what tells the update of a known call from every other one; None if it must be looked
-    at as a whole: something listens now, or a table lies elsewhere than in the forward pass.
+    at as a whole: something listens now, or a table or a state lies elsewhere, or is another one,
+    than in the forward pass.
     """
     known: KnownCall | None = ctx.known
     if known is None or not (is_unobserved() and is_ordinary(grad) and grad.is_contiguous()):
         return None
-    if known.addresses != tuple(weight.data_ptr() for weight in weights):
+    if not known.seen.are(ctx.written):
         return None
-    return BACKWARD, *known.key, grad.data_ptr(), grad.shape, grad.dtype
+    return BACKWARD, known, grad.data_ptr(), grad.shape, grad.dtype
 
 
 def _dense(values: torch.Tensor, rows: Sequence[int], widths: Sequence[int]) -> list[torch.Tensor]:

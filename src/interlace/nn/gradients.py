@@ -1,7 +1,10 @@
-"""The gradient of the weights by which looked-up embeddings are multiplied."""
+"""Tensors that are returned unchanged, and whose gradients are not: they are scaled, or reach the
+weights by which looked-up embeddings are multiplied as well.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +16,7 @@ from interlace.nn.input_distribution import Bags, InputDistribution
 def learn_weights(
     output: torch.Tensor,
     bags: Bags,
-    tables: list[torch.Tensor],
+    tables: Sequence[torch.Tensor],
     columns: list[int],
     distribution: InputDistribution,
 ) -> torch.Tensor:
@@ -81,4 +84,25 @@ class _SampleWeights(torch.autograd.Function):
         return grad, torch.cat(parts), None, None, None, *([None] * len(tables))
 
 
-__all__ = ["learn_weights"]
+def scale_gradient(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``x`` unchanged; the gradient that reaches ``x`` is multiplied by ``factor``.
+
+    Args:
+        x: Tensor of a floating-point dtype, any shape.
+        factor: Of the gradient.
+    """
+    scaled: torch.Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """Return the input unchanged, and multiply its gradient by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * ctx.factor, None

@@ -13,7 +13,7 @@ import torch
 from interlace.comm import Group, group_named
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime import ranges
-from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError, InterlaceError, WorkspaceError
 from interlace.gemm import autotune, invariance

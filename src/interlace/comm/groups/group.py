@@ -27,8 +27,7 @@ from interlace.comm.groups.process_groups import (
     require_alone,
     require_member,
 )
-from interlace.comm.groups.symmetric_memory import SymmetricMemory
-from interlace.comm.groups.workspace import MAX_PROGRAMS, Workspace
+from interlace.comm.groups.symmetric_memory import MAX_PROGRAMS, SymmetricMemory, Workspace
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.cache import Answers, CallCache
 from interlace.comm.host.channel import HostChannel
@@ -37,11 +36,9 @@ from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of, require_dedicated_gpus
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.deferred import DeferredCall
-from interlace.comm.replay.memory import Block
-from interlace.comm.replay.releases import releases
-from interlace.comm.runtime.launches import launches
+from interlace.comm.replay.memory import Block, releases
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
-from interlace.comm.runtime.streams import Streams
+from interlace.comm.runtime.streams import Streams, launches
 from interlace.errors import GroupError, WorkspaceError
 
 _RECOVERY_DEADLINES = 3  # a rank that has not noticed the failure does so one deadline later
@@ -463,6 +460,58 @@ def group_named(name: str, device: torch.device) -> Group:
     The name ``""`` stands for the default group.
     """
     return group_of(process_group_named(name), device)
+
+
+def set_deadline(seconds: float, group: dist.ProcessGroup | None = None) -> None:
+    """Let every wait of ``group`` last at most ``seconds`` from now on, on this rank.
+
+    The default is 30 s, or ``INTERLACE_DEADLINE_S`` from the environment.
+
+    Raises:
+        ArgumentError: ``seconds`` is not above 0 and below a million.
+    """
+    group_of(group).deadline_s = seconds
+
+
+def synchronize(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for this rank's kernels and raise the error of the first failure, if there was one.
+
+    Raises:
+        PeerTimeoutError: A wait of a kernel expired.
+        MiscountError: A kernel miscounted.
+        GroupError: A call was interrupted on this rank when its kernels might have started.
+    """
+    group_of(group).synchronize()
+
+
+def recover(group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    """Make a broken group usable again without ending a process. Collective.
+
+    After a :class:`PeerTimeoutError` or a :class:`MiscountError`, ranks no longer agree on the
+    number of their calls. This waits until all ranks are here and none has a kernel running, and
+    then begins anew: epochs, signals, flags, agreements, and the graphs of calls that come again.
+    The next call of each kind is as slow as the first one was.
+
+    A rank that has not noticed the failure must come, too. It learns of the failure by its next
+    call on the group, one deadline later, which is why this waits for three deadlines. It may also
+    be called when nothing has failed.
+
+    These are lost: results of calls that have failed (NaN), views that
+    :meth:`MappedOutput.exchange` and ``fuse`` have returned, and CUDA graphs that the program has
+    captured with the group, which must be captured again and not be replayed. Tensors that
+    operators have returned, symmetric tensors, and mapped outputs that every rank has keep working.
+
+    Args:
+        group: Process group. Default: the default process group.
+        timeout_s: Seconds to wait for the other ranks. Default: three deadlines of the group.
+
+    Raises:
+        PeerTimeoutError: A rank did not come, within at most twice the time; raised on every rank
+            that did, with that rank's number. It is dead, or does something else: the group stays
+            broken. Without that rank, build a new process group.
+        WorkspaceError: A CUDA graph is being captured.
+    """
+    group_of(group).recover(timeout_s)
 
 
 __all__ = [

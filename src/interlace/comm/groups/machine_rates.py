@@ -31,7 +31,7 @@ from interlace.comm.host.common_profile import (
     settled_text,
 )
 from interlace.comm.host.members import Exchange, Members
-from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.costs.known_profiles import (
     adopt,
     keep_profile,

@@ -21,8 +21,7 @@ import torch
 
 from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.descriptors import exchanged_descriptors
-from interlace.comm.replay.memory import Block, Heap, Range
-from interlace.comm.replay.releases import releases
+from interlace.comm.replay.memory import Block, Heap, Range, releases
 from interlace.comm.runtime.driver import driver, values_of
 from interlace.errors import BackendError, InterlaceError, WorkspaceError
 from interlace.units import format_bytes, next_power_of_2, round_up

@@ -18,8 +18,8 @@ from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import call_when_gone
 from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.driver import Write, writer
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
-from interlace.comm.runtime.unblocked import Write, writer
 from interlace.units import next_power_of_2
 
 _LOOKS_PER_DEADLINE = 20

@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.groups.group import Group
-from interlace.comm.groups.process_groups import process_group_named
+from interlace.comm.groups.process_groups import gather, process_group_named, scatter
 from interlace.comm.groups.slices import Message, SliceQueue, Step
-from interlace.comm.runtime.gpu_memory import has_memory
-from interlace.comm.runtime.torch_collectives import gather, scatter
+from interlace.comm.runtime.driver import has_memory
 from interlace.costs.network import NetworkRates, parse_network
 from interlace.errors import GroupError, WorkspaceError
 

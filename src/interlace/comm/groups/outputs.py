@@ -24,8 +24,8 @@ from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
 from interlace.comm.replay.memory import Block
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime import inductor_graphs
 from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.ordinary import in_inductors_run
 from interlace.comm.runtime.streams import Streams
 from interlace.units import round_up
 
@@ -184,7 +184,7 @@ class OutputPool:
         """Return a free buffer of at least ``nbytes``, or the landing if none is free.
 
         In a run of which Inductor makes a CUDA graph it is the landing: results belong to the
-        graph's pool there (``interlace.comm.runtime.inductor_graphs``).
+        graph's pool there (``interlace.comm.runtime.ordinary``).
 
         Collective if the buffers must grow: every rank asks for equally many bytes.
 
@@ -192,7 +192,7 @@ class OutputPool:
             WorkspaceError: The buffers must grow while a CUDA graph is being captured, or do not
                 fit.
         """
-        if inductor_graphs.is_running():
+        if in_inductors_run():
             return self.landing(nbytes)
         space = self._reserve(nbytes)
         capture = self._capture()

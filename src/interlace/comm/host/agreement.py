@@ -17,7 +17,7 @@ from interlace.comm.host.channel import GivenUpError
 from interlace.comm.host.health import Health
 from interlace.comm.host.members import Exchange, Members, by_rank
 from interlace.comm.runtime import context as ctx
-from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.errors import (
     ArgumentError,
     BackendError,

@@ -16,14 +16,12 @@ import torch
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.host import flight_recorder
 from interlace.comm.host.members import Members
-from interlace.comm.replay.memory import call_when_gone
-from interlace.comm.replay.releases import releases
+from interlace.comm.replay.memory import call_when_gone, releases
 from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime import context as ctx
 from interlace.comm.runtime.interpreter import require
-from interlace.comm.runtime.launches import launches
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
-from interlace.comm.runtime.streams import Streams
+from interlace.comm.runtime.streams import Streams, launches
 from interlace.errors import (
     ArgumentError,
     GroupError,

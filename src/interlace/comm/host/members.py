@@ -11,8 +11,13 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.host.nodes import numbered, own_node
-from interlace.comm.host.store_owner import expected_owner, is_served_here
-from interlace.comm.runtime.processes import Process, lives, own_process
+from interlace.comm.host.processes import (
+    Process,
+    expected_owner,
+    is_served_here,
+    lives,
+    own_process,
+)
 from interlace.errors import BackendError, GroupError
 
 

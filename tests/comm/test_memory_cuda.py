@@ -116,7 +116,7 @@ def _heap(driver: _Driver) -> CudaHeap:
     """Of rank 0 of two, with the attributes that the constructor gets from the driver."""
     heap = object.__new__(CudaHeap)
     heap.device, heap.granularity, heap.stride = torch.device("cuda", 0), 2 * MIB, 2**37
-    channel = SimpleNamespace(world_size=2, rank=0, local_ranks=(0, 1))
+    channel = SimpleNamespace(members=SimpleNamespace(world_size=2, rank=0, local_ranks=(0, 1)))
     heap._channel, heap._cu = channel, driver  # type: ignore[assignment]
     heap._properties = heap._handle_type = None
     heap._reserve()

@@ -251,7 +251,10 @@ class Group:
 
     def workspace_bytes(self) -> dict[str, int]:
         """Return the symmetric bytes that each operator's workspace holds on this rank."""
-        return self.memory.workspace_bytes()
+        return {
+            name: workspace.data.nbytes + workspace.signals.nbytes
+            for name, workspace in self.memory.workspaces.items()
+        }
 
     # Between nodes
 

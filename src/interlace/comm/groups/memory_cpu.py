@@ -31,7 +31,7 @@ class CpuHeap(Heap):
         self.granularity = mmap.PAGESIZE
         self.stride = 64 * GIB
         self._channel = channel
-        size = self.stride * channel.world_size
+        size = self.stride * channel.members.world_size
         self.base = base = reserve(size)
         # A page without memory between blocks: a kernel that runs past the end of one is refused,
         # and never reaches the next.
@@ -43,7 +43,8 @@ class CpuHeap(Heap):
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed shared memory on every rank; see :meth:`Heap.allocate`."""
         # Addresses of ranks of other nodes stay reserved and without memory: an access faults.
-        ranks, size = self._channel.local_ranks, pieces * round_up(max(nbytes, 1), self.granularity)
+        ranks = self._channel.members.local_ranks
+        size = pieces * round_up(max(nbytes, 1), self.granularity)
         with contextlib.ExitStack() as undo:
             offset, fds, failure = 0, [], None
             try:
@@ -63,7 +64,7 @@ class CpuHeap(Heap):
             # Nothing can fail any more, and the block owns the mappings from here on.
             undo.pop_all()
         release = functools.partial(_unmap, self._range, ranks, offset, size)
-        base, world_size = self._range.base, self._channel.world_size
+        base, world_size = self._range.base, self._channel.members.world_size
         return Block(base + offset, size, self.stride, world_size, self.device, release)
 
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:

@@ -76,29 +76,6 @@ class Workspace:
         self.notes.zero_()
 
 
-def rounded_sizes(half_bytes: int, signal_count: int) -> tuple[int, int]:
-    """Return the sizes of a new workspace: powers of two, so that it seldom grows."""
-    return (
-        next_power_of_2(max(half_bytes, _MIN_HALF_BYTES)),
-        next_power_of_2(max(signal_count, _MIN_SIGNALS)),
-    )
-
-
-def make_workspace(
-    data: Block, half_bytes: int, signals: Block, signal_count: int, device: torch.device
-) -> Workspace:
-    """Return a workspace over zeroed blocks; its epochs begin at 1."""
-    return Workspace(
-        data=data,
-        half_bytes=half_bytes,
-        signals=signals,
-        signal_count=signal_count,
-        epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=device),
-        side_epochs=torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=device),
-        notes=torch.zeros(2, dtype=torch.int32, device=device),
-    )
-
-
 class SymmetricMemory:
     """Allocate the symmetric memory of one group, and keep what its operators use.
 
@@ -123,12 +100,12 @@ class SymmetricMemory:
         """
         self._agreement, self._health = agreement, health
         self._streams, self._replays = streams, replays
-        self.heap = make_heap(channel, streams)
+        self.heap = _new_heap(channel, streams.device)
         self.workspaces: dict[str, Workspace] = {}
         # Replaced, but captured in a graph of the program on any rank; the oldest first.
         self._retained: dict[str, list[Workspace]] = {}
         self.outputs = OutputPool(
-            channel, health, streams, replays, self.allocate, agreement.any_rank_now
+            channel.members, health, streams, replays, self.allocate, agreement.any_rank_now
         )
         # Kernels that are running when the group goes still use the workspaces.
         held = [self.workspaces, self._retained]
@@ -200,13 +177,22 @@ class SymmetricMemory:
         if previous is not None:
             half_bytes = max(half_bytes, previous.half_bytes)
             signal_count = max(signal_count, previous.signal_count)
-        half_bytes, signal_count = rounded_sizes(half_bytes, signal_count)
+        # Powers of two, so that it seldom grows.
+        half_bytes = next_power_of_2(max(half_bytes, _MIN_HALF_BYTES))
+        signal_count = next_power_of_2(max(signal_count, _MIN_SIGNALS))
         step = f"growing the memory of {operator}"
         with self._health.indivisible(step):
             data, signals = self.allocate(2 * half_bytes), self.allocate(4 * signal_count)
             with self._agreement.together(step):
-                workspace = make_workspace(
-                    data, half_bytes, signals, signal_count, self._streams.device
+                programs = torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self._streams.device)
+                workspace = Workspace(
+                    data=data,
+                    half_bytes=half_bytes,
+                    signals=signals,
+                    signal_count=signal_count,
+                    epochs=programs,  # they begin at 1
+                    side_epochs=torch.ones_like(programs),
+                    notes=programs.new_zeros(2),
                 )
             # Only a rank itself knows what it has captured, and all must keep the same memory.
             is_captured = previous is not None and self._agreement.any_rank_now(
@@ -219,13 +205,6 @@ class SymmetricMemory:
                 self._retained.setdefault(operator, []).append(previous)
         return workspace
 
-    def workspace_bytes(self) -> dict[str, int]:
-        """Return the symmetric bytes that each operator's workspace holds on this rank."""
-        return {
-            name: workspace.data.nbytes + workspace.signals.nbytes
-            for name, workspace in self.workspaces.items()
-        }
-
     def clear(self) -> None:
         """Let go of all workspaces and outputs; on every rank at once.
 
@@ -236,10 +215,9 @@ class SymmetricMemory:
         self.outputs.release()
 
 
-def make_heap(channel: HostChannel, streams: Streams) -> Heap:
-    """Return the heap of a group on the device of ``streams``."""
-    device = streams.device
-    if channel.world_size == 1:
+def _new_heap(channel: HostChannel, device: torch.device) -> Heap:
+    """Return a heap for a group on a device."""
+    if channel.members.world_size == 1:
         return SoloHeap(device)
     # Only the heap of the group's own backend is imported, as the other one may lack its libraries.
     if device.type == "cuda":

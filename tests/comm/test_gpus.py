@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from interlace import BackendError, GroupError, WorkspaceError
-from interlace.comm.host.health import default_deadline
 from interlace.comm.host.members import Members, check_gpus, require_dedicated_gpus
 from interlace.comm.runtime import streams as module
+from interlace.comm.runtime.deadlines import default_deadline_s
 from interlace.comm.runtime.streams import Streams
 
 
@@ -40,7 +40,7 @@ def _members(
 def _check_gpus(members: Members, gpus: list[str]) -> float:
     """Count the ranks per GPU, as a group does when it is made; the deadline that follows."""
     members.ranks_per_gpu = check_gpus(members, gpus)
-    return default_deadline(members.ranks_per_gpu)
+    return default_deadline_s(members.ranks_per_gpu)
 
 
 def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import itertools
 import queue
 import threading
@@ -24,12 +23,12 @@ import torch
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.groups.carrier import Carrier, Message
 from interlace.comm.groups.group import Group
+from interlace.comm.runtime.deadlines import NEVER
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, BackendError
 from interlace.gin.gin import Window
 
 _GOODBYE = 0  # no window has this handle
-_NEVER = datetime.timedelta(days=365)
 _GOODBYE_S = 5.0  # in which peers that close, too, have said so
 
 _addresses = itertools.count(1 << 40, 1 << 20)  # of engines, in place of memory addresses
@@ -273,4 +272,4 @@ def _receive(carrier: Carrier, peer: int, memory: _CardMemory) -> None:
 def _wait(works: Any) -> None:
     """Wait for transfers; peers may take as long as they like."""
     for _, work in works:
-        work.wait(_NEVER)
+        work.wait(NEVER)

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.host.members import Members
+from interlace.comm.runtime.deadlines import ABORT_S, LEAST_CONNECT_S, NEVER
 from interlace.errors import BackendError
 
 LANES = 2
@@ -29,12 +30,6 @@ LANES = 2
 
 CHANNELS = 2
 """Largest number of SMs that NCCL takes for an exchange, each of which moves several GB/s."""
-
-# Deadlines are the group's, which releases waits and aborts; torch's own timeout ends the process.
-_NEVER = datetime.timedelta(days=365)
-
-_CONNECT_S = 60.0  # in which NCCL has connected, at least: many ranks take some seconds
-_ABORT_S = 10.0  # in which NCCL has ended a communicator, unless a graph has its kernels
 
 
 class Message(NamedTuple):
@@ -93,7 +88,7 @@ class Carrier:
                 with torch.cuda.device(self._device):  # a new thread has the first one
                     self._greet(peers, deadline)
 
-            run_within(max(deadline_s, _CONNECT_S), greet, "NCCL between nodes")
+            run_within(max(deadline_s, LEAST_CONNECT_S), greet, "NCCL between nodes")
         else:
             self._greet(peers, deadline)
 
@@ -182,7 +177,7 @@ class Carrier:
             # backends.
             with contextlib.suppress(RuntimeError):
                 _end_within(
-                    _ABORT_S, [backend.abort for backend in self._backends], "interlace aborting"
+                    ABORT_S, [backend.abort for backend in self._backends], "interlace aborting"
                 )
 
 
@@ -250,6 +245,6 @@ def _nccl(store: dist.Store, rank: int, ranks: int) -> Any:
             "messages between nodes must have NCCL on GPUs; this torch was built without it."
         )
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = _NEVER
+    options._timeout = NEVER
     options.config.max_ctas = CHANNELS
     return dist.ProcessGroupNCCL(store, rank, ranks, options)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from interlace.comm.cpu import cpu_faults
+from interlace.comm.runtime.deadlines import pauses_of_a_wait
 from interlace.comm.runtime.driver import driver, require_enqueued
-from interlace.comm.runtime.pauses import pauses_of_a_wait
 from interlace.errors import BackendError
 
 if TYPE_CHECKING:

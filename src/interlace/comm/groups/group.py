@@ -31,17 +31,16 @@ from interlace.comm.groups.symmetric_memory import MAX_PROGRAMS, SymmetricMemory
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.cache import Answers, CallCache
 from interlace.comm.host.channel import HostChannel
-from interlace.comm.host.health import Health, Running, default_deadline
+from interlace.comm.host.health import Health, Running
 from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of, require_dedicated_gpus
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.memory import Block, releases
+from interlace.comm.runtime.deadlines import default_deadline_s, recovery_s
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams, launches
 from interlace.errors import GroupError, WorkspaceError
-
-_RECOVERY_DEADLINES = 3  # a rank that has not noticed the failure does so one deadline later
 
 T = TypeVar("T")
 
@@ -102,7 +101,7 @@ class Group:
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
         if store is not None:
             self.health.trace_by(self.channel.first_late)
-        self.health.deadline_s = default_deadline(members.ranks_per_gpu)
+        self.health.deadline_s = default_deadline_s(members.ranks_per_gpu)
         self.agreement.compare("joining a group", settings())
         with self.channel.reaching_store("joining a group"):
             share_profile(members, self.exchange)
@@ -353,8 +352,8 @@ class Group:
         self.streams.synchronize()  # kernels that wait end by their deadline
         if self.world_size > 1:
             # Once all ranks have met, no rank has a kernel running that could write to a peer.
-            default_s = _RECOVERY_DEADLINES * self.deadline_s
-            self.channel.meet("recover", default_s if timeout_s is None else timeout_s)
+            patience_s = recovery_s(self.deadline_s) if timeout_s is None else timeout_s
+            self.channel.meet("recover", patience_s)
         self._forget()
         for recoverable in self.cache.recoverable:
             recoverable.reset()

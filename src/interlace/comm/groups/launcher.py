@@ -26,6 +26,7 @@ from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-d
 
 from interlace.comm.host.nodes import NODES_VARIABLE
 from interlace.comm.host.rendezvous import meet
+from interlace.comm.runtime.deadlines import NEVER
 from interlace.environment import changed, whole_number
 from interlace.errors import ArgumentError, BackendError, LaunchError, PeerTimeoutError
 
@@ -33,7 +34,6 @@ _UNGUARDED = (
     "The start of a program must be guarded, since every rank imports the program. Call launch "
     "below `if __name__ == '__main__':`."
 )
-_NEVER = datetime.timedelta(days=365)
 _LONGEST_PAUSE_S = 0.05
 
 
@@ -455,7 +455,7 @@ def _patience() -> Iterator[None]:
     limits = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
     try:
         for backend, _ in limits:
-            backend._set_default_timeout(_NEVER)
+            backend._set_default_timeout(NEVER)
         yield
     finally:
         for backend, limit in limits:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from interlace.comm.host import flight_recorder
 from interlace.comm.host.health import Health
 from interlace.comm.host.members import Members, by_rank
-from interlace.comm.host.rendezvous import ANSWER_S, meet, wait_for_keys
+from interlace.comm.host.rendezvous import meet, wait_for_keys
+from interlace.comm.runtime.deadlines import ANSWER_S, accusation_s, giving_up_s
 from interlace.errors import InterlaceError, PeerTimeoutError, RankMismatchError, WorkspaceError
 
-_LEAST_ANSWER_S, _MOST_ANSWER_S = 2.0, 5.0
 _GIVEN_UP = "call given up"  # instead of the label of the exchange that the others come to
 
 
@@ -138,10 +138,8 @@ class HostChannel:
             chain, accused = [self.members.rank], peer
             while accused >= 0 and accused not in chain:
                 chain.append(accused)
-                # Its own wait may have begun later than this rank's.
-                answer_s = max(ANSWER_S, self.deadline_s / 4)
                 key = f"late/{accused}"
-                if not wait_for_keys(self._store, [key], answer_s):
+                if not wait_for_keys(self._store, [key], accusation_s(self.deadline_s)):
                     return accused
                 said = int(self._store.get(key))
                 if said < 0:
@@ -158,11 +156,6 @@ class HostChannel:
         self._health.lost_store = True
         return self.members.store_rank
 
-    @property
-    def answer_s(self) -> float:
-        """Return the seconds in which ranks that wait as well give up, too, and say so."""
-        return max(_LEAST_ANSWER_S, min(self.deadline_s / 4, _MOST_ANSWER_S))
-
     def first_late(self, peer: int) -> int:
         """Return the rank that was late first, after a kernel has waited for ``peer`` in vain.
 
@@ -171,7 +164,9 @@ class HostChannel:
         """
 
         def find() -> int:
-            is_waiting = wait_for_keys(self._store, [f"waiting/{peer}"], self.answer_s)
+            is_waiting = wait_for_keys(
+                self._store, [f"waiting/{peer}"], giving_up_s(self.deadline_s)
+            )
             return self._first_absent() if is_waiting else peer
 
         late = self._find_late(find, accused=peer)
@@ -188,7 +183,7 @@ class HostChannel:
     def _first_absent(self) -> int:
         """Return the first rank that does not say within seconds that it waits; -1 if all do."""
         keys = [f"waiting/{rank}" for rank in range(self.members.world_size)]
-        wait_for_keys(self._store, keys, self.answer_s)
+        wait_for_keys(self._store, keys, giving_up_s(self.deadline_s))
         return self._first_without(keys)
 
     def _find_late(self, find: Callable[[], int], accused: int | None = None) -> int:
@@ -285,7 +280,7 @@ class HostChannel:
         keys = [f"{self._sequence}/{rank}" for rank in range(self.members.world_size)]
         with self.reaching_store(operator):
             self._store.set(keys[self.members.rank], text)
-            have_come = wait_for_keys(self._store, keys, self.answer_s)
+            have_come = wait_for_keys(self._store, keys, giving_up_s(self.deadline_s))
         if not have_come:
             self._health.declare_interrupted(operator, error)
             raise error

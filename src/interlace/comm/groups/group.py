@@ -33,14 +33,14 @@ from interlace.comm.host.cache import Answers, CallCache
 from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health, Running
 from interlace.comm.host.identity import identity, settings
-from interlace.comm.host.members import meet_members, members_of, require_dedicated_gpus
+from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.memory import Block, releases
 from interlace.comm.runtime.deadlines import default_deadline_s, recovery_s
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams, launches
-from interlace.errors import GroupError, WorkspaceError
+from interlace.errors import BackendError, GroupError, WorkspaceError
 
 T = TypeVar("T")
 
@@ -128,8 +128,19 @@ class Group:
         return self.members.world_size
 
     def require_own_gpus(self, activity: str) -> None:
-        """Refuse to measure on GPUs that ranks share; see :func:`require_dedicated_gpus`."""
-        require_dedicated_gpus(self.members, activity)
+        """Refuse to measure on GPUs that ranks share.
+
+        Args:
+            activity: Name of the measurement, for the error message.
+
+        Raises:
+            BackendError: Ranks of the group share a GPU.
+        """
+        if self.members.ranks_per_gpu > 1:
+            raise BackendError(
+                f"{activity} must have a GPU for each rank; got {self.members.ranks_per_gpu} ranks "
+                "on one. Times of ranks that share a GPU mean nothing; use fewer ranks."
+            )
 
     def require_size(self, operator: str, most: int) -> None:
         """Refuse a group of one node with more ranks than an operator's kernels take.

@@ -92,7 +92,7 @@ class Agreement:
         if agreed is None:
             with self._health.indivisible(operator):
                 chosen = choose() if self._members.rank == 0 else None
-                answers = self._compare(operator, arguments, {_CHOICE: chosen})
+                answers = self.compare(operator, arguments, {_CHOICE: chosen})
                 # All ranks have agreed on the same calls in the same order, so they count alike,
                 # and forget them in the same call.
                 number = self._cache.count_agreement()
@@ -205,19 +205,19 @@ class Agreement:
             self._cache.keep_largest(key, known)
         return known
 
-    def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
-        """Exchange ``arguments`` on the host and check that they are equal on all ranks.
+    def compare(
+        self,
+        operator: str,
+        arguments: Mapping[str, object],
+        others: Mapping[str, object] | None = None,
+    ) -> Answers:
+        """Exchange both on the host, check that ``arguments`` are equal on all ranks, and return
+        every rank's.
 
         Raises:
             RankMismatchError: Arguments differ; raised on every rank, with their values.
         """
-        self._compare(operator, arguments, {})
-
-    def _compare(
-        self, operator: str, arguments: Mapping[str, object], others: Mapping[str, object]
-    ) -> Answers:
-        """Exchange both, check that ``arguments`` are equal on all ranks, and return all."""
-        answers: Answers = self._ask(operator, {**arguments, **others})
+        answers: Answers = self._ask(operator, {**arguments, **(others or {})})
         for name in arguments:
             _require_equal(operator, name, [answer.get(name) for answer in answers])
         return answers

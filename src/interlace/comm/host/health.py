@@ -179,7 +179,8 @@ class Health:
         peer = ranks[peer] if ranks and peer >= 0 else peer
         if expected and not self._is_traced:
             self._is_traced = True
-            first = self._trace(peer)
+            first_late = None if self._first_late is None else self._first_late()
+            first = peer if first_late is None else first_late(peer)
             if first != peer:
                 self.declare_broken(operator, first, piece + 1)
                 peer, expected, seen = first, 0, 0
@@ -204,10 +205,6 @@ class Health:
         waited for in vain. It is not kept alive.
         """
         self._first_late = weakref.WeakMethod(first_late)
-
-    def _trace(self, peer: int) -> int:
-        first_late = None if self._first_late is None else self._first_late()
-        return peer if first_late is None else first_late(peer)
 
     def lost_store_of(self, peer: int) -> bool:
         """Return whether ``peer`` is named for no other reason than that the store is gone."""

@@ -18,29 +18,14 @@ from interlace.errors import ArgumentError
 
 _DEFAULT_S, _BELOW_S = 30.0, 1e6
 
-NEVER = datetime.timedelta(days=365)
-"""Time-out of torch's backends, whose own ends the process: ours ends what waits for them."""
-
-ANSWER_S = 1.0
-"""Seconds in which a rank that waits as well answers a question in the store."""
-
-NAMING_S = 5.0
-"""Seconds beyond a deadline in which rank 0 names the rank that is absent, on a busy machine."""
-
-EXPLANATION_S = 12.0
-"""Seconds in which it is known, or never, who was late."""
-
-INTERRUPT_S = 0.5
-"""Seconds that Ctrl-C may have to wait for the store."""
-
-LEAST_CONNECT_S = 60.0
-"""Seconds in which NCCL has connected, at least: many ranks take some seconds."""
-
-ABORT_S = 10.0
-"""Seconds in which NCCL has ended a communicator, unless a graph has its kernels."""
-
-KERNELS_ABORT_S = 0.2
-"""Seconds in which an abort has reached NCCL's kernels."""
+NEVER = datetime.timedelta(days=365)  # for torch's backends, whose own time-outs end the process
+ANSWER_S = 1.0  # in which a rank that waits as well answers a question in the store
+NAMING_S = 5.0  # beyond a deadline, in which rank 0 names the absent rank, on a busy machine
+EXPLANATION_S = 12.0  # in which it is known, or never, who was late
+INTERRUPT_S = 0.5  # that Ctrl-C may have to wait for the store
+LEAST_CONNECT_S = 60.0  # in which NCCL has connected, at least: many ranks take some seconds
+ABORT_S = 10.0  # in which NCCL has ended a communicator, unless a graph has its kernels
+KERNELS_ABORT_S = 0.2  # in which an abort has reached NCCL's kernels
 
 
 def default_deadline_s(ranks_per_gpu: int = 1) -> float:

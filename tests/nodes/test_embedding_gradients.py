@@ -32,30 +32,29 @@ def _trained(calls, kind, nodes):
         return [train(call, kind, 2, more={"group": process_group}) for call in calls]
 
 
-@pytest.mark.parametrize(
-    ("world_size", "kind", "calls"),
-    # On four ranks a gradient and an update of each call.
-    [(2, kind, CALLS[2]) for kind in KINDS]
-    + [(4, kind, [CALLS[4][number % 2]]) for number, kind in enumerate(KINDS)],
-)
-def test_gradients_and_updates_have_the_bits_of_one_node(ranks, world_size, kind, calls):
-    _compare(ranks(world_size), calls, calls, kind)
-
-
 @pytest.mark.parametrize("kind", KINDS)
-def test_whole_exchanges_have_the_bits_of_one_node(ranks, kind):
-    """By ``"pooled"``, and by ``"auto"``, which takes it where no time is predicted."""
-    calls = [
+def test_gradients_and_updates_have_the_bits_of_one_node(ranks, kind):
+    """In slices; and in whole exchanges, by ``"pooled"`` and by ``"auto"``, which takes it where
+    no time is predicted.
+    """
+    calls = CALLS[2]
+    whole = [
         dataclasses.replace(call, impl=impl)
-        for call, impl in zip(CALLS[2], ("pooled", "auto", "pooled"), strict=True)
+        for call, impl in zip(calls, ("pooled", "auto", "pooled"), strict=True)
     ]
-    _compare(ranks(2), calls, CALLS[2], kind)
+    within = ranks(2).run(_trained, calls, kind, 1)
+    for each in (calls, whole):
+        _compare(each, ranks(2).run(_trained, each, kind, 2), within)
 
 
-def _compare(pool, calls, others, kind):
-    """Compare calls between nodes with others within one, bit by bit."""
-    between = pool.run(_trained, calls, kind, 2)
-    within = pool.run(_trained, others, kind, 1)
+@pytest.mark.parametrize(("kind", "call"), zip(KINDS, CALLS[4] * 2, strict=True))
+def test_gradients_of_several_ranks_per_node_have_the_bits_of_one_node(ranks, kind, call):
+    between, within = (ranks(4).run(_trained, [call], kind, nodes) for nodes in (2, 1))
+    _compare([call], between, within)
+
+
+def _compare(calls, between, within):
+    """Compare each rank's tables and states between nodes with those within one, bit by bit."""
     for one, other in zip(between, within, strict=True):
         for call, (tables, states), (expected, expected_states) in zip(
             calls, one, other, strict=True
@@ -82,13 +81,15 @@ def _in_slices(call, count):
         return tables, [len(each.args[3]) for each in queues.call_args_list]
 
 
-@pytest.mark.parametrize("count", [1, 3, 4])
-def test_any_number_of_slices_gives_the_same_bits(ranks, count):
+@pytest.mark.parametrize(
+    "call", [Call(((3, 1, 4, 1, 5), (9,)), 7), Call(((2, 6), (5, 3)), 9, hot=True, most=40)]
+)
+def test_any_number_of_slices_gives_the_same_bits(ranks, call):
     """Of five tables and of one, so that some slices are empty; every lookup of some hits one row,
     whose runs are those of one slice.
     """
-    for call in (Call(((3, 1, 4, 1, 5), (9,)), 7), Call(((2, 6), (5, 3)), 9, hot=True, most=40)):
-        whole = ranks(2).run(_trained, [call], "adagrad", 1)
+    whole = ranks(2).run(_trained, [call], "adagrad", 1)
+    for count in (1, 3, 4):
         for rank, (tables, slices) in enumerate(ranks(2).run(_in_slices, call, count)):
             assert slices == [count, count], "of two steps"
             expected, _ = whole[rank][0]

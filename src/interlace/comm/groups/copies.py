@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -173,11 +174,7 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
 
 def _move(transfer: Transfer) -> None:
     """Copy on the CPU backend, subject to injected faults."""
-
-    def copy() -> None:
-        """Copy without delay or reordering."""
-        cpu_faults.move(transfer.target, transfer.source, transfer.nbytes)
-
+    copy = functools.partial(cpu_faults.move, transfer.target, transfer.source, transfer.nbytes)
     cpu_faults.deliver(copy, ordered=True)
 
 

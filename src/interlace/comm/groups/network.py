@@ -239,6 +239,3 @@ def _watch(look: weakref.WeakMethod[Callable[[], float]], stopped: threading.Eve
             return
         pause_s = method()
         del method
-
-
-__all__ = ["Network", "Watch"]

@@ -117,21 +117,13 @@ class HostChannel:
         """Break the group on account of the rank that was late first, after ``peer`` failed this
         rank, whether over the network or within the node.
 
+        A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
+        in the store on whom it gave up, and this rank follows what they say.
+
         Args:
             operator: Name of the operator.
             peer: Rank that did not send in time.
             slice: Number of what did not come.
-        """
-        first = self._blame(peer)
-        # A kernel that has recorded this very rank knows more of it.
-        if first != peer or not self._health.broken:
-            self._health.declare_broken(operator, first, slice)
-
-    def _blame(self, peer: int) -> int:
-        """Return the rank that was late first, after ``peer`` has failed this rank.
-
-        A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
-        here on whom it gave up, and this rank follows what they say.
         """
 
         def follow() -> int:
@@ -148,13 +140,10 @@ class HostChannel:
             # Ranks that accuse each other made different calls: the first that failed this one.
             return chain[1] if accused == self.members.rank else accused
 
-        late = self._find_late(follow, accused=peer)
-        return peer if late < 0 else late
-
-    def _without_store(self) -> int:
-        """Return the rank that had the store, which is gone; -1 if no rank had it."""
-        self._health.lost_store = True
-        return self.members.store_rank
+        first = self._find_late(follow, accused=peer)
+        # A kernel that has recorded this very rank knows more of it.
+        if first != peer or not self._health.broken:
+            self._health.declare_broken(operator, first, slice)
 
     def first_late(self, peer: int) -> int:
         """Return the rank that was late first, after a kernel has waited for ``peer`` in vain.
@@ -169,8 +158,7 @@ class HostChannel:
             )
             return self._first_absent() if is_waiting else peer
 
-        late = self._find_late(find, accused=peer)
-        return peer if late < 0 else late
+        return self._find_late(find, accused=peer)
 
     def first_not_waiting(self) -> int:
         """Return the first rank that does not come here soon; -1 if all do.
@@ -192,7 +180,8 @@ class HostChannel:
 
         Args:
             find: Returns the late rank by what ranks say in the store; -1 if it is none.
-            accused: The rank that has failed this one, if that is known; others ask for it.
+            accused: The rank that has failed this one, if that is known; others ask for it. It is
+                the late one if nobody knows better.
         """
         try:
             if accused is not None:
@@ -208,9 +197,10 @@ class HostChannel:
                 gone = {*self.members.ended_ranks(), late}
                 others = [rank for rank in range(self.members.world_size) if rank not in gone]
                 wait_for_keys(self._store, [f"named/{rank}" for rank in others], self.deadline_s)
-        except Exception:
-            return self._without_store()
-        return late
+        except Exception:  # the store is gone, with the rank that had it
+            self._health.lost_store = True
+            late = self.members.store_rank
+        return accused if late < 0 and accused is not None else late
 
     def _first_ended(self, among: list[str] | None = None) -> int:
         """Return the first rank of this machine whose process has ended; -1 if none has.

@@ -184,15 +184,16 @@ class SymmetricMemory:
         with self._health.indivisible(step):
             data, signals = self.allocate(2 * half_bytes), self.allocate(4 * signal_count)
             with self._agreement.together(step):
-                programs = torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self._streams.device)
+                # Signals of fresh memory hold epoch 0, so calls count from 1.
+                epochs = torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self._streams.device)
                 workspace = Workspace(
                     data=data,
                     half_bytes=half_bytes,
                     signals=signals,
                     signal_count=signal_count,
-                    epochs=programs,  # they begin at 1
-                    side_epochs=torch.ones_like(programs),
-                    notes=programs.new_zeros(2),
+                    epochs=epochs,
+                    side_epochs=torch.ones_like(epochs),
+                    notes=epochs.new_zeros(2),
                 )
             # Only a rank itself knows what it has captured, and all must keep the same memory.
             is_captured = previous is not None and self._agreement.any_rank_now(

@@ -18,6 +18,45 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+_STATE, _START = 0, 19  # places among the fields behind the name
+_ENDED = ("Z", "X")
+
+
+class Process(NamedTuple):
+    """Identify a process of a machine.
+
+    Attributes:
+        number: Its number (PID).
+        start: Time of its start, in ticks of the machine's clock.
+    """
+
+    number: int
+    start: int
+
+
+def own_process() -> Process | None:
+    """Return this process; None where the system does not tell."""
+    fields = _fields(os.getpid())
+    return None if fields is None else Process(os.getpid(), int(fields[_START]))
+
+
+def lives(process: Process) -> bool:
+    """Return whether a process of this machine is there and has not ended."""
+    fields = _fields(process.number)
+    return (
+        fields is not None and int(fields[_START]) == process.start and fields[_STATE] not in _ENDED
+    )
+
+
+def _fields(number: int) -> list[str] | None:
+    """Return what the system says of a process, behind its number and its name."""
+    try:
+        text = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    # The name may have blanks and parentheses.
+    return text[text.rindex(")") + 1 :].split()
+
 
 def expected_owner(process_group: dist.ProcessGroup) -> int:
     """Return the rank that has the store by the rule of torch's rendezvous; -1 if none has.
@@ -61,43 +100,3 @@ def _listens(descriptor: int, port: int) -> bool:
             )
     except OSError:  # closed meanwhile, by another thread
         return False
-
-
-_STATE, _START = 0, 19  # places among the fields behind the name
-_ENDED = ("Z", "X")
-
-
-class Process(NamedTuple):
-    """Identify a process of a machine.
-
-    Attributes:
-        number: Its number (PID).
-        start: Time of its start, in ticks of the machine's clock.
-    """
-
-    number: int
-    start: int
-
-
-def own_process() -> Process | None:
-    """Return this process; None where the system does not tell."""
-    fields = _fields(os.getpid())
-    return None if fields is None else Process(os.getpid(), int(fields[_START]))
-
-
-def lives(process: Process) -> bool:
-    """Return whether a process of this machine is there and has not ended."""
-    fields = _fields(process.number)
-    return (
-        fields is not None and int(fields[_START]) == process.start and fields[_STATE] not in _ENDED
-    )
-
-
-def _fields(number: int) -> list[str] | None:
-    """Return what the system says of a process, behind its number and its name."""
-    try:
-        text = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The name may have blanks and parentheses.
-    return text[text.rindex(")") + 1 :].split()

@@ -97,9 +97,9 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/comm/host/descriptors.py",
-        "if not secrets.compare_digest(token,",
-        "if not secrets.compare_digest(token, token) and not secrets.compare_digest(token,",
-        "comm/test_descriptors.py::test_strangers_hold_up_nobody",
+        "return rank if secrets.compare_digest(shown, bytes.fromhex(token)) else -1",
+        "return rank",
+        "comm/test_descriptors.py::test_only_one_message_of_each_peer_counts",
     ),
     Mutant(
         "interlace/comm/host/nodes.py",

@@ -453,7 +453,7 @@ class _Program:
         return float((y - torch.cat(xs) @ ws[rank].T).abs().sum())
 
 
-@pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (2, 1), (2, 2), (3, 3), (3, 4)])
+@pytest.mark.parametrize(("world_size", "seed"), [(2, 0), (2, 1), (3, 3), (3, 4)])
 def test_any_sequence_of_calls(ranks: Any, world_size: int, seed: int) -> None:
     program = _Program(seed, world_size)
     outcomes = ranks(world_size).run(program.run)

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from interlace import BackendError, GroupError, WorkspaceError
-from interlace.comm.host.health import default_deadline
-from interlace.comm.host.members import Members, check_gpus, require_dedicated_gpus
+from interlace.comm.groups.group import Group
+from interlace.comm.host.members import Members, check_gpus
 from interlace.comm.runtime import streams as module
+from interlace.comm.runtime.deadlines import default_deadline_s
 from interlace.comm.runtime.streams import Streams
 
 
@@ -40,7 +41,12 @@ def _members(
 def _check_gpus(members: Members, gpus: list[str]) -> float:
     """Count the ranks per GPU, as a group does when it is made; the deadline that follows."""
     members.ranks_per_gpu = check_gpus(members, gpus)
-    return default_deadline(members.ranks_per_gpu)
+    return default_deadline_s(members.ranks_per_gpu)
+
+
+def _require_own_gpus(members: Members) -> None:
+    group: Any = SimpleNamespace(members=members)
+    Group.require_own_gpus(group, "a measurement")
 
 
 def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +54,7 @@ def test_a_gpu_for_each_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         deadline_s = _check_gpus(members, ["a", "b"])
-    require_dedicated_gpus(members, "a measurement")
+    _require_own_gpus(members)
     assert (members.ranks_per_gpu, deadline_s) == (1, 30.0)
 
 
@@ -87,7 +93,7 @@ def test_ranks_that_share_gpus(
     with pytest.raises(
         BackendError, match=r"^a measurement must have a GPU for each rank; got 3 ranks on one\."
     ):
-        require_dedicated_gpus(members, "a measurement")
+        _require_own_gpus(members)
 
 
 def test_a_limit_of_processors_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,10 +115,10 @@ def test_deadline_from_the_environment(monkeypatch, text, seconds):
     ("text", "message"),
     [
         ("soon", "INTERLACE_DEADLINE_S must be a number of seconds; got 'soon'."),
-        ("0", "INTERLACE_DEADLINE_S must be above 0 and below a million; got '0'."),
-        ("-1", "INTERLACE_DEADLINE_S must be above 0 and below a million; got '-1'."),
-        ("nan", "INTERLACE_DEADLINE_S must be above 0 and below a million; got 'nan'."),
-        ("inf", "INTERLACE_DEADLINE_S must be above 0 and below a million; got 'inf'."),
+        ("0", "INTERLACE_DEADLINE_S must be above 0 and below a million seconds; got 0.0."),
+        ("-1", "INTERLACE_DEADLINE_S must be above 0 and below a million seconds; got -1.0."),
+        ("nan", "INTERLACE_DEADLINE_S must be above 0 and below a million seconds; got nan."),
+        ("inf", "INTERLACE_DEADLINE_S must be above 0 and below a million seconds; got inf."),
     ],
 )
 def test_deadlines_that_are_none(monkeypatch, text, message):

@@ -19,7 +19,7 @@ import interlace.operators  # registers torch.ops.interlace
 from interlace.comm import Group, group_of
 from interlace.comm.groups.outputs import LANDING
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime import inductor_graphs
+from interlace.comm.runtime import ordinary
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 
 _TREES = "torch._inductor.cudagraph_trees"
@@ -67,15 +67,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 def test_a_program_without_such_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, _TREES, raising=False)
-    assert not inductor_graphs.is_running()
+    assert not ordinary.in_inductors_run()
 
 
 def test_the_stream_tells(gpu: SimpleNamespace) -> None:
-    assert not inductor_graphs.is_running()
+    assert not ordinary.in_inductors_run()
     gpu.streams.current = gpu.manager.stream
-    assert inductor_graphs.is_running()
+    assert ordinary.in_inductors_run()
     gpu.trees.local.tree_manager_containers[0].tree_manager = None  # all its functions are gone
-    assert not inductor_graphs.is_running()
+    assert not ordinary.in_inductors_run()
 
 
 def test_a_thread_without_a_manager(gpu: SimpleNamespace) -> None:
@@ -86,7 +86,7 @@ def test_a_thread_without_a_manager(gpu: SimpleNamespace) -> None:
 
     def ask() -> None:
         gpu.streams.current = gpu.manager.stream
-        answers.append(inductor_graphs.is_running())
+        answers.append(ordinary.in_inductors_run())
 
     thread = threading.Thread(target=ask)
     thread.start()
@@ -95,7 +95,7 @@ def test_a_thread_without_a_manager(gpu: SimpleNamespace) -> None:
 
 
 def test_pytorch_has_what_is_asked_for() -> None:
-    """The names that :mod:`interlace.comm.runtime.inductor_graphs` reads in PyTorch."""
+    """The names that :mod:`interlace.comm.runtime.ordinary` reads in PyTorch."""
     from torch._inductor import cudagraph_trees
 
     assert isinstance(cudagraph_trees.local.tree_manager_containers, dict)
@@ -133,7 +133,7 @@ def test_errors_come_back(gpu: SimpleNamespace) -> None:
         raise interlace.WorkspaceError("does not fit")
 
     with pytest.raises(interlace.WorkspaceError, match="does not fit"):
-        inductor_graphs.call_apart(fail)
+        ordinary.call_apart(fail)
 
 
 def test_a_group_makes_no_graph_there(

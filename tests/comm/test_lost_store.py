@@ -18,7 +18,7 @@ import interlace
 from interlace.comm import group_of
 from interlace.comm.host.common_profile import published
 from interlace.comm.host.members import Exchange, Members
-from interlace.comm.host.store_owner import expected_owner, is_served_here
+from interlace.comm.host.processes import expected_owner, is_served_here
 from tests.errors import error_of
 from tests.faults.scenarios import MortalPool
 

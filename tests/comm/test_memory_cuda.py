@@ -17,8 +17,7 @@ import torch
 from interlace import BackendError, WorkspaceError
 from interlace.comm.groups import memory_cuda
 from interlace.comm.groups.memory_cuda import CudaHeap
-from interlace.comm.replay import releases
-from interlace.comm.replay.memory import Block
+from interlace.comm.replay.memory import Block, releases
 
 MIB = 2**20
 _PEERS = 10**6  # descriptors of the other rank begin here
@@ -117,7 +116,7 @@ def _heap(driver: _Driver) -> CudaHeap:
     """Of rank 0 of two, with the attributes that the constructor gets from the driver."""
     heap = object.__new__(CudaHeap)
     heap.device, heap.granularity, heap.stride = torch.device("cuda", 0), 2 * MIB, 2**37
-    channel = SimpleNamespace(world_size=2, rank=0, local_ranks=(0, 1))
+    channel = SimpleNamespace(members=SimpleNamespace(world_size=2, rank=0, local_ranks=(0, 1)))
     heap._channel, heap._cu = channel, driver  # type: ignore[assignment]
     heap._properties = heap._handle_type = None
     heap._reserve()
@@ -139,7 +138,7 @@ def test_a_heap_and_its_blocks_leave_nothing(driver: _Driver) -> None:
     assert len(driver.mapped) == 2
     del again, release
     assert driver.mapped == driver.reserved == {}
-    assert not releases.releases
+    assert not releases
 
 
 @pytest.mark.parametrize("refused", ["cuMemMap", "cuMemSetAccess"])
@@ -163,7 +162,7 @@ def test_memory_that_nobody_uses_any_more_makes_room(driver: _Driver) -> None:
         match=r"2\.1 MB more do not fit on cuda:0\. Free tensors that are no longer needed\.$",
     ):
         heap.allocate(MIB)
-    with releases.releases.put_off():
+    with releases.put_off():
         del block
     assert len(driver.mapped) == 2
     heap.allocate(MIB)

@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from interlace.comm.groups.group import group_of
+from interlace.comm.host import processes
+from interlace.comm.host.processes import Process, lives, own_process
 from interlace.comm.runtime import context as ctx
-from interlace.comm.runtime import processes
-from interlace.comm.runtime.processes import Process, lives, own_process
 from tests.errors import error_of
 from tests.faults.scenarios import MortalPool
 

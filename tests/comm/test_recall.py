@@ -15,9 +15,9 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.replay.deferred import DeferredCall, New
-from interlace.comm.replay.releases import releases
+from interlace.comm.replay.memory import releases
 from interlace.comm.runtime import context as ctx
-from interlace.comm.runtime.launches import launches
+from interlace.comm.runtime.streams import launches
 
 
 class _Graph:

@@ -9,9 +9,8 @@ import threading
 import pytest
 import torch
 
-from interlace.comm.replay import releases as module
-from interlace.comm.replay.memory import FreeList
-from interlace.comm.replay.releases import ReleaseQueue
+from interlace.comm.replay import memory as module
+from interlace.comm.replay.memory import FreeList, ReleaseQueue
 
 GPU, OTHER_GPU, CPU = torch.device("cuda", 0), torch.device("cuda", 1), torch.device("cpu")
 

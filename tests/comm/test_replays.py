@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from interlace.comm.groups.group import Group
+from interlace.comm.host import cache
 from interlace.comm.launching import constants
 from interlace.comm.replay import replays as module
-from interlace.comm.replay import tables
 from interlace.comm.replay.replays import Replays
 from interlace.errors import BackendError
 
@@ -222,7 +222,7 @@ def test_tables_of_numbers_stay_for_calls_that_may_be_captured(
     """
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(tables, "_MAX_RECENT", 4)
+    monkeypatch.setattr(cache, "_MAX_RECENT", 4)
     group = Group(None, torch.device("cpu"))
     group.replays._enabled = True
     used: list[torch.Tensor] = []

@@ -55,7 +55,7 @@ def test_an_exchange_lasts_one_deadline(
 
     clock = SimpleNamespace(monotonic=lambda: now, sleep=sleep)
     monkeypatch.setattr(rendezvous, "time", clock)
-    monkeypatch.setattr(rendezvous, "_PATIENCE_S", 0.001)
+    monkeypatch.setattr(rendezvous, "INTERRUPT_S", 0.001)
     monkeypatch.setenv("INTERLACE_DEADLINE_S", str(deadline_s))
     device = torch.device("cpu")
     members, streams = Members("", 0, 2, device), Streams(device)

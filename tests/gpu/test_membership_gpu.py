@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.replay.releases import releases
+from interlace.comm.replay.memory import releases
 
 pytestmark = pytest.mark.gpu
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import interlace
 from interlace.comm.groups.copies import stream_waits_for
 from interlace.comm.launching.leaving_sms import grouped_leaving_sms, leaving_sms
-from interlace.comm.runtime.unblocked import writer
+from interlace.comm.runtime.driver import writer
 from interlace.errors import PeerTimeoutError
 from interlace.operators.embedding_all_to_all import network_choice
 from interlace.testing.cases import between_nodes, every_case

@@ -42,17 +42,16 @@ def _calls(world_size):
     ]
 
 
-def _results(calls, nodes, rounds):
+def _results(calls, nodes):
     """Each call's result and traffic: bytes, messages, signals, and bytes to each rank."""
     with process_group_of(nodes) as process_group:
         traffic = interlace.group_of(process_group).traffic
-        for _ in range(rounds):
-            results = []
-            for call in calls:
-                traffic.reset()
-                y = run_one(call, process_group).clone()
-                counts = traffic.message_bytes, traffic.messages, traffic.signals
-                results.append((y, counts, dict(traffic.bytes_to)))
+        results = []
+        for call in calls:
+            traffic.reset()
+            y = run_one(call, process_group).clone()
+            counts = traffic.message_bytes, traffic.messages, traffic.signals
+            results.append((y, counts, dict(traffic.bytes_to)))
         return results
 
 
@@ -60,11 +59,12 @@ def _results(calls, nodes, rounds):
 def test_results_have_the_bits_of_one_node_and_traffic_is_that_of_the_costs(
     ranks, world_size, nodes
 ):
+    # The last calls find counters, landings and signals of the first ones.
     calls = _calls(world_size)
-    # Two rounds: the second calls find counters, landings and signals of the first ones.
-    between = ranks(world_size).run(_results, calls, nodes, 2)
+    calls += calls[1:3]
+    between = ranks(world_size).run(_results, calls, nodes)
     check_all(calls, [[y for y, *_ in results] for results in between])
-    within = ranks(world_size).run(_results, calls, 1, 1)
+    within = ranks(world_size).run(_results, calls, 1)
     node_of_rank = [rank * nodes // world_size for rank in range(world_size)]
     for rank, (one, other) in enumerate(zip(between, within, strict=True)):
         for call, (y, counts, bytes_to), (expected, *_) in zip(calls, one, other, strict=True):
@@ -77,6 +77,9 @@ def test_results_have_the_bits_of_one_node_and_traffic_is_that_of_the_costs(
                 sent for to, sent in bytes_to.items() if node_of_rank[to] != node_of_rank[rank]
             )
             assert network == cost.network_bytes, call
+    _check_pooled(ranks(world_size), calls, node_of_rank, between)
+    if world_size == 4:
+        _check_pooled(ranks(world_size), calls, [0] * world_size, within)
 
 
 def _in_slices(call, shares):
@@ -113,7 +116,7 @@ def _in_slices(call, shares):
 )
 def test_slices_of_several_sizes(ranks, shares, batch, expected):
     call = Call(((7, 3), (4,)), batch, config=None, weighted=True)
-    within = ranks(2).run(_results, [call], 1, 1)
+    within = ranks(2).run(_results, [call], 1)
     for rank, (y, bytes_to, messages, rows) in enumerate(ranks(2).run(_in_slices, call, shares)):
         assert rows == expected
         assert torch.equal(y, within[rank][0][0])
@@ -149,14 +152,10 @@ def _whole(calls, nodes):
         return found
 
 
-@pytest.mark.parametrize(("world_size", "nodes"), [*SHAPES, (4, 1)])
-def test_pooled_has_the_bits_of_fused_and_sends_what_the_costs_say(ranks, world_size, nodes):
-    calls = _calls(world_size)
-    fused = [dataclasses.replace(call, impl="fused") for call in calls]
-    others = ranks(world_size).run(_results, fused, nodes, 1)
-    node_of_rank = [rank * nodes // world_size for rank in range(world_size)]
-    for rank, results in enumerate(ranks(world_size).run(_whole, calls, nodes)):
-        for call, (y, sent), (expected, *_) in zip(calls, results, others[rank], strict=True):
+def _check_pooled(pool, calls, node_of_rank, results):
+    """Compare ``"pooled"`` with the bits of fused kernels, and what it sends with the costs."""
+    for rank, found in enumerate(pool.run(_whole, calls, 1 + max(node_of_rank))):
+        for call, (y, sent), (expected, *_) in zip(calls, found, results[rank], strict=True):
             assert torch.equal(y, expected), call
             if not call.batch:
                 assert not sent

@@ -31,23 +31,23 @@ def _results(calls, nodes, slice_bytes):
     with process_group_of(nodes) as process_group:
         traffic = interlace.group_of(process_group).traffic
         try:
-            # Two rounds: the second calls find what the first ones have left behind.
-            for _ in range(2):
-                results = []
-                for call in calls:
-                    traffic.reset()
-                    y = call.make(process_group)
-                    results.append((y, dict(traffic.bytes_to), traffic.messages))
+            results = []
+            for call in (*calls, calls[0]):  # the last call finds what the first one has left
+                traffic.reset()
+                y = call.make(process_group)
+                results.append((y, dict(traffic.bytes_to), traffic.messages))
         finally:
             network.SLICE_BYTES = before
         return results
 
 
-@pytest.mark.parametrize("slice_bytes", [1 << 20, 200])
-@pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "slice_bytes"), [(4, 2, 1 << 20), (4, 2, 200), (2, 2, 200)]
+)
 def test_results_and_traffic(ranks, world_size, nodes, slice_bytes):
     calls = _calls(world_size)
     outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes)
+    calls.append(calls[0])
     check_all(calls, [[y for y, *_ in outcome] for outcome in outcomes])
     node_of_rank = [rank * nodes // world_size for rank in range(world_size)]
     for rank, outcome in enumerate(outcomes):

@@ -124,7 +124,7 @@ def test_a_queue_may_have_one_lane(monkeypatch):
 
 
 def test_both_communicators_are_aborted_though_one_hangs(monkeypatch):
-    monkeypatch.setattr(carrier_module, "_ABORT_S", 0.2)
+    monkeypatch.setattr(carrier_module, "ABORT_S", 0.2)
     goes_on, aborted = threading.Event(), threading.Event()
     carrier = Carrier.__new__(Carrier)
     carrier._on_gpu = True

@@ -41,7 +41,7 @@ def _results(calls, nodes, slice_bytes, latency_bytes):
     ):
         traffic = interlace.group_of(process_group).traffic
         results = []
-        for call in calls * 2:
+        for call in (*calls, calls[0]):  # the last call finds what the first one has left
             traffic.reset()
             y = call.make(process_group)
             results.append((y, dict(traffic.bytes_to), traffic.messages))
@@ -56,9 +56,10 @@ def _results(calls, nodes, slice_bytes, latency_bytes):
 def test_results_and_traffic(ranks, operator, world_size, nodes, slice_bytes, latency_bytes):
     calls = _calls(operator, world_size)
     outcomes = ranks(world_size).run(_results, calls, nodes, slice_bytes, latency_bytes)
-    check_all(calls * 2, [[y for y, *_ in outcome] for outcome in outcomes])
+    calls.append(calls[0])
+    check_all(calls, [[y for y, *_ in outcome] for outcome in outcomes])
     for rank, outcome in enumerate(outcomes):
-        for call, (y, bytes_to, _) in zip(calls * 2, outcome, strict=True):
+        for call, (y, bytes_to, _) in zip(calls, outcome, strict=True):
             with mock.patch.object(product_costs, "_LATENCY_BYTES", latency_bytes):
                 cost = _cost(call, y.dtype, nodes, slice_bytes)
                 within = _bytes_within_the_node(call, y.dtype, nodes, rank, cost.slices)

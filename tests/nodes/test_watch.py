@@ -213,7 +213,7 @@ def test_a_network_that_goes_drops_the_graphs_first(monkeypatch):
 
 def test_a_communicator_that_a_graph_keeps_is_left_behind(monkeypatch):
     """The program keeps a graph with slices while its group recovers."""
-    monkeypatch.setattr(carrier_module, "_ABORT_S", 0.1)
+    monkeypatch.setattr(carrier_module, "ABORT_S", 0.1)
     graph_is_gone, ended = threading.Event(), threading.Event()
 
     def abort():

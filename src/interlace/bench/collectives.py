@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import Step, Way
 from interlace.comm import group_of
-from interlace.comm.runtime.torch_collectives import gather, scatter
+from interlace.comm.groups.process_groups import gather, scatter
 from interlace.gemm.implementations.stock import ONE_SHOT_BYTES
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from interlace.bench.carriers import carriers
 from interlace.bench.roles import PAIR_NAMES, Role
 from interlace.comm.groups.group import solo_group
 from interlace.comm.groups.machine_rates import sets_past_cache
-from interlace.comm.runtime import torch_collectives
+from interlace.comm.groups.process_groups import gather
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
@@ -195,7 +195,7 @@ class TimedProduct(Benchmark[GemmConfig]):
             gathered = torch.empty(
                 self.shape.rows, self.shape.inner, dtype=x.dtype, device=x.device
             )
-            torch_collectives.gather(gathered, x, self.group)
+            gather(gathered, x, self.group)
             return gathered.double() @ w.double().T
         part = x.double() @ w.double().T
         if self.operator.collective == "all_to_all":

@@ -12,7 +12,7 @@ from interlace.bench import products
 from interlace.bench.draws import Draw
 from interlace.bench.roles import is_disturbed
 from interlace.bench.timing import measure
-from interlace.comm.runtime.gpu_memory import has_memory
+from interlace.comm.runtime.driver import has_memory
 from interlace.errors import InterlaceError
 from interlace.gemm.autotune import autotune, in_measured_order, most_bytes
 from interlace.registry import operator_matching

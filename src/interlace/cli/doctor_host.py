@@ -133,28 +133,22 @@ def _pass_memory() -> None:
     """Do in one process what ranks do: write shared memory, send its descriptor through a socket,
     read it there.
     """
-    from interlace.comm.host.descriptors import connect, listening
+    from interlace.comm.host.descriptors import connect, open_mailbox
 
-    with listening() as (directory, listener):
-        sender = connect(directory, 0)
-        if sender is None:
-            raise OSError("a socket takes no connection")
-        listener.settimeout(5)
-        receiver, _ = listener.accept()
-        with sender, receiver:
-            receiver.settimeout(5)
-            fd = os.memfd_create("interlace-doctor")
-            try:
-                os.write(fd, b"interlace")
-                socket.send_fds(sender, [b"fd"], [fd])
-            finally:
-                os.close(fd)
-            _, (received,), _, _ = socket.recv_fds(receiver, 2, 1)
-            try:
-                if os.pread(received, 9, 0) != b"interlace":
-                    raise OSError("memory arrived with other contents")
-            finally:
-                os.close(received)
+    with open_mailbox() as (directory, mailbox), connect(directory, 0) as sender:
+        mailbox.settimeout(5)
+        fd = os.memfd_create("interlace-doctor")
+        try:
+            os.write(fd, b"interlace")
+            socket.send_fds(sender, [b"fd"], [fd])
+        finally:
+            os.close(fd)
+        _, (received,), _, _ = socket.recv_fds(mailbox, 2, 1)
+        try:
+            if os.pread(received, 9, 0) != b"interlace":
+                raise OSError("memory arrived with other contents")
+        finally:
+            os.close(received)
 
 
 def first_line(error: Exception) -> str:

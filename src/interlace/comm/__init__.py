@@ -1,7 +1,16 @@
 """Start ranks as processes, group them, and give each group its memory and its deadlines."""
 
 from interlace.comm.cpu.cpu_faults import Faults, Traffic, inject
-from interlace.comm.groups.group import MAX_PROGRAMS, Group, Workspace, group_named, group_of
+from interlace.comm.groups.group import (
+    MAX_PROGRAMS,
+    Group,
+    Workspace,
+    group_named,
+    group_of,
+    recover,
+    set_deadline,
+    synchronize,
+)
 from interlace.comm.groups.launcher import init_process_group, launch
 from interlace.comm.groups.process_groups import (
     default_device_type,
@@ -10,7 +19,6 @@ from interlace.comm.groups.process_groups import (
     rank_and_size,
     require_same_ranks,
 )
-from interlace.comm.groups.recovery import recover, set_deadline, synchronize
 from interlace.comm.groups.symmetric import SymmetricTensor, empty_symmetric
 
 __all__ = [

@@ -19,8 +19,8 @@ from interlace.cache_folder import cache_folder
 from interlace.comm import Group
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.comm.host.identity import identity
-from interlace.comm.runtime import inductor_graphs
-from interlace.comm.runtime.gpu_memory import has_memory
+from interlace.comm.runtime.driver import has_memory
+from interlace.comm.runtime.ordinary import call_apart, in_inductors_run
 from interlace.costs.time import in_order
 from interlace.errors import PeerTimeoutError, RankMismatchError
 from interlace.gemm.call import GemmCall
@@ -232,9 +232,9 @@ def measured(
     # Ranks may remember different times, so one rank's memory counts for all.
     multiples = call.group.exchange("measured times", own)[0]
     if multiples is None:
-        if inductor_graphs.is_running():
+        if in_inductors_run():
             # Copies of weights and graphs must not come from the pool of Inductor's graph.
-            times_us = inductor_graphs.call_apart(measure, call, near, predicted_us)
+            times_us = call_apart(measure, call, near, predicted_us)
         else:
             times_us = measure(call, near, predicted_us)
         multiples = {name: us / predicted_us[name] for name, us in times_us.items()}

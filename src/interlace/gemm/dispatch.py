@@ -15,7 +15,7 @@ from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime import ranges
-from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.costs.known_profiles import as_of, version
 from interlace.costs.registry import OPERATOR_COSTS
 from interlace.errors import ArgumentError, InterlaceError, WorkspaceError

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import datetime
 import itertools
 import queue
 import threading
@@ -24,13 +23,12 @@ import torch
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.groups.carrier import Carrier, Message
 from interlace.comm.groups.group import Group
+from interlace.comm.runtime.deadlines import GOODBYE_S, NEVER
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, BackendError
 from interlace.gin.gin import Window
 
 _GOODBYE = 0  # no window has this handle
-_NEVER = datetime.timedelta(days=365)
-_GOODBYE_S = 5.0  # in which peers that close, too, have said so
 
 _addresses = itertools.count(1 << 40, 1 << 20)  # of engines, in place of memory addresses
 _engines: weakref.WeakValueDictionary[int, EmulatedEngine] = weakref.WeakValueDictionary()
@@ -228,7 +226,7 @@ def _end_threads(
     """Tell every peer that nothing follows, and wait for them to say so, but not for long."""
     for puts in queues:
         puts.put(None)
-    end = time.monotonic() + _GOODBYE_S
+    end = time.monotonic() + GOODBYE_S
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, end - time.monotonic()))
@@ -273,4 +271,4 @@ def _receive(carrier: Carrier, peer: int, memory: _CardMemory) -> None:
 def _wait(works: Any) -> None:
     """Wait for transfers; peers may take as long as they like."""
     for _, work in works:
-        work.wait(_NEVER)
+        work.wait(NEVER)

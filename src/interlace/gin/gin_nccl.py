@@ -16,6 +16,7 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.replay.memory import call_when_gone
+from interlace.comm.runtime.deadlines import library_call_s
 from interlace.comm.runtime.dlpack import bytes_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import BackendError, WorkspaceError
@@ -103,8 +104,7 @@ class _Communicator:
             BackendError: It fails, or a rank is late.
         """
         self._nccl, self._handle, self.back_end = library, ctypes.c_void_p(), ""
-        # Half of the deadline, as a rank that has failed waits for this one in an exchange.
-        self._patience_s = group.deadline_s / 2
+        self._patience_s = library_call_s(group.deadline_s)
         self._device_communicator: Any = None
         self._windows: list[tuple[ctypes.c_void_p, _NcclMemory]] = []
         self._is_stuck = False

@@ -18,7 +18,7 @@ from triton.runtime.interpreter import interpreter_builder
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.runtime import context
 from interlace.comm.replay.memory import memory_of
-from interlace.comm.runtime.pauses import pause_s
+from interlace.comm.runtime.deadlines import pause_s
 from interlace.errors import ArgumentError
 from interlace.units import MIB
 

@@ -9,7 +9,7 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.groups.slices import Message, SliceQueue, Step
-from interlace.comm.groups.workspace import Workspace
+from interlace.comm.groups.symmetric_memory import Workspace
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.runtime.interpreter import require

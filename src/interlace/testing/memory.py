@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from interlace.comm.groups.memory_cpu import map_file, unmap
 from interlace.comm.replay.memory import Block, Heap
-from interlace.comm.replay.memory_map import map_file, unmap
 from interlace.errors import WorkspaceError
 from interlace.testing.operations import Cells
 from interlace.units import MIB, format_bytes, round_up

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from interlace.comm import Group
-from interlace.comm.groups.workspace import Workspace
+from interlace.comm.groups.symmetric_memory import Workspace
 from interlace.comm.launching.kernels import Launch
 from interlace.units import NS_PER_S
 

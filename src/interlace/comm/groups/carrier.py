@@ -7,6 +7,9 @@ groups. They are NCCL's on the CUDA backend and Gloo's on the CPU backend, by th
 A communicator carries one exchange after another, and each takes its time to begin and to end,
 while the network idles. So there are two *lanes* on a GPU, each with a communicator, and an
 exchange on one of them begins while that on the other ends.
+
+Another carrier is a class that has ``lanes``, ``exchange`` and ``abort`` as :class:`Carrier` has
+them, and that :class:`interlace.comm.groups.network.Network` takes in its place.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.host.members import Members
+from interlace.comm.runtime.deadlines import ABORT_S, LEAST_CONNECT_S, NEVER
 from interlace.errors import BackendError
 
 LANES = 2
@@ -29,12 +33,6 @@ LANES = 2
 
 CHANNELS = 2
 """Largest number of SMs that NCCL takes for an exchange, each of which moves several GB/s."""
-
-# Deadlines are the group's, which releases waits and aborts; torch's own timeout ends the process.
-_NEVER = datetime.timedelta(days=365)
-
-_CONNECT_S = 60.0  # in which NCCL has connected, at least: many ranks take some seconds
-_ABORT_S = 10.0  # in which NCCL has ended a communicator, unless a graph has its kernels
 
 
 class Message(NamedTuple):
@@ -80,12 +78,10 @@ class Carrier:
         self._on_gpu, self._device = members.backend == "cuda", members.device
         self.lanes = LANES if self._on_gpu else 1
         deadline = datetime.timedelta(seconds=deadline_s)
-        self._backends = []
-        self._process_groups = []
+        self._backends: list[Any] = []
+        self._process_groups: list[dist.ProcessGroup] = []
         for lane in range(self.lanes):
-            backend, process_group = self._connect(members, store, lane, deadline)
-            self._backends.append(backend)
-            self._process_groups.append(process_group)
+            self._add_lane(members, dist.PrefixStore(f"lane {lane}", store), deadline)
         peers = [peer for peer in range(members.world_size) if peer != members.rank]
         if self._on_gpu:
             # NCCL waits for its peers in the host's code, for as long as they take.
@@ -93,28 +89,25 @@ class Carrier:
                 with torch.cuda.device(self._device):  # a new thread has the first one
                     self._greet(peers, deadline)
 
-            run_within(max(deadline_s, _CONNECT_S), greet, "NCCL between nodes")
+            run_within(max(deadline_s, LEAST_CONNECT_S), greet, "NCCL between nodes")
         else:
             self._greet(peers, deadline)
 
-    def _connect(
-        self, members: Members, store: dist.Store, lane: int, deadline: datetime.timedelta
-    ) -> tuple[Any, dist.ProcessGroup]:
-        """Return the backend of a lane, and the process group that calls it."""
-        rank, ranks = members.rank, members.world_size
-        own_store = dist.PrefixStore(f"lane {lane}", store)
-        process_group = dist.ProcessGroup(own_store, rank, ranks)
-        kind = dist.ProcessGroup.BackendType
-        backend_type = kind.NCCL if self._on_gpu else kind.GLOO
-        backend = (
-            _nccl(own_store, rank, ranks)
-            if self._on_gpu
-            else _gloo(own_store, rank, ranks, deadline)
-        )
+    def _add_lane(self, members: Members, store: dist.Store, deadline: datetime.timedelta) -> None:
+        """Make the backend of a lane, and the process group that calls it."""
+        rank, ranks, kind = members.rank, members.world_size, dist.ProcessGroup.BackendType
+        process_group = dist.ProcessGroup(store, rank, ranks)
+        backend: Any
+        if self._on_gpu:
+            backend, backend_type = _nccl(store, rank, ranks), kind.NCCL
+        else:  # on the interfaces of GLOO_SOCKET_IFNAME
+            backend = dist.ProcessGroupGloo(store, rank, ranks, timeout=deadline)
+            backend_type = kind.GLOO
         process_group._set_default_backend(backend_type)
         backend._set_sequence_number_for_group()
         process_group._register_backend(torch.device(self._device.type), backend_type, backend)
-        return backend, process_group
+        self._backends.append(backend)
+        self._process_groups.append(process_group)
 
     def _greet(self, peers: Sequence[int], deadline: datetime.timedelta) -> None:
         """Send each peer one message on every lane and wait for its own.
@@ -182,7 +175,7 @@ class Carrier:
             # backends.
             with contextlib.suppress(RuntimeError):
                 _end_within(
-                    _ABORT_S, [backend.abort for backend in self._backends], "interlace aborting"
+                    ABORT_S, [backend.abort for backend in self._backends], "interlace aborting"
                 )
 
 
@@ -234,11 +227,6 @@ def _end_within(seconds: float, functions: Sequence[Callable[[], object]], name:
     return True
 
 
-def _gloo(store: dist.Store, rank: int, ranks: int, deadline: datetime.timedelta) -> Any:
-    """Return a backend of Gloo, on the interfaces of ``GLOO_SOCKET_IFNAME``."""
-    return dist.ProcessGroupGloo(store, rank, ranks, timeout=deadline)
-
-
 def _nccl(store: dist.Store, rank: int, ranks: int) -> Any:
     """Return a backend of NCCL that takes few SMs, and takes them before other kernels.
 
@@ -250,6 +238,6 @@ def _nccl(store: dist.Store, rank: int, ranks: int) -> Any:
             "messages between nodes must have NCCL on GPUs; this torch was built without it."
         )
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-    options._timeout = _NEVER
+    options._timeout = NEVER
     options.config.max_ctas = CHANNELS
     return dist.ProcessGroupNCCL(store, rank, ranks, options)

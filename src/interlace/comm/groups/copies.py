@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import os
 import threading
 import time
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from interlace.comm.cpu import cpu_faults
+from interlace.comm.runtime.deadlines import pauses_of_a_wait
 from interlace.comm.runtime.driver import driver, require_enqueued
-from interlace.comm.runtime.pauses import pauses_of_a_wait
 from interlace.errors import BackendError
 
 if TYPE_CHECKING:
@@ -173,11 +174,7 @@ def push(group: Group, transfers: Sequence[Transfer]) -> None:
 
 def _move(transfer: Transfer) -> None:
     """Copy on the CPU backend, subject to injected faults."""
-
-    def copy() -> None:
-        """Copy without delay or reordering."""
-        cpu_faults.move(transfer.target, transfer.source, transfer.nbytes)
-
+    copy = functools.partial(cpu_faults.move, transfer.target, transfer.source, transfer.nbytes)
     cpu_faults.deliver(copy, ordered=True)
 
 

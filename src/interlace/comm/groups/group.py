@@ -27,24 +27,20 @@ from interlace.comm.groups.process_groups import (
     require_alone,
     require_member,
 )
-from interlace.comm.groups.symmetric_memory import SymmetricMemory
-from interlace.comm.groups.workspace import MAX_PROGRAMS, Workspace
+from interlace.comm.groups.symmetric_memory import MAX_PROGRAMS, SymmetricMemory, Workspace
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.cache import Answers, CallCache
 from interlace.comm.host.channel import HostChannel
-from interlace.comm.host.health import Health, Running, default_deadline
+from interlace.comm.host.health import Health, Running
 from interlace.comm.host.identity import identity, settings
-from interlace.comm.host.members import meet_members, members_of, require_dedicated_gpus
+from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.deferred import DeferredCall
-from interlace.comm.replay.memory import Block
-from interlace.comm.replay.releases import releases
-from interlace.comm.runtime.launches import launches
+from interlace.comm.replay.memory import Block, releases
+from interlace.comm.runtime.deadlines import default_deadline_s, recovery_s
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
-from interlace.comm.runtime.streams import Streams
-from interlace.errors import GroupError, WorkspaceError
-
-_RECOVERY_DEADLINES = 3  # a rank that has not noticed the failure does so one deadline later
+from interlace.comm.runtime.streams import Streams, launches
+from interlace.errors import BackendError, GroupError, WorkspaceError
 
 T = TypeVar("T")
 
@@ -105,7 +101,7 @@ class Group:
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
         if store is not None:
             self.health.trace_by(self.channel.first_late)
-        self.health.deadline_s = default_deadline(members.ranks_per_gpu)
+        self.health.deadline_s = default_deadline_s(members.ranks_per_gpu)
         self.agreement.compare("joining a group", settings())
         with self.channel.reaching_store("joining a group"):
             share_profile(members, self.exchange)
@@ -132,8 +128,19 @@ class Group:
         return self.members.world_size
 
     def require_own_gpus(self, activity: str) -> None:
-        """Refuse to measure on GPUs that ranks share; see :func:`require_dedicated_gpus`."""
-        require_dedicated_gpus(self.members, activity)
+        """Refuse to measure on GPUs that ranks share.
+
+        Args:
+            activity: Name of the measurement, for the error message.
+
+        Raises:
+            BackendError: Ranks of the group share a GPU.
+        """
+        if self.members.ranks_per_gpu > 1:
+            raise BackendError(
+                f"{activity} must have a GPU for each rank; got {self.members.ranks_per_gpu} ranks "
+                "on one. Times of ranks that share a GPU mean nothing; use fewer ranks."
+            )
 
     def require_size(self, operator: str, most: int) -> None:
         """Refuse a group of one node with more ranks than an operator's kernels take.
@@ -254,7 +261,10 @@ class Group:
 
     def workspace_bytes(self) -> dict[str, int]:
         """Return the symmetric bytes that each operator's workspace holds on this rank."""
-        return self.memory.workspace_bytes()
+        return {
+            name: workspace.data.nbytes + workspace.signals.nbytes
+            for name, workspace in self.memory.workspaces.items()
+        }
 
     # Between nodes
 
@@ -353,8 +363,8 @@ class Group:
         self.streams.synchronize()  # kernels that wait end by their deadline
         if self.world_size > 1:
             # Once all ranks have met, no rank has a kernel running that could write to a peer.
-            default_s = _RECOVERY_DEADLINES * self.deadline_s
-            self.channel.meet("recover", default_s if timeout_s is None else timeout_s)
+            patience_s = recovery_s(self.deadline_s) if timeout_s is None else timeout_s
+            self.channel.meet("recover", patience_s)
         self._forget()
         for recoverable in self.cache.recoverable:
             recoverable.reset()
@@ -463,6 +473,58 @@ def group_named(name: str, device: torch.device) -> Group:
     The name ``""`` stands for the default group.
     """
     return group_of(process_group_named(name), device)
+
+
+def set_deadline(seconds: float, group: dist.ProcessGroup | None = None) -> None:
+    """Let every wait of ``group`` last at most ``seconds`` from now on, on this rank.
+
+    The default is 30 s, or ``INTERLACE_DEADLINE_S`` from the environment.
+
+    Raises:
+        ArgumentError: ``seconds`` is not above 0 and below a million.
+    """
+    group_of(group).deadline_s = seconds
+
+
+def synchronize(group: dist.ProcessGroup | None = None) -> None:
+    """Wait for this rank's kernels and raise the error of the first failure, if there was one.
+
+    Raises:
+        PeerTimeoutError: A wait of a kernel expired.
+        MiscountError: A kernel miscounted.
+        GroupError: A call was interrupted on this rank when its kernels might have started.
+    """
+    group_of(group).synchronize()
+
+
+def recover(group: dist.ProcessGroup | None = None, timeout_s: float | None = None) -> None:
+    """Make a broken group usable again without ending a process. Collective.
+
+    After a :class:`PeerTimeoutError` or a :class:`MiscountError`, ranks no longer agree on the
+    number of their calls. This waits until all ranks are here and none has a kernel running, and
+    then begins anew: epochs, signals, flags, agreements, and the graphs of calls that come again.
+    The next call of each kind is as slow as the first one was.
+
+    A rank that has not noticed the failure must come, too. It learns of the failure by its next
+    call on the group, one deadline later, which is why this waits for three deadlines. It may also
+    be called when nothing has failed.
+
+    These are lost: results of calls that have failed (NaN), views that
+    :meth:`MappedOutput.exchange` and ``fuse`` have returned, and CUDA graphs that the program has
+    captured with the group, which must be captured again and not be replayed. Tensors that
+    operators have returned, symmetric tensors, and mapped outputs that every rank has keep working.
+
+    Args:
+        group: Process group. Default: the default process group.
+        timeout_s: Seconds to wait for the other ranks. Default: three deadlines of the group.
+
+    Raises:
+        PeerTimeoutError: A rank did not come, within at most twice the time; raised on every rank
+            that did, with that rank's number. It is dead, or does something else: the group stays
+            broken. Without that rank, build a new process group.
+        WorkspaceError: A CUDA graph is being captured.
+    """
+    group_of(group).recover(timeout_s)
 
 
 __all__ = [

@@ -24,8 +24,10 @@ import torch.multiprocessing as mp
 from torch.distributed.constants import default_pg_timeout
 from torch.multiprocessing import _prctl_pr_set_pdeathsig  # type: ignore[attr-defined]
 
+from interlace.cache_folder import write_whole
 from interlace.comm.host.nodes import NODES_VARIABLE
 from interlace.comm.host.rendezvous import meet
+from interlace.comm.runtime.deadlines import NEVER
 from interlace.environment import changed, whole_number
 from interlace.errors import ArgumentError, BackendError, LaunchError, PeerTimeoutError
 
@@ -33,7 +35,6 @@ _UNGUARDED = (
     "The start of a program must be guarded, since every rank imports the program. Call launch "
     "below `if __name__ == '__main__':`."
 )
-_NEVER = datetime.timedelta(days=365)
 _LONGEST_PAUSE_S = 0.05
 
 
@@ -290,9 +291,7 @@ def _child(
     except Exception as error:
         _leave_error(error, Path(folder) / f"error-{rank}")
         raise
-    whole = Path(folder) / f"whole-{rank}"
-    whole.write_bytes(result)
-    whole.rename(Path(folder) / f"result-{rank}")
+    write_whole(Path(folder) / f"result-{rank}", result)
     # Peers may still be reading this rank's memory. They are awaited by their files: the process
     # group may be destroyed or broken, and has a time-out of its own. It is not destroyed here:
     # NCCL would wait for the CUDA graphs that the worker has left, and the process ends anyway.
@@ -455,7 +454,7 @@ def _patience() -> Iterator[None]:
     limits = [(each, each.options._timeout) for each in backends if hasattr(each, "options")]
     try:
         for backend, _ in limits:
-            backend._set_default_timeout(_NEVER)
+            backend._set_default_timeout(NEVER)
         yield
     finally:
         for backend, limit in limits:

@@ -31,7 +31,7 @@ from interlace.comm.host.common_profile import (
     settled_text,
 )
 from interlace.comm.host.members import Exchange, Members
-from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.costs.known_profiles import (
     adopt,
     keep_profile,
@@ -98,31 +98,25 @@ def measure_unknown(group: Group) -> None:
     guess = profile_of(gpu, processors)
     if own_profile(gpu) is not None or not guess.is_guess:
         return
-    # Groups of other ranks of this program may measure at the same time; the first one to end
-    # counts for all of them, as ranks of both may form a group later.
-    name = f"measured {gpu}"
-    measured = _of_rank_0(group, "a measured machine", lambda: published(name))
-    if measured is None:
-        try:
-            rates = measure_rates(group)
-        except WorkspaceError as error:
-            warnings.warn(
-                f"interlace: {gpu} was not measured, and predictions for it are guesses: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            with group.channel.reaching_store("a measured machine"):
-                settle_profile(group.device)
-            return
+
+    def measure() -> list[Any]:
+        rates = measure_rates(group)
         date = datetime.date.today()
         source = f"{guess.source}; products and links measured {date} by {rates.world_size} ranks"
         profile = with_rates(guess, gpu, processors, rates, source)
-        own = json.dumps([text_of(profile), rates.is_complete])
-        measured = _of_rank_0(group, "a measured machine", lambda: publish(name, own))
-    text, is_complete = json.loads(measured)
+        return [text_of(profile), rates.is_complete]
+
+    label = "a measured machine"
+    try:
+        text, is_complete = _measured_once(group, label, f"measured {gpu}", measure)
+    except WorkspaceError as error:
+        _warn(f"{gpu} was not measured, and predictions for it are guesses: {error}")
+        with group.channel.reaching_store(label):
+            settle_profile(group.device)
+        return
     profile = parse_profile(text)
     # What the program has compiled by the guess it must go on with.
-    with group.channel.reaching_store("a measured machine"):
+    with group.channel.reaching_store(label):
         adopt(settle_profile(group.device, profile))
     # What is missing in it another program may have memory to measure.
     _keep(profile if is_complete else None, group)
@@ -148,32 +142,47 @@ def measure_unknown_network(group: Group) -> None:
     profile = known_profile(group.device)
     if profile.network is not None:
         return
-    name = f"measured network of {torch.cuda.get_device_name(group.device)}"
-    measured = _of_rank_0(group, "a measured network", lambda: published(name))
-    # Imported here, since that module's own imports lead back to this one.
-    from interlace.comm.groups.network_rates import measure_network
 
-    if measured is None:
+    def measure() -> dict[str, Any]:
+        # Imported here, since that module's own imports lead back to this one.
+        from interlace.comm.groups.network_rates import measure_network
+
         date = datetime.date.today()
         source = f"measured {date} on {group.world_size} ranks of {group.nodes} nodes"
-        try:
-            _, network = measure_network(group, source)
-        except WorkspaceError as error:
-            warnings.warn(
-                "interlace: the network between the nodes was not measured, and operators do not "
-                f"go by it: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
-            return
-        named = dataclasses.replace(network, network=f"the network between {group.nodes} nodes")
-        # Rank 0's text counts for all, so its loss of digits does, too.
-        own = json.dumps(dataclasses.asdict(named))
-        measured = _of_rank_0(group, "a measured network", lambda: publish(name, own))
-    named = parse_network(json.loads(measured))
-    with group.channel.reaching_store("a measured network"):
-        settle_network(group.device, named)
-    _keep(dataclasses.replace(profile, network=named), group)
+        _, network = measure_network(group, source)
+        name = f"the network between {group.nodes} nodes"
+        return dataclasses.asdict(dataclasses.replace(network, network=name))
+
+    label, gpu = "a measured network", torch.cuda.get_device_name(group.device)
+    try:
+        measured = _measured_once(group, label, f"measured network of {gpu}", measure)
+    except WorkspaceError as error:
+        _warn(f"the network between nodes was not measured, and operators do not go by it: {error}")
+        return
+    network = parse_network(measured)
+    with group.channel.reaching_store(label):
+        settle_network(group.device, network)
+    _keep(dataclasses.replace(profile, network=network), group)
+
+
+def _measured_once(group: Group, label: str, name: str, measure: Callable[[], Any]) -> Any:
+    """Return what the program has measured under a name, as JSON holds it. Collective.
+
+    Groups of other ranks of this program may measure at the same time; the first one to end counts
+    for all of them, as ranks of both may form a group later.
+
+    Args:
+        label: Name of the result, for errors.
+        measure: Measures what no group has published; rank 0's result counts for all.
+
+    Raises:
+        WorkspaceError: A rank has no memory to measure; raised on every rank.
+    """
+    text = _of_rank_0(group, label, lambda: published(name))
+    if text is None:
+        own = json.dumps(measure())
+        text = _of_rank_0(group, label, lambda: publish(name, own))
+    return json.loads(text)
 
 
 def _of_rank_0(group: Group, label: str, ask: Callable[[], str | None]) -> Any:
@@ -203,13 +212,13 @@ def _keep(profile: MachineProfile | None, group: Group) -> None:
         try:
             keep_profile(profile)
         except OSError as error:
-            warnings.warn(
-                f"interlace: the measured profile of {profile.gpu} is not kept: {error}",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            _warn(f"the measured profile of {profile.gpu} is not kept: {error}")
     # Another program of this node may begin when this rank has left.
     group.exchange("a measured profile is kept", None)
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"interlace: {text}", RuntimeWarning, stacklevel=3)
 
 
 # Measuring

@@ -21,8 +21,7 @@ import torch
 
 from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.descriptors import exchanged_descriptors
-from interlace.comm.replay.memory import Block, Heap, Range
-from interlace.comm.replay.releases import releases
+from interlace.comm.replay.memory import Block, Heap, Range, releases
 from interlace.comm.runtime.driver import driver, values_of
 from interlace.errors import BackendError, InterlaceError, WorkspaceError
 from interlace.units import format_bytes, next_power_of_2, round_up
@@ -84,7 +83,7 @@ class CudaHeap(Heap):
 
     def _reserve(self) -> None:
         """Reserve the address range."""
-        cu, size = self._cu, self.stride * self._channel.world_size
+        cu, size = self._cu, self.stride * self._channel.members.world_size
         self.base = base = int(values_of(cu.cuMemAddressReserve(size, 0, 0, 0)))
         self._range = Range(
             base, self.stride, self.device, functools.partial(_free_range, cu, base, size)
@@ -93,7 +92,7 @@ class CudaHeap(Heap):
     def allocate(self, nbytes: int, pieces: int = 1) -> Block:
         """Allocate zeroed memory on every GPU, piece by piece; see :meth:`Heap.allocate`."""
         # Addresses of ranks of other nodes stay reserved and without memory: an access faults.
-        cu, ranks, rank = self._cu, self._channel.local_ranks, self._channel.rank
+        cu, ranks, rank = self._cu, self._channel.members.local_ranks, self._channel.members.rank
         piece = round_up(max(nbytes, 1), self.granularity)
         size = pieces * piece
         with contextlib.ExitStack() as handles, contextlib.ExitStack() as undo:
@@ -138,7 +137,7 @@ class CudaHeap(Heap):
             torch.cuda.synchronize(self.device)
             undo.pop_all()
         release = functools.partial(_unmap, cu, self._range, ranks, offset, pieces, piece)
-        base, world_size = self._range.base, self._channel.world_size
+        base, world_size = self._range.base, self._channel.members.world_size
         return Block(base + offset, size, self.stride, world_size, self.device, release)
 
     def _create(self, piece: int, size: int) -> Any:

@@ -17,14 +17,12 @@ from interlace.comm.host.health import Health
 from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import call_when_gone
 from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime.deadlines import KERNELS_ABORT_S, watch_pause_s
 from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.driver import Write, writer
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
-from interlace.comm.runtime.unblocked import Write, writer
 from interlace.units import next_power_of_2
 
-_LOOKS_PER_DEADLINE = 20
-_LONGEST_PAUSE_S = 0.25
-_ABORT_S = 0.2  # in which an abort has reached NCCL's kernels
 _RELEASED = 2**31 - 1  # a counter's value that no wait is above
 
 
@@ -123,12 +121,12 @@ class Watch:
         # Kernels write to the host's memory: a copy engine takes 15 us to begin behind a kernel.
         raw = bytes_at(words.data_ptr(), [words.nbytes], [1], members.device, words)
         self._words = view_as(raw, [2], torch.int32)
+        self._seen, self._since = -2, 0.0
         self._stopped = threading.Event()
         target = weakref.WeakMethod(self._look)
         threading.Thread(
             target=_watch, args=(target, self._stopped), name="interlace watch", daemon=True
         ).start()
-        self._seen, self._since = -2, 0.0
 
     def begin(self, operator: str) -> None:
         """Enqueue the beginning of a call on the current stream."""
@@ -159,7 +157,7 @@ class Watch:
         elif self._health.broken or now - self._since > deadline_s:
             self._give_up()
             self._stopped.set()
-        return min(_LONGEST_PAUSE_S, deadline_s / _LOOKS_PER_DEADLINE)
+        return watch_pause_s(deadline_s)
 
     def _give_up(self) -> None:
         """Break the group, release every stream that waits, and find out meanwhile who is late.
@@ -218,7 +216,7 @@ class Watch:
             with trying():
                 aborting = threading.Thread(target=self._network.carrier.abort, daemon=True)
                 aborting.start()
-                time.sleep(_ABORT_S)
+                time.sleep(KERNELS_ABORT_S)
             addresses: list[int] = []
             with trying():
                 addresses = self._network.counter_addresses()
@@ -234,13 +232,10 @@ class Watch:
 
 def _watch(look: weakref.WeakMethod[Callable[[], float]], stopped: threading.Event) -> None:
     """Look again and again, until the watch is stopped or gone."""
-    pause_s = _LONGEST_PAUSE_S
+    pause_s = 0.0
     while not stopped.wait(pause_s):
         method = look()
         if method is None:
             return
         pause_s = method()
         del method
-
-
-__all__ = ["Network", "Watch"]

@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.groups.group import Group
-from interlace.comm.groups.process_groups import process_group_named
+from interlace.comm.groups.process_groups import gather, process_group_named, scatter
 from interlace.comm.groups.slices import Message, SliceQueue, Step
-from interlace.comm.runtime.gpu_memory import has_memory
-from interlace.comm.runtime.torch_collectives import gather, scatter
+from interlace.comm.runtime.driver import has_memory
 from interlace.costs.network import NetworkRates, parse_network
 from interlace.errors import GroupError, WorkspaceError
 
@@ -151,7 +150,10 @@ def measure_exchanges(
     for messages in together:
         # Several large messages say nothing that one does not.
         for nbytes in sizes if messages == 1 else sizes[:-2] or sizes:
-            times.append(_measure(group, nbytes, messages))
+            steps = _steps_of_a_sample(group, nbytes * messages)
+            exchange = functools.partial(_exchange_us, group, nbytes, messages, steps)
+            (samples_us,) = _in_turn(group, (exchange,))
+            times.append(ExchangeTime(nbytes, messages, statistics.median(samples_us)))
             advance()
     return times
 
@@ -162,13 +164,6 @@ def _require_nodes(group: Group) -> None:
             f"{_NAME}: ranks must be on several nodes; they are on one. Run on two machines, or "
             "declare nodes by INTERLACE_NODES."
         )
-
-
-def _measure(group: Group, nbytes: int, messages: int) -> ExchangeTime:
-    steps = _steps_of_a_sample(group, nbytes * messages)
-    samples = [_exchange_us(group, nbytes, messages, steps) for _ in range(_SAMPLES + 1)]
-    # The first one makes whatever is made once.
-    return ExchangeTime(nbytes, messages, slowest(group, statistics.median(samples[1:])))
 
 
 def queue_of(
@@ -335,11 +330,6 @@ def _calls_us(group: Group, call: Callable[[], object], count: int) -> float:
 def _steps_of_a_sample(group: Group, nbytes: int) -> int:
     """Return how many exchanges of so many bytes make up one sample."""
     return max(1, min(_MOST_STEPS, _SAMPLE_BYTES[group.backend] // nbytes))
-
-
-def slowest(group: Group, value: float) -> float:
-    """Return the largest of all ranks' values. Collective."""
-    return max(map(float, group.exchange(_NAME, value)))
 
 
 def _begin_together(group: Group) -> None:

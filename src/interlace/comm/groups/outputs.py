@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
+from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import Block
 from interlace.comm.replay.replays import Replays
-from interlace.comm.runtime import inductor_graphs
 from interlace.comm.runtime.dlpack import bytes_at, view_as
+from interlace.comm.runtime.ordinary import in_inductors_run
 from interlace.comm.runtime.streams import Streams
 from interlace.units import round_up
 
@@ -158,7 +158,7 @@ class OutputPool:
 
     def __init__(
         self,
-        channel: HostChannel,
+        members: Members,
         health: Health,
         streams: Streams,
         replays: Replays,
@@ -168,14 +168,14 @@ class OutputPool:
         """Create an empty pool.
 
         Args:
-            channel: Knows this process's rank.
+            members: The group.
             health: Is told when growth is interrupted on this rank.
             streams: Know the capture that a buffer may belong to.
             replays: Know whether that capture is a graph of the group's own.
             allocate: Allocates so many bytes of symmetric memory; collective.
             any_rank_now: Returns whether an answer is True on any rank; collective.
         """
-        self._channel, self._health, self._streams = channel, health, streams
+        self._members, self._health, self._streams = members, health, streams
         self._replays, self._allocate, self._any_rank_now = replays, allocate, any_rank_now
         self._space: _Space | None = None
         self._retained: list[_Space] = []
@@ -184,7 +184,7 @@ class OutputPool:
         """Return a free buffer of at least ``nbytes``, or the landing if none is free.
 
         In a run of which Inductor makes a CUDA graph it is the landing: results belong to the
-        graph's pool there (``interlace.comm.runtime.inductor_graphs``).
+        graph's pool there (``interlace.comm.runtime.ordinary``).
 
         Collective if the buffers must grow: every rank asks for equally many bytes.
 
@@ -192,7 +192,7 @@ class OutputPool:
             WorkspaceError: The buffers must grow while a CUDA graph is being captured, or do not
                 fit.
         """
-        if inductor_graphs.is_running():
+        if in_inductors_run():
             return self.landing(nbytes)
         space = self._reserve(nbytes)
         capture = self._capture()
@@ -237,7 +237,7 @@ class OutputPool:
             # the landing was captured.
             space.capture[index] = capture
         address, size = space.block.address, space.buffer_bytes
-        local_address = address + self._channel.rank * space.block.stride + index * size
+        local_address = address + self._members.rank * space.block.stride + index * size
         return Output(address, size, index, local_address, space)
 
     def _reserve(self, nbytes: int) -> _Space:

@@ -1,4 +1,6 @@
-"""Look up torch's process groups by name, their sizes, and the default backend."""
+"""Torch's process groups: by name, their sizes, the default backend, and collectives by the names
+that this version of torch has.
+"""
 
 from __future__ import annotations
 
@@ -194,3 +196,16 @@ def require_same_ranks(
             "process group was destroyed or replaced. Make the module again, and load its state "
             "dict."
         )
+
+
+def gather(result: torch.Tensor, x: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Gather all ranks' x in ``result``."""
+    # Named all_gather_single since torch 2.13, which warns of the older name.
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(result, x, group=group)
+
+
+def scatter(result: torch.Tensor, parts: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    """Add all ranks' parts and store this rank's rows of the sum in ``result``."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(result, parts, group=group)

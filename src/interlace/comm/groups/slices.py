@@ -45,7 +45,7 @@ from interlace.comm.groups.copies import (
     supports_triggers,
 )
 from interlace.comm.groups.group import Group
-from interlace.comm.runtime.pauses import pauses_of_a_wait
+from interlace.comm.runtime.deadlines import pauses_of_a_wait
 from interlace.errors import BackendError, PeerTimeoutError
 
 

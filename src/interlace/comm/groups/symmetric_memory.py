@@ -2,19 +2,78 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 
+import torch
+
 from interlace.comm.groups.outputs import OutputPool
-from interlace.comm.groups.workspace import Workspace, make_workspace, rounded_sizes
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
-from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone
-from interlace.comm.replay.releases import releases
+from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone, releases
 from interlace.comm.replay.replays import Replays
+from interlace.comm.runtime.dlpack import bytes_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.errors import WorkspaceError
+from interlace.units import next_power_of_2
+
+# A power of two: ``il.arrive_last`` tells the end of a round by a remainder.
+MAX_PROGRAMS = 4096
+"""Largest number of programs in one launch of an operator; each has an epoch cell (see
+``interlace.language``).
+"""
+
+_MIN_HALF_BYTES = 4096
+_MIN_SIGNALS = 1024
+
+
+@dataclasses.dataclass
+class Workspace:
+    """Hold the memory of one operator of one group; see :meth:`SymmetricMemory.workspace`.
+
+    Attributes:
+        data: Symmetric; two halves of ``half_bytes``, used in turn by the epoch's parity.
+        half_bytes: Bytes of one half of ``data``.
+        signals: Symmetric int32 ``[signal_count]``, each written by one rank only: the epoch of the
+            writer's call and the call's mark.
+        signal_count: Number of signals.
+        epochs: Local int32 ``[MAX_PROGRAMS]``: number of the next call, per program.
+        side_epochs: Local int32 ``[MAX_PROGRAMS]``: epochs of launches that run concurrently with
+            an operator's kernel and may end before or after it.
+        notes: Local int32 ``[2]``: values that an operator's first kernel leaves for later kernels
+            of the same call.
+        captured: Whether a CUDA graph of the program refers to the workspace.
+    """
+
+    data: Block
+    half_bytes: int
+    signals: Block
+    signal_count: int
+    epochs: torch.Tensor
+    side_epochs: torch.Tensor
+    notes: torch.Tensor
+    captured: bool = False
+
+    def suffices(self, half_bytes: int, signal_count: int) -> bool:
+        """Return whether a call that needs so many bytes and signals finds them here."""
+        return self.half_bytes >= half_bytes and self.signal_count >= signal_count
+
+    def reset(self, rank: int) -> None:
+        """Restore the initial state of ``rank``'s part while no kernel of any rank is running."""
+        for block in (self.data, self.signals):
+            bytes_at(
+                block.address + rank * block.stride,
+                (block.nbytes,),
+                (1,),
+                self.epochs.device,
+                block,
+            ).zero_()
+        # Epoch 0 is what signals hold in fresh memory, so calls count from 1.
+        self.epochs.fill_(1)
+        self.side_epochs.fill_(1)
+        self.notes.zero_()
 
 
 class SymmetricMemory:
@@ -41,12 +100,12 @@ class SymmetricMemory:
         """
         self._agreement, self._health = agreement, health
         self._streams, self._replays = streams, replays
-        self.heap = make_heap(channel, streams)
+        self.heap = _new_heap(channel, streams.device)
         self.workspaces: dict[str, Workspace] = {}
         # Replaced, but captured in a graph of the program on any rank; the oldest first.
         self._retained: dict[str, list[Workspace]] = {}
         self.outputs = OutputPool(
-            channel, health, streams, replays, self.allocate, agreement.any_rank_now
+            channel.members, health, streams, replays, self.allocate, agreement.any_rank_now
         )
         # Kernels that are running when the group goes still use the workspaces.
         held = [self.workspaces, self._retained]
@@ -118,13 +177,23 @@ class SymmetricMemory:
         if previous is not None:
             half_bytes = max(half_bytes, previous.half_bytes)
             signal_count = max(signal_count, previous.signal_count)
-        half_bytes, signal_count = rounded_sizes(half_bytes, signal_count)
+        # Powers of two, so that it seldom grows.
+        half_bytes = next_power_of_2(max(half_bytes, _MIN_HALF_BYTES))
+        signal_count = next_power_of_2(max(signal_count, _MIN_SIGNALS))
         step = f"growing the memory of {operator}"
         with self._health.indivisible(step):
             data, signals = self.allocate(2 * half_bytes), self.allocate(4 * signal_count)
             with self._agreement.together(step):
-                workspace = make_workspace(
-                    data, half_bytes, signals, signal_count, self._streams.device
+                # Signals of fresh memory hold epoch 0, so calls count from 1.
+                epochs = torch.ones(MAX_PROGRAMS, dtype=torch.int32, device=self._streams.device)
+                workspace = Workspace(
+                    data=data,
+                    half_bytes=half_bytes,
+                    signals=signals,
+                    signal_count=signal_count,
+                    epochs=epochs,
+                    side_epochs=torch.ones_like(epochs),
+                    notes=epochs.new_zeros(2),
                 )
             # Only a rank itself knows what it has captured, and all must keep the same memory.
             is_captured = previous is not None and self._agreement.any_rank_now(
@@ -137,13 +206,6 @@ class SymmetricMemory:
                 self._retained.setdefault(operator, []).append(previous)
         return workspace
 
-    def workspace_bytes(self) -> dict[str, int]:
-        """Return the symmetric bytes that each operator's workspace holds on this rank."""
-        return {
-            name: workspace.data.nbytes + workspace.signals.nbytes
-            for name, workspace in self.workspaces.items()
-        }
-
     def clear(self) -> None:
         """Let go of all workspaces and outputs; on every rank at once.
 
@@ -154,10 +216,9 @@ class SymmetricMemory:
         self.outputs.release()
 
 
-def make_heap(channel: HostChannel, streams: Streams) -> Heap:
-    """Return the heap of a group on the device of ``streams``."""
-    device = streams.device
-    if channel.world_size == 1:
+def _new_heap(channel: HostChannel, device: torch.device) -> Heap:
+    """Return a heap for a group on a device."""
+    if channel.members.world_size == 1:
         return SoloHeap(device)
     # Only the heap of the group's own backend is imported, as the other one may lack its libraries.
     if device.type == "cuda":

@@ -18,7 +18,7 @@ from interlace.comm.host.channel import GivenUpError
 from interlace.comm.host.health import Health
 from interlace.comm.host.members import Exchange, Members, by_rank
 from interlace.comm.runtime import context as ctx
-from interlace.comm.runtime.gpu_memory import is_out_of_memory
+from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.costs.known_profiles import version
 from interlace.errors import (
     ArgumentError,
@@ -124,7 +124,7 @@ class Agreement:
         if agreed is None:
             with self._health.indivisible(operator):
                 chosen = choose() if self._members.rank == 0 else None
-                answers = self._compare(operator, arguments, {_CHOICE: chosen})
+                answers = self.compare(operator, arguments, {_CHOICE: chosen})
                 # All ranks have agreed on the same calls in the same order, so they count alike,
                 # and forget them in the same call.
                 number = self._cache.count_agreement()
@@ -159,7 +159,7 @@ class Agreement:
         if known is None:
             with self._health.indivisible(operator):
                 compared = {**arguments, **first}
-                answers = self._compare(operator, compared, {_KNOWLEDGE: knowledge})
+                answers = self.compare(operator, compared, {_KNOWLEDGE: knowledge})
                 number = self._cache.count_agreement()
                 is_alike = all(answer[_KNOWLEDGE] == knowledge for answer in answers)
                 known = Family(number, is_alike, version())
@@ -271,19 +271,19 @@ class Agreement:
             self._cache.keep_largest(key, known)
         return known
 
-    def compare(self, operator: str, arguments: Mapping[str, object]) -> None:
-        """Exchange ``arguments`` on the host and check that they are equal on all ranks.
+    def compare(
+        self,
+        operator: str,
+        arguments: Mapping[str, object],
+        others: Mapping[str, object] | None = None,
+    ) -> Answers:
+        """Exchange both on the host, check that ``arguments`` are equal on all ranks, and return
+        every rank's.
 
         Raises:
             RankMismatchError: Arguments differ; raised on every rank, with their values.
         """
-        self._compare(operator, arguments, {})
-
-    def _compare(
-        self, operator: str, arguments: Mapping[str, object], others: Mapping[str, object]
-    ) -> Answers:
-        """Exchange both, check that ``arguments`` are equal on all ranks, and return all."""
-        answers: Answers = self._ask(operator, {**arguments, **others})
+        answers: Answers = self._ask(operator, {**arguments, **(others or {})})
         for name in arguments:
             _require_equal(operator, name, [answer.get(name) for answer in answers])
         return answers

@@ -12,10 +12,10 @@ import torch.distributed as dist
 from interlace.comm.host import flight_recorder
 from interlace.comm.host.health import Health
 from interlace.comm.host.members import Members, by_rank
-from interlace.comm.host.rendezvous import ANSWER_S, meet, wait_for_keys
+from interlace.comm.host.rendezvous import meet, wait_for_keys
+from interlace.comm.runtime.deadlines import ANSWER_S, accusation_s, giving_up_s
 from interlace.errors import InterlaceError, PeerTimeoutError, RankMismatchError, WorkspaceError
 
-_LEAST_ANSWER_S, _MOST_ANSWER_S = 2.0, 5.0
 _GIVEN_UP = "call given up"  # instead of the label of the exchange that the others come to
 
 
@@ -46,27 +46,12 @@ class HostChannel:
         Raises:
             PeerTimeoutError: A rank did not come before the deadline.
         """
-        self._members, self._health = members, health
+        self.members, self._health = members, health
         self._sequence = 0
         if store is not None:
             prefix = f"interlace/{members.name}/{members.world_size}/{members.backend}"
             self._meeting_store = dist.PrefixStore(prefix, store)
             self.meet("joining a group", health.deadline_s)
-
-    @property
-    def rank(self) -> int:
-        """Return the rank of this process."""
-        return self._members.rank
-
-    @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
-        return self._members.world_size
-
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        """Return the ranks that share memory with this process, itself among them."""
-        return self._members.local_ranks
 
     @property
     def deadline_s(self) -> float:
@@ -83,8 +68,9 @@ class HostChannel:
         Raises:
             PeerTimeoutError: A rank did not come.
         """
+        rank, ranks = self.members.rank, self.members.world_size
         with self.reaching_store(label):
-            name = meet(self._meeting_store, label, self.rank, self.world_size, timeout_s)
+            name = meet(self._meeting_store, label, rank, ranks, timeout_s)
         self._store: Any = dist.PrefixStore(name, self._meeting_store)
         self._sequence = 0
 
@@ -109,7 +95,7 @@ class HostChannel:
             raise
         except Exception as error:  # stores of others may raise any
             self._health.lost_store = True
-            raise self.absence(label, self._members.store_rank, self.deadline_s) from error
+            raise self.absence(label, self.members.store_rank, self.deadline_s) from error
 
     def absence(self, label: str, peer: int, deadline_s: float) -> PeerTimeoutError:
         """Break the group, as a peer has not come to an exchange on the host; return the error.
@@ -121,8 +107,8 @@ class HostChannel:
         """
         self._health.declare_broken(label, peer)
         error = PeerTimeoutError(
-            operator=label, rank=self.rank, peer=peer, deadline_s=deadline_s,
-            node=self._members.node_of(peer), lost_store=self._health.lost_store_of(peer),
+            operator=label, rank=self.members.rank, peer=peer, deadline_s=deadline_s,
+            node=self.members.node_of(peer), lost_store=self._health.lost_store_of(peer),
         )  # fmt: skip
         flight_recorder.add(error)
         return error
@@ -131,51 +117,33 @@ class HostChannel:
         """Break the group on account of the rank that was late first, after ``peer`` failed this
         rank, whether over the network or within the node.
 
+        A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
+        in the store on whom it gave up, and this rank follows what they say.
+
         Args:
             operator: Name of the operator.
             peer: Rank that did not send in time.
             slice: Number of what did not come.
         """
-        first = self._blame(peer)
-        # A kernel that has recorded this very rank knows more of it.
-        if first != peer or not self._health.broken:
-            self._health.declare_broken(operator, first, slice)
-
-    def _blame(self, peer: int) -> int:
-        """Return the rank that was late first, after ``peer`` has failed this rank.
-
-        A rank that gives up closes its connections, so its peers' transfers fail as well. Each says
-        here on whom it gave up, and this rank follows what they say.
-        """
 
         def follow() -> int:
-            chain, accused = [self.rank], peer
+            chain, accused = [self.members.rank], peer
             while accused >= 0 and accused not in chain:
                 chain.append(accused)
-                # Its own wait may have begun later than this rank's.
-                answer_s = max(ANSWER_S, self.deadline_s / 4)
                 key = f"late/{accused}"
-                if not wait_for_keys(self._store, [key], answer_s):
+                if not wait_for_keys(self._store, [key], accusation_s(self.deadline_s)):
                     return accused
                 said = int(self._store.get(key))
                 if said < 0:
                     return accused
                 accused = said
             # Ranks that accuse each other made different calls: the first that failed this one.
-            return chain[1] if accused == self.rank else accused
+            return chain[1] if accused == self.members.rank else accused
 
-        late = self._find_late(follow, accused=peer)
-        return peer if late < 0 else late
-
-    def _without_store(self) -> int:
-        """Return the rank that had the store, which is gone; -1 if no rank had it."""
-        self._health.lost_store = True
-        return self._members.store_rank
-
-    @property
-    def answer_s(self) -> float:
-        """Return the seconds in which ranks that wait as well give up, too, and say so."""
-        return max(_LEAST_ANSWER_S, min(self.deadline_s / 4, _MOST_ANSWER_S))
+        first = self._find_late(follow, accused=peer)
+        # A kernel that has recorded this very rank knows more of it.
+        if first != peer or not self._health.broken:
+            self._health.declare_broken(operator, first, slice)
 
     def first_late(self, peer: int) -> int:
         """Return the rank that was late first, after a kernel has waited for ``peer`` in vain.
@@ -185,11 +153,12 @@ class HostChannel:
         """
 
         def find() -> int:
-            is_waiting = wait_for_keys(self._store, [f"waiting/{peer}"], self.answer_s)
+            is_waiting = wait_for_keys(
+                self._store, [f"waiting/{peer}"], giving_up_s(self.deadline_s)
+            )
             return self._first_absent() if is_waiting else peer
 
-        late = self._find_late(find, accused=peer)
-        return peer if late < 0 else late
+        return self._find_late(find, accused=peer)
 
     def first_not_waiting(self) -> int:
         """Return the first rank that does not come here soon; -1 if all do.
@@ -201,8 +170,8 @@ class HostChannel:
 
     def _first_absent(self) -> int:
         """Return the first rank that does not say within seconds that it waits; -1 if all do."""
-        keys = [f"waiting/{rank}" for rank in range(self.world_size)]
-        wait_for_keys(self._store, keys, self.answer_s)
+        keys = [f"waiting/{rank}" for rank in range(self.members.world_size)]
+        wait_for_keys(self._store, keys, giving_up_s(self.deadline_s))
         return self._first_without(keys)
 
     def _find_late(self, find: Callable[[], int], accused: int | None = None) -> int:
@@ -211,25 +180,27 @@ class HostChannel:
 
         Args:
             find: Returns the late rank by what ranks say in the store; -1 if it is none.
-            accused: The rank that has failed this one, if that is known; others ask for it.
+            accused: The rank that has failed this one, if that is known; others ask for it. It is
+                the late one if nobody knows better.
         """
         try:
             if accused is not None:
-                self._store.set(f"late/{self.rank}", str(accused))
-            self._store.set(f"waiting/{self.rank}", "")
+                self._store.set(f"late/{self.members.rank}", str(accused))
+            self._store.set(f"waiting/{self.members.rank}", "")
             late = self._first_ended()
             if late < 0:
                 late = find()
-            self._store.set(f"named/{self.rank}", "")
-            if self.rank == self._members.store_rank:
+            self._store.set(f"named/{self.members.rank}", "")
+            if self.members.rank == self.members.store_rank:
                 # This process may end by its error, and the store with it, before the others have
                 # asked, whose deadlines may be later by one.
-                gone = {*self._members.ended_ranks(), late}
-                others = [rank for rank in range(self.world_size) if rank not in gone]
+                gone = {*self.members.ended_ranks(), late}
+                others = [rank for rank in range(self.members.world_size) if rank not in gone]
                 wait_for_keys(self._store, [f"named/{rank}" for rank in others], self.deadline_s)
-        except Exception:
-            return self._without_store()
-        return late
+        except Exception:  # the store is gone, with the rank that had it
+            self._health.lost_store = True
+            late = self.members.store_rank
+        return accused if late < 0 and accused is not None else late
 
     def _first_ended(self, among: list[str] | None = None) -> int:
         """Return the first rank of this machine whose process has ended; -1 if none has.
@@ -239,7 +210,7 @@ class HostChannel:
         Args:
             among: Each rank's key in an exchange; only ranks without it count.
         """
-        for rank in self._members.ended_ranks():
+        for rank in self.members.ended_ranks():
             keys = [f"waiting/{rank}", *([] if among is None else among[rank : rank + 1])]
             if not any(self._store.check([key]) for key in keys):
                 return rank
@@ -264,7 +235,7 @@ class HostChannel:
             RankMismatchError: Ranks came to different exchanges; raised on every rank.
             GivenUpError: A rank has given up the call; raised on every rank.
         """
-        if self.world_size == 1:
+        if self.members.world_size == 1:
             return [value]
         deadline_s = self.deadline_s if deadline_s is None else deadline_s
         # The label travels with the value, so that ranks at different exchanges notice.
@@ -296,10 +267,10 @@ class HostChannel:
             Exception: ``error``, as they did not; the group is broken.
         """
         text = json.dumps([_GIVEN_UP, f"{operator}: {error}"])
-        keys = [f"{self._sequence}/{rank}" for rank in range(self.world_size)]
+        keys = [f"{self._sequence}/{rank}" for rank in range(self.members.world_size)]
         with self.reaching_store(operator):
-            self._store.set(keys[self.rank], text)
-            have_come = wait_for_keys(self._store, keys, self.answer_s)
+            self._store.set(keys[self.members.rank], text)
+            have_come = wait_for_keys(self._store, keys, giving_up_s(self.deadline_s))
         if not have_come:
             self._health.declare_interrupted(operator, error)
             raise error
@@ -308,9 +279,9 @@ class HostChannel:
     def _exchange(self, label: str, text: str, deadline_s: float) -> list[Any]:
         """Return the parsed JSON text of every rank."""
         sequence, self._sequence = self._sequence, self._sequence + 1
-        keys = [f"{sequence}/{rank}" for rank in range(self.world_size)]
+        keys = [f"{sequence}/{rank}" for rank in range(self.members.world_size)]
         with self.reaching_store(label):
-            self._store.set(keys[self.rank], text)
+            self._store.set(keys[self.members.rank], text)
             given_up = f"{sequence}/given up"
             if not wait_for_keys(self._store, keys, deadline_s, unless=given_up):
                 raise self.absence(label, self._absent(sequence, keys), deadline_s)
@@ -318,7 +289,7 @@ class HostChannel:
             # All ranks have come to this exchange, so all of them have read the previous one, whose
             # key can go.
             if sequence > 0:
-                self._store.delete_key(f"{sequence - 1}/{self.rank}")
+                self._store.delete_key(f"{sequence - 1}/{self.members.rank}")
         return [json.loads(answer) for answer in texts]
 
     def _texts(self, keys: list[str]) -> list[bytes]:
@@ -344,10 +315,10 @@ class HostChannel:
             if late < 0:
                 late = self._first_without(keys)
             self._store.set(given_up, str(late))
-        self._store.set(f"waiting/{self.rank}", "")
-        heard = [f"{sequence}/heard/{rank}" for rank in range(self.world_size)]
-        self._store.set(heard[self.rank], "")
-        if self.rank == self._members.store_rank:
+        self._store.set(f"waiting/{self.members.rank}", "")
+        heard = [f"{sequence}/heard/{rank}" for rank in range(self.members.world_size)]
+        self._store.set(heard[self.members.rank], "")
+        if self.members.rank == self.members.store_rank:
             # This process may end by its error, and the store with it, before the others have read.
             present = [heard[rank] for rank, key in enumerate(keys) if self._store.check([key])]
             wait_for_keys(self._store, present, ANSWER_S)

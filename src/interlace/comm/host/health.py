@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import numbers
-import os
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -16,16 +14,14 @@ import torch
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.host import flight_recorder
 from interlace.comm.host.members import Members
-from interlace.comm.replay.memory import call_when_gone
-from interlace.comm.replay.releases import releases
+from interlace.comm.replay.memory import call_when_gone, releases
 from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime import context as ctx
+from interlace.comm.runtime.deadlines import EXPLANATION_S, checked_deadline_s, default_deadline_s
 from interlace.comm.runtime.interpreter import require
-from interlace.comm.runtime.launches import launches
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
-from interlace.comm.runtime.streams import Streams
+from interlace.comm.runtime.streams import Streams, launches
 from interlace.errors import (
-    ArgumentError,
     GroupError,
     InterlaceError,
     MiscountError,
@@ -34,32 +30,8 @@ from interlace.errors import (
 )
 from interlace.units import NS_PER_S
 
-_DEFAULT_DEADLINE_S = 30.0
 _STATE_LENGTH = 64
 _SCRATCH_OFFSET_BYTES = 128
-_EXPLANATION_S = 12.0  # in which it is known, or never, who was late
-
-
-def default_deadline(ranks_per_gpu: int = 1) -> float:
-    """Return a group's first deadline in seconds: ``INTERLACE_DEADLINE_S``, or 30 s.
-
-    Kernels of ranks that share a GPU run by time slices, so 30 s are added per rank of a GPU.
-
-    Raises:
-        ArgumentError: ``INTERLACE_DEADLINE_S`` is not a number above 0 and below a million.
-    """
-    text = os.environ.get("INTERLACE_DEADLINE_S", "")
-    try:
-        seconds = float(text) if text else _DEFAULT_DEADLINE_S * ranks_per_gpu
-    except ValueError:
-        raise ArgumentError(
-            f"INTERLACE_DEADLINE_S must be a number of seconds; got {text!r}."
-        ) from None
-    if not 0 < seconds < 1e6:
-        raise ArgumentError(
-            f"INTERLACE_DEADLINE_S must be above 0 and below a million; got {text!r}."
-        )
-    return seconds
 
 
 class Health:
@@ -91,7 +63,7 @@ class Health:
         """
         self._members, self._streams, self._replays = members, streams, replays
         self._traffic = traffic
-        self._deadline_s = default_deadline()
+        self._deadline_s = default_deadline_s()
         # By their number in the record: name, and the ranks that its kernels number from 0; none if
         # those are all ranks.
         self._operators: list[tuple[str, tuple[int, ...]]] = []
@@ -119,11 +91,7 @@ class Health:
 
     @deadline_s.setter
     def deadline_s(self, seconds: float) -> None:
-        if not isinstance(seconds, numbers.Real) or not 0 < seconds < 1e6:
-            raise ArgumentError(
-                f"a deadline must be above 0 and below a million seconds; got {seconds!r}."
-            )
-        self._deadline_s = float(seconds)
+        self._deadline_s = checked_deadline_s(seconds)
         for fields in self._contexts.values():
             fields[ctx.DEADLINE_NS] = int(seconds * NS_PER_S)
 
@@ -192,7 +160,7 @@ class Health:
         code = record[ctx.RECORD_CODE]
         if not code:
             return
-        if not self._explained.wait(_EXPLANATION_S):
+        if not self._explained.wait(EXPLANATION_S):
             self._explained.set()
         if code == ctx.INTERRUPTED:
             raise GroupError(
@@ -211,7 +179,8 @@ class Health:
         peer = ranks[peer] if ranks and peer >= 0 else peer
         if expected and not self._is_traced:
             self._is_traced = True
-            first = self._trace(peer)
+            first_late = None if self._first_late is None else self._first_late()
+            first = peer if first_late is None else first_late(peer)
             if first != peer:
                 self.declare_broken(operator, first, piece + 1)
                 peer, expected, seen = first, 0, 0
@@ -236,10 +205,6 @@ class Health:
         waited for in vain. It is not kept alive.
         """
         self._first_late = weakref.WeakMethod(first_late)
-
-    def _trace(self, peer: int) -> int:
-        first_late = None if self._first_late is None else self._first_late()
-        return peer if first_late is None else first_late(peer)
 
     def lost_store_of(self, peer: int) -> bool:
         """Return whether ``peer`` is named for no other reason than that the store is gone."""

@@ -11,9 +11,14 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.host.nodes import numbered, own_node
-from interlace.comm.host.store_owner import expected_owner, is_served_here
-from interlace.comm.runtime.processes import Process, lives, own_process
-from interlace.errors import BackendError, GroupError
+from interlace.comm.host.processes import (
+    Process,
+    expected_owner,
+    is_served_here,
+    lives,
+    own_process,
+)
+from interlace.errors import GroupError
 
 
 class Exchange(Protocol):
@@ -192,24 +197,6 @@ def limits_processors() -> bool:
     """Return whether the environment limits the SMs of this process."""
     value = os.environ.get(PROCESSOR_LIMIT, "")
     return bool(value) and value not in ("100", "100.0")
-
-
-def require_dedicated_gpus(members: Members, activity: str) -> None:
-    """Refuse to measure on GPUs that are shared between ranks.
-
-    Args:
-        members: The group.
-        activity: Name of the measurement, for the error message.
-
-    Raises:
-        BackendError: Ranks of the group share a GPU.
-    """
-    if members.ranks_per_gpu > 1:
-        raise BackendError(
-            f"{activity} must have a GPU for each rank; got {members.ranks_per_gpu} ranks on one. "
-            "Times of ranks that share a GPU "
-            f"mean nothing; use fewer ranks."
-        )
 
 
 def gpu_id(device: torch.device) -> str:

@@ -9,14 +9,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.comm.runtime.pauses import pauses_of_a_wait
+from interlace.comm.runtime.deadlines import ANSWER_S, INTERRUPT_S, NAMING_S, pauses_of_a_wait
 from interlace.errors import PeerTimeoutError
-
-_MARGIN_S = 5.0  # extra time for rank 0 to name the absent rank, on a busy machine
-_PATIENCE_S = 0.5  # how long Ctrl-C may have to wait for the store
-
-ANSWER_S = 1.0
-"""Seconds in which a rank that waits for another one answers a question in the store."""
 
 
 def meet(store: Any, label: str, rank: int, world_size: int, timeout_s: float) -> str:
@@ -103,7 +97,7 @@ def _report(store: Any, rank: int, timeout_s: float) -> tuple[str, int]:
     name = store.get(f"welcome/{word}").decode()
     store.delete_key(f"welcome/{word}")
     store.set(f"joined/{name}/{rank}", "")
-    if not wait_for_keys(store, [f"verdict/{name}"], timeout_s + _MARGIN_S):
+    if not wait_for_keys(store, [f"verdict/{name}"], timeout_s + NAMING_S):
         return name, 0
     absent = int(store.get(f"verdict/{name}"))
     if absent >= 0:
@@ -131,7 +125,7 @@ def wait_for_keys(
     end = time.monotonic() + timeout_s
     # A store that is gone fails in the look below as well.
     with contextlib.suppress(RuntimeError, OSError):  # torch's DistStoreError is the former
-        store.wait(keys, datetime.timedelta(seconds=min(timeout_s, _PATIENCE_S)))
+        store.wait(keys, datetime.timedelta(seconds=min(timeout_s, INTERRUPT_S)))
         return True
     pauses = pauses_of_a_wait()
     while not store.check(keys):

@@ -17,7 +17,7 @@ from interlace.comm.launching.within_node import WithinNode
 from interlace.comm.replay import recording as recordings
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import interpreting
-from interlace.comm.runtime.launches import launches
+from interlace.comm.runtime.streams import launches
 from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own

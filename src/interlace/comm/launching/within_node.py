@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.groups.group import Group
-from interlace.comm.groups.workspace import Workspace
+from interlace.comm.groups.symmetric_memory import Workspace
 from interlace.comm.replay.memory import Block
 from interlace.errors import PeerTimeoutError
 

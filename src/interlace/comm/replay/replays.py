@@ -7,7 +7,7 @@ in each step, so the call of the previous step can be replayed.
 The kernels of a graph know a tensor by its address alone, and a call with equal addresses has the
 tensors that lie there now. So nothing is kept alive, and nothing is copied. Memory that a graph
 refers to and that is not the call's own belongs to the group, which forgets its graphs before such
-memory goes, or is a small table of numbers (``interlace.comm.replay.tables``), which is kept with
+memory goes, or is a small table of numbers (``interlace.comm.host.cache``), which is kept with
 the call.
 
 The copies of a graph know a tensor by its allocation as well: a copy between GPUs that was captured
@@ -35,10 +35,10 @@ import torch
 from interlace import environment
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.deferred import DeferredCall
-from interlace.comm.replay.releases import releases
-from interlace.comm.runtime import inductor_graphs
-from interlace.comm.runtime.gpu_memory import allocation_of, is_out_of_memory
-from interlace.comm.runtime.launches import launches
+from interlace.comm.replay.memory import releases
+from interlace.comm.runtime.driver import allocation_of, is_out_of_memory
+from interlace.comm.runtime.ordinary import in_inductors_run
+from interlace.comm.runtime.streams import launches
 from interlace.errors import BackendError
 
 _MAX_GRAPHS = 256
@@ -191,7 +191,7 @@ class Replays:
             self._enabled
             and recordings.active() is None
             and not torch.cuda.is_current_stream_capturing()
-            and not inductor_graphs.is_running()
+            and not in_inductors_run()
         )
 
     def perform(

@@ -1,1 +1,1 @@
-"""What a rank has by itself: its driver, streams, threads, processes, and its place in torch."""
+"""What a rank has by itself: its driver, streams, threads, deadlines, and its place in torch."""

@@ -1,8 +1,11 @@
-"""Order the calls of a GPU across its streams and groups, and report captures of CUDA graphs."""
+"""Order the calls of a GPU across its streams and groups, report captures of CUDA graphs, and count
+launches.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Callable
@@ -190,3 +193,23 @@ def _capture_of(stream: torch.cuda.Stream) -> int | None:
     if status == cu.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_ACTIVE:
         return int(capture_id)
     return None
+
+
+@dataclasses.dataclass
+class Launches:
+    """Count the kernels that this process has launched.
+
+    If the count has changed since a call began, a kernel of the call may be running. It grows only,
+    except that launches are subtracted again if they did not take place.
+
+    Attributes:
+        value: Number of launches.
+    """
+
+    value: int = 0
+
+
+launches = Launches()
+"""Count of this process: incremented before every launch of
+:class:`interlace.comm.launching.kernels.Launch` and before every replay of a group's graphs.
+"""

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm.host.channel import GivenUpError
-from interlace.comm.runtime.gpu_memory import has_memory
+from interlace.comm.runtime.driver import has_memory
 from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations import unfused

@@ -10,7 +10,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups.outputs import Destination
 from interlace.comm.groups.slices import Message, SliceQueue, Step, Trigger, run_in_slices
-from interlace.comm.groups.workspace import Workspace
+from interlace.comm.groups.symmetric_memory import Workspace
 from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.replays import places

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from interlace.comm import Group
-from interlace.comm.groups.workspace import Workspace
+from interlace.comm.groups.symmetric_memory import Workspace
 from interlace.comm.launching.kernels import MOST_MOVERS, Launch
 from interlace.comm.runtime.interpreter import require
 from interlace.mapped.layout import BARRIERS

@@ -70,7 +70,7 @@ def taken() -> Iterator[None]:
 
 def _shorten() -> None:
     """Replace functions of Triton's interpreter by quicker ones, and patch the language."""
-    for owner, name, quicker in (
+    replacements: list[tuple[Any, str, Callable[[Any], Any]]] = [
         (core.tensor, "__init__", _cached_tensor_init),
         (core.tensor, "__getitem__", _quick_axes),
         (core.tensor, "to", _quick_to),
@@ -84,7 +84,8 @@ def _shorten() -> None:
         (semantic.TritonSemantic, "binary_op_type_checking_impl", _quick_promotion),
         (semantic.TritonSemantic, "broadcast_impl_value", _quick_broadcast),
         (semantic.TritonSemantic, "cast", _quick_cast),
-    ):
+    ]
+    for owner, name, quicker in replacements:
         _replace(owner, name, quicker(getattr(owner, name)))
     for owner, name, patched in _language_patches():
         _replace(owner, name, patched)
@@ -143,7 +144,7 @@ def _language_patches() -> list[tuple[Any, str, Any]]:
 
 
 # The decorated functions below return the same wrapper, with the same cache, for every launch.
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _cached_tensor_init(init: Callable[..., None]) -> Callable[..., None]:
     """Return ``tensor.__init__`` with a cache of shapes and sizes by dimensions."""
     cache: dict[tuple[int, ...], tuple[Any, Any]] = {}
@@ -163,7 +164,7 @@ def _cached_tensor_init(init: Callable[..., None]) -> Callable[..., None]:
     return cached_init
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _cached_block_type_init(init: Callable[..., None]) -> Callable[..., None]:
     """Return ``block_type.__init__`` with a cache of shapes, sizes and names by dimensions."""
     cache: dict[tuple[int, ...], tuple[Any, Any, str]] = {}
@@ -183,7 +184,7 @@ def _cached_block_type_init(init: Callable[..., None]) -> Callable[..., None]:
     return cached_init
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _cached_np_dtype(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return the interpreter's look-up of NumPy's dtypes with a cache by element type."""
     cache: dict[str, Any] = {}
@@ -201,7 +202,7 @@ def _cached_np_dtype(look_up: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return cached_look_up
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _patched_once(patch: Callable[..., None]) -> Callable[..., None]:
     """Return the interpreter's patch of a function of the language without the wrapper below."""
 
@@ -220,7 +221,7 @@ def _patched_once(patch: Callable[..., None]) -> Callable[..., None]:
     return patch_once
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _dot_in_order(_: Callable[..., Any]) -> Callable[..., Any]:
     """Return a product of two blocks whose elements are all added up in the order of K."""
 
@@ -244,44 +245,18 @@ def _numbers(builder: Any, block: Any, dtype: Any) -> Any:
     return np.ascontiguousarray(data, dtype)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _quick_promotion(promote: Callable[..., Any]) -> Callable[..., Any]:
-    """Return Triton's promotion of two operands with a short way for the most frequent ones.
-
-    Its rules are flags: whether the left operand may be a pointer, whether the right one may,
-    whether to find a common dtype, and whether the operation is a division.
-    """
+    """Return Triton's promotion of two operands with a short way for tensors of the same dtype."""
 
     def quick_promote(self: Any, lhs: Any, rhs: Any, *rules: Any, **more_rules: Any) -> Any:
-        if more_rules:
-            return promote(self, lhs, rhs, *rules, **more_rules)
-        if type(lhs) is core.tensor:
+        if type(lhs) is core.tensor and type(rhs) is core.tensor:
             name = lhs.dtype.name
-            if type(rhs) is core.tensor:
-                other = rhs.dtype.name
-                if (name == other and name in _CLOSED) or (
-                    rules[:1] == (True,) and other in _INTEGERS and lhs.dtype.is_ptr()
-                ):
-                    return self.broadcast_impl_value(lhs, rhs)
-            elif type(rhs) is int:
-                if name in _INTEGERS:
-                    if rhs in _INTEGERS[name] and rules[2:3] != (False,):
-                        return lhs, _constant(rhs, lhs.dtype, lhs)
-                elif rules[:1] == (True,) and rhs in _INTEGERS["int32"] and lhs.dtype.is_ptr():
-                    return lhs, _constant(rhs, core.int32, lhs)
-        elif type(lhs) is int and type(rhs) is core.tensor:
-            name = rhs.dtype.name
-            if name in _INTEGERS and lhs in _INTEGERS[name] and rules[2:3] != (False,):
-                return _constant(lhs, rhs.dtype, rhs), rhs
+            if name in _CLOSED and name == rhs.dtype.name:
+                return self.broadcast_impl_value(lhs, rhs)
         return promote(self, lhs, rhs, *rules, **more_rules)
 
     return quick_promote
-
-
-def _constant(number: int, dtype: Any, like: Any) -> Any:
-    """Return a tensor of the shape of ``like`` with ``number`` in each element."""
-    values = np.full(like.handle.data.shape, number, interpreter._get_np_dtype(dtype))
-    return _tensor(values, dtype, dtype, like)
 
 
 def _repeated(scalar: Any, like: Any) -> Any:
@@ -289,16 +264,11 @@ def _repeated(scalar: Any, like: Any) -> Any:
     number = scalar.handle.data
     values = np.full(like.handle.data.shape, number, number.dtype)
     # A handle may be of another signedness than its tensor.
-    return _tensor(values, scalar.handle.dtype, scalar.dtype, like)
+    handle = interpreter.TensorHandle(values, scalar.handle.dtype)
+    return core.tensor(handle, core.block_type(scalar.dtype, like.type.shape))
 
 
-def _tensor(values: Any, stored: Any, dtype: Any, like: Any) -> Any:
-    """Return a tensor of the shape of ``like``."""
-    kind = core.block_type(dtype, like.type.shape) if like.type.is_block() else dtype
-    return core.tensor(interpreter.TensorHandle(values, stored), kind)
-
-
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _quick_broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     """Return Triton's broadcast of two values with short ways for equal shapes and scalars."""
 
@@ -358,27 +328,35 @@ def _quick_operator(name: str, operator: Callable[..., Any]) -> Callable[..., An
     def quick_operator(self: Any, other: Any, _semantic: Any = None) -> Any:
         if type(other) is core.constexpr:
             other = other.value
-        dtype, data = self.dtype, self.handle.data
-        kind, values = dtype.name, None
-        if kind in dtypes:
-            operand = _operand(kind, data, other)
-            if operand is not None:
-                # Shapes that do not fit are refused by Triton, below.
-                with contextlib.suppress(ValueError):
-                    values = function(data, operand)
-        elif is_sum and type(dtype) is core.pointer_type:
-            values = _moved(self.handle, other)
+        dtype, handle = self.dtype, self.handle
+        kind = dtype.name
+        try:
+            if kind in dtypes:
+                operand = _operand(kind, handle.data, other)
+                values = None if operand is None else function(handle.data, operand)
+            elif is_sum and type(dtype) is core.pointer_type:
+                values = _moved(handle, other)
+            else:
+                values = None
+        except ValueError:  # shapes that do not fit, which Triton refuses
+            values = None
         if values is None:
             return operator(self, other, _semantic=interpreter.interpreter_semantic)
-        return _result(values, core.int1 if is_comparison else dtype, self, other)
+        stored = handle.dtype
+        if kind == "int32" and type(other) is core.tensor and other.dtype.name == "int64":
+            dtype = stored = core.int64
+        return _result(values, core.int1 if is_comparison else dtype, stored, self, other)
 
     return quick_operator
 
 
 def _operand(kind: str, data: Any, other: Any) -> Any:
-    """Return the values of an operand for values of a dtype, or None if Triton must convert it."""
+    """Return the values of an operand of values of the dtype ``kind``, if NumPy promotes them as
+    Triton does; else None.
+    """
     if type(other) is core.tensor:
-        return other.handle.data if other.dtype.name == kind else None
+        name = other.dtype.name
+        return other.handle.data if name == kind or {name, kind} == _WHOLE_NUMBERS else None
     # A handle may be of another signedness than its tensor.
     if data.dtype != _STORED.get(kind):
         return None
@@ -397,14 +375,19 @@ def _moved(pointers: Any, other: Any) -> Any:
         offsets = np.int64(other).astype(np.uint64)
     else:
         return None
-    nbytes = np.uint64(max(1, pointers.get_element_ty().primitive_bitwidth // 8))
-    with contextlib.suppress(ValueError):
-        return pointers.data + nbytes * offsets
-    return None
+    nbytes = max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+    return pointers.data + np.uint64(nbytes) * offsets
 
 
-def _result(values: Any, dtype: Any, lhs: Any, rhs: Any) -> Any:
-    """Return the result of an operator on a tensor and another operand, a tensor of ``dtype``."""
+def _result(values: Any, dtype: Any, stored: Any, lhs: Any, rhs: Any) -> Any:
+    """Return the result of an operator on a tensor and another operand.
+
+    Args:
+        values: NumPy's result.
+        dtype: The dtype of the result.
+        stored: The dtype that the interpreter's handle shall have.
+        lhs, rhs: The tensor and the other operand.
+    """
     # Scalars have the shape (1,) in NumPy, as blocks of one element have.
     like = lhs
     if (
@@ -413,7 +396,7 @@ def _result(values: Any, dtype: Any, lhs: Any, rhs: Any) -> Any:
         and not (lhs.type.is_block() and lhs.handle.data.shape == values.shape)
     ):
         like = rhs
-    handle = interpreter.TensorHandle(values, lhs.handle.dtype)
+    handle = interpreter.TensorHandle(values, stored)
     if like.dtype is not dtype or like.handle.data.shape != values.shape:
         kind = core.block_type(dtype, list(values.shape)) if like.type.is_block() else dtype
         return core.tensor(handle, kind)

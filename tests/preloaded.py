@@ -29,7 +29,7 @@ for name in interlace.__all__:
 # The interpreter rewrites each function of a kernel when it is first called; ranks share that here.
 for module in [*sys.modules.values()]:
     for value in [*vars(module).values()]:
-        if isinstance(value, InterpretedFunction):
+        if type(value) is InterpretedFunction:
             value.rewrite()
 
 # Triton's interpreter makes so many objects that the collector goes through all of them often. What

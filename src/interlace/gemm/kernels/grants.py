@@ -89,8 +89,14 @@ def end_sending(turn, flags, stamp, group):
     # Each program counts itself with acquire-release order. So the puts of all programs are in the
     # past of the last one, and its signals release them all.
     if il.arrive_last(counter, tl.program_id(0), tl.num_programs(0)):
-        mine = turn.me + tl.zeros_like(turn.peers)
-        il.signal(turn.done + mine, stamp, turn.peers, group, turn.is_peer)
+        signal_end(turn, stamp, group)
+
+
+@triton.jit
+def signal_end(turn, stamp, group):
+    """Tell every peer that this rank has ended what the peer must wait for before its next call."""
+    mine = turn.me + tl.zeros_like(turn.peers)
+    il.signal(turn.done + mine, stamp, turn.peers, group, turn.is_peer)
 
 
 @triton.jit

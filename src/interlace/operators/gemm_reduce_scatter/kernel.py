@@ -5,7 +5,7 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.grants import await_senders, end_sending, turn_of
-from interlace.gemm.kernels.places import COUNTER, DONE, HEADER, MAX_RANKS
+from interlace.gemm.kernels.places import HEADER
 from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and_sum
 from interlace.gemm.kernels.tiles import (
     Matrices, add_bias, cells_of, multiply_tile, padded_stride, start_in_turn, tile_place,
@@ -87,11 +87,9 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
-    me = il.rank(group)
-    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     last = il.previous_epoch(epoch)
-    done = il.in_turn(il.pointer(signals, tl.int32) + DONE, last, MAX_RANKS)
-    free = il.wait(done + peers, last, peers, 0, group, is_peer)
+    turn = turn_of(il.pointer(signals, tl.int32), last, il.rank(group), WORLD_SIZE)
+    free = await_senders(turn, last, group)
     tl.store(notes, epoch)
     tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
     il.advance_epoch(epochs, epoch)
@@ -168,8 +166,5 @@ def multiply_and_sum(
             cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
             tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=inside)
     # The admission of the next call waits for DONE with the epoch alone, whatever that call's mark.
-    if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
-        peers, mask = il.other_ranks(me, WORLD_SIZE)
-        done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
-        il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, mask)
+    end_sending(turn_of(flags, epoch, me, WORLD_SIZE), flags, epoch, group)
     il.clear_old(flags + HEADER, WORLD_SIZE * PIECES, epoch, group)

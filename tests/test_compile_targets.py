@@ -771,7 +771,7 @@ def kernels():
         "comm.replay.recording_kernel",
         "tracing.kernels",
         "gemm.kernels.staged",
-        "gemm.kernels.sum_parts",
+        "gemm.kernels.lamport",
     )
     for name in [*modules, *(f"interlace.{module}" for module in shared)]:
         module = importlib.import_module(name)

@@ -37,10 +37,10 @@ from triton.language import core, semantic
 _TENSOR = {"handle", "shape", "numel", "type", "dtype"}
 _BLOCK = {"element_ty", "shape", "numel", "name"}
 _ADDRESS = np.dtype(np.uint64)
+_STORED = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "fp32": np.dtype(np.float32)}
 # Dtypes of which two values have a result of the same dtype, whatever the operation. Not float16
 # and its like, which are divided as float32.
-_CLOSED = {"int1", "int32", "int64", "fp32"}
-_STORED = {"int32": np.dtype(np.int32), "int64": np.dtype(np.int64), "fp32": np.dtype(np.float32)}
+_CLOSED = {"int1", *_STORED}
 _INTEGERS = {"int32": range(-(1 << 31), 1 << 31), "int64": range(-(1 << 63), 1 << 63)}
 # What all functions of the language run that are marked as such: they ask for the argument
 # _semantic, which every patched function gives, and call the function itself.

@@ -5,6 +5,7 @@
 import gc
 import importlib
 import pkgutil
+import sys
 
 import hypothesis
 import pytest
@@ -13,6 +14,7 @@ import torch._inductor.fx_passes.joint_graph
 import torch._inductor.fx_passes.post_grad
 import torch.distributed.tensor.parallel
 import torch.testing._internal.optests
+from triton.runtime.interpreter import InterpretedFunction
 
 import interlace.operators
 import tests.pool
@@ -23,6 +25,12 @@ for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.ope
     importlib.import_module(module.name)
 for name in interlace.__all__:
     getattr(interlace, name)
+
+# The interpreter rewrites each function of a kernel when it is first called; ranks share that here.
+for module in [*sys.modules.values()]:
+    for value in [*vars(module).values()]:
+        if type(value) is InterpretedFunction:
+            value.rewrite()
 
 # Triton's interpreter makes so many objects that the collector goes through all of them often. What
 # has been imported stays, so the collector need not look at it, nor copy its pages in each rank.

@@ -98,12 +98,12 @@ def _cases_of(kernel):
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
         "multiply_sum_and_norm": _multiply_sum_and_norm,
         "norm_rows": lambda: [
-            (_NORMING | {"total": "*bf16"} | types, {"COLUMNS": 2048, "num_warps": 16} | more)
-            for types, more in _norms()
+            ({"total": "*bf16"} | types, {"COLUMNS": 2048, "num_warps": 16} | more)
+            for types, more in _norms(bias="constexpr")
         ],
         "sum_and_norm_rows": lambda: [
             (
-                _TYPES | _NORMING | {"part": "*bf16"} | types,
+                _TYPES | {"part": "*bf16"} | types,
                 {"COLUMNS": 2048, "WORLD_SIZE": ranks, "num_warps": 16} | more,
             )
             for ranks, (types, more) in zip((1, 2, 3), _norms(), strict=True)
@@ -400,18 +400,11 @@ def _products(more=None):
     """Descriptors, full tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
     import triton.language as tl
 
-    from interlace.gemm.kernels.tiles import Sending, Tiling
+    from interlace.gemm.kernels.grants import OutputBuffers
+    from interlace.gemm.kernels.reduction import SlotHalves
+    from interlace.gemm.kernels.tiles import Scales, Sending, Tiling
 
-    names = (
-        "slot_address",
-        "half_bytes",
-        "outputs",
-        "buffers",
-        "buffer_bytes",
-        "gathered_address",
-        "y_address",
-        "signals",
-    )
+    names = ("slot_address", "y_address", "signals")
     sizes = (
         "call",
         "own_buffer",
@@ -421,14 +414,12 @@ def _products(more=None):
         "part_rows",
         "M",
         "N",
-        "row_groups",
-        "inner_groups",
         "spread_ns",
     )
     sizes += ("rows", "piece_rows", "product_rows")
-    strides = ("x_stride", "w_stride", "x_scale_stride", "w_scale_stride")
+    strides = ("x_stride", "w_stride")
     types = {
-        **dict.fromkeys((*names, "scale_offset"), "i64"),
+        **dict.fromkeys(names, "i64"),
         **dict.fromkeys((*sizes, *strides, "K"), "i32"),
         "routes": "*i64",
     }
@@ -436,19 +427,23 @@ def _products(more=None):
         "epochs": "*i32",
         "notes": "*i32",
         "ctx": "*i64",
-        **dict.fromkeys(("x_scale", "w_scale", "scales"), "*fp32"),
+        "scales": Scales("*fp32", "*fp32", "i32", "i32"),
+        "gathered_scales": "*fp32",
+        "halves": SlotHalves("i64", "i64"),
+        "buffers": OutputBuffers("i64", "i64"),
     }
     tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True)
     sending = Sending(2, tl.bfloat16, align=8, tile_stores=True, interleave=8, in_rank_order=False)
     plain = {"TILING": tiling, "SENDING": sending} | (more or {})
-    unscaled = dict.fromkeys(("x_scale", "w_scale", "scales"))
+    unscaled = {"scales": Scales("constexpr", "constexpr", "i32", "i32")}
+    not_gathered = {"gathered_scales": None}
 
     def described(dtype):
         outside = dict.fromkeys(("slots", "results", "tiles"), "tensordesc<bf16[1, 1, 1, 64, 64]>")
         inside = dict.fromkeys(("x", "w", "gathered"), f"tensordesc<{dtype}[64, 64]>")
         return types | inside | outside | {"result": "tensordesc<bf16[1, 64, 64]>"}
 
-    yield described("bf16"), plain | unscaled | {"bias": None}
+    yield described("bf16") | unscaled, plain | not_gathered | {"bias": None}
     ordered = sending._replace(world_size=3, in_rank_order=True)
     yield described("fp8e4nv"), plain | {"bias": None, "SENDING": ordered}
     pointers = types | dict.fromkeys(("x", "w", "gathered", "bias"), "*fp16")
@@ -457,7 +452,7 @@ def _products(more=None):
         "SENDING": ordered._replace(world_size=2, dtype=tl.float16, tile_stores=False),
     }
     undescribed = dict.fromkeys(("tiles", "slots", "results", "result"))
-    yield pointers, plain | unscaled | stores | undescribed
+    yield pointers | unscaled, plain | not_gathered | stores | undescribed
 
 
 def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants):
@@ -472,27 +467,22 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
     return _TYPES | tensors, {"TILING": tiling} | constants
 
 
-_NORMING = {
-    **dict.fromkeys(("bias", "residual", "new_residual", "norm_weight"), "*bf16"),
-    "norm_bias": "*fp32",
-    "eps": "fp32",
-    "N": "i32",
-    "B": "i32",
-}
-
-
-def _norms(sections=1):
+def _norms(sections=1, bias="*bf16"):
     """Types and constants of each norm and quantisation."""
-    from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormForm
-
-    yield (
-        {"y": "*bf16"},
-        {"FORM": NormForm("layer", "none", sections), "scale": None, "scales": None},
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
+        NormForm,
+        NormInputs,
+        NormOutputs,
     )
-    for kind, scale, scales in (("tensor", "*fp32", None), ("row", None, "*fp32")):
-        types = {name: each for name, each in (("scale", scale), ("scales", scales)) if each}
-        absent = dict.fromkeys({"scale", "scales"} - types.keys())
-        yield {"y": "*fp8e4nv"} | types, {"FORM": NormForm("rms", kind, sections)} | absent
+
+    for norm, quantization, y, scale, scales in (
+        ("layer", "none", "*bf16", "constexpr", "constexpr"),
+        ("rms", "tensor", "*fp8e4nv", "*fp32", "constexpr"),
+        ("rms", "row", "*fp8e4nv", "constexpr", "*fp32"),
+    ):
+        inputs = NormInputs(bias, "*bf16", "*bf16", "*fp32", scale, "fp32")
+        types = {"inputs": inputs, "outputs": NormOutputs(y, "*bf16", scales)}
+        yield types | {"N": "i32", "B": "i32"}, {"FORM": NormForm(norm, quantization, sections)}
 
 
 def _multiply_sum_and_norm():
@@ -510,7 +500,7 @@ def _multiply_sum_and_norm():
         )  # fmt: skip
         sizes = dict.fromkeys(("producers", "line"), "i32")
         one = _ones("N") if which == 2 else {}
-        yield gemv | sizes | _NORMING | types, tiling | constants | one
+        yield gemv | sizes | types, tiling | constants | one
 
 
 def _gemv_all_reduce_one_shot():
@@ -781,7 +771,7 @@ def kernels():
         "comm.replay.recording_kernel",
         "tracing.kernels",
         "gemm.kernels.staged",
-        "gemm.kernels.sum_parts",
+        "gemm.kernels.lamport",
     )
     for name in [*modules, *(f"interlace.{module}" for module in shared)]:
         module = importlib.import_module(name)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -87,22 +89,91 @@ def _operand(values: Any, dtype: Any) -> Any:
     return core.tensor(interpreter.TensorHandle(np.atleast_1d(array), dtype), kind)
 
 
-@pytest.mark.parametrize(
-    "rules", [(), (True, True), (True, False), (False, False, False), (False, False, True, True)]
-)
-def test_promotion_is_triton_s(rules: tuple[bool, ...]) -> None:
-    """Of every pair of these operands: the same dtypes, shapes, values and errors."""
+@contextlib.contextmanager
+def _in_a_kernel() -> Iterator[None]:
+    """Triton's language is what a kernel finds, without shortcuts."""
+    scope = interpreter._patch_lang(_add_one.fn)
+    try:
+        yield
+    finally:
+        scope.restore()
+
+
+def _operands() -> list[Any]:
+    """Tensors of several dtypes and shapes, and numbers."""
     block = np.arange(4)
-    operands = [
+    return [
         _operand(block.astype(np.int32), tl.int32), _operand(block.astype(np.int64), tl.int64),
         _operand(block.astype(np.float32), tl.float32), _operand(np.int32(7), tl.int32),
         _operand(block.astype(np.uint64), core.pointer_type(tl.float32)),
         _operand(block.astype(np.uint32), tl.uint32), _operand(block > 1, tl.int1),
         _operand(np.bool_(True), tl.int1), _operand(np.float32(0.5), tl.float32),
         _operand(np.arange(4, dtype=np.int32)[:, None], tl.int32),
+        _operand(np.arange(1, 3, dtype=np.int32), tl.int32),
+        _operand(np.array([5], np.int32), tl.int32),
+        _operand(block.astype(np.float16), tl.float16),
         _operand(np.uint64(64), core.pointer_type(tl.float32)),
-        0, -3, 1 << 40, 2.5, True,
+        0, -3, 1 << 40, 2.5, True, core.constexpr(3),
     ]  # fmt: skip
+
+
+def _described(value: Any) -> Any:
+    """All of a tensor, or what something else is."""
+    if not isinstance(value, core.tensor):
+        return repr(value)
+    data, shape = value.handle.data, [str(size) for size in value.shape]
+    kinds = str(value.type), str(value.dtype), str(value.handle.dtype), data.dtype
+    return *kinds, data.shape, data.tobytes(), shape, str(value.numel)
+
+
+def _outcome(function: Any, *args: Any) -> Any:
+    try:
+        with warnings.catch_warnings(), np.errstate(all="ignore"):
+            return _described(function(*args))
+    except Exception as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", shortcuts._OPERATORS)
+def test_operators_are_triton_s(name: str) -> None:
+    """Of every pair of operands: the same dtypes, shapes, values and errors."""
+    # As a kernel gets an argument above the largest int32.
+    operands = [*_operands(), _operand(np.uint32(3 << 30), tl.int64)]
+    pairs = [(lhs, rhs) for lhs in operands for rhs in operands if isinstance(lhs, core.tensor)]
+
+    def outcomes() -> list[Any]:
+        return [_outcome(getattr(core.tensor, name), *pair) for pair in pairs]
+
+    with _in_a_kernel():
+        expected = outcomes()
+    with shortcuts.taken():
+        assert outcomes() == expected
+
+
+@pytest.mark.parametrize("shape", [(), (4,), (2, 1), (1,)])
+def test_new_axes_are_triton_s(shape: tuple[int, ...]) -> None:
+    value = _operand(np.zeros(shape, np.int32), tl.int32)
+    new, whole = None, slice(None)
+    indices = [
+        (whole, new), (new, whole), (new, whole, new), (whole, whole, new), (whole,), (new,), new,
+        whole, (whole, whole), (slice(1), new),
+    ]  # fmt: skip
+
+    def outcomes() -> list[Any]:
+        return [_outcome(core.tensor.__getitem__, value, index) for index in indices]
+
+    with _in_a_kernel():
+        expected = outcomes()
+    with shortcuts.taken():
+        assert outcomes() == expected
+
+
+@pytest.mark.parametrize(
+    "rules", [(), (True, True), (True, False), (False, False, False), (False, False, True, True)]
+)
+def test_promotion_is_triton_s(rules: tuple[bool, ...]) -> None:
+    """Of every pair of operands: the same dtypes, shapes, values and errors."""
+    operands = _operands()
 
     def outcome(*pair: Any) -> Any:
         try:
@@ -119,27 +190,56 @@ def test_promotion_is_triton_s(rules: tuple[bool, ...]) -> None:
         for rhs in operands
         if isinstance(lhs, core.tensor) or isinstance(rhs, core.tensor)
     ]
-    expected = [outcome(*pair) for pair in pairs]
+    with _in_a_kernel():
+        expected = [outcome(*pair) for pair in pairs]
     with shortcuts.taken():
         assert [outcome(*pair) for pair in pairs] == expected
 
 
-@pytest.mark.parametrize("kind", [tl.float32, tl.bfloat16, core.dtype("bf16"), tl.int64])
+@pytest.mark.parametrize(
+    "kind",
+    [tl.float32, tl.float16, tl.bfloat16, core.dtype("bf16"), tl.int32, tl.int64, tl.int1],
+)
 def test_conversion_is_triton_s(kind: Any) -> None:
     """Also of a value to the dtype that it has, however that is written."""
+    numbers = np.array([0.0, -1.7, 3.14159, 65504.0, 2.0**-126, np.inf, -np.inf, np.nan], "f4")
+    small = np.array([0.0, -1.7, 3.14159, 100.0], "f4")
     values = [
-        _operand(np.arange(4, dtype=np.float32), tl.float32),
-        _operand(np.arange(4, dtype=np.uint16) << 12, tl.bfloat16),
+        _operand(numbers if kind.is_floating() else small, tl.float32),
+        _operand(small.astype(np.float16), tl.float16),
+        _operand((small.view(np.uint32) >> 16).astype(np.uint16), tl.bfloat16),
         _operand(np.int32(3), tl.int32),
+        _operand(np.arange(4).astype(np.int64) << 30, tl.int64),
+        _operand(np.arange(4) > 1, tl.int1),
     ]
 
-    def outcome(value: Any) -> Any:
-        made = interpreter.interpreter_semantic.cast(value, kind)
-        return str(made.type), made.handle.data.tolist(), made.handle.data.dtype, made is value
+    def outcomes() -> list[Any]:
+        convert = interpreter.interpreter_semantic.cast
+        made = [convert(value, kind) for value in values]
+        same = [one is value for one, value in zip(made, values, strict=True)]
+        return [same, *map(_bits, made), *map(_bits, (value.to(kind) for value in values))]
 
-    expected = [outcome(value) for value in values]
+    with _in_a_kernel():
+        expected = outcomes()
     with shortcuts.taken():
-        assert [outcome(value) for value in values] == expected
+        assert outcomes() == expected
+
+
+def _bits(value: Any) -> Any:
+    data = value.handle.data
+    return str(value.type), str(value.dtype), str(value.handle.dtype), data.dtype, data.tobytes()
+
+
+def test_conversion_of_small_numbers() -> None:
+    """Those below the smallest normal one keep their scale, which Triton's conversion loses."""
+    small = torch.tensor([1e-39, -3e-40, 2.0**-130, 0.0])
+    with shortcuts.taken():
+        value = _operand(small.numpy(), tl.float32)
+        there = interpreter.interpreter_semantic.cast(value, tl.bfloat16)
+        back = interpreter.interpreter_semantic.cast(there, tl.float32)
+    # GPUs round; the interpreter leaves out the lower half.
+    truncated = (small.view(torch.int32) & -65536).view(torch.float32)
+    assert torch.equal(torch.from_numpy(back.handle.data), truncated)
 
 
 @pytest.mark.parametrize(
@@ -194,9 +294,11 @@ def _of_triton() -> tuple[Any, ...]:
     return (
         core.tensor.__init__, core.block_type.__init__, interpreter._get_np_dtype,
         interpreter._patch_lang, builder.options, interpreter.InterpreterBuilder.create_dot,
-        interpreter._patch_attr, semantic.TritonSemantic.binary_op_type_checking_impl,
+        interpreter._patch_attr, interpreter.TensorHandle.__post_init__,
+        semantic.TritonSemantic.binary_op_type_checking_impl,
         semantic.TritonSemantic.broadcast_impl_value, semantic.TritonSemantic.cast, tl.load,
-        tl.range, core.tensor.__add__,
+        tl.range, core.tensor.__add__, core.tensor.__neg__, core.tensor.to, core.tensor.T,
+        hasattr(core.tensor, "__index__"),
     )  # fmt: skip
 
 

@@ -169,8 +169,12 @@ def _reach_beyond(primitive, itemsize):
     from tests.language import kernels
 
     group = interlace.group_of()
-    # Neighbours in the address range: neither may be reached from the other.
+    # Neighbours in the address range, 4 KiB apart: neither may be reached from the other. The first
+    # ones may lie in gaps that memory of earlier tests has left.
     memory = [_symmetric(1024, torch.float32) for _ in range(3)]
+    while memory[-1].address - memory[-3].address != 4 * 4096:
+        memory.append(_symmetric(1024, torch.float32))
+    memory = memory[-3:]
     peer = group.rank if primitive.startswith(("wait", "get_")) else 1 - group.rank
     errors = [
         error_of(

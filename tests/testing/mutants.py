@@ -204,9 +204,7 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
 
 _GEMV, _SUM = "operators.gemm_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
 _GRANTS = "gemm.kernels.grants"
-_RS, _A2A = (
-    f"operators.gemm_{name}.kernel:gemm_{name}" for name in ("reduce_scatter", "all_to_all")
-)
+_A2A = "operators.gemm_all_to_all.kernel:gemm_all_to_all"
 _EMBEDDING, _EXPERTS = (
     "operators.embedding_all_to_all.kernels",
     "operators.mixture_of_experts.kernels",
@@ -225,7 +223,7 @@ _GRANTED = (
     (f"{_GRANTS}:grant_buffer", "signal before put", ("signal", 0)),
     (f"{_GRANTS}:granted_buffers", "no wait", ("wait", 0)),
     (f"{_GRANTS}:granted_buffers", "wrong epoch", ("wait", 0)),
-    (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+    (f"{_GRANTS}:signal_end", "no release", ("signal", 0)),
 )
 # Of every operator whose values show by themselves that they have arrived.
 _LAMPORT = (
@@ -254,17 +252,17 @@ MUTANTS = [
     ),
     *_of(
         "gemm_reduce_scatter, fused, no rows",
-        (f"{_GRANTS}:end_sending", "no release", ("signal", 0)),
+        (f"{_GRANTS}:signal_end", "no release", ("signal", 0)),
         (f"{_GRANTS}:await_senders", "no wait", ("wait", 0)),
         (f"{_GRANTS}:await_senders", "wrong epoch", ("wait", 0)),
-        (_RS, "signals reused", ("in_turn", 0)),
+        (f"{_GRANTS}:turn_of", "signals reused", ("in_turn", 2)),
     ),
     *_of(
         "gemm_reduce_scatter, chunked",
-        ("operators.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("wait", 0)),
+        ("operators.gemm_reduce_scatter.kernel:admit_parts", "no wait", ("await_senders", 0)),
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no wait", ("wait", 0)),
         ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "wrong epoch", ("wait", 0)),
-        ("operators.gemm_reduce_scatter.kernel:multiply_and_sum", "no release", ("signal", 0)),
+        (f"{_GRANTS}:signal_end", "no release", ("signal", 0)),
     ),
     *_of("gemm_reduce_scatter, pushed", *_LAMPORT),
     *_of(
@@ -286,12 +284,12 @@ MUTANTS = [
     *_of("gemm_all_to_all, pushed", *_LAMPORT),
     *_of(
         "all_gather_gemm, fused",
-        (f"{_STAGED}:stage_rows", "no wait", ("wait", 0)),
+        (f"{_STAGED}:stage_rows", "no wait", ("await_senders", 0)),
         (f"{_STAGED}:stage_rows", "no release", ("signal", 0)),
         (f"{_STAGED}:stage_rows", "no wait", ("arrive_last", 0)),
         (f"{_STAGED}:await_rows", "no wait", ("wait", 0)),
         (f"{_STAGED}:await_rows", "wrong epoch", ("wait", 0)),
-        (f"{_STAGED}:release_rows", "no release", ("signal", 0)),
+        (f"{_GRANTS}:signal_end", "no release", ("signal", 0)),
     ),
     *_of("all_gather_gemm, pushed", *_LAMPORT),
     *_of(

@@ -16,7 +16,7 @@ from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
 from interlace.comm.launching.kernels import Launch, known_factor
 from interlace.gemm.kernels import layout
-from interlace.gemm.launch import padded_columns, row_stride
+from interlace.gemm.launch import padded_columns, row_stride, scale_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
@@ -175,7 +175,7 @@ def begin(
         "rows": len(x),
         "K": staging.inner,
         "x_stride": row_stride(x),
-        "x_scale_stride": 0 if x_scale is None or x_scale.numel() == 1 else 1,
+        "x_scale_stride": scale_stride(x_scale),
         "inner_groups": staging.width // align,
     }
     constants = {

@@ -76,6 +76,8 @@ def operand_arguments(operands: Operands, config: GemmConfig, descriptors: bool)
         operands: As :meth:`Operands.for_kernel` returns them.
         descriptors: Whether the kernel loads x and w as tiles through tensor descriptors.
     """
+    from interlace.gemm.kernels.tiles import Scales
+
     x, w = operands.x, operands.w
     x_stride, w_stride = _strides(operands)
     if descriptors:
@@ -88,12 +90,16 @@ def operand_arguments(operands: Operands, config: GemmConfig, descriptors: bool)
         "x": x,
         "w": w,
         "bias": operands.bias,
-        "x_scale": operands.x_scale,
-        "w_scale": operands.w_scale,
+        "scales": Scales(
+            operands.x_scale,
+            operands.w_scale,
+            scale_stride(operands.x_scale),
+            scale_stride(operands.w_scale),
+        ),
         "x_stride": x_stride,
         "w_stride": w_stride,
-        "x_scale_stride": _scale_stride(operands.x_scale),
-        "w_scale_stride": _scale_stride(operands.w_scale),
+        "N": operands.columns,
+        "K": operands.inner,
     }
 
 
@@ -104,7 +110,7 @@ def _strides(operands: Operands) -> tuple[int, int]:
     return row_stride(operands.x), _stride(operands.w, contiguous_dimension(operands.w) or 0)
 
 
-def _scale_stride(scale: torch.Tensor | None) -> int:
+def scale_stride(scale: torch.Tensor | None) -> int:
     """Return 1 for a scale per row, 0 for one of the whole matrix."""
     return 0 if scale is None or scale.numel() == 1 else 1
 

@@ -195,7 +195,7 @@ def require_addresses(
     if not np.asarray(plain(group[2])).item():
         return
     peers = np.broadcast_to(np.asarray(plain(peers)), addresses.shape)
-    for peer in np.unique(peers).tolist():
+    for peer in sorted(set(peers.ravel().tolist())):
         of_peer = addresses[peers == peer]
         first, last = int(of_peer.min()), int(of_peer.max()) + itemsize
         blocks = memory_of(peer)
@@ -259,7 +259,7 @@ def _deliver(addresses, values, selected, peer, rank, *, ordered, count):
     """Send one message per peer: a tile for several peers leaves as several messages."""
     me = np.asarray(plain(rank)).item()
     peers = np.broadcast_to(np.asarray(plain(peer)), addresses.shape)
-    for destination in np.unique(peers[selected]).tolist():
+    for destination in sorted(set(peers[selected].tolist())):
         part = selected & (peers == destination)
         store = functools.partial(interpreter.store, addresses, values, part)
         # A store to the rank's own memory crosses no link: it is neither counted nor held back.

@@ -142,7 +142,7 @@ def push_and_sum(
     programs = min(chunks, CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
 
     def enqueue() -> None:
-        from interlace.gemm.kernels.sum_parts import sum_parts
+        from interlace.gemm.kernels.lamport import sum_parts
 
         constants = {
             "WORLD_SIZE": group.world_size,

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.places import COUNTER
+from interlace.gemm.kernels.places import COUNTER, DONE, GRANTS, MAX_RANKS
 
 
 class Turn(NamedTuple):
@@ -28,6 +28,32 @@ class Turn(NamedTuple):
     granted: Any
     numbers: Any
     done: Any
+
+
+class OutputBuffers(NamedTuple):
+    """The buffers that every rank has for its output, at the same distances.
+
+    Attributes:
+        address: Rank 0's address of the first buffer.
+        nbytes: Bytes from one buffer to the next.
+    """
+
+    address: Any
+    nbytes: Any
+
+
+@triton.jit
+def turn_of(flags, epoch, me, WORLD_SIZE: tl.constexpr):
+    """Return the signals of one call.
+
+    Args:
+        flags: Pointer to the operator's int32 signals.
+    """
+    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
+    return Turn(
+        me, peers, is_peer, il.in_turn(flags, epoch, MAX_RANKS),
+        il.in_turn(flags + GRANTS, epoch, MAX_RANKS), il.in_turn(flags + DONE, epoch, MAX_RANKS),
+    )
 
 
 @triton.jit
@@ -63,8 +89,21 @@ def end_sending(turn, flags, stamp, group):
     # Each program counts itself with acquire-release order. So the puts of all programs are in the
     # past of the last one, and its signals release them all.
     if il.arrive_last(counter, tl.program_id(0), tl.num_programs(0)):
-        mine = turn.me + tl.zeros_like(turn.peers)
-        il.signal(turn.done + mine, stamp, turn.peers, group, turn.is_peer)
+        signal_end(turn, stamp, group)
+
+
+@triton.jit
+def signal_end(turn, stamp, group):
+    """Tell every peer that this rank has ended what the peer must wait for before its next call."""
+    mine = turn.me + tl.zeros_like(turn.peers)
+    il.signal(turn.done + mine, stamp, turn.peers, group, turn.is_peer)
+
+
+@triton.jit
+def own_output(buffers, own_buffer, me, group, dtype: tl.constexpr):
+    """Return a pointer to the buffer that this rank has granted."""
+    offset = own_buffer.to(tl.int64) * buffers.nbytes
+    return il.pointer(buffers.address + offset + me * tl.multiple_of(group[2], 16), dtype)
 
 
 @triton.jit

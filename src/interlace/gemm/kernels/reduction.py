@@ -38,6 +38,18 @@ class Slots(NamedTuple):
     per_source: Any
 
 
+class SlotHalves(NamedTuple):
+    """The two halves of the slots, which calls use in turn.
+
+    Attributes:
+        address: Rank 0's address of the first half.
+        nbytes: Bytes of a half.
+    """
+
+    address: Any
+    nbytes: Any
+
+
 class Results(NamedTuple):
     """The memory that sums are stored to.
 
@@ -45,7 +57,7 @@ class Results(NamedTuple):
         tiles: A tensor descriptor of every rank's buffers, ``[rank, buffer, 0, row of M, column]``,
             or of this rank's result, ``[0, 0, 0, own row, column]``; None without tile stores.
         address: Rank 0's address of the first buffer, or that of this rank's result.
-        buffers: Each rank's buffer, an int32 tile.
+        buffers: Each rank's buffer, an int32 tile; 0 for this rank's result.
         buffer_bytes: Bytes between two buffers.
     """
 

@@ -9,9 +9,10 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.mapped.kernel import tile_at, tiles_of
+from interlace.gemm.kernels.grants import await_senders, signal_end, turn_of
 from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.gemm.kernels.places import (
-    COUNTER, DONE, FIRST_ROW, HEADER, MAX_RANKS, ROUTE, ROWS_SENT,
+    COUNTER, FIRST_ROW, HEADER, ROUTE, ROWS_SENT,
 )
 from interlace.gemm.kernels.words import agree, announce
 
@@ -51,8 +52,7 @@ def stage_rows(
     K_padded = inner_groups * INNER_ALIGN
     last = il.previous_epoch(epoch)
     # 1. The peers must have fetched the previous call's rows before these are overwritten.
-    done = il.in_turn(flags + DONE, last, MAX_RANKS)
-    free = il.wait(done + peers, last, peers, 0, group, is_peer).to(tl.int32)
+    free = await_senders(turn_of(flags, last, me, WORLD_SIZE), last, group).to(tl.int32)
     target = il.peer_pointer(il.pointer(staged_address, x.dtype.element_ty), me, group)
     # 2. Rows are copied to symmetric memory, and this rank's own share to where it is multiplied.
     # If a peer timed out, nothing is staged, since it may still be reading.
@@ -118,12 +118,10 @@ def release_rows(signals, ctx, notes, gathered, cells, WORLD_SIZE: tl.constexpr)
     All ``cells`` elements of ``gathered`` become NaN if a peer's rows did not arrive.
     """
     group = il.join(ctx)
-    me = il.rank(group)
-    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     epoch = tl.load(notes)
+    turn = turn_of(il.pointer(signals, tl.int32), epoch, il.rank(group), WORLD_SIZE)
     # DONE is signalled even after a timeout: the copies are over, so peers may reuse their memory.
-    done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
-    il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, is_peer)
+    signal_end(turn, epoch, group)
     if tl.load(notes + 1) == 0:
         il.fill_nan(gathered, cells)
 

@@ -82,6 +82,16 @@ class Scales(NamedTuple):
 
 
 @triton.jit
+def padded_stride(columns, ALIGN: tl.constexpr):
+    """Return the elements from one row to the next of a matrix whose rows are padded.
+
+    Args:
+        ALIGN: Elements in 16 bytes: every row begins at a multiple of 16 bytes.
+    """
+    return (columns + ALIGN - 1) // ALIGN * ALIGN
+
+
+@triton.jit
 def tile_place(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
     """Return row and column of a tile among ``tiles_m x tiles_n``.
 

@@ -282,7 +282,6 @@ def prepare(
     if tiles:
         parts = y[:, : operands.columns].unflatten(0, (-1, part_rows))
         result = describe_parts(parts, [config.block_m, config.block_n])
-    align = ALIGNMENT_BYTES // operands.out_dtype.itemsize
     inner_align = ALIGNMENT_BYTES // dtype.itemsize
     scales = None
     if operands.x_scale is not None:
@@ -290,8 +289,8 @@ def prepare(
         memory = bytes_at(address, (4 * len(gathered),), (1,), group.device, gathered)
         scales = view_as(memory, (len(gathered),), torch.float32)
     arguments = launch.operand_arguments(operands, config, descriptors) | {
-        "scales": scales,
         "gathered": gathered_tiles,
+        "gathered_scales": scales,
         "result": result,
         "y_address": y.data_ptr(),
         "signals": workspace.signals.address,
@@ -301,10 +300,6 @@ def prepare(
         "call": mark,
         "most_rows": max(splits),
         "part_rows": max(part_rows, 1),
-        "N": operands.columns,
-        "K": operands.inner,
-        "row_groups": y.shape[1] // align,
-        "inner_groups": gathered.shape[1] // inner_align,
     }
     shared = launch.constants(operands, config, group, descriptors=descriptors, tile_stores=tiles)
     multipliers = launch.programs(group, config)

@@ -8,9 +8,8 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.places import FIRST_ROW, HEADER, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices, Scales, cells_of, finish_tile, multiply_tile, tile_place,
+    Matrices, Scales, cells_of, finish_tile, multiply_tile, padded_stride, tile_place,
 )
-
 
 
 class GatheredOutput(NamedTuple):
@@ -106,14 +105,12 @@ def _multiply(
 @triton.jit(
     do_not_specialize=[
         "y_address", "signals", "call", "most_rows", "part_rows", "N", "K", "x_stride", "w_stride",
-        "x_scale_stride", "w_scale_stride", "row_groups", "inner_groups",
     ]
 )
 def all_gather_gemm(
-    x, w, bias, x_scale, w_scale, scales, gathered, result, y_address, signals, epochs, ctx, routes,
-    call, most_rows, part_rows, N, K, x_stride, w_stride, x_scale_stride, w_scale_stride,
-    row_groups, inner_groups, INNER_ALIGN: tl.constexpr, SENDING: tl.constexpr,
-    TILING: tl.constexpr,
+    x, w, bias, scales, gathered, gathered_scales, result, y_address, signals, epochs, ctx, routes,
+    call, most_rows, part_rows, N, K, x_stride, w_stride, INNER_ALIGN: tl.constexpr,
+    SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply all ranks' rows, this rank's own first, while copy engines fetch the others.
 
@@ -123,6 +120,11 @@ def all_gather_gemm(
 
     Example: two ranks with one row each, a on rank 0 and b on rank 1. Rank 0 computes a @ w0.T and,
     once b is in row 1 of its gathered x, b @ w0.T.
+
+    Args:
+        scales: A :class:`Scales`, of this rank's own rows.
+        gathered: The rows of all ranks, as x is passed, with rows padded to ``INNER_ALIGN``.
+        gathered_scales: A float32 scale per gathered row; None where ``scales`` are.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     BLOCK_M: tl.constexpr = TILING.block_m
@@ -132,24 +134,25 @@ def all_gather_gemm(
     group = il.join(ctx)
     flags = il.pointer(signals, tl.int32)
     arrivals = Arrivals(routes, flags, il.mark(epoch, call), most_rows)
-    output = GatheredOutput(result, part_rows, y_address, row_groups * SENDING.align)
+    output = GatheredOutput(result, part_rows, y_address, padded_stride(N, SENDING.align))
     tiles_m, tiles_n = (most_rows + BLOCK_M - 1) // BLOCK_M, (N + BLOCK_N - 1) // BLOCK_N
     tiles_per_rank = tiles_m * tiles_n
     # This rank's own rows are read where they are, and the others' where they arrive: two loops,
     # one after the other, since two in the branches of one would need the shared memory of both.
     own_matrices = Matrices(x, w, N, K, x_stride, w_stride)
-    own_scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     _multiply(
-        program, tiles_per_rank, own_matrices, own_scales, bias, output, arrivals, group,
+        program, tiles_per_rank, own_matrices, scales, bias, output, arrivals, group,
         True, SENDING, TILING,
     )
     if WORLD_SIZE > 1:
         # Programs go on where the round over this rank's own tiles ended.
         rounds = tl.maximum(tiles_per_rank - program + programs - 1, 0) // programs
-        gathered_matrices = Matrices(gathered, w, N, K, inner_groups * INNER_ALIGN, w_stride)
-        gathered_scales = Scales(scales, w_scale, 1, w_scale_stride)
+        gathered_matrices = Matrices(
+            gathered, w, N, K, padded_stride(K, INNER_ALIGN), w_stride
+        )
+        scales_of_gathered = Scales(gathered_scales, scales.w_scale, 1, scales.w_stride)
         _multiply(
             program + rounds * programs, tiles_per_rank * WORLD_SIZE, gathered_matrices,
-            gathered_scales, bias, output, arrivals, group, False, SENDING, TILING,
+            scales_of_gathered, bias, output, arrivals, group, False, SENDING, TILING,
         )
     il.advance_epoch(epochs, epoch)

@@ -12,7 +12,7 @@ from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.operands import Operands
 from interlace.gemm.splits import balanced, balanced_tiles
 
 NAME = "gemm_all_reduce"
@@ -53,6 +53,8 @@ def prepare(
         in_rank_order: Whether a sum has the same bits whichever rank computes it.
     """
     require(group.backend)
+    from interlace.gemm.kernels.grants import OutputBuffers
+    from interlace.gemm.kernels.reduction import SlotHalves
     from interlace.operators.gemm_all_reduce.kernels import fused as kernels
 
     dtype, tiles = operands.out_dtype, launch.has_descriptors(group)
@@ -76,26 +78,20 @@ def prepare(
         results = describe_ranks(
             group, destination.address, dtype, sizes, [config.block_m, config.block_n]
         )
-    align = ALIGNMENT_BYTES // dtype.itemsize
     arguments = launch.operand_arguments(operands, config, tiles) | {
         "slots": slots.tiles,
         "results": results,
-        "slot_address": slots.workspace.data.address,
-        "half_bytes": slots.workspace.half_bytes,
-        "outputs": destination.address,
+        "halves": SlotHalves(slots.workspace.data.address, slots.workspace.half_bytes),
+        "buffers": OutputBuffers(destination.address, destination.buffer_bytes),
+        "own_buffer": destination.own_index,
         "signals": slots.workspace.signals.address,
         "epochs": slots.workspace.epochs,
         "ctx": group.context(NAME),
         "routes": slots.routes,
         "call": mark,
-        "buffer_bytes": destination.buffer_bytes,
-        "own_buffer": destination.own_index,
         "per_source": slots.per_source,
         "most_rows": max(rows),
         "M": operands.rows,
-        "N": operands.columns,
-        "K": operands.inner,
-        "row_groups": stride // align,
         "spread_ns": launch.spread_ns(config, operands.inner),
     }
     return Launch(

@@ -86,8 +86,9 @@ def run_gemm(call: GemmCall) -> Normed:
     assert epilogue is not None
     columns = _row_columns(operands.columns)
     arguments = _epilogue_arguments(call, results) | {"total": total.contiguous()}
+    # The operator has added the bias.
+    arguments["inputs"] = arguments["inputs"]._replace(bias=None)
     constants = {"COLUMNS": columns, "FORM": _form(call, 1), "num_warps": _row_warps(columns)}
-    del arguments["bias"]
     from interlace.operators.gemm_all_reduce_norm.kernels.rows import norm_rows
 
     Launch(norm_rows, (operands.rows,), arguments, constants)()
@@ -140,20 +141,23 @@ def _form(call: GemmCall, sections: int) -> Any:
 
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     """Return the arguments of a kernel that normalises, by name."""
+    from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormInputs, NormOutputs
+
     epilogue = call.epilogue
     assert epilogue is not None
+    scales = results.scale if results.scale.numel() else None
     return {
-        "bias": call.operands.bias,
-        "residual": epilogue.residual,
-        "norm_weight": epilogue.norm_weight,
-        "norm_bias": epilogue.norm_bias,
-        "scale": epilogue.scale,
-        "y": results.y,
-        "new_residual": results.residual,
-        "scales": results.scale if results.scale.numel() else None,
+        "inputs": NormInputs(
+            call.operands.bias,
+            epilogue.residual,
+            epilogue.norm_weight,
+            epilogue.norm_bias,
+            epilogue.scale,
+            epilogue.eps,
+        ),
+        "outputs": NormOutputs(results.y, results.residual, scales),
         "N": call.operands.columns,
         "B": call.operands.rows,
-        "eps": epilogue.eps,
     }
 
 

@@ -17,7 +17,7 @@ from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
-from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.operands import Operands
 from interlace.units import ceil_div
 
 NAME = "gemm_all_to_all"
@@ -106,6 +106,7 @@ def prepare(
             else by ordinary stores.
     """
     require(group.backend)
+    from interlace.gemm.kernels.grants import OutputBuffers
     from interlace.operators.gemm_all_to_all import kernel
 
     ranks, me = group.world_size, group.rank
@@ -136,24 +137,20 @@ def prepare(
         tiles = describe_ranks(
             group, destination.address, dtype, sizes, [config.block_m, config.block_n]
         )
-    align = ALIGNMENT_BYTES // dtype.itemsize
     arguments = launch.operand_arguments(operands, config, descriptors) | {
         "tiles": tiles,
-        "buffers": destination.address,
+        "buffers": OutputBuffers(destination.address, destination.buffer_bytes),
+        "own_buffer": destination.own_index,
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
         "ctx": group.context(NAME),
         "routes": on_device(group, routes),
         "call": mark,
-        "buffer_bytes": destination.buffer_bytes,
-        "own_buffer": destination.own_index,
         "most_rows": max(max(counts) for counts in sent),
         "own_rows": received[me],
         "part_rows": part_rows or 1,
         "product_rows": batch.rows,
         "N": batch.columns,
-        "K": operands.inner,
-        "row_groups": stride // align,
         "spread_ns": launch.spread_ns(config, operands.inner),
     }
     shared = launch.constants(

@@ -5,29 +5,24 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.grants import (
-    Turn, await_senders, end_sending, grant_buffer, granted_buffers,
+    await_senders, end_sending, grant_buffer, granted_buffers, own_output, turn_of,
 )
-from interlace.gemm.kernels.places import (
-    DONE, FIRST_ROW, GRANTS, MAX_RANKS, PLACE, ROUTE, ROWS_SENT,
-)
+from interlace.gemm.kernels.places import FIRST_ROW, PLACE, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices, Scales, cells_of, finish_tile, multiply_tile, multiply_tile_of, start_in_turn,
-    tile_place,
+    Matrices, cells_of, finish_tile, multiply_tile, multiply_tile_of, padded_stride,
+    start_in_turn, tile_place,
 )
-
 
 
 @triton.jit(
     do_not_specialize=[
-        "buffers", "buffer_bytes", "own_buffer", "signals", "call", "most_rows", "own_rows",
-        "part_rows", "product_rows", "N", "K", "x_stride", "w_stride", "x_scale_stride",
-        "w_scale_stride", "row_groups", "spread_ns",
+        "own_buffer", "signals", "call", "most_rows", "own_rows", "part_rows", "product_rows", "N",
+        "K", "x_stride", "w_stride", "spread_ns",
     ]
 )
 def gemm_all_to_all(
-    x, w, bias, x_scale, w_scale, tiles, buffers, signals, epochs, ctx, routes, call, buffer_bytes,
-    own_buffer, most_rows, own_rows, part_rows, product_rows, N, K, x_stride, w_stride,
-    x_scale_stride, w_scale_stride, row_groups, spread_ns, BATCH: tl.constexpr,
+    x, w, bias, scales, tiles, buffers, own_buffer, signals, epochs, ctx, routes, call, most_rows,
+    own_rows, part_rows, product_rows, N, K, x_stride, w_stride, spread_ns, BATCH: tl.constexpr,
     SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
@@ -51,6 +46,10 @@ def gemm_all_to_all(
     Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on
     rank 1. Rank 0 writes a1 to row 0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes
     b0 to row 1 of rank 0's, then b1 to row 1 of its own. Outputs: [a0, b0] and [a1, b1].
+
+    Args:
+        scales: A :class:`Scales`.
+        buffers: An :class:`OutputBuffers`.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     OUT: tl.constexpr = SENDING.dtype
@@ -60,17 +59,10 @@ def gemm_all_to_all(
     GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
-    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    turn = Turn(
-        me, peers, is_peer, il.in_turn(flags, epoch, MAX_RANKS),
-        il.in_turn(flags + GRANTS, epoch, MAX_RANKS), il.in_turn(flags + DONE, epoch, MAX_RANKS),
-    )
-    row_stride = row_groups * SENDING.align
-    # This rank's own buffer, to be filled with NaN if a source does not come.
-    own_offset = own_buffer.to(tl.int64) * buffer_bytes
-    own_address = buffers + own_offset + me * tl.multiple_of(group[2], 16)
-    number = own_buffer + tl.zeros_like(peers)
+    turn = turn_of(flags, epoch, me, WORLD_SIZE)
+    row_stride = padded_stride(N, SENDING.align)
+    number = own_buffer + tl.zeros_like(turn.peers)
     granted = program >= 0
     if WORLD_SIZE > 1:
         # 1. Every source learns which of this rank's buffers it may write.
@@ -80,7 +72,6 @@ def gemm_all_to_all(
             start_in_turn(spread_ns)
         granted, number = granted_buffers(turn, own_buffer, stamp, group)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
-    scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
     # Whole turns of INTERLEAVE tiles for each rank; tiles beyond the last are skipped.
@@ -111,14 +102,14 @@ def gemm_all_to_all(
             total = finish_tile(total, scales, bias, first + row, column, first + rows, N)
             il.record("computed", tile, group)
             value = total.to(OUT)
-            buffer = tl.sum(tl.where(peers == dest, number, 0))
+            buffer = tl.sum(tl.where(turn.peers == dest, number, 0))
             if SENDING.tile_stores:
                 # The part of the output leaves out what a tile has beyond this source's rows.
                 part, line = offset // part_rows, offset % part_rows + row
                 block = tl.reshape(value, [1, 1, 1, BLOCK_M, BLOCK_N])
                 il.put_tile(tiles, [dest, buffer, part, line, column], block, group)
             else:
-                target = il.pointer(buffers + buffer.to(tl.int64) * buffer_bytes, OUT)
+                target = il.pointer(buffers.address + buffer.to(tl.int64) * buffers.nbytes, OUT)
                 cells, inside = cells_of(offset, row, column, rows, N, row_stride, TILING)
                 il.put(target + cells, value, dest, group, inside)
     if WORLD_SIZE > 1:
@@ -132,5 +123,6 @@ def gemm_all_to_all(
             complete = await_senders(turn, stamp, group)
             arrived = granted & complete
             if not arrived:
-                il.fill_nan(il.pointer(own_address, OUT), own_rows.to(tl.int64) * row_stride)
+                output = own_output(buffers, own_buffer, me, group, OUT)
+                il.fill_nan(output, own_rows.to(tl.int64) * row_stride)
     il.advance_epoch(epochs, epoch)

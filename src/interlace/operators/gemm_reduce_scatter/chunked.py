@@ -24,7 +24,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
-from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.operands import Operands
 from interlace.gemm.reference import sum_rows
 from interlace.gemm.splits import balanced
 from interlace.registry import operator_named
@@ -197,9 +197,9 @@ def _multiply_and_sum(
             group, workspace.data.address, dtype, sizes, [config.block_m, config.block_n]
         )
         results = launch.describe_own(y, own_product.columns, [config.block_m, config.block_n])
-    align = ALIGNMENT_BYTES // dtype.itemsize
     operands = launch.operand_arguments(own_product, config, tiles)
-    arguments = {name: operands[name] for name in ("x", "w", "bias", "x_stride", "w_stride")} | {
+    del operands["scales"]  # the kernel takes no float8
+    arguments = operands | {
         "slots": slots,
         "results": results,
         "slot_address": workspace.data.address,
@@ -211,9 +211,6 @@ def _multiply_and_sum(
         "most_rows": rows,
         "rows": len(y),
         "piece_rows": piece_rows,
-        "N": own_product.columns,
-        "K": own_product.inner,
-        "row_groups": stride // align,
     }
     shared = launch.constants(own_product, config, group, descriptors=tiles, tile_stores=tiles)
     flags = {"PIECES": _PIECES, "OWN_PART": own_part}

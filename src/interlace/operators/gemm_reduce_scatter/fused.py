@@ -14,7 +14,7 @@ from interlace.comm.runtime.interpreter import require
 from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.operands import Operands
 
 NAME = "gemm_reduce_scatter"
 
@@ -64,6 +64,7 @@ def prepare(
         in_rank_order: Whether a sum has the same bits whichever rank computes it.
     """
     require(group.backend)
+    from interlace.gemm.kernels.reduction import SlotHalves
     from interlace.operators.gemm_reduce_scatter import kernel
 
     dtype = operands.out_dtype
@@ -71,12 +72,10 @@ def prepare(
     tiles = descriptors and tile_stores
     slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     block = [config.block_m, config.block_n]
-    align = ALIGNMENT_BYTES // dtype.itemsize
     arguments = launch.operand_arguments(operands, config, descriptors) | {
         "slots": slots.tiles,
         "results": launch.describe_own(y, operands.columns, block) if tiles else None,
-        "slot_address": slots.workspace.data.address,
-        "half_bytes": slots.workspace.half_bytes,
+        "halves": SlotHalves(slots.workspace.data.address, slots.workspace.half_bytes),
         "y_address": y.data_ptr(),
         "signals": slots.workspace.signals.address,
         "epochs": slots.workspace.epochs,
@@ -85,9 +84,6 @@ def prepare(
         "call": mark,
         "per_source": slots.per_source,
         "most_rows": max(rows),
-        "N": operands.columns,
-        "K": operands.inner,
-        "row_groups": y.stride(0) // align,
         "spread_ns": launch.spread_ns(config, operands.inner),
     }
     return Launch(

@@ -4,26 +4,24 @@ import triton
 import triton.language as tl
 
 import interlace.language as il
-from interlace.gemm.kernels.grants import Turn, await_senders, end_sending
-from interlace.gemm.kernels.places import COUNTER, DONE, HEADER, MAX_RANKS
+from interlace.gemm.kernels.grants import await_senders, end_sending, turn_of
+from interlace.gemm.kernels.places import HEADER
 from interlace.gemm.kernels.reduction import Results, Slots, add_parts, send_and_sum
 from interlace.gemm.kernels.tiles import (
-    Matrices, Scales, add_bias, cells_of, multiply_tile, start_in_turn, tile_place,
+    Matrices, add_bias, cells_of, multiply_tile, padded_stride, start_in_turn, tile_place,
 )
-
 
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address", "half_bytes", "y_address", "signals", "call", "per_source", "most_rows",
-        "N", "K", "x_stride", "w_stride", "x_scale_stride", "w_scale_stride", "row_groups",
+        "y_address", "signals", "call", "per_source", "most_rows", "N", "K", "x_stride", "w_stride",
         "spread_ns",
     ]
 )
 def gemm_reduce_scatter(
-    x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, y_address, signals,
-    epochs, ctx, routes, call, per_source, most_rows, N, K, x_stride, w_stride, x_scale_stride,
-    w_scale_stride, row_groups, spread_ns, SENDING: tl.constexpr, TILING: tl.constexpr,
+    x, w, bias, scales, slots, results, halves, y_address, signals, epochs, ctx, routes, call,
+    per_source, most_rows, N, K, x_stride, w_stride, spread_ns, SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """Multiply, send every rank its rows' parts, tile by tile, and add up this rank's own.
 
@@ -38,22 +36,25 @@ def gemm_reduce_scatter(
     Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0
     puts a1 into rank 1's slot and adds b0 from its own slot to a0; rank 1 puts b0 and adds a1 to
     b1. Outputs: [a0 + b0] and [a1 + b1].
+
+    Args:
+        scales: A :class:`Scales`.
+        slots, results: Tensor descriptors; see :class:`Slots` and :class:`Results`.
+        halves: A :class:`SlotHalves`.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
-    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
     # Slots need no grants: their halves take turns with the epoch.
-    turn = Turn(me, peers, is_peer, None, None, il.in_turn(flags + DONE, epoch, MAX_RANKS))
+    turn = turn_of(flags, epoch, me, WORLD_SIZE)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
-    scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     # Slots have two halves: a peer may still read the parts of the last call.
     half = epoch & 1
-    row_stride = row_groups * SENDING.align
-    slot_half = slot_address + half * half_bytes
+    row_stride = padded_stride(N, SENDING.align)
+    slot_half = halves.address + half * halves.nbytes
     arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + HEADER, per_source)
-    sums = Results(results, y_address, peers * 0, 0)
+    sums = Results(results, y_address, turn.peers * 0, 0)
     if spread_ns > 0:
         start_in_turn(spread_ns)
     # 1. Parts go to their owners, and this rank's rows are summed as their parts come.
@@ -86,11 +87,9 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
     """
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
-    me = il.rank(group)
-    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     last = il.previous_epoch(epoch)
-    done = il.in_turn(il.pointer(signals, tl.int32) + DONE, last, MAX_RANKS)
-    free = il.wait(done + peers, last, peers, 0, group, is_peer)
+    turn = turn_of(il.pointer(signals, tl.int32), last, il.rank(group), WORLD_SIZE)
+    free = await_senders(turn, last, group)
     tl.store(notes, epoch)
     tl.store(notes + 1, il.mark(epoch, call) * free.to(tl.int32))
     il.advance_epoch(epochs, epoch)
@@ -99,12 +98,12 @@ def admit_parts(signals, epochs, ctx, notes, call, WORLD_SIZE: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "slot_address", "y_address", "signals", "call", "most_rows", "rows", "piece_rows", "N", "K",
-        "x_stride", "w_stride", "row_groups",
+        "x_stride", "w_stride",
     ]
 )
 def multiply_and_sum(
     x, w, bias, slots, results, slot_address, y_address, signals, ctx, notes, call, most_rows, rows,
-    piece_rows, N, K, x_stride, w_stride, row_groups, PIECES: tl.constexpr, OWN_PART: tl.constexpr,
+    piece_rows, N, K, x_stride, w_stride, PIECES: tl.constexpr, OWN_PART: tl.constexpr,
     SENDING: tl.constexpr, TILING: tl.constexpr,
 ):
     """Multiply this rank's own rows and add the peers' parts, tile by tile as these arrive.
@@ -129,7 +128,7 @@ def multiply_and_sum(
     flags = il.pointer(signals, tl.int32)
     epoch = tl.load(notes)
     stamp = il.mark(epoch, call)
-    row_stride = row_groups * SENDING.align
+    row_stride = padded_stride(N, SENDING.align)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
     arriving = Slots(slots, slot_address, 0, most_rows, row_stride, flags + HEADER, PIECES)
     lanes = tl.arange(0, PIECES * triton.next_power_of_2(WORLD_SIZE))
@@ -167,8 +166,5 @@ def multiply_and_sum(
             cells, inside = cells_of(0, row, column, rows, N, row_stride, TILING)
             tl.store(il.pointer(y_address, OUT) + cells, total.to(OUT), mask=inside)
     # The admission of the next call waits for DONE with the epoch alone, whatever that call's mark.
-    if il.arrive_last(il.peer_pointer(flags + COUNTER, me, group), program, programs):
-        peers, mask = il.other_ranks(me, WORLD_SIZE)
-        done = il.in_turn(flags + DONE, epoch, MAX_RANKS)
-        il.signal(done + me + tl.zeros_like(peers), epoch, peers, group, mask)
+    end_sending(turn_of(flags, epoch, me, WORLD_SIZE), flags, epoch, group)
     il.clear_old(flags + HEADER, WORLD_SIZE * PIECES, epoch, group)

@@ -5,25 +5,22 @@ import triton.language as tl
 
 import interlace.language as il
 from interlace.gemm.kernels.grants import (
-    Turn, await_senders, end_sending, grant_buffer, granted_buffers,
+    await_senders, end_sending, grant_buffer, granted_buffers, own_output, turn_of,
 )
-from interlace.gemm.kernels.places import DONE, GRANTS, HEADER, MAX_RANKS
+from interlace.gemm.kernels.places import HEADER
 from interlace.gemm.kernels.reduction import Results, Slots, send_and_sum
-from interlace.gemm.kernels.tiles import Matrices, Scales, start_in_turn
-
+from interlace.gemm.kernels.tiles import Matrices, padded_stride, start_in_turn
 
 
 @triton.jit(
     do_not_specialize=[
-        "slot_address", "half_bytes", "outputs", "buffer_bytes", "own_buffer", "signals", "call",
-        "per_source", "most_rows", "M", "N", "K", "x_stride", "w_stride", "x_scale_stride",
-        "w_scale_stride", "row_groups", "spread_ns",
+        "own_buffer", "signals", "call", "per_source", "most_rows", "M", "N", "K", "x_stride",
+        "w_stride", "spread_ns",
     ]
 )
 def gemm_all_reduce(
-    x, w, bias, x_scale, w_scale, slots, results, slot_address, half_bytes, outputs, signals,
-    epochs, ctx, routes, call, buffer_bytes, own_buffer, per_source, most_rows, M, N, K, x_stride,
-    w_stride, x_scale_stride, w_scale_stride, row_groups, spread_ns, SENDING: tl.constexpr,
+    x, w, bias, scales, slots, results, halves, buffers, own_buffer, signals, epochs, ctx, routes,
+    call, per_source, most_rows, M, N, K, x_stride, w_stride, spread_ns, SENDING: tl.constexpr,
     TILING: tl.constexpr,
 ):
     """Multiply, send every rank its rows' parts, add up this rank's own, and send the sums to all.
@@ -38,31 +35,32 @@ def gemm_all_reduce(
     Example: two ranks, two rows; the products are [a0, a1] on rank 0 and [b0, b1] on rank 1. Rank 0
     puts a1 into rank 1's slot, adds b0 from its own slot to a0, and puts a0 + b0 into row 0 of both
     outputs; rank 1 does the same with row 1.
+
+    Args:
+        scales: A :class:`Scales`.
+        slots, results: Tensor descriptors; see :class:`Slots` and :class:`Results`.
+        halves: A :class:`SlotHalves`.
+        buffers: An :class:`OutputBuffers`.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
-    peers, is_peer = il.other_ranks(me, WORLD_SIZE)
     flags = il.pointer(signals, tl.int32)
-    turn = Turn(
-        me, peers, is_peer, il.in_turn(flags, epoch, MAX_RANKS),
-        il.in_turn(flags + GRANTS, epoch, MAX_RANKS), il.in_turn(flags + DONE, epoch, MAX_RANKS),
-    )
+    turn = turn_of(flags, epoch, me, WORLD_SIZE)
     # 1. Every source learns which of this rank's buffers it may write.
     if program == 0:
         grant_buffer(turn, own_buffer, stamp, group)
     if spread_ns > 0:
         start_in_turn(spread_ns)
-    granted, buffers = granted_buffers(turn, own_buffer, stamp, group)
+    granted, numbers = granted_buffers(turn, own_buffer, stamp, group)
     arrived = granted.to(tl.int32)
     matrices = Matrices(x, w, N, K, x_stride, w_stride)
-    scales = Scales(x_scale, w_scale, x_scale_stride, w_scale_stride)
     # Slots have two halves: a peer may still read the parts of the last call.
     half = epoch & 1
-    row_stride = row_groups * SENDING.align
-    slot_half = slot_address + half * half_bytes
+    row_stride = padded_stride(N, SENDING.align)
+    slot_half = halves.address + half * halves.nbytes
     arriving = Slots(slots, slot_half, half, most_rows, row_stride, flags + HEADER, per_source)
-    sums = Results(results, outputs, buffers, buffer_bytes)
+    sums = Results(results, buffers.address, numbers, buffers.nbytes)
     # Without every grant nothing is sent: a buffer that was not granted may hold a tensor in use.
     if arrived > 0:
         # 2. Parts go to their owners; each owner's sums go to every rank's buffer.
@@ -79,9 +77,7 @@ def gemm_all_reduce(
         # program of this launch from a processor.
         complete = await_senders(turn, stamp, group).to(tl.int32)
         if arrived * complete == 0:
-            offset = own_buffer.to(tl.int64) * buffer_bytes
-            own_address = outputs + offset + me * tl.multiple_of(group[2], 16)
-            OUT: tl.constexpr = SENDING.dtype
-            il.fill_nan(il.pointer(own_address, OUT), M.to(tl.int64) * row_stride)
+            output = own_output(buffers, own_buffer, me, group, SENDING.dtype)
+            il.fill_nan(output, M.to(tl.int64) * row_stride)
     il.clear_old(flags + HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -1,5 +1,7 @@
 """One kernel from the product to the norm, for few tokens."""
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -8,14 +10,29 @@ from interlace.gemm.kernels.gemv import matrices_of, multiply_tile, point_to_ope
 from interlace.gemm.kernels.words import agree, announce
 from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
-    Inputs, Meeting, NormOutputs, load_inputs, norm_and_store, place_of,
+    Meeting, load_inputs, norm_and_store, place_of,
 )
 
 
-@triton.jit(do_not_specialize=["words", "call", "half", "slot", "tiles", "producers", "eps"])
+class LamportSlots(NamedTuple):
+    """The symmetric memory that partial sums travel through.
+
+    Attributes:
+        words, half: See :func:`memory_of`.
+        slot: Values of a slot; the slot of rank r lies ``r * slot`` values behind that of rank 0.
+        line: Values from one token of a slot to the next.
+    """
+
+    words: Any
+    half: Any
+    slot: Any
+    line: Any
+
+
+@triton.jit(do_not_specialize=["words", "call", "half", "slot", "tiles", "producers"])
 def multiply_sum_and_norm(
-    x, w, bias, residual, norm_weight, norm_bias, scale, y, new_residual, scales,
-    words, epochs, ctx, call, half, slot, line, N, B, K, tiles, producers, stride_x, stride_w, eps,
+    x, w, inputs, outputs, words, epochs, ctx, call, half, slot, line, N, B, K, tiles, producers,
+    stride_x, stride_w,
     WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, COLUMNS: tl.constexpr,
     FORM: tl.constexpr, TILING: tl.constexpr,
 ):
@@ -39,26 +56,25 @@ def multiply_sum_and_norm(
     ``[0, 2]``: both ranks store the residual ``[11, 24]`` and, of the root mean square 18.7, y =
     ``[0.59, 1.29]``.
     """
+    memory = LamportSlots(words, half, slot, line)
     if tl.program_id(0) < producers:
+        matrices = matrices_of(x, w, N, B, K, stride_x, stride_w, TILING)
         epoch, group = _multiply_and_send(
-            matrices_of(x, w, N, B, K, stride_x, stride_w, TILING), words, epochs, ctx, call, half,
-            slot, line, tiles, producers, WORLD_SIZE, ONE_TILE, TILING,
+            matrices, memory, epochs, ctx, call, tiles, producers, WORLD_SIZE, ONE_TILE, TILING
         )
     else:
         columns = il.multiple_of(N, TILING.factor)
-        inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, columns, B)
-        outputs = NormOutputs(y, new_residual, scales)
         epoch, group = _receive(
-            inputs, outputs, words, epochs, ctx, call, half, slot, line, producers, WORLD_SIZE,
-            COLUMNS, FORM, TILING,
+            inputs, outputs, columns, B, memory, epochs, ctx, call, producers, WORLD_SIZE,
+            COLUMNS, FORM,
         )
     end_call(words, half, epochs, epoch, group)
 
 
 @triton.jit
 def _multiply_and_send(
-    matrices, words, epochs, ctx, call, half, slot, line, tiles, producers,
-    WORLD_SIZE: tl.constexpr, ONE_TILE: tl.constexpr, TILING: tl.constexpr,
+    matrices, memory, epochs, ctx, call, tiles, producers, WORLD_SIZE: tl.constexpr,
+    ONE_TILE: tl.constexpr, TILING: tl.constexpr,
 ):
     """Compute this program's tiles of the product, and put them into every rank's slots.
 
@@ -75,25 +91,25 @@ def _multiply_and_send(
         il.record("tile", program, group)
         part = multiply_tile(operands, matrices.K, TILING)
     stamp = il.mark(epoch, call)
-    calls, slots = memory_of(words, half, epoch, tl.float32)
-    target = slots + il.rank(group) * tl.multiple_of(slot.to(tl.int64), 16)
+    calls, slots = memory_of(memory.words, memory.half, epoch, tl.float32)
+    target = slots + il.rank(group) * tl.multiple_of(memory.slot.to(tl.int64), 16)
     if program == 0:
         announce(calls, stamp, group, WORLD_SIZE)
     if ONE_TILE:
-        _send(program, part, target, line, stamp, group, matrices, WORLD_SIZE, TILING)
+        _send(program, part, target, memory.line, group, matrices, WORLD_SIZE, TILING)
     else:
         for tile in range(program, tiles, producers):
             il.record("tile", tile, group)
             operands = point_to_operands(tile, matrices, TILING)
             part = multiply_tile(operands, matrices.K, TILING)
-            _send(tile, part, target, line, stamp, group, matrices, WORLD_SIZE, TILING)
+            _send(tile, part, target, memory.line, group, matrices, WORLD_SIZE, TILING)
     return epoch, group
 
 
 @triton.jit
 def _receive(
-    inputs, outputs, words, epochs, ctx, call, half, slot, line, producers,
-    WORLD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr, TILING: tl.constexpr,
+    inputs, outputs, N, B, memory, epochs, ctx, call, producers, WORLD_SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr, FORM: tl.constexpr,
 ):
     """Add all ranks' parts of some columns, and normalise them.
 
@@ -102,29 +118,28 @@ def _receive(
     """
     receiver = tl.program_id(0) - producers
     token, section = receiver // FORM.sections, receiver % FORM.sections
-    place = place_of(section, COLUMNS, token, inputs.N, inputs.B, COLUMNS, 1)
+    place = place_of(section, COLUMNS, token, N, B, COLUMNS, 1)
     # Residual and weights are loaded before the sums are there.
     loaded = load_inputs(inputs, place)
     epoch, group = il.next_epoch(epochs), il.join(ctx)
     stamp = il.mark(epoch, call)
-    calls, slots = memory_of(words, half, epoch, tl.float32)
-    slot = tl.multiple_of(slot.to(tl.int64), 16)
+    calls, slots = memory_of(memory.words, memory.half, epoch, tl.float32)
+    slot = tl.multiple_of(memory.slot.to(tl.int64), 16)
     agreed = agree(calls, stamp, group, WORLD_SIZE)
-    offsets = token * line.to(tl.int64) + place.columns
+    offsets = token * memory.line.to(tl.int64) + place.columns
     total = il.sum_lamport(
         slots + offsets, None, slot, stamp, receiver, group, place.inside, WORLD_SIZE
     )
     # Values that arrived from a rank in another call look like this call's.
     total = il.nan_unless(agreed, total)
-    meeting = Meeting(calls + 16, inputs.B, stamp, receiver, group)
+    meeting = Meeting(calls + 16, B, stamp, receiver, group)
     norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM)
     return epoch, group
 
 
 @triton.jit
 def _send(
-    tile, part, slots, line, stamp, group, matrices, WORLD_SIZE: tl.constexpr,
-    TILING: tl.constexpr,
+    tile, part, slots, line, group, matrices, WORLD_SIZE: tl.constexpr, TILING: tl.constexpr,
 ):
     """Put a tile's partial sums into this rank's slot of every rank, ``[token][row]``."""
     rows, tokens, mask = tile_at(tile, matrices.N, matrices.B, TILING)

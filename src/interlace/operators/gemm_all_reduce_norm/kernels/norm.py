@@ -26,7 +26,7 @@ class NormForm(NamedTuple):
     factor: Any = 1
 
 
-class Inputs(NamedTuple):
+class NormInputs(NamedTuple):
     """Hold the operands of the norm after the sums ``[B, N]``: None for those that are absent."""
 
     bias: Any
@@ -35,8 +35,6 @@ class Inputs(NamedTuple):
     norm_bias: Any
     scale: Any
     eps: Any
-    N: Any
-    B: Any
 
 
 class NormOutputs(NamedTuple):
@@ -55,12 +53,15 @@ class NormPart(NamedTuple):
         tokens: int32 ``[1, tokens]``.
         inside: Which elements exist, ``[columns, tokens]``.
         section: Number of this program among those that share the tokens.
+        N, B: All columns, and all tokens.
     """
 
     columns: Any
     tokens: Any
     inside: Any
     section: Any
+    N: Any
+    B: Any
 
 
 class Meeting(NamedTuple):
@@ -87,7 +88,7 @@ def place_of(section, columns_per_section, first_token, N, B, COLUMNS: tl.conste
     """Return the place of ``COLUMNS`` columns and ``TOKENS`` tokens."""
     columns = (section * columns_per_section + tl.arange(0, COLUMNS))[:, None]
     tokens = (first_token + tl.arange(0, TOKENS))[None, :]
-    return NormPart(columns, tokens, (columns < N) & (tokens < B), section)
+    return NormPart(columns, tokens, (columns < N) & (tokens < B), section, N, B)
 
 
 @triton.jit
@@ -98,10 +99,10 @@ def load_inputs(inputs, place):
         What is to be added to the sums, the norm's weight and its bias: float32 tiles, or 0 and 1
         where they are absent.
     """
-    exists = place.columns < inputs.N
+    exists = place.columns < place.N
     added = tl.zeros(place.inside.shape, tl.float32)
     if inputs.residual is not None:
-        offsets = place.tokens.to(tl.int64) * inputs.N + place.columns
+        offsets = place.tokens.to(tl.int64) * place.N + place.columns
         residual = tl.load(inputs.residual + offsets, mask=place.inside, other=0.0)
         added += residual.to(tl.float32)
     if inputs.bias is not None:
@@ -125,28 +126,28 @@ def norm_and_store(total, loaded, inputs, outputs, place, meeting, FORM: tl.cons
         meeting: A :class:`Meeting`; None if one program has all columns.
     """
     added, weight, offset = loaded
-    offsets = place.tokens.to(tl.int64) * inputs.N + place.columns
+    offsets = place.tokens.to(tl.int64) * place.N + place.columns
     residual = (total + added).to(outputs.residual.dtype.element_ty)
     tl.store(outputs.residual + offsets, residual, mask=place.inside)
     # The norm is of what was stored, so that a program that goes on from the residual agrees.
     value = tl.where(place.inside, residual.to(tl.float32), 0.0)
     if FORM.norm == "layer":
-        mean = _over_sections(_sum(value), 0, place, meeting, inputs.B, "sum", FORM) / inputs.N
+        mean = _over_sections(_sum(value), 0, place, meeting, "sum", FORM) / place.N
         value = tl.where(place.inside, value - mean, 0.0)
-    square = _over_sections(_sum(value * value), 1, place, meeting, inputs.B, "sum", FORM)
-    y = value * tl.rsqrt(square / inputs.N + inputs.eps) * weight + offset
+    square = _over_sections(_sum(value * value), 1, place, meeting, "sum", FORM)
+    y = value * tl.rsqrt(square / place.N + inputs.eps) * weight + offset
     if FORM.quantization == "tensor":
         y = y / tl.load(inputs.scale)
     elif FORM.quantization == "row":
         own = tl.max(tl.where(place.inside, tl.abs(y), 0.0), 0)[None, :] + 0.0 * _sum(
             tl.where(place.inside & (y != y), y, 0.0)
         )
-        largest = _over_sections(own, 2, place, meeting, inputs.B, "max", FORM)
+        largest = _over_sections(own, 2, place, meeting, "max", FORM)
         # A row of zeros has any scale but 0, and so has one of numbers too small for a scale.
         scale = largest / _LARGEST_FLOAT8
         scale = tl.where(scale == 0.0, 1.0, scale)
         if place.section == 0:
-            tl.store(outputs.scales + place.tokens, scale, mask=place.tokens < inputs.B)
+            tl.store(outputs.scales + place.tokens, scale, mask=place.tokens < place.B)
         y = y / scale
     if FORM.quantization != "none":
         # A comparison with NaN is false, so NaN stays.
@@ -162,9 +163,7 @@ def _sum(value):
 
 
 @triton.jit
-def _over_sections(
-    own, number, place, meeting, B, COMBINE: tl.constexpr, FORM: tl.constexpr
-):
+def _over_sections(own, number, place, meeting, COMBINE: tl.constexpr, FORM: tl.constexpr):
     """Combine a number of every token over the programs that share its columns.
 
     Args:
@@ -179,7 +178,7 @@ def _over_sections(
     else:
         me = il.rank(meeting.group)
         line = meeting.words + (number * meeting.tokens + place.tokens).to(tl.int64) * SECTIONS
-        exists = place.tokens < B
+        exists = place.tokens < place.B
         # The own number goes through memory as well, so that all sections combine the same numbers
         # in the same order. Packed words carry the call's stamp, so they are not cleared between
         # calls.

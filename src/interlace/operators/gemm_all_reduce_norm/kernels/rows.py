@@ -7,14 +7,13 @@ import interlace.language as il
 from interlace.gemm.kernels.words import agree, announce
 from interlace.gemm.kernels.lamport import end_call, memory_of
 from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
-    Inputs, NormOutputs, load_inputs, norm_and_store, place_of,
+    load_inputs, norm_and_store, place_of,
 )
 
 
-@triton.jit(do_not_specialize=["words", "call", "half", "eps"])
+@triton.jit(do_not_specialize=["words", "call", "half"])
 def sum_and_norm_rows(
-    part, bias, residual, norm_weight, norm_bias, scale, y, new_residual, scales,
-    words, epochs, ctx, call, half, N, B, eps,
+    part, inputs, outputs, words, epochs, ctx, call, half, N, B,
     WORLD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr,
 ):
     """Compute ``h = sum over ranks of part, + bias, + residual``, and ``y = norm(h)``, row by row.
@@ -31,13 +30,12 @@ def sum_and_norm_rows(
     """
     program, programs = tl.program_id(0), tl.num_programs(0) - 1
     N = il.multiple_of(N, FORM.factor)
-    inputs = Inputs(bias, residual, norm_weight, norm_bias, scale, eps, N, B)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     calls, slots = memory_of(words, half, epoch, part.dtype.element_ty)
     if program == programs:
         announce(calls, stamp, group, WORLD_SIZE)
         if agree(calls, stamp, group, WORLD_SIZE) == 0:
-            il.fill_nan(y, (tl.zeros([], tl.int64) + B) * N)
+            il.fill_nan(outputs.y, (tl.zeros([], tl.int64) + B) * N)
     else:
         # Triton makes an argument of 1 a constant, which has no dtype.
         line = tl.zeros([], tl.int64) + N
@@ -59,24 +57,17 @@ def sum_and_norm_rows(
             total = il.sum_lamport(
                 slots + offsets, own, size, stamp, row, group, place.inside, WORLD_SIZE
             )
-            outputs = NormOutputs(y, new_residual, scales)
             norm_and_store(total, loaded, inputs, outputs, place, None, FORM)
     end_call(words, half, epochs, epoch, group)
 
 
-@triton.jit(do_not_specialize=["eps"])
-def norm_rows(
-    total, residual, norm_weight, norm_bias, scale, y, new_residual, scales, N, B, eps,
-    COLUMNS: tl.constexpr, FORM: tl.constexpr,
-):
+@triton.jit
+def norm_rows(total, inputs, outputs, N, B, COLUMNS: tl.constexpr, FORM: tl.constexpr):
     """Compute ``h = total + residual`` and ``y = norm(h)``, a program per row."""
     row = tl.program_id(0)
     N = il.multiple_of(N, FORM.factor)
-    inputs = Inputs(None, residual, norm_weight, norm_bias, scale, eps, N, B)
     place = place_of(0, 0, row, N, B, COLUMNS, 1)
     loaded = load_inputs(inputs, place)
     offsets = row.to(tl.int64) * N + place.columns
     value = tl.load(total + offsets, mask=place.inside, other=0.0).to(tl.float32)
-    norm_and_store(
-        value, loaded, inputs, NormOutputs(y, new_residual, scales), place, None, FORM
-    )
+    norm_and_store(value, loaded, inputs, outputs, place, None, FORM)

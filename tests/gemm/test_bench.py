@@ -81,14 +81,16 @@ def test_a_batch(ranks, operator, columns, ways):
 
 
 def _compare(operator):
-    from interlace.bench import products, transports
+    from benchmarks import transports
 
     with untimed():
-        return transports.compare(products.ProductShape(operator, 16, 128, 24, torch.float32))
+        return transports.measure((operator, 16, 128, 24), dtype="float32")[0]
 
 
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_to_all"])
 def test_every_transport(ranks, operator):
+    from benchmarks import transports
+
     for result in ranks(2).run(_compare, operator):
         carried = {name for name in result["ways"] if not name.endswith(("alone", "independent"))}
         assert carried == {
@@ -96,12 +98,12 @@ def test_every_transport(ranks, operator):
             "cuBLAS, mapped output, rotated", "cuBLAS in parts, copy engines",
             "cuBLAS + NCCL",
         }  # fmt: skip
-        assert report.transports_table(operator, result).row_count == len(result["ways"])
+        assert transports.table(operator, result).row_count == len(result["ways"])
 
 
 def test_kernels_of_a_trace():
     """Two calls: a product and a copy each, and one odd kernel."""
-    from interlace.bench.kernel_times import Kernel, kernels
+    from interlace.bench.timing import Kernel, kernels
 
     kernel = {"cat": "kernel", "args": {"grid": [132, 1, 1]}}
     copy = {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "args": {}}

@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from interlace.bench.draws import PATTERNS, Draw, draws, draws_of_any_size, models
-from interlace.bench.roles import is_disturbed
-from interlace.bench.sweep_report import draw_curves, geometric_mean, markdown, ratios_of, today
-from interlace.cli.bench_sweep import summary_table
+from benchmarks.sweep import (
+    draw_curves,
+    draws_of_any_size,
+    geometric_mean,
+    markdown,
+    ratios_of,
+    summary_table,
+    today,
+)
+from interlace.bench.draws import PATTERNS, Draw, draws, models
+from interlace.bench.report import is_disturbed
 from interlace.registry import operator_matching
 
 SWEEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*sweep*seed*.json"))
@@ -36,7 +42,7 @@ def _bench(pattern: tuple[str, str], layout: dict[str, Any]) -> dict[str, Any]:
         patch.setattr(sweep, "measure", measure)
         patch.setattr(sweep, "_PAUSES_S", (0.0, 0.0, 0.01))
         drawn = Draw(pattern, "a model", "down", 2, 8, 16, 24)
-        return sweep.bench(dataclasses.replace(drawn, **layout), torch.float32)
+        return sweep.measure_draw(dataclasses.replace(drawn, **layout), dtype="float32")[0]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)

@@ -304,3 +304,10 @@ def bench(shape: BatchShape, group: dist.ProcessGroup | None = None) -> dict[str
         "times": times,
         "host_us": case.host_times(ways),
     }
+
+
+def measure(work: tuple[str, int, int, int, int], *, dtype: str) -> list[dict[str, Any]]:
+    """Benchmark ``(operator, B, M, N, K)``."""
+    operator, count, rows, columns, inner = work
+    shape = BatchShape(operator, rows, columns, inner, getattr(torch, dtype), batch=count)
+    return [bench(shape)]

@@ -25,7 +25,7 @@ from interlace.bench.benchmark import (
     relative_error,
 )
 from interlace.bench.expert_calls import ExpertCalls, ExpertsShape
-from interlace.bench.kernel_times import kernels_of
+from interlace.bench.timing import kernels_of
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs import mixture_of_experts as costs
 from interlace.costs.machine import H200_NODE

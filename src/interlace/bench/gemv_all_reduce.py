@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant
-from interlace.bench.collectives import symmetric_all_reduces
+from interlace.bench.carriers import symmetric_all_reduces
 from interlace.bench.products import ProductShape
 from interlace.comm.groups.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
@@ -272,3 +272,11 @@ def tune(shape: GemvShape, group: dist.ProcessGroup | None = None) -> GemvAllRed
     return case.fastest(
         {config: case.measure(case.tuned_call(config), 25).median_us for _, _, config in usable[:4]}
     )
+
+
+def measure(sizes: tuple[int, int, int], *, dtype: str, tunes: bool) -> list[dict[str, Any]]:
+    """Benchmark an all-reduce of ``(M, N, K)`` with few rows, with the best configuration if
+    ``tunes``.
+    """
+    shape = GemvShape(OPERATOR, *sizes, getattr(torch, dtype))
+    return [bench(shape, tune(shape) if tunes else None)]

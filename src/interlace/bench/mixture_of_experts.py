@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from interlace.bench import expert_decoding
 from interlace.bench.benchmark import LeastWork, Step, Way, changes_along, constant, relative_error
 from interlace.bench.expert_calls import ROUTINGS, ExpertCalls, ExpertsShape
 from interlace.comm.groups.group import solo_group
@@ -269,3 +271,26 @@ def _launches(case: TimedExperts) -> list[Launch]:
     forward, _, saved, _ = fused.prepare(call)
     backward, _ = fused_backward.prepare(call, case.grad, saved, _ALL)
     return [*forward, *backward]
+
+
+def measure(
+    sizes: dict[str, Any], *, dtype: str, part: str, config: str = ""
+) -> list[dict[str, Any]]:
+    """Benchmark a mixture of experts.
+
+    Args:
+        sizes: Sizes by name.
+        dtype: Dtype of the layer.
+        part: A part of the layer; ``"all"``; ``"decoding"``; or ``"tune"`` and ``"tune
+            decoding"``: then the forward pass with the best configuration.
+        config: The configuration; empty for the default one, and in decoding for several.
+    """
+    shape = ExpertsShape(**sizes, dtype=getattr(torch, dtype))
+    if part == "tune":
+        return bench(shape, tune(shape), parts=("forward",))
+    chosen = MixtureOfExpertsConfig.parse(config) if config else None
+    if part == "tune decoding":
+        chosen = expert_decoding.tune(shape)
+    if part in ("decoding", "tune decoding"):
+        return [expert_decoding.bench(shape, chosen)]
+    return bench(shape, chosen, parts=PARTS if part == "all" else (part,))

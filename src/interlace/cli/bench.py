@@ -16,10 +16,10 @@ from rich.table import Table
 from interlace import environment, tuning
 from interlace.bench import report, tuned
 from interlace.cache_folder import cache_folder
-from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.options import Run
 from interlace.cli.outputs import Outputs
+from interlace.cli.ranks import Measure, measure_shapes
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -150,7 +150,7 @@ def measure_on_gpus(
     outputs: Outputs,
     budget_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Measure shapes on all ranks, as :func:`interlace.cli.bench_ranks.run_rank` does.
+    """Measure shapes on all ranks, as :func:`interlace.cli.ranks.measure_shapes` does.
 
     The returned document is what ``--json`` writes, which grows shape by shape.
 
@@ -185,7 +185,7 @@ def measure_on_gpus(
         make_console(),
         f"{title} on {world_size} GPUs",
         len(work),
-        run_rank,
+        measure_shapes,
         world_size,
         list(work),
         measure,

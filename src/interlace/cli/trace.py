@@ -13,7 +13,7 @@ from interlace.cli.bench import require_dtype
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.gpus import gpu_named
 from interlace.cli.outputs import Outputs
-from interlace.cli.trace_ranks import trace_rank
+from interlace.cli.ranks import trace_calls
 from interlace.cli.trace_simulated import comparison, simulate, source_of
 from interlace.documents import read_json
 from interlace.errors import ArgumentError, BackendError
@@ -108,7 +108,9 @@ def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     gpu = Gpu.of(torch.device("cuda", 0)) if backend == "cuda" else gpu_named(_MODEL)
     simulated = simulate(case, ranks, gpu) if request.is_simulated else None
     title = f"Trace of {case.label} on {ranks} ranks of the {backend} backend"
-    trace = run_ranks(console, title, 1, trace_rank, ranks, case, request.calls, backend=backend)[0]
+    trace, *_ = run_ranks(
+        console, title, 1, trace_calls, ranks, case, request.calls, backend=backend
+    )
     where = f"{ranks} ranks, CPU backend"
     if backend == "cuda":
         where = f"{ranks} x {gpu.name}"

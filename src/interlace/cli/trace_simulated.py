@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
+from interlace.cli.console import make_table
 from interlace.cli.gpus import choice_on
-from interlace.cli.tables import make_table
 from interlace.comm import MAX_PROGRAMS
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import SizedCall

@@ -69,7 +69,7 @@ def run_sweep(
                 "bench",
                 "Measuring random calls",
                 work,
-                functools.partial(sweep.measure, dtype=dtype),
+                functools.partial(sweep.measure_draw, dtype=dtype),
                 world_size,
                 outputs,
                 budget_s,

@@ -386,7 +386,7 @@ MUTANTS = [
     ),
     # testing
     Mutant(
-        "interlace/testing/clocks.py",
+        "interlace/testing/machine.py",
         "self._released[thread] = np.maximum(self._released[thread], released)",
         "...",
         "testing/test_explorer.py::test_right_kernels",

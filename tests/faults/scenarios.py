@@ -26,8 +26,7 @@ import interlace
 from interlace import Faults
 from interlace.comm import Group, group_of
 from interlace.testing.cases import Case, Prepared
-from interlace.testing.cases.gemv import GemvCase
-from interlace.testing.cases.products import ProductCase
+from interlace.testing.cases.products import GemvCase, ProductCase
 from tests.pool import Pool
 
 FAULTY = 1

@@ -96,7 +96,7 @@ class ProductShape:
         )
 
 
-class TimedProduct(Benchmark[GemmConfig]):
+class TimedProduct(Benchmark[Any]):
     """A shape's operands on this rank, and the calls on them.
 
     Attributes:
@@ -354,7 +354,8 @@ def tune(shape: ProductShape, group: dist.ProcessGroup | None = None) -> GemmCon
     """
     case = TimedProduct(shape, group)
     candidates = case.operator.candidates(case.choice.config, shape.rows, case.owner.world_size)
-    return case.fastest(case.tune(constant(candidate) for candidate in candidates))
+    best: GemmConfig = case.fastest(case.tune(constant(candidate) for candidate in candidates))
+    return best
 
 
 def measure(work: tuple[str, int, int, int], *, dtype: str, tunes: bool) -> list[dict[str, Any]]:

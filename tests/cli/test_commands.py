@@ -362,6 +362,18 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
     assert "Traceback" not in done.output
 
 
+@pytest.mark.parametrize(
+    "arguments", [["bench", "sweep"], ["bench", "table", "x.json"], ["tune", "profile", "x.json"]]
+)
+def test_what_needs_a_source_tree(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "_TREE", tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert "this command must run from a source tree of Interlace" in done.output
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize(
     "command", [["bench", "gemv_all_reduce"], ["tune", "gemv_all_reduce", "--table", "t.json"]]

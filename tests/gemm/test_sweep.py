@@ -175,12 +175,12 @@ def test_every_call_counts_and_those_that_cannot_are_said() -> None:
 
 
 def test_the_recorded_sweeps_by_the_shipped_profile() -> None:
-    """Two GPUs; their profiles were fitted to some of these calls."""
+    """Two GPUs; their profiles were fitted to some of these calls. Every third one is looked at."""
     documents = [json.loads(file.read_text()) for file in SWEEPS]
     assert len({document["machine"]["gpus"][0] for document in documents}) == 2
     results = []
     for document in documents:
-        for result in document["results"]:
+        for result in document["results"][::3]:
             # Predictions are judged by times that other work has not lengthened.
             times = {name: each for name, each in result["times"].items() if not is_disturbed(each)}
             quiet = {**result, "times": times}

@@ -39,7 +39,7 @@ def run_comparison(
     """Measure every operator at every number of tokens, and print the ratios."""
     sizes = parse_weights(tokens, shapes or SHAPES, run.dtype)
     work = [(name, *size) for name in names or compared() for size in sizes]
-    document = bench.measure_run("bench", "Measuring batch invariance", work, measure, run)
+    document = bench.measure_on_gpus("bench", "Measuring batch invariance", work, measure, run)
     console = make_console()
     console.print(table(document["results"]))
     console.print(report.machine_line(document["machine"], document["date"]))

@@ -5,7 +5,6 @@ the fastest implementation, in figures, a table in Markdown and a picture.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 import random
@@ -21,6 +20,7 @@ from interlace.bench.draws import MOST_FLOPS, MOST_LOG2_TOKENS, Draw, draws, in_
 from interlace.bench.report import is_disturbed
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
+from interlace.cli.options import Run
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 from interlace.figure import open_figure
@@ -69,9 +69,8 @@ def run_sweep(
                 "bench",
                 "Measuring random calls",
                 work,
-                functools.partial(sweep.measure_draw, dtype=dtype),
-                world_size,
-                outputs,
+                sweep.measure_draw,
+                Run(world_size, dtype, outputs),
                 budget_s,
             )
     console, results = make_console(), document["results"]

@@ -45,6 +45,32 @@ def test_every_way_of_an_operator(ranks, operator):
         assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
 
 
+def _bench_few_rows():
+    from interlace.bench import gemv_all_reduce
+
+    def symmetric(size, dtype, group):
+        """PyTorch's symmetric memory is of GPUs."""
+        shared = torch.zeros(size, dtype=dtype)
+        return shared, {"torch one-shot": lambda i: dist.all_reduce(shared, group=group)}
+
+    with untimed() as patch:
+        patch.setattr(gemv_all_reduce, "symmetric_all_reduces", symmetric)
+        return gemv_all_reduce.measure((1, 16, 24), dtype="float32", tunes=False)[0]
+
+
+def test_few_rows(ranks):
+    for result in ranks(2).run(_bench_few_rows):
+        assert result["times"].keys() == {
+            "gemv", "cuBLAS + NCCL", "NCCL alone", "cuBLAS + torch one-shot",
+            "torch one-shot alone", "cuBLAS mm alone", "cuBLAS mv alone", "our GEMV alone",
+            "our exchange alone",
+        }  # fmt: skip
+        assert result["relative_error"] < 1e-6
+        summary = report.summarise(result)
+        assert summary.unfused[0] == "cuBLAS + NCCL"
+        assert result["shape"] == "1 x 16 x 24"
+
+
 def _bench_batch(operator):
     from interlace.bench import batches
 

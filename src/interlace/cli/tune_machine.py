@@ -21,6 +21,7 @@ from interlace.bench.sweep import measure_draw
 from interlace.cli import bench, machine
 from interlace.cli.console import make_console, make_table, now
 from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
+from interlace.cli.options import Run
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.comm import group_of
@@ -63,7 +64,12 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
     work = [None, *itertools.islice(draws(_SEED, max(count, 2)), _MOST_CALLS)]
     with bench.nothing_measured():
         document = bench.measure_on_gpus(
-            "tune", "Measuring this machine", work, measure, world_size, outputs, budget_s
+            "tune",
+            "Measuring this machine",
+            work,
+            measure,
+            Run(world_size, "bfloat16", outputs),
+            budget_s,
         )
     rates, *results = document["results"]
     gpu = gpus.pop()
@@ -89,11 +95,11 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
     console.print(f"Profile: {file}. Remove the file to go back to what is shipped.")
 
 
-def measure(draw: Draw | None) -> list[dict[str, Any]]:
+def measure(draw: Draw | None, *, dtype: str) -> list[dict[str, Any]]:
     """Measure one drawn call, or the rates of products and links for None; collective."""
     if draw is None:
         return [dataclasses.asdict(measure_rates(group_of()))]
-    return measure_draw(draw, dtype="bfloat16")
+    return measure_draw(draw, dtype=dtype)
 
 
 def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:

@@ -15,7 +15,7 @@ from typing import Any
 
 from rich.table import Table
 
-from interlace.bench import machine_profile, report, sweep
+from interlace.bench import machine_profile, report
 from interlace.bench.draws import MOST_FLOPS, MOST_LOG2_TOKENS, Draw, draws, in_turn
 from interlace.bench.report import is_disturbed
 from interlace.cli import bench
@@ -61,6 +61,9 @@ def run_sweep(
         ]
         document = {**documents[0], "results": results}
     else:
+        # Triton, which tables of results do without.
+        from interlace.bench.sweep import measure_draw
+
         bench.require_dtype(dtype, tuple(MOST_FLOPS))
         draw = draws_of_any_size if any_size else draws
         work = list(itertools.islice(draw(seed, world_size or 2, dtype), _MOST_DRAWS))
@@ -69,7 +72,7 @@ def run_sweep(
                 "bench",
                 "Measuring random calls",
                 work,
-                sweep.measure_draw,
+                measure_draw,
                 Run(world_size, dtype, outputs),
                 budget_s,
             )

@@ -28,8 +28,7 @@ from interlace.comm import group_of
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay import recording as recordings
 from interlace.testing.cases import Case
-from interlace.testing.cases.gemv import GemvCase
-from interlace.testing.cases.products import ProductCase
+from interlace.testing.cases.products import GemvCase, ProductCase
 
 _CALLS = 20  # in a graph
 _ROUNDS = 30

@@ -46,7 +46,7 @@ MUTANTS = [
         "cli/test_report.py",
     ),
     Mutant(
-        "interlace/bench/roles.py",
+        "interlace/bench/report.py",
         "_DISTURBED = 1.15",
         "_DISTURBED = 11.5",
         "gemm/test_sweep.py::test_every_call_counts_and_those_that_cannot_are_said",
@@ -386,7 +386,7 @@ MUTANTS = [
     ),
     # testing
     Mutant(
-        "interlace/testing/clocks.py",
+        "interlace/testing/machine.py",
         "self._released[thread] = np.maximum(self._released[thread], released)",
         "...",
         "testing/test_explorer.py::test_right_kernels",

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from interlace.bench import profile_fit
+from benchmarks import profile_fit
+from interlace.bench import machine_profile
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.mixture_of_experts import ExpertsCall
 from interlace.operators.mixture_of_experts import choice
@@ -101,18 +102,20 @@ def _result(tokens: int, **changes: Any) -> dict[str, Any]:
 
 def test_a_fit_finds_the_times_that_a_benchmark_measured() -> None:
     results = [_result(4**i) for i in range(9)]
-    points = profile_fit.points_of([{"results": results}])
+    points = machine_profile.points_of([{"results": results}])
     assert len(points) == 27
     fitted = profile_fit.fitted(H200, points)
     assert set(fitted.compositions[OPERATOR]) == set(MADE)
-    assert all(ratio == pytest.approx(1, abs=0.01) for ratio in profile_fit.errors(fitted, points))
+    assert all(
+        ratio == pytest.approx(1, abs=0.01) for ratio in machine_profile.errors(fitted, points)
+    )
     unseen = profile_fit.unseen_choices(fitted, points)[OPERATOR]
     assert max(ratio for ratio, _ in unseen) <= 1.03
 
 
 @pytest.mark.parametrize("changes", [{"part": "backward"}, {"routing": "skewed"}])
 def test_results_of_other_passes_and_routings_are_no_points(changes: dict[str, Any]) -> None:
-    assert profile_fit.points_of([{"results": [_result(16, **changes)]}]) == []
+    assert machine_profile.points_of([{"results": [_result(16, **changes)]}]) == []
 
 
 def _times(

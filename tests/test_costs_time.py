@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from interlace.bench import profile_fit
+from benchmarks import profile_fit
+from interlace.bench import machine_profile
 from interlace.costs.known_profiles import parse_profile, profile_of
 from interlace.costs.time import MachineProfile, SizedCall
 from interlace.errors import ConfigError
@@ -200,7 +201,7 @@ def test_a_fit_finds_the_compositions_that_made_the_times() -> None:
             us = profile.predict_us("gemm_all_reduce", "chunked", call, "by_rank", (0, 0))
             assert us is not None
             kind = "gemm_all_reduce", "chunked", call
-            points.append(profile_fit.MeasuredPoint(*kind, "by_rank", (0, 0), us))
+            points.append(machine_profile.MeasuredPoint(*kind, "by_rank", (0, 0), us))
     found = profile_fit.fit(profile, points)
     assert found == {"gemm_all_reduce": {"chunked": pytest.approx(made, rel=0.01)}}
     assert profile_fit.fit(profile, points[:5]) == {}, "too few"
@@ -222,9 +223,9 @@ def test_points_of_results() -> None:
     }  # fmt: skip
     call = SizedCall(256, 512, 64, 2, 4)
     exact = dataclasses.replace(call, itemsize=4, is_exact=True)
-    found = profile_fit.points_of([{"results": [result, {**result, "dtype": "float32"}]}])
+    found = machine_profile.points_of([{"results": [result, {**result, "dtype": "float32"}]}])
     assert found == [
-        profile_fit.MeasuredPoint("all_gather_gemm", impl, each, schedule, (64, 128), us)
+        machine_profile.MeasuredPoint("all_gather_gemm", impl, each, schedule, (64, 128), us)
         for each in (call, exact)
         for impl, schedule, us in (("pushed", "whole", 7.0), ("async_tp", "by_rank", 9.0))
     ]
@@ -252,12 +253,12 @@ def test_corrections_count_near_measured_calls() -> None:
 
     call, far = SizedCall(512, 4096, 4096, 2, 2), SizedCall(16384, 512, 512, 2, 2)
     points = [
-        profile_fit.MeasuredPoint(
+        machine_profile.MeasuredPoint(
             "gemm_all_reduce", "chunked", each, "by_rank", (0, 0), factor * composed_us(each)
         )
         for each, factor in ((call, 2.0), (far, 1.0))
     ]
-    corrections = profile_fit.corrections_of(profile, points)["gemm_all_reduce"]
+    corrections = machine_profile.corrections_of(profile, points)["gemm_all_reduce"]
     corrected = dataclasses.replace(profile, corrections={"gemm_all_reduce": corrections})
     expected = (
         (call, 2.0),
@@ -275,7 +276,7 @@ def test_corrections_count_near_measured_calls() -> None:
 def test_shipped_profiles_are_what_the_results_say(shipped: MachineProfile) -> None:
     """Of each implementation, half of its times within 6 % and nine of ten within 20 %."""
     documents = [json.loads((RESULTS / name).read_text()) for name in shipped.results]
-    points = profile_fit.points_of(documents)
+    points = machine_profile.points_of(documents)
     assert len(points) > 3000
     refitted = profile_fit.fitted(shipped, points)
     for operator, compositions in shipped.compositions.items():
@@ -290,7 +291,7 @@ def test_shipped_profiles_are_what_the_results_say(shipped: MachineProfile) -> N
                 assert shipped is not H200, "what other GPUs' results lack is the H200's"
                 assert compositions[name] == H200.compositions[operator][name]
                 continue
-            wrong = sorted(abs(ratio - 1) for ratio in profile_fit.errors(shipped, own))
+            wrong = sorted(abs(ratio - 1) for ratio in machine_profile.errors(shipped, own))
             assert statistics.median(wrong) < 0.06, (operator, name)
             assert wrong[int(0.9 * len(wrong))] < 0.2, (operator, name)
             # Where two parts of a time say the same, machines round them into one or the other.
@@ -309,7 +310,7 @@ def test_shipped_profiles_are_what_the_results_say(shipped: MachineProfile) -> N
 def test_calls_of_two_ranks_say_nothing_of_further_peers() -> None:
     """What a further peer costs stays as it is known where no call shows it."""
     documents = [json.loads((RESULTS / name).read_text()) for name in SHIPPED[1].results]
-    points = profile_fit.points_of(documents)
+    points = machine_profile.points_of(documents)
     assert {point.call.size[-1] for point in points} == {2}
     known = H200.compositions["gemm_all_reduce"]["fused"]["peers"]
     fitted = profile_fit.fit(H200, points)["gemm_all_reduce"]["fused"]

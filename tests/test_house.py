@@ -11,7 +11,7 @@ SHARED = {
     # A kernel's launch, and the record of one in a trace; what was found in graphs, and by the
     # explorer. Users have each of them from another module.
     "Launch": ["comm/launching/kernels.py", "tracing/events.py"],
-    "Report": ["compile/findings.py", "testing/report.py"],
+    "Report": ["compile/findings.py", "testing/failures.py"],
 }
 
 

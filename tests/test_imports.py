@@ -83,7 +83,7 @@ PUBLIC_NAMES = (
 )
 DEMOS = Path(__file__).parents[1] / "examples" / "demos"
 RANKS_OF_COMMANDS = (
-    f"import sys; sys.path.insert(0, {str(DEMOS)!r}); import interlace.cli.bench_ranks, "
+    f"import sys; sys.path.insert(0, {str(DEMOS)!r}); import interlace.cli.ranks, "
     + ", ".join(file.stem for file in sorted(DEMOS.glob("*.py")))
 )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from interlace.bench import report
-from interlace.bench.roles import role_of
+from interlace.bench.report import role_of
 
 Row = Mapping[str, object]
 _RESULTS = "benchmarks/results"

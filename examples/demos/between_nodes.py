@@ -110,7 +110,7 @@ def _is_right(rank: dict[str, Any]) -> bool:
 
 
 def _show(console: Console, document: dict[str, Any]) -> None:
-    from interlace.cli.tables import make_table
+    from interlace.cli.console import make_table
 
     ranks = document["ranks"]
     parts = {rank["node"]: rank["shares_memory_with"] for rank in ranks}

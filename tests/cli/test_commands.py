@@ -17,10 +17,9 @@ from rich.table import Table
 from typer.testing import CliRunner, Result
 
 import interlace
-from interlace.cli import doctor, doctor_cuda, operator_commands
+from interlace.cli import doctor, operator_commands, scripts
 from interlace.cli.app import app
 from interlace.cli.console import make_console
-from interlace.cli.demo import load
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 
@@ -264,7 +263,7 @@ def _check_dlrm(found: dict[str, Any]) -> None:
 def _document(
     error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: int = 2
 ) -> dict[str, Any]:
-    demo = load("down_projection")
+    demo = scripts.demo("down_projection")
     ranks: list[dict[str, Any]] = [
         {
             "rank": rank,
@@ -311,20 +310,20 @@ def test_demo_does_not_pass_what_is_wrong(
     assert _document()["passed"]
     document = _document(**fault)
     assert not document["passed"]
-    load("down_projection")._show(Console(width=200), document, Outputs())
+    scripts.demo("down_projection")._show(Console(width=200), document, Outputs())
     assert what in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("backend", ["cpu", "cuda"])
 def test_pictures(backend: str, tmp_path: Path) -> None:
-    load("down_projection_picture").draw(
+    scripts.demo("down_projection_picture").draw(
         {**_document(), "backend": backend}, tmp_path / "picture.png"
     )
     assert (tmp_path / "picture.png").read_bytes().startswith(PNG)
 
 
 def test_picture_as_text() -> None:
-    picture = load("down_projection_picture")
+    picture = scripts.demo("down_projection_picture")
     lines = picture.timeline_text(_document()["models"][0], width=10, blocks=False)
     assert lines[1] == "  fused    rank 0  _@_______@  2 puts"
     assert lines[3] == "  unfused  rank 0  ______@__@  2 puts"
@@ -361,6 +360,18 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
     assert done.exit_code == 1
     assert message in done.output
     assert "Traceback" not in done.output
+
+
+@pytest.mark.parametrize(
+    "arguments", [["bench", "sweep"], ["bench", "table", "x.json"], ["tune", "profile", "x.json"]]
+)
+def test_what_needs_a_source_tree(
+    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scripts, "_TREE", tmp_path)
+    done = run(*arguments)
+    assert done.exit_code == 1
+    assert "this command must run from a source tree of Interlace" in done.output
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
@@ -423,7 +434,7 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr("interlace.cli.machine.driver_version", lambda: "580.1")
     monkeypatch.setattr("interlace.cli.machine.nccl_version", lambda: "2.30.3")
-    monkeypatch.setattr(doctor_cuda, "_importable", lambda module: False)
+    monkeypatch.setattr(doctor, "_importable", lambda module: False)
     rows = {row.check: row for row in doctor.check_all()}
     assert rows["GPU 1"].meaning == "NVIDIA H200, 141 GiB, 132 SMs, sm_90"
     assert rows["peer access"].status == "missing"
@@ -452,7 +463,7 @@ def test_doctor_counts_the_queues(
 ) -> None:
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", connections)
     monkeypatch.setenv("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", percentage)
-    row = doctor_cuda._queues()
+    row = doctor._queues()
     assert row.status == status
     assert said in row.meaning
 
@@ -462,7 +473,7 @@ def test_doctor_says_whether_nccl_may_send_results_on(
     monkeypatch: pytest.MonkeyPatch, value: str, status: str
 ) -> None:
     monkeypatch.setenv("NCCL_GRAPH_REGISTER", value)
-    row = doctor_cuda._registration()
+    row = doctor._registration()
     assert row.status == status
     assert ("waits for ever" in row.meaning) == (status != "ok")
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from interlace.cli.doctor_gin import sentences
+from interlace.cli.doctor_network import puts_sentences
 from interlace.testing.gin_check import Outcome
 
 
@@ -26,8 +26,8 @@ from interlace.testing.gin_check import Outcome
     ],
 )
 def test_the_outcome_is_one_sentence(outcome, said):
-    assert sentences(dataclasses.asdict(outcome)) == [said]
+    assert puts_sentences(dataclasses.asdict(outcome)) == [said]
 
 
 def test_nothing_is_said_where_nothing_was_tried():
-    assert sentences(None) == []
+    assert puts_sentences(None) == []

@@ -14,6 +14,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from benchmarks.tables import markdown
 from interlace import tuning
 from interlace.bench import report, tuned
 from interlace.cli.app import app
@@ -147,7 +148,7 @@ def test_markdown_shows_the_fastest_of_several_implementations() -> None:
         "chunked": {**times["fused"], "impl": "chunked", "median_us": 11.0},
         "remote_stores": {**times["fused"], "impl": "remote_stores", "median_us": 13.0},
     }
-    text = report.markdown([{"machine": MACHINE, "results": [result(times=times)]}])
+    text = markdown([{"machine": MACHINE, "results": [result(times=times)]}])
     assert "| Interlace us | best unfused us | Interlace is |" in text
     assert (
         "| **11.0** (chunked) | 24.0 (cuBLAS + torch one-shot) | -54 % "
@@ -198,7 +199,7 @@ def test_an_operator_whose_collective_no_library_has() -> None:
     assert table.row_count == 4
     assert "hidden" not in str(table.caption)
     assert "relative error 1.6e-03; configuration" in str(table.caption)
-    assert "| **12.0** | 30.0 (unfused) | -60 % |" in report.markdown(
+    assert "| **12.0** | 30.0 (unfused) | -60 % |" in markdown(
         [{"machine": MACHINE, "results": [found]}]
     )
 
@@ -380,7 +381,7 @@ def test_bench_writes_what_table_reads(measured: list[tuple[Any, ...]], tmp_path
     assert document.keys() == {"machine", "command", "date", "results"}
     assert document["machine"] == MACHINE
     assert done.output.count("physical floor") == 4
-    assert report.markdown([document]).count("| 4 x 16 x 8 |") == 1
+    assert markdown([document]).count("| 4 x 16 x 8 |") == 1
 
 
 def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path) -> None:
@@ -409,8 +410,7 @@ def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path)
 def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails at the second shape leaves the first one's result in the file."""
     from interlace.bench import gemv_all_reduce as operator
-    from interlace.bench.measures import measure_gemv
-    from interlace.cli import bench_ranks
+    from interlace.cli import ranks
 
     def bench(shape: operator.GemvShape, config: object) -> dict[str, Any]:
         if shape.rows == 2:
@@ -421,17 +421,16 @@ def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     file = tmp_path / "results.json"
     with pytest.raises(ArgumentError, match="second shape"):
-        bench_ranks.run_rank(
+        ranks.measure_shapes(
             str(tmp_path),
             [(1, 64, 32), (2, 64, 32)],
-            functools.partial(measure_gemv, dtype="bfloat16", tunes=False),
+            functools.partial(operator.measure, dtype="bfloat16", tunes=False),
             math.inf,
             {"machine": MACHINE},
             str(file),
         )
     assert (
-        report.markdown([json.loads(file.read_text(encoding="utf-8"))]).count("| 1 x 8192 x 2048 |")
-        == 1
+        markdown([json.loads(file.read_text(encoding="utf-8"))]).count("| 1 x 8192 x 2048 |") == 1
     )
 
 
@@ -481,7 +480,7 @@ def test_embedding_results_make_tables_and_entries(tmp_path: Path) -> None:
     }
     found = {**result(), **named, "times": measured}
     assert report.shape(found) == named["shape"]
-    assert "| shape a rank |" in report.markdown([{"machine": MACHINE, "results": [found]}])
+    assert "| shape a rank |" in markdown([{"machine": MACHINE, "results": [found]}])
     assert report.summarise(found).hidden_percent == 100.0
     table = tuned.merge(None, "embedding_all_to_all", MACHINE, [tuned.entry(found)])
     assert {name: table["entries"][0][name] for name in sizes} == sizes

@@ -55,7 +55,7 @@ def test_a_trace_of_two_ranks(tmp_path: Path, quick_launches: None) -> None:
         ),
         (["gemm_reduce_scatter", "8xk"], "SHAPE must be whole numbers"),
         (["gemm_reduce_scatter", "0x8192x2048", "--gpu", "h200"], "must be whole numbers above 0"),
-        (["gemv_all_reduce", "0x0x64"], "must be whole numbers above 0 for tokens x rows x"),
+        (["gemv_all_reduce", "0x0x64"], "must be whole numbers above 0 for rows x columns x"),
         (["mixture_of_experts", "7x-2"], "must be whole numbers above 0"),
         (["gemm_reduce_scatter", "²x8x8"], "must be whole numbers above 0"),
         # The shape of the command's own help.

@@ -15,8 +15,7 @@ from interlace.comm.host import flight_recorder
 from interlace.comm.runtime import ranges
 from interlace.registry import operators
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
-from interlace.testing.cases.gemv import GemvCase
-from interlace.testing.cases.products import ProductCase
+from interlace.testing.cases.products import GemvCase, ProductCase
 
 GEMV = GemvCase("gemv_all_reduce", "gemv two_phase", "float32", False, 2, 64, 32)
 SCATTER = ProductCase("gemm_reduce_scatter", "fused", "float32", False, 48, 32, 16)

@@ -26,8 +26,7 @@ import interlace
 from interlace import Faults
 from interlace.comm import Group, group_of
 from interlace.testing.cases import Case, Prepared
-from interlace.testing.cases.gemv import GemvCase
-from interlace.testing.cases.products import ProductCase
+from interlace.testing.cases.products import GemvCase, ProductCase
 from tests.pool import Pool
 
 FAULTY = 1
@@ -39,8 +38,8 @@ LONG_S = 90.0
 """The deadline of waits that must not expire."""
 
 GEMV = GemvCase("gemv_all_reduce", "gemv two_phase", "float32", False, 2, 64, 32)
-SHORTER = dataclasses.replace(GEMV, rows=48)
-LARGER = dataclasses.replace(GEMV, tokens=64, rows=4096)
+SHORTER = dataclasses.replace(GEMV, columns=48)
+LARGER = dataclasses.replace(GEMV, rows=64, columns=4096)
 SUM = ProductCase("gemm_all_reduce", "fused", "bfloat16", False, 32, 64, 32)
 SCATTER = ProductCase("gemm_reduce_scatter", "fused", "float32", False, 48, 32, 16)
 

@@ -45,6 +45,32 @@ def test_every_way_of_an_operator(ranks, operator):
         assert report.title(operator, result) == f"{operator}: 8 x 16 x 24, float32, 2 ranks"
 
 
+def _bench_few_rows():
+    from interlace.bench import gemv_all_reduce
+
+    def symmetric(size, dtype, group):
+        """PyTorch's symmetric memory is of GPUs."""
+        shared = torch.zeros(size, dtype=dtype)
+        return shared, {"torch one-shot": lambda i: dist.all_reduce(shared, group=group)}
+
+    with untimed() as patch:
+        patch.setattr(gemv_all_reduce, "symmetric_all_reduces", symmetric)
+        return gemv_all_reduce.measure((1, 16, 24), dtype="float32", tunes=False)[0]
+
+
+def test_few_rows(ranks):
+    for result in ranks(2).run(_bench_few_rows):
+        assert result["times"].keys() == {
+            "gemv", "cuBLAS + NCCL", "NCCL alone", "cuBLAS + torch one-shot",
+            "torch one-shot alone", "cuBLAS mm alone", "cuBLAS mv alone", "our GEMV alone",
+            "our exchange alone",
+        }  # fmt: skip
+        assert result["relative_error"] < 1e-6
+        summary = report.summarise(result)
+        assert summary.unfused[0] == "cuBLAS + NCCL"
+        assert result["shape"] == "1 x 16 x 24"
+
+
 def _bench_batch(operator):
     from interlace.bench import batches
 
@@ -81,14 +107,16 @@ def test_a_batch(ranks, operator, columns, ways):
 
 
 def _compare(operator):
-    from interlace.bench import products, transports
+    from benchmarks import transports
 
     with untimed():
-        return transports.compare(products.ProductShape(operator, 16, 128, 24, torch.float32))
+        return transports.measure((operator, 16, 128, 24), dtype="float32")[0]
 
 
 @pytest.mark.parametrize("operator", ["gemm_reduce_scatter", "gemm_all_to_all"])
 def test_every_transport(ranks, operator):
+    from benchmarks import transports
+
     for result in ranks(2).run(_compare, operator):
         carried = {name for name in result["ways"] if not name.endswith(("alone", "independent"))}
         assert carried == {
@@ -96,12 +124,12 @@ def test_every_transport(ranks, operator):
             "cuBLAS, mapped output, rotated", "cuBLAS in parts, copy engines",
             "cuBLAS + NCCL",
         }  # fmt: skip
-        assert report.transports_table(operator, result).row_count == len(result["ways"])
+        assert transports.table(operator, result).row_count == len(result["ways"])
 
 
 def test_kernels_of_a_trace():
     """Two calls: a product and a copy each, and one odd kernel."""
-    from interlace.bench.kernel_times import Kernel, kernels
+    from interlace.bench.timing import Kernel, kernels
 
     kernel = {"cat": "kernel", "args": {"grid": [132, 1, 1]}}
     copy = {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "args": {}}

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.cli.bench_batch_invariance import table
+from benchmarks.batch_invariance import table
 from interlace.gemm import few_rows, invariance
 from interlace.gemm.invariance import effective_impl, invariant_implementations
 from interlace.gemm.operator import GemmOperator
@@ -293,7 +293,8 @@ def test_what_explain_says(name: str) -> None:
 
 
 def _bench(name: str) -> dict[str, Any]:
-    from interlace.bench import batch_invariance, benchmark
+    from benchmarks import batch_invariance
+    from interlace.bench import benchmark
     from interlace.bench.timing import Timing
 
     def measure(step: Any, **_: object) -> Timing:
@@ -302,7 +303,7 @@ def _bench(name: str) -> dict[str, Any]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(benchmark, "measure", measure)
-        return batch_invariance.bench(name, 3, 16, 24, torch.float32)
+        return batch_invariance.measure((name, 3, 16, 24), dtype="float32")[0]
 
 
 @pytest.mark.parametrize("name", ["gemm_all_reduce", "all_gather_gemm"])

@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from interlace.testing import gin_kernels
+from interlace.testing.kernels import await_nothing, exchange_ranges
 from tests.compilers import TARGETS
 
 _ROOT = Path(__file__).parents[2]
@@ -71,7 +71,7 @@ def main(text: str, device_code: str) -> None:
     libraries = (("interlace_gin", text), ("nccl", device_code))
     example = _example()
     kernels = [
-        gin_kernels.exchange_ranges, gin_kernels.await_nothing, example.double_and_put,
+        exchange_ranges, await_nothing, example.double_and_put,
         example.collect,
     ]  # fmt: skip
     found = {
@@ -79,7 +79,7 @@ def main(text: str, device_code: str) -> None:
         for kernel in kernels
         for target in ("sm_90", "sm_100")
     }
-    found["traced"] = _compiled(gin_kernels.exchange_ranges, "sm_90", libraries, traced=True)
+    found["traced"] = _compiled(exchange_ranges, "sm_90", libraries, traced=True)
     print(json.dumps(found))
 
 

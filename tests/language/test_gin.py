@@ -23,7 +23,7 @@ PART, SENT = 4096, 1000
 
 def _exchanged(nodes):
     """Every rank puts to every other in two rounds; what is wrong, and what was counted."""
-    from interlace.testing import gin_kernels
+    from interlace.testing import kernels
 
     with process_group_of(nodes) as process_group:
         group = interlace.group_of(process_group)
@@ -37,7 +37,7 @@ def _exchanged(nodes):
         # Delays as of a network, between the puts of this rank.
         faults = interlace.Faults(seed=group.rank, max_delay_s=0.02)
         with interlace.inject(faults), group.running():
-            gin_kernels.exchange_ranges[(len(peers),)](
+            kernels.exchange_ranges[(len(peers),)](
                     peers=torch.tensor(peers, dtype=torch.int32), arrived=arrived, rounds=2,
                     gin=gin.address, source=source.handle, landing=landing.handle, nbytes=SENT,
                     part_bytes=PART, ctx=group.context("gin"), **gin.options,

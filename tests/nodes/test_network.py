@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.cli import console, doctor_network, tune_network
+from interlace.cli import console, doctor_network, tune_machine
 from interlace.comm.groups import machine_rates, network_rates
 from interlace.comm.host import common_profile
 from interlace.costs import known_profiles
@@ -201,11 +201,11 @@ def _tuned(folder):
     with (
         process_group_of(2) as process_group,
         mock.patch.dict("os.environ", environment),
-        mock.patch.object(tune_network, "group_of", return_value=interlace.group_of(process_group)),
+        mock.patch.object(tune_machine, "group_of", return_value=interlace.group_of(process_group)),
         mock.patch.object(Gpu, "of", return_value=Gpu("NVIDIA H200", 132, 1 << 17)),
     ):
         profile_of.cache_clear()
-        tune_network.run_rank(folder, folder, 60.0, SIZES)
+        tune_machine.measure_network_on_rank(folder, folder, 60.0, SIZES)
         profile_of.cache_clear()
         return profile_of("NVIDIA H200")
 

@@ -10,9 +10,8 @@ from interlace.comm.runtime import context
 from interlace.tracing import clocks
 from interlace.tracing.events import Event, Launch, Packed, pack, unpack
 from interlace.tracing.libraries import Activity, beside
-from interlace.tracing.path import critical_path
 from interlace.tracing.perfetto import Timeline, to_perfetto
-from interlace.tracing.summary import summary
+from interlace.tracing.summary import critical_path, summary
 from interlace.tracing.work import Place, arrivals, work_of
 
 

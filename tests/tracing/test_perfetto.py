@@ -11,8 +11,7 @@ import pytest
 
 from interlace.cli.gpus import gpu_named
 from interlace.cli.trace_simulated import simulate
-from interlace.testing.cases.gemv import GemvCase
-from interlace.testing.cases.products import ProductCase
+from interlace.testing.cases.products import GemvCase, ProductCase
 from interlace.tracing import simulated_document
 from tests.tracing.chrome_format import violations
 

@@ -23,7 +23,6 @@ from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
 from interlace.registry import operator_matching, operator_named
-from interlace.tuning.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +43,7 @@ class TimedBatch(Benchmark[GemmConfig]):
             Mixtral's 8 of 4096 x 14336 on 4 ranks, and 64 of 2048 x 1408.
         sets: Pairs of x and w.
         product, sent, received: The memory of the stock pair.
+        choice: What the pass for ``torch.compile`` goes by.
     """
 
     default_shapes: ClassVar[tuple[str, ...]]
@@ -69,6 +69,15 @@ class TimedBatch(Benchmark[GemmConfig]):
             [self.owner.world_size, shape.batch, self.share, self.width]
         )
         self.received = torch.empty_like(self.sent)
+        # The tuned table counts the rows of all products.
+        self.choice = self.operator.choose(
+            rows=shape.batch * shape.rows,
+            columns=shape.columns,
+            inner=shape.inner,
+            dtype=shape.dtype,
+            world_size=self.owner.world_size,
+            device=self.device,
+        )
 
     @property
     def share(self) -> int:
@@ -101,10 +110,6 @@ class TimedBatch(Benchmark[GemmConfig]):
     def expected(self, i: int) -> torch.Tensor:
         """Return the result of :meth:`call` in float64."""
 
-    @abc.abstractmethod
-    def cost(self) -> ProductCost:
-        """Return the work of one rank."""
-
     def multiply(self, i: int) -> torch.Tensor:
         """Multiply on this rank alone, by cuBLAS."""
         return torch.bmm(*self.operands(i), out=self.product)
@@ -129,39 +134,33 @@ class TimedBatch(Benchmark[GemmConfig]):
             Way("cuBLAS alone", "compute", self.multiply),
         ]
 
-    def choose(self) -> Choice[Any]:
-        """Return the choice by which the pass for ``torch.compile`` goes."""
-        shape = self.shape
-        # The tuned table counts the rows of all products.
-        sizes = {"rows": shape.batch * shape.rows, "columns": shape.columns, "inner": shape.inner}
-        choice: Choice[Any] = self.operator.choose(
-            **sizes, dtype=shape.dtype, world_size=self.owner.world_size, device=self.device
-        )
-        return choice
-
-    def sizes(self) -> dict[str, Any]:
-        """Return the sizes of one product, as costs take them."""
-        shape = self.shape
-        sizes = {"rows": shape.rows, "columns": shape.columns, "inner": shape.inner}
-        return sizes | {"itemsize": shape.dtype.itemsize, "world_size": self.owner.world_size}
-
     def config(self) -> str:
         """Return the fused kernel's configuration; empty if there is no fused kernel."""
-        return str(self.choose().config) if "fused" in self.operator.words else ""
+        return str(self.choice.config) if "fused" in self.operator.words else ""
+
+    def work(self) -> LeastWork:
+        """Return the least work of a rank."""
+        cost: ProductCost = find_cost(self.operator.name).formula(
+            rows=self.shape.rows,
+            columns=self.shape.columns,
+            inner=self.shape.inner,
+            itemsize=self.shape.dtype.itemsize,
+            world_size=self.owner.world_size,
+            batch=self.shape.batch,
+        )
+        return LeastWork(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
 
     def check(self, config: GemmConfig | None = None) -> float:
-        """Return the largest error of our implementations on any rank."""
-        return self.accept([error for i in range(self.operand_sets) for error in self.errors(i)])
-
-    def errors(self, i: int) -> list[float]:
-        """Return the relative differences of our implementations from float64, on this rank."""
-        expected = self.expected(i)
-        results = [
-            cast(torch.Tensor, way.call(i)).view(expected.shape)
-            for way in self.ways()
-            if way.role == "ours" and way.impl
-        ]
-        return [relative_error(y, expected) for y in results]
+        """Return the largest relative error of our implementations on any rank."""
+        errors = []
+        for i in range(self.operand_sets):
+            expected = self.expected(i)
+            results = [way.call(i) for way in self.ways() if way.role == "ours" and way.impl]
+            errors += [
+                relative_error(cast(torch.Tensor, y).view(expected.shape), expected)
+                for y in results
+            ]
+        return self.accept(errors)
 
 
 class SentBatch(TimedBatch):
@@ -179,20 +178,16 @@ class SentBatch(TimedBatch):
         y: torch.Tensor = self.run_operator(*self.operands(i), impl)
         return y
 
-    @functools.cached_property
-    def single(self) -> GemmOperator:
-        """The operator of one product."""
-        return cast(GemmOperator, operator_matching("gemm", "all_to_all"))
-
     def product_by_product(self, i: int) -> torch.Tensor:
         """Run the operator of one product for each, and put the results together."""
         x, w = self.operands(i)
+        single = cast(GemmOperator, operator_matching("gemm", "all_to_all"))
         parts = [
             schema.call(
-                self.single,
+                single,
                 *pair,
                 None,
-                splits=[None] * len(self.single.split_names),
+                splits=[None] * len(single.split_names),
                 x_scale=None,
                 w_scale=None,
                 out_dtype=None,
@@ -226,13 +221,6 @@ class SentBatch(TimedBatch):
         dist.all_to_all_single(expected, sent, group=self.group)
         return expected
 
-    def cost(self) -> ProductCost:
-        """Return the work of one product, times their number."""
-        cost = find_cost(self.single.name).formula(**self.sizes())
-        return ProductCost(
-            **{name: self.shape.batch * value for name, value in dataclasses.asdict(cost).items()}
-        )
-
 
 class Received(TimedBatch):
     """A batch of products after an all-to-all; x's memory, ``[B, M, K]``, is sent as it is."""
@@ -265,12 +253,6 @@ class Received(TimedBatch):
         """Return the products in float64."""
         return torch.bmm(self.receive(i).double(), self.operands(i)[1].double())
 
-    def cost(self) -> ProductCost:
-        """Return the work of one rank."""
-        formula = find_cost(self.operator.name).formula
-        cost: ProductCost = formula(batch=self.shape.batch, **self.sizes())
-        return cost
-
 
 CASES: Mapping[tuple[str, ...], type[TimedBatch]] = {
     ("bmm", "all_to_all"): SentBatch,
@@ -292,15 +274,21 @@ def bench(shape: BatchShape, group: dist.ProcessGroup | None = None) -> dict[str
     """
     case = case_of(shape, group)
     # The check comes first: nothing is timed whose result is wrong.
-    error, ways, cost = case.check(), case.ways(), case.cost()
+    error, ways = case.check(), case.ways()
     times = case.time([*ways, *case.parts()])
-    work = LeastWork(cost.memory_bytes + cost.receive_bytes, cost.link_bytes, cost.flops)
     return {
         "shape": str(shape),
-        **case.header(case.config(), case.choose().impl, error),
+        **case.header(case.config(), case.choice.impl, error),
         # As the tuned table has it: the rows of all products.
         "rows": shape.batch * shape.rows,
-        **work.entries(),
+        **case.work().entries(),
         "times": times,
         "host_us": case.host_times(ways),
     }
+
+
+def measure(work: tuple[str, int, int, int, int], *, dtype: str) -> list[dict[str, Any]]:
+    """Benchmark ``(operator, B, M, N, K)``."""
+    operator, count, rows, columns, inner = work
+    shape = BatchShape(operator, rows, columns, inner, getattr(torch, dtype), batch=count)
+    return [bench(shape)]

@@ -11,7 +11,7 @@ from typing import Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 
-from interlace.bench.roles import Role
+from interlace.bench.report import Role
 from interlace.bench.timing import Timing, host_us, measure
 from interlace.comm import group_of
 from interlace.costs.machine import H200_NODE

@@ -1,5 +1,5 @@
-"""Random calls, as real models make them and as no model does, drawn with a seed, for ``interlace
-bench sweep``.
+"""Random calls as real models make them, drawn with a seed, for ``interlace tune machine`` and
+``interlace bench sweep``.
 
 The models are in ``models.json``, with the sizes that their published configurations have. No GPU
 and no torch is needed here.
@@ -24,10 +24,7 @@ PATTERNS = (
 """The operators whose calls are drawn: computation and collective in their order."""
 
 _SHARDS = (2, 4, 8)
-_LOG2_SIDES = (9, 15)
-_SIDE_MULTIPLES = (8, 8, 64, 64, 200)
-_X_PADDING = 64
-_MOST_LOG2_TOKENS = 15
+MOST_LOG2_TOKENS = 15
 MOST_FLOPS = {"float8_e4m3fn": 16e12, "bfloat16": 8e12, "float16": 8e12, "float32": 0.5e12}
 """Of a drawn call, by the dtype of its operands: larger calls take more than 10 ms each, and say no
 more than those of half their size.
@@ -103,30 +100,10 @@ def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]
         dtype: dtype of the operands, on which the largest product depends.
     """
     chance, known = random.Random(seed), models()
-    return _in_turn(lambda pattern: _draw(pattern, chance, known, world_size), dtype)
+    return in_turn(lambda pattern: _draw(pattern, chance, known, world_size), dtype)
 
 
-def draws_of_any_size(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]:
-    """Yield calls without end that no model need have, each operator in turn.
-
-    Columns and inner dimension are drawn between 512 and 32768, each power of two as likely as any
-    other, as multiples of 8, 64 or 200; rows as :func:`draws` draws tokens, a third of them odd.
-    Three weights of ten are contiguous along N, three inputs of ten have padding behind their rows,
-    and a quarter of the calls has a bias. Float8 has none of these, which it supports nowhere.
-
-    Args:
-        seed, world_size, dtype: As :func:`draws` takes them.
-    """
-    chance = random.Random(seed)
-    drawn = _in_turn(lambda pattern: _any_draw(pattern, chance, world_size), dtype)
-    if not dtype.startswith("float8"):
-        return drawn
-    return (
-        dataclasses.replace(each, w_along_k=True, x_padding=0, has_bias=False) for each in drawn
-    )
-
-
-def _in_turn(draw: Callable[[tuple[str, str]], Draw], dtype: str) -> Iterator[Draw]:
+def in_turn(draw: Callable[[tuple[str, str]], Draw], dtype: str) -> Iterator[Draw]:
     """Yield a call of each operator in turn, without end; too large ones are drawn again."""
     while True:
         for pattern in PATTERNS:
@@ -137,34 +114,10 @@ def _in_turn(draw: Callable[[tuple[str, str]], Draw], dtype: str) -> Iterator[Dr
             yield drawn
 
 
-def _any_draw(pattern: tuple[str, str], chance: random.Random, world_size: int) -> Draw:
-    multiple = chance.choice(_SIDE_MULTIPLES)
-    columns, inner = (
-        max(multiple, round(2 ** chance.uniform(*_LOG2_SIDES) / multiple) * multiple)
-        for _ in range(2)
-    )
-    rows = round(2 ** chance.uniform(0, _MOST_LOG2_TOKENS))
-    rows = rows | 1 if chance.random() < 1 / 3 else round_up(rows, 8)
-    if {"all_to_all", "all_gather"} & set(pattern):
-        rows = round_up(rows, world_size)
-    return Draw(
-        pattern,
-        model=None,
-        layer=None,
-        shards=None,
-        rows=rows,
-        columns=columns,
-        inner=inner,
-        w_along_k=chance.random() >= 0.3,
-        x_padding=_X_PADDING if chance.random() < 0.3 else 0,
-        has_bias=chance.random() < 0.25,
-    )
-
-
 def _draw(
     pattern: tuple[str, str], chance: random.Random, known: list[Model], world_size: int
 ) -> Draw:
-    tokens = round(2 ** chance.uniform(0, _MOST_LOG2_TOKENS))
+    tokens = round(2 ** chance.uniform(0, MOST_LOG2_TOKENS))
     multiple = chance.choice((1, 8, 128))
     rows = tokens | 1 if multiple == 1 else round_up(tokens, multiple)
     model = chance.choice(known)

@@ -529,3 +529,17 @@ def _tuned(
 ) -> EmbeddingAllToAllConfig:
     changes = [constant(start or case.config), *_ROUNDS * changes_along(axes)]
     return case.fastest(case.tune(changes))
+
+
+def measure(sizes: dict[str, Any], *, dtype: str, kind: str) -> list[dict[str, Any]]:
+    """Benchmark pooled embeddings.
+
+    Args:
+        sizes: Sizes by name; they may name a dtype of their own.
+        dtype: Dtype of shapes that name none.
+        kind: ``"forward"``, ``"backward"``, or ``"tune"`` (then both directions are tuned, and the
+            forward pass is timed).
+    """
+    shape = TablesShape(**{**sizes, "dtype": getattr(torch, sizes.get("dtype", dtype))})
+    config = tune(shape) if kind == "tune" else None
+    return [bench(shape, config, backwards=kind == "backward")]

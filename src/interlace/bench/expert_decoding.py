@@ -24,7 +24,6 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.bench.kernel_times import kernels_of
 from interlace.bench.mixture_of_experts import (
     PRODUCT,
     ExpertCalls,
@@ -32,6 +31,7 @@ from interlace.bench.mixture_of_experts import (
     forward_launches,
     least_work,
 )
+from interlace.bench.timing import kernels_of
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError

@@ -13,19 +13,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant
-from interlace.bench.collectives import symmetric_all_reduces
-from interlace.bench.products import ProductShape
+from interlace.bench.benchmark import LeastWork, Step, Way, constant
+from interlace.bench.carriers import symmetric_all_reduces
+from interlace.bench.products import ProductShape, TimedProduct
 from interlace.comm.groups.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
 from interlace.operators.gemm_all_reduce import gemv_all_reduce
 from interlace.operators.gemm_all_reduce.config import GemvAllReduceConfig
 from interlace.operators.gemm_all_reduce.gemv import GEMV, prepare
-from interlace.registry import operator_named
 
 OPERATOR = "gemv_all_reduce"
-_L2_MULTIPLE = 3
-"""Size of all weights in L2 caches."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,62 +42,23 @@ class GemvShape(ProductShape):
         )
 
 
-class TimedGemv(Benchmark[GemvAllReduceConfig]):
-    """A shape's inputs on this rank, with so many weights that none is in the cache at its turn."""
-
-    shape: GemvShape
+class TimedGemv(TimedProduct):
+    """A product with few rows, and the calls of ``gemv_all_reduce`` on it."""
 
     # Results are this rank's own memory, so a graph takes no buffers, and a release would make the
     # ranks agree and allocate anew before each of dozens of candidates.
     releases = False
 
-    def __init__(self, shape: GemvShape, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(operator_named(OPERATOR), shape, group)
-        generator = torch.Generator(self.device).manual_seed(1 + self.owner.rank)
-        nbytes = shape.columns * shape.inner * shape.dtype.itemsize
-        # Decoding reads each weight once per token, so no weight may be in the cache at its turn.
-        cache = torch.cuda.get_device_properties(self.device).L2_cache_size
-        self.operand_sets = max(2, min(16, math.ceil(_L2_MULTIPLE * cache / max(nbytes, 1)) + 1))
-
-        def random(rows: int) -> torch.Tensor:
-            size = rows, shape.inner
-            return torch.randn(size, generator=generator, device=self.device).to(shape.dtype)
-
-        self.weights = [random(shape.columns) for _ in range(self.operand_sets)]
-        self.x = random(shape.rows)
-        self.choice = self.operator.choose(
-            rows=shape.rows,
-            columns=shape.columns,
-            inner=shape.inner,
-            dtype=shape.dtype,
-            world_size=self.owner.world_size,
-            device=self.device,
-        )
-
-    def weight(self, i: int) -> torch.Tensor:
-        """Return the weight of the i-th call."""
-        return self.weights[i % self.operand_sets]
-
-    def call(self, i: int, impl: str, config: GemvAllReduceConfig | None = None) -> torch.Tensor:
+    def call(self, i: int, impl: str, config: Any = None) -> torch.Tensor:
         """Run the operator."""
-        return gemv_all_reduce(self.x, self.weight(i), group=self.group, impl=impl, config=config)
-
-    def fused(self, i: int, config: GemvAllReduceConfig) -> torch.Tensor:
-        """Run the kernel."""
-        return self.call(i, GEMV.name, config)
-
-    def expected(self, i: int) -> torch.Tensor:
-        """Return the sum in float64."""
-        y = self.x.double() @ self.weight(i).double().T
-        dist.all_reduce(y, group=self.group)
-        return y
+        return gemv_all_reduce(*self.operands(i), group=self.group, impl=impl, config=config)
 
     # The ways
 
-    def ways(self, config: GemvAllReduceConfig) -> list[Way]:
+    def ways(self, config: Any) -> list[Way]:
         """Return the kernel, every pair of stock torch, and each part alone."""
         name = GEMV.name
-        fused = Way(name, "ours", functools.partial(self.fused, config=config), name)
+        fused = Way(name, "ours", self.tuned_call(config), name)
         return [fused, *self._pairs(), *self._compute_alone(config), self._exchange_alone(config)]
 
     def _pairs(self) -> list[Way]:
@@ -122,42 +80,43 @@ class TimedGemv(Benchmark[GemvAllReduceConfig]):
         return ways
 
     def _run_pair(self, out: torch.Tensor, collective: Step, i: int) -> None:
-        if self.shape.rows == 1:
-            torch.mv(self.weight(i), self.x[0], out=out[0])
-        else:
-            torch.mm(self.x, self.weight(i).T, out=out)
+        multiply = self._multiply_vector if self.shape.rows == 1 else self.multiply
+        multiply(i, out)
         collective(i)
+
+    def _multiply_vector(self, i: int, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Multiply a single row on this rank alone, for which cuBLAS has a kernel of its own."""
+        x, w = self.operands(i)
+        return torch.mv(w, x[0], out=(self.product if out is None else out)[0])
 
     def _compute_alone(self, config: GemvAllReduceConfig) -> list[Way]:
         """Return the product without a collective, by cuBLAS and by our kernel."""
-        out = self.x.new_empty(self.shape.rows, self.shape.columns)
         solo = solo_group(self.device)
-        ways: dict[str, Step] = {
-            "cuBLAS mm alone": lambda i: torch.mm(self.x, self.weight(i).T, out=out),
-            "cuBLAS mv alone": lambda i: torch.mv(self.weight(i), self.x[0], out=out[0]),
-            # A group of one has no puts and no waits, and all of the compute.
-            "our GEMV alone": lambda i: prepare(solo, self.x, self.weight(i), None, out, config)(),
-        }
-        # cuBLAS has a kernel of its own for a single token.
-        if self.shape.rows != 1:
-            del ways["cuBLAS mv alone"]
+        ways: dict[str, Step] = {"cuBLAS mm alone": self.multiply}
+        if self.shape.rows == 1:
+            ways["cuBLAS mv alone"] = self._multiply_vector
+        # A group of one has no puts and no waits, and all of the compute.
+        ways["our GEMV alone"] = lambda i: prepare(
+            solo, *self.operands(i), None, self.product, config
+        )()
         return [Way(name, "compute", call) for name, call in ways.items()]
 
     def _exchange_alone(self, config: GemvAllReduceConfig) -> Way:
         """Return the kernel without a K to sum over: all of the communication, of zeros."""
-        x, weights = self.x[:, :0], [weight[:, :0] for weight in self.weights]
         options: dict[str, Any] = {"group": self.group, "impl": GEMV.name, "config": config}
-        return Way(
-            "our exchange alone",
-            "communication",
-            lambda i: gemv_all_reduce(x, weights[i % len(weights)], **options),
-        )
+
+        def call(i: int) -> torch.Tensor:
+            x, w = self.operands(i)
+            y: torch.Tensor = gemv_all_reduce(x[:, :0], w[:, :0], **options)
+            return y
+
+        return Way("our exchange alone", "communication", call)
 
     # Timing and tuning
 
-    def tuned_call(self, config: GemvAllReduceConfig) -> Step:
+    def tuned_call(self, config: Any) -> Step:
         """Return the kernel's call."""
-        return functools.partial(self.fused, config=config)
+        return functools.partial(self.call, impl=GEMV.name, config=config)
 
     def work(self) -> LeastWork:
         """Return the least work of a rank."""
@@ -252,8 +211,7 @@ def tune(shape: GemvShape, group: dist.ProcessGroup | None = None) -> GemvAllRed
     """
     case = TimedGemv(shape, group)
     owner, configs = case.owner, list(candidates(shape.rows, shape.columns))
-    y = case.x.new_empty(shape.rows, shape.columns)
-    launches = [prepare(owner, case.x, case.weight(0), None, y, config) for config in configs]
+    launches = [prepare(owner, *case.operands(0), None, case.product, config) for config in configs]
     # Ranks share out the compiling: there are dozens of candidates.
     compilations = [
         launch.compile if i % owner.world_size == owner.rank else None
@@ -269,6 +227,15 @@ def tune(shape: GemvShape, group: dist.ProcessGroup | None = None) -> GemvAllRed
         if math.isfinite(time_us)
     )
     # The fastest of many is partly the luckiest: the best are timed again.
-    return case.fastest(
+    best: GemvAllReduceConfig = case.fastest(
         {config: case.measure(case.tuned_call(config), 25).median_us for _, _, config in usable[:4]}
     )
+    return best
+
+
+def measure(sizes: tuple[int, int, int], *, dtype: str, tunes: bool) -> list[dict[str, Any]]:
+    """Benchmark an all-reduce of ``(M, N, K)`` with few rows, with the best configuration if
+    ``tunes``.
+    """
+    shape = GemvShape(OPERATOR, *sizes, getattr(torch, dtype))
+    return [bench(shape, tune(shape) if tunes else None)]

@@ -629,3 +629,28 @@ def _launches(case: ExpertCalls) -> list[Launch]:
     memory = fused.backward_memory(call, _ALL)(call.group)
     backward = backward_launches(call, case.grad, saved, _ALL, *memory)
     return [*forward_launches(call), *backward]
+
+
+def measure(
+    sizes: dict[str, Any], *, dtype: str, part: str, config: str = ""
+) -> list[dict[str, Any]]:
+    """Benchmark a mixture of experts.
+
+    Args:
+        sizes: Sizes by name.
+        dtype: Dtype of the layer.
+        part: A part of the layer; ``"all"``; ``"decoding"``; or ``"tune"`` and ``"tune
+            decoding"``: then the forward pass with the best configuration.
+        config: The configuration; empty for the default one, and in decoding for several.
+    """
+    from interlace.bench import expert_decoding  # which imports this module
+
+    shape = ExpertsShape(**sizes, dtype=getattr(torch, dtype))
+    if part == "tune":
+        return bench(shape, tune(shape), parts=("forward",))
+    chosen = MixtureOfExpertsConfig.parse(config) if config else None
+    if part == "tune decoding":
+        chosen = expert_decoding.tune(shape)
+    if part in ("decoding", "tune decoding"):
+        return [expert_decoding.bench(shape, chosen)]
+    return bench(shape, chosen, parts=PARTS if part == "all" else (part,))

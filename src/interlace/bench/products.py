@@ -11,10 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.bench import collectives
+from interlace.bench import carriers
 from interlace.bench.benchmark import Benchmark, LeastWork, Step, Way, constant, relative_error
-from interlace.bench.carriers import carriers
-from interlace.bench.roles import PAIR_NAMES, Role
+from interlace.bench.report import PAIR_NAMES, Role
 from interlace.comm.groups.group import solo_group
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.comm.groups.process_groups import gather
@@ -97,7 +96,7 @@ class ProductShape:
         )
 
 
-class TimedProduct(Benchmark[GemmConfig]):
+class TimedProduct(Benchmark[Any]):
     """A shape's operands on this rank, and the calls on them.
 
     Attributes:
@@ -189,7 +188,7 @@ class TimedProduct(Benchmark[GemmConfig]):
     def expected(self, i: int) -> torch.Tensor:
         """Return the result in float64; the unfused pair's for a collective of no library."""
         x, w = self.operands(i)
-        if self.operator.collective not in collectives.COLLECTIVES:
+        if self.operator.collective not in carriers.COLLECTIVES:
             return self.call(i, "unfused").double()
         if self.operator.returns_gathered:
             gathered = torch.empty(
@@ -248,13 +247,13 @@ class TimedProduct(Benchmark[GemmConfig]):
 
     def _display_name(self, impl: str) -> str:
         # Without a library's collective there is no pair that NCCL could be named for.
-        has_nccl = self.operator.collective in collectives.COLLECTIVES
+        has_nccl = self.operator.collective in carriers.COLLECTIVES
         return PAIR_NAMES.get(impl, impl) if has_nccl else impl
 
     def parts(self, config: GemmConfig) -> list[Way]:
         """Return computing alone and communicating alone."""
         return [
-            *collectives.alone(self),
+            *carriers.alone(self),
             Way("cuBLAS alone", "compute", self.multiply),
             Way("our product alone", "compute", self._product_alone(config)),
         ]
@@ -334,7 +333,7 @@ def bench(
     check_ways(case, [way for way in ways if way.impl != "fused"])
     times = case.time(ways)
     host = case.host_times(ways)
-    carried = carriers(case)
+    carried = carriers.carriers(case)
     check_ways(case, carried)
     times |= case.time([*carried, *case.parts(chosen)])
     case.owner.synchronize()
@@ -355,4 +354,11 @@ def tune(shape: ProductShape, group: dist.ProcessGroup | None = None) -> GemmCon
     """
     case = TimedProduct(shape, group)
     candidates = case.operator.candidates(case.choice.config, shape.rows, case.owner.world_size)
-    return case.fastest(case.tune(constant(candidate) for candidate in candidates))
+    best: GemmConfig = case.fastest(case.tune(constant(candidate) for candidate in candidates))
+    return best
+
+
+def measure(work: tuple[str, int, int, int], *, dtype: str, tunes: bool) -> list[dict[str, Any]]:
+    """Benchmark ``(operator, M, N, K)``, with the best configuration if ``tunes``."""
+    shape = ProductShape(*work, getattr(torch, dtype))
+    return [bench(shape, tune(shape) if tunes else None)]

@@ -4,18 +4,18 @@ They need no GPU and no torch.
 
 A file is ``{"machine": {...}, "command": str, "date": str, "results": [...]}``, each result as an
 operator's ``bench`` returns it: sizes, ``floor_us``, and ``times``: name -> median_us, p10_us,
-p90_us, skew_us, the time's role and the ``impl`` that runs it; see :mod:`interlace.bench.roles`.
+p90_us, skew_us, ``"role"``, which says what claims the time counts for, and ``"impl"``, the value
+of ``impl`` by which the operator runs what was timed, if there is one.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from interlace.bench.roles import role_of
 from interlace.documents import read_json
 from interlace.errors import ArgumentError
 
@@ -25,7 +25,54 @@ if TYPE_CHECKING:
 Result = Mapping[str, Any]
 AnyValue = TypeVar("AnyValue")
 
+Role = Literal["ours", "pair", "compute", "communication"]
+"""An implementation of the operator; a compute step and a collective that a program without
+Interlace would run; compute without communication; communication without compute.
+"""
+
+PAIR_NAMES = {
+    "unfused": "cuBLAS + NCCL",
+    "one_shot": "cuBLAS + torch one-shot",
+    "two_shot": "cuBLAS + torch two-shot",
+    "async_tp": "torch async-TP",
+}
+"""Display name of each stock pair, by the value of ``impl`` that runs it."""
+
+_DISTURBED = 1.15
+"""Ratio of the median to the 10th percentile of a time's samples, above which most samples met
+other work on the machine. On machines without any, fewer than one time of a thousand is above it.
+"""
+
 _AS_FAST = 1.02
+
+
+def is_disturbed(time: Mapping[str, Any]) -> bool:
+    """Return whether other work on the machine has lengthened a time in a result.
+
+    Such a time is measured again, and no prediction is fitted to it; where it stays so, it counts
+    like any other: what made it so may be the implementation itself.
+
+    Args:
+        time: Its entry in the result.
+    """
+    return bool(time["median_us"] > _DISTURBED * time.get("p10_us", time["median_us"]))
+
+
+def role_of(time: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the role of a time and the value of ``impl`` that runs it; empty if none does.
+
+    Args:
+        time: Its entry in the result.
+
+    Raises:
+        ArgumentError: The entry has no role, as those of versions before 0.2 had none.
+    """
+    if "role" not in time:
+        raise ArgumentError(
+            "every time of a result must have a role, as `interlace bench --json` writes them; "
+            f"got one with {', '.join(time) or 'nothing'}. Measure again."
+        )
+    return str(time["role"]), str(time.get("impl", ""))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,7 +220,7 @@ def table(operator: str, result: Result) -> Table:
     """Return a table of every time of a result, for a terminal."""
     summary = summarise(result)
     headings = ("what", "median us", "p10 - p90 us", "skew us", "fused is")
-    view = _view(operator, result, headings, left=("what",))
+    view = table_of(operator, result, headings, left=("what",))
     times: dict[str, Any] = result["times"]
     kernel = _kernel(own_impls(result), impl_times(result))
     order = {name: _order(time, kernel) for name, time in times.items()}
@@ -186,7 +233,7 @@ def table(operator: str, result: Result) -> Table:
             f"{time['median_us']:.2f}",
             f"{time['p10_us']:.2f} - {time['p90_us']:.2f}",
             f"{time['skew_us']:.2f}",
-            "" if is_fused else _against(summary.fused_us, time["median_us"]),
+            "" if is_fused else against(summary.fused_us, time["median_us"]),
             style="bold green" if is_fused else "bold" if name in best else None,
         )
     # Work that depends on no gradient can run before the pass, and is no part of its time.
@@ -199,7 +246,7 @@ def table(operator: str, result: Result) -> Table:
         f"{summary.floor_us:.2f}",
         "",
         "",
-        _against(summary.fused_us, summary.floor_us),
+        against(summary.fused_us, summary.floor_us),
         style="dim",
     )
     hidden = f"{summary.hidden_percent:.0f} % of the communication hidden; "
@@ -215,7 +262,9 @@ def table(operator: str, result: Result) -> Table:
     return view
 
 
-def _view(operator: str, result: Result, headings: Sequence[str], left: Collection[str]) -> Table:
+def table_of(
+    operator: str, result: Result, headings: Sequence[str], left: Collection[str]
+) -> Table:
     """Return an empty table of a result; columns other than ``left`` hold numbers."""
     # Imported here: the pure functions of this module need no terminal.
     from rich.table import Column, Table
@@ -234,29 +283,6 @@ def _order(time: Mapping[str, Any], kernel: str) -> tuple[bool, bool, bool, floa
     return impl != kernel, role != "pair", role != "compute", median_us(time)
 
 
-def transports_table(operator: str, result: Result) -> Table:
-    """Return a table of every way to carry a product to its ranks, with its kernels."""
-    left = ("way", "kernels: blocks, us")
-    headings = (left[0], "median us", "p10 - p90 us", "over cuBLAS alone us", left[1])
-    view = _view(operator, result, headings, left)
-    alone = result["ways"]["cuBLAS alone"]["median_us"]
-    for name, way in sorted(result["ways"].items(), key=lambda item: item[1]["median_us"]):
-        is_part = role_of(way)[0] in ("compute", "communication")
-        view.add_row(
-            name,
-            f"{way['median_us']:.1f}",
-            f"{way['p10_us']:.1f} - {way['p90_us']:.1f}",
-            "" if is_part else f"{way['median_us'] - alone:+.1f}",
-            "\n".join(
-                f"{kernel['name'][:28]}: {kernel['blocks'] or 'no'} blocks, "
-                f"{kernel['each_call']:g} x {kernel['median_us']:.1f}"
-                for kernel in way["kernels"][:4]
-            ),
-        )
-    view.caption = f"configuration {result['config']}; kernels by the profiler, on rank 0"
-    return view
-
-
 def read_document(file: Path) -> dict[str, Any]:
     """Read a file that ``interlace bench --json`` wrote.
 
@@ -269,61 +295,6 @@ def read_document(file: Path) -> dict[str, Any]:
             f"{file} must be a JSON file that interlace bench wrote; it lacks machine and results."
         )
     return document
-
-
-def markdown(documents: Iterable[Mapping[str, Any]]) -> str:
-    """Return all results of several files as one Markdown table, with a line on each machine.
-
-    Operators with several implementations are shown by the fastest one that is not the unfused
-    pair.
-
-    Raises:
-        ArgumentError: A result is not of an operator's implementations, as those of a soak are.
-    """
-    documents = list(documents)
-    if any("times" not in result for document in documents for result in document["results"]):
-        raise ArgumentError(
-            "files must have the times of an operator's implementations in all results; these are "
-            "of something else."
-        )
-    lines, machines = [], []
-    several = any(
-        impl != "fused"
-        for document in documents
-        for result in document["results"]
-        for impl in own_impls(result)
-    )
-    ours = "Interlace" if several else "fused"
-    # Results keep the order of their files; a reader compares rows, which a sort would tear apart.
-    for document in documents:
-        machine = machine_line(document["machine"], str(document.get("date", "")))
-        # Files of one machine share its line.
-        if machine not in machines:
-            machines.append(machine)
-        for result in document["results"]:
-            summary = summarise(result)
-            impl, impl_us = fastest_impl(result)
-            ours_impl, ours_us = fastest_impl(result, own_impls(result))
-            cells = [
-                shape(result),
-                str(result["world_size"]),
-                str(result["dtype"]),
-                f"**{ours_us:.1f}**" + (f" ({ours_impl})" if several else ""),
-                f"{summary.unfused[1]:.1f} ({summary.unfused[0]})",
-                _against(ours_us, summary.unfused[1]),
-                f"{summary.compute[1]:.1f}",
-                f"{ours_us / summary.compute[1]:.2f}",
-                f"{summary.floor_us:.1f}",
-                impl if impl == ours_impl else f"{impl}, {impl_us:.1f}",
-            ]
-            lines.append("| " + " | ".join(cells) + " |")
-    heading = [
-        f"| shape a rank | ranks | dtype | {ours} us | best "
-        f"unfused us | {ours} is "
-        f"| compute alone us | {ours} / compute | floor us | auto |",
-        "|---|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    return "\n".join([*heading, *lines, "", *machines]) + "\n"
 
 
 def machine_line(machine: Mapping[str, Any], date: str = "") -> str:
@@ -342,7 +313,7 @@ def machine_line(machine: Mapping[str, Any], date: str = "") -> str:
     return ", ".join([*parts, *([date[:10]] if date else [])]) + "."
 
 
-def _against(fused_us: float, other_us: float) -> str:
+def against(fused_us: float, other_us: float) -> str:
     """Return the fused time relative to another one, as ``"-41 %"``."""
     return f"{100 * (fused_us / other_us - 1):+.0f} %" if other_us else ""
 

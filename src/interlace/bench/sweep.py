@@ -1,4 +1,6 @@
-"""``interlace bench sweep``: every implementation of random calls, and what ``auto`` would take."""
+"""Measurements of random calls for ``interlace tune machine`` and ``interlace bench sweep``: every
+implementation, and what ``impl="auto"`` takes.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import torch
 
 from interlace.bench import products
 from interlace.bench.draws import Draw
-from interlace.bench.roles import is_disturbed
+from interlace.bench.report import is_disturbed
 from interlace.bench.timing import measure
 from interlace.comm.runtime.driver import has_memory
 from interlace.errors import InterlaceError
@@ -30,11 +32,11 @@ _HOPELESS = 12
 """What is predicted to take so many times the best is not measured."""
 
 
-def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
+def measure_draw(draw: Draw, *, dtype: str) -> list[dict[str, Any]]:
     """Check and time all implementations of one drawn call; collective.
 
     Returns:
-        The result, with the times of all implementations that can run the call. ``auto`` is the one
+        One result, with the times of all implementations that can run the call. ``auto`` is the one
         that ``impl="auto"`` takes, ``measured`` the one that it takes within
         :func:`interlace.autotune`, and ``left_out`` says why others were not timed.
     """
@@ -44,7 +46,7 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         draw.rows,
         draw.columns,
         draw.inner,
-        dtype,
+        getattr(torch, dtype),
         draw.w_along_k,
         draw.x_padding,
         draw.has_bias,
@@ -56,7 +58,7 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     left_out = {name: refusal for name, refusal in case.refusals().items() if refusal is not None}
     predicted_us = case.choice.times_us
     least_us = min(predicted_us.values(), default=0.0)
-    nbytes = most_bytes(draw.rows, draw.columns, draw.inner, dtype.itemsize)
+    nbytes = most_bytes(draw.rows, draw.columns, draw.inner, shape.dtype.itemsize)
     for way in case.implementations(case.choice.config):
         name = way.impl
         if predicted_us.get(name, 0.0) > _HOPELESS * least_us:
@@ -84,7 +86,7 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
     measured = _measure_at_first_call(case)
     case.owner.release()
     candidates = [name for name in case.choice.candidates if name in times]
-    return {
+    result = {
         **{name: value for name, value in dataclasses.asdict(draw).items() if name != "pattern"},
         **case.header(case.choice.config, candidates[0], worst),
         "measured": next(iter(measured), candidates[0]),
@@ -93,6 +95,7 @@ def bench(draw: Draw, dtype: torch.dtype) -> dict[str, Any]:
         "times": times,
         "left_out": left_out,
     }
+    return [result]
 
 
 def _measure_at_first_call(case: products.TimedProduct) -> dict[str, float]:

@@ -1,7 +1,6 @@
 """The command line: ``interlace doctor | demo | soak | bench | tune | sim``.
 
-Ranks import ``interlace.cli.ranks`` and ``interlace.cli.bench_ranks``: nothing here may import
-Typer or Rich by itself.
+Ranks import ``interlace.cli.ranks``: nothing here may import Typer or Rich by itself.
 """
 
 from __future__ import annotations

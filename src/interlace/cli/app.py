@@ -13,8 +13,9 @@ import typer
 from typer.core import TyperGroup
 
 from interlace import environment
+from interlace.cli import scripts
 from interlace.cli.console import print_error
-from interlace.cli.operator_commands import BenchCommands, TuneCommands
+from interlace.cli.operator_commands import OperatorCommands
 from interlace.cli.options import (
     Backend,
     Dtype,
@@ -23,7 +24,6 @@ from interlace.cli.options import (
     PlotFile,
     Ranks,
     Run,
-    takes_run,
 )
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, InterlaceError
@@ -75,12 +75,12 @@ app = typer.Typer(
     **_settings,
 )
 bench_app = typer.Typer(
-    cls=BenchCommands,
+    cls=OperatorCommands,
     help="Measure an operator on this machine's GPUs, or render measurements.",
     **_settings,
 )
 tune_app = typer.Typer(
-    cls=TuneCommands,
+    cls=OperatorCommands,
     help="Measure which implementation and configuration is fastest, and write the tuned table.",
     **_settings,
 )
@@ -97,9 +97,7 @@ def tune_profile(
     json_file: JsonFile = None,
 ) -> None:
     """Fit a machine's profile, by which impl="auto" predicts times, to measurements."""
-    from interlace.cli.tune_profile import run_profile
-
-    run_profile(files, Outputs(json=json_file))
+    scripts.benchmark("profile_fit").run_profile(files, Outputs(json=json_file))
 
 
 @tune_app.command("machine")
@@ -122,9 +120,7 @@ def tune_machine(
 
     outputs = Outputs(json=json_file)
     if tune_machine.is_between_nodes(nodes):
-        from interlace.cli.tune_network import run_network
-
-        run_network(world_size, nodes, deadline, outputs)
+        tune_machine.run_network(world_size, nodes, deadline, outputs)
     else:
         tune_machine.run_machine(budget, world_size, outputs)
 
@@ -281,10 +277,8 @@ def demo(
 
     Then train a recommendation model. With --nodes, send slices between nodes.
     """
-    from interlace.cli.demo import run
-
     picture = None if plot == "none" else Path(plot)
-    raise typer.Exit(run(world_size, backend, tokens, nodes, picture, json_file))
+    raise typer.Exit(scripts.run_demos(world_size, backend, tokens, nodes, picture, json_file))
 
 
 @app.command()
@@ -376,16 +370,13 @@ def bench_sweep(
     """Measure every implementation of random calls, by default those of models, and
     compare what impl="auto" takes with the fastest.
     """
-    from interlace.cli.bench_sweep import run_sweep
-
     outputs = Outputs(json=json_file, plot=plot)
-    run_sweep(seed, budget, add or (), any_size, world_size, dtype, outputs)
+    sweep = scripts.benchmark("sweep")
+    sweep.run_sweep(seed, budget, add or (), any_size, world_size, dtype, outputs)
 
 
 @bench_app.command("batch-invariance")
-@takes_run()
 def bench_batch_invariance(
-    run: Run,
     operator: Annotated[
         list[str] | None,
         typer.Option(help="An operator; several times. \\[default: all that have the mode]"),
@@ -401,11 +392,13 @@ def bench_batch_invariance(
             "\\[default: three]",
         ),
     ] = None,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
 ) -> None:
     """Measure what the same bits in every batch cost (interlace.batch_invariant)."""
-    from interlace.cli.bench_batch_invariance import run_comparison
-
-    run_comparison(operator or (), tokens, shape, run)
+    run = Run(world_size, dtype, Outputs(json=json_file))
+    scripts.benchmark("batch_invariance").run_comparison(operator or (), tokens, shape, run)
 
 
 @bench_app.command("table")
@@ -413,10 +406,4 @@ def bench_table(
     files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")],
 ) -> None:
     """Render measurements as a Markdown table."""
-    from interlace.bench import report, sweep_report
-
-    documents = [report.read_document(file) for file in files]
-    results = [result for document in documents for result in document["results"]]
-    are_sweeps = bool(results) and all("model" in result for result in results)
-    render = sweep_report.markdown if are_sweeps else report.markdown
-    typer.echo(render(documents), nl=False)
+    typer.echo(scripts.benchmark("tables").render(files), nl=False)

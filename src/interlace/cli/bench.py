@@ -16,10 +16,9 @@ from rich.table import Table
 from interlace import environment, tuning
 from interlace.bench import report, tuned
 from interlace.cache_folder import cache_folder
-from interlace.cli.bench_ranks import Measure, run_rank
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.options import Run
-from interlace.cli.outputs import Outputs
+from interlace.cli.ranks import measure_shapes
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
@@ -45,7 +44,7 @@ def run_bench(
         verb: First word of the progress bar.
         table: Function that makes a result's table.
     """
-    document = measure_run("bench", f"{verb} {operator}", work, measure, run)
+    document = measure_on_gpus("bench", f"{verb} {operator}", work, measure, run)
     console = make_console()
     for result in document["results"]:
         console.print(table(operator, result))
@@ -70,7 +69,7 @@ def run_tune(
     assert outputs.table is not None
     # A table that cannot be extended is refused before minutes are spent on measuring.
     old_table = tuned.read(outputs.table, operator)
-    document = measure_run("tune", f"{verb} {operator}", work, measure, run)
+    document = measure_on_gpus("tune", f"{verb} {operator}", work, measure, run)
     machine, results = document["machine"], document["results"]
     entries = [tuned.entry(result) for result in results]
     console = make_console()
@@ -120,14 +119,6 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
-def measure_run(
-    command: str, title: str, work: Sequence[Any], measure: Callable[..., Any], run: Run
-) -> dict[str, Any]:
-    """Measure shapes in the run's dtype; see :func:`measure_on_gpus`."""
-    measure = functools.partial(measure, dtype=run.dtype)
-    return measure_on_gpus(command, title, work, measure, run.world_size, run.outputs)
-
-
 @contextlib.contextmanager
 def nothing_measured() -> Iterator[None]:
     """Let ranks that start within the context measure every call, whatever this user's programs
@@ -145,14 +136,19 @@ def measure_on_gpus(
     command: str,
     title: str,
     work: Sequence[Any],
-    measure: Measure,
-    world_size: int | None,
-    outputs: Outputs,
+    measure: Callable[..., list[dict[str, Any]]],
+    run: Run,
     budget_s: float = math.inf,
 ) -> dict[str, Any]:
-    """Measure shapes on all ranks, as :func:`interlace.cli.bench_ranks.run_rank` does.
+    """Measure shapes on all ranks; return the document, which ``--json`` gets shape by shape.
 
-    The returned document is what ``--json`` writes, which grows shape by shape.
+    Args:
+        command: ``"bench"`` or ``"tune"``.
+        title: Words of the progress bar.
+        work: Sizes of each shape.
+        measure: Function that every rank calls with the sizes of a shape and a ``dtype``.
+        run: The ranks, the dtype and the files of the command.
+        budget_s: Seconds after which no further shape is begun.
 
     Raises:
         BackendError: there are no GPUs, or fewer than ranks.
@@ -168,7 +164,7 @@ def measure_on_gpus(
             "`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the "
             "kernels without a GPU."
         )
-    world_size = world_size or min(gpus, _MAX_RANKS)
+    world_size, outputs = run.world_size or min(gpus, _MAX_RANKS), run.outputs
     if world_size > gpus:
         raise BackendError(
             f"interlace {command} must have a GPU for each of {world_size} ranks, since times of "
@@ -185,10 +181,10 @@ def measure_on_gpus(
         make_console(),
         f"{title} on {world_size} GPUs",
         len(work),
-        run_rank,
+        measure_shapes,
         world_size,
         list(work),
-        measure,
+        functools.partial(measure, dtype=run.dtype),
         budget_s,
         header,
         file,

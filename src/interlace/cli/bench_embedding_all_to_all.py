@@ -7,10 +7,10 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.bench.embedding_all_to_all import OPERATOR
-from interlace.bench.measures import measure_embeddings
+from interlace.bench.embedding_all_to_all import OPERATOR, measure
 from interlace.cli import bench
-from interlace.cli.options import Run, shape_option, takes_run
+from interlace.cli.options import Dtype, JsonFile, Ranks, Run, TableFile, shape_option
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator
 
@@ -33,37 +33,44 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
     tune_app.command(operator.name)(tune_operator)
 
 
-@takes_run("float32")
 def bench_operator(
-    run: Run,
     shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
     backward: Annotated[
         bool, typer.Option("--backward", help="The backward pass with row-wise Adagrad instead.")
     ] = False,
+    world_size: Ranks = None,
+    dtype: Dtype = "float32",
+    json_file: JsonFile = None,
 ) -> None:
     """Embedding + All-to-All: fused, every unfused pair, pooling alone, communication alone, and
     the physical floor.
 
     Without --shape: 64 tables of 200,000 x 256 a rank, and 128 wide in float16 with 32 lookups.
     """
-    measure = functools.partial(measure_embeddings, kind="backward" if backward else "forward")
-    bench.run_bench(OPERATOR, parse_work(shape, lookups, batch, run.dtype), measure, run)
+    run = Run(world_size, dtype, Outputs(json=json_file))
+    work = parse_work(shape, lookups, batch, dtype)
+    kind = "backward" if backward else "forward"
+    bench.run_bench(OPERATOR, work, functools.partial(measure, kind=kind), run)
 
 
-@takes_run("float32", makes_table=True)
 def tune_operator(
-    run: Run,
     shape: list[str] | None = _SHAPES,
     lookups: Lookups = "1,8,20,64,0-60",
     batch: Batch = 4096,
+    world_size: Ranks = None,
+    dtype: Dtype = "float32",
+    json_file: JsonFile = None,
+    *,
+    table: TableFile,
 ) -> None:
     """Embedding + All-to-All: find good configurations, both directions, and write each shape's to
     the tuned table.
     """
-    work = parse_work(shape, lookups, batch, run.dtype)
-    bench.run_tune(OPERATOR, work, functools.partial(measure_embeddings, kind="tune"), run)
+    run = Run(world_size, dtype, Outputs(json=json_file, table=table))
+    work = parse_work(shape, lookups, batch, dtype)
+    bench.run_tune(OPERATOR, work, functools.partial(measure, kind="tune"), run)
 
 
 def parse_work(

@@ -9,10 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from interlace.bench.expert_decoding import TOKENS
-from interlace.bench.measures import measure_experts
-from interlace.bench.mixture_of_experts import FORMS, PARTS, ROUTINGS
+from interlace.bench.mixture_of_experts import FORMS, PARTS, ROUTINGS, measure
 from interlace.cli import bench
-from interlace.cli.options import Run, shape_option, takes_run
+from interlace.cli.options import Dtype, JsonFile, Ranks, Run, TableFile, shape_option
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.registry import Operator
@@ -46,9 +46,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
     tune_app.command(operator.name)(tune_operator)
 
 
-@takes_run()
 def bench_operator(
-    run: Run,
     shape: list[str] | None = _SHAPES,
     tokens: Tokens = None,
     routing: Annotated[
@@ -64,6 +62,9 @@ def bench_operator(
     config: Annotated[
         str, typer.Option(help="The fused kernels' configuration, as results show it.")
     ] = "",
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
 ) -> None:
     """Mixture of experts: second product and combine, the layer, its backward pass; fused, unfused,
     and the physical floor.
@@ -82,20 +83,23 @@ def bench_operator(
         shape = shape or list(GPT_OSS_SHAPES)
     if part == "decoding":
         shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
-    work = parse_work(shape, tokens or [_TOKENS], routing, run.dtype)
+    work = parse_work(shape, tokens or [_TOKENS], routing, dtype)
     work = [sizes | {"form": form} for sizes in work]
-    measure = functools.partial(measure_experts, part=part, config=config)
-    bench.run_bench(OPERATOR, work, measure, run)
+    run = Run(world_size, dtype, Outputs(json=json_file))
+    bench.run_bench(OPERATOR, work, functools.partial(measure, part=part, config=config), run)
 
 
-@takes_run(makes_table=True)
 def tune_operator(
-    run: Run,
     shape: list[str] | None = _SHAPES,
     tokens: Tokens = None,
     decoding: Annotated[
         bool, typer.Option("--decoding", help="The kernels for few tokens, forward only.")
     ] = False,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+    *,
+    table: TableFile,
 ) -> None:
     """Mixture of experts: find a good configuration of each layer, both directions, or of its
     decoding, and write it to the tuned table.
@@ -103,10 +107,10 @@ def tune_operator(
     if decoding:
         shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
     # The balanced routing stands for all: the table's sizes do not tell routings apart.
-    work = parse_work(shape, tokens or [_TOKENS], "balanced", run.dtype)
+    work = parse_work(shape, tokens or [_TOKENS], "balanced", dtype)
     part = "tune decoding" if decoding else "tune"
-    measure = functools.partial(measure_experts, part=part, config="")
-    bench.run_tune(OPERATOR, work, measure, run)
+    run = Run(world_size, dtype, Outputs(json=json_file, table=table))
+    bench.run_tune(OPERATOR, work, functools.partial(measure, part=part), run)
 
 
 def parse_work(

@@ -1,4 +1,6 @@
-"""``interlace bench`` and ``interlace tune`` of the operators around a matrix product."""
+"""``interlace bench`` and ``interlace tune`` of the operators around matrix products: one
+product, one with few rows, or a batch.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.bench import report
-from interlace.bench.measures import measure_product
-from interlace.cli import bench
+from interlace.bench import batches, gemv_all_reduce, products
+from interlace.cli import bench, scripts
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import HalfDtype, Run, shape_option, takes_run
+from interlace.cli.options import Dtype, HalfDtype, JsonFile, Ranks, Run, TableFile, shape_option
+from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
 
@@ -20,31 +22,54 @@ SHAPES = (
     "8192x8192x2048", "4096x8192x2048", "16384x7168x2048", "8192x8192x7168", "4096x4096x14336",
     "1024x8192x7168", "256x8192x7168", "64x8192x7168",
 )  # fmt: skip
+WEIGHTS = (
+    "8192x2048", "8192x7168", "8192x8192", "16384x4096", "12288x12288", "4096x4096", "5120x3456",
+)  # fmt: skip
 DTYPES = ("bfloat16", "float16")
 """Dtypes that both cuBLAS and NCCL take."""
 
 _COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can be compared
 
-
-_SHAPES = shape_option(
+_PRODUCTS = shape_option(
     "MxNxK", "One rank's product, say 8192x8192x2048; several times. \\[default: eight]"
 )
+_BATCHES = shape_option(
+    "BxMxNxK", "One rank's products, say 2x512x4096x1408; several times. \\[default: three]"
+)
+_WEIGHTS = shape_option(
+    "NxK",
+    "Rows and columns of one rank's weight, say 8192x2048; several times. \\[default: seven]",
+)
+Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by commas.")]
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
-    """Add an operator's commands."""
+    """Add an operator's commands, and those for few rows by the name of their function."""
+    if operator.computation == "gemm":
+        _add_product_commands(operator, bench_app, tune_app)
+    elif operator.pattern in batches.CASES:
+        _add_batch_commands(operator, bench_app, tune_app)
+    if operator.vector_name:
+        bench_app.command(operator.vector_name)(bench_few_rows)
+        tune_app.command(operator.vector_name)(tune_few_rows)
+
+
+def _add_product_commands(
+    operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer
+) -> None:
     title = title_of(operator)
-    parse = functools.partial(parse_work, operator.name)
+
+    def parse(shapes: Sequence[str] | None, dtype: str) -> list[tuple[Any, ...]]:
+        meaning, example = "MxNxK, the sizes of one rank's product", "4096x4096x4096"
+        return _parse(operator, shapes or SHAPES, dtype, meaning, example)
 
     @bench_app.command(
         operator.name,
         help=f"{title}: fused, every unfused pair, the product alone, communication alone, and the "
         "floor.",
     )
-    @takes_run(dtypes=HalfDtype)
     def bench_operator(
-        run: Run,
-        shape: list[str] | None = _SHAPES,
+        shape: list[str] | None = _PRODUCTS,
         tune: Annotated[
             bool, typer.Option("--tune", help="First find a good configuration of each shape.")
         ] = False,
@@ -56,25 +81,62 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
                 "engines, NCCL; and their kernels.",
             ),
         ] = False,
+        world_size: Ranks = None,
+        dtype: HalfDtype = "bfloat16",
+        json_file: JsonFile = None,
     ) -> None:
+        run, work = Run(world_size, dtype, Outputs(json=json_file)), parse(shape, dtype)
         if transports:
             _require_transports(operator.name)
-        kind = "transports" if transports else "tune" if tune else "bench"
-        table = report.transports_table if transports else report.table
-        measure = functools.partial(measure_product, kind=kind)
-        bench.run_bench(operator.name, parse(shape, run.dtype), measure, run, table=table)
+            compared = scripts.benchmark("transports")
+            bench.run_bench(operator.name, work, compared.measure, run, table=compared.table)
+        else:
+            measure = functools.partial(products.measure, tunes=tune)
+            bench.run_bench(operator.name, work, measure, run)
 
-    add_tune_command(
+    _add_tune_command(
         tune_app,
         operator.name,
         f"{title}: find good configurations and write each shape's to the tuned table.",
-        _SHAPES,
+        _PRODUCTS,
         parse,
-        functools.partial(measure_product, kind="tune"),
+        functools.partial(products.measure, tunes=True),
     )
 
 
-def add_tune_command(
+def _add_batch_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
+    title, default = title_of(operator), batches.CASES[operator.pattern].default_shapes
+
+    def parse(shapes: Sequence[str] | None, dtype: str) -> list[tuple[Any, ...]]:
+        meaning, example = "BxMxNxK, the sizes of one rank's products", "2x4096x4096x4096"
+        return _parse(operator, shapes or default, dtype, meaning, example)
+
+    @bench_app.command(
+        operator.name,
+        help=f"{title}, as of experts: fused, the unfused pair, each alone, and the floor.",
+    )
+    def bench_operator(
+        shape: list[str] | None = _BATCHES,
+        world_size: Ranks = None,
+        dtype: HalfDtype = "bfloat16",
+        json_file: JsonFile = None,
+    ) -> None:
+        run = Run(world_size, dtype, Outputs(json=json_file))
+        bench.run_bench(operator.name, parse(shape, dtype), batches.measure, run)
+
+    # These operators have no configurations to search, so the table says which way is the fastest.
+    _add_tune_command(
+        tune_app,
+        operator.name,
+        f"{title}: measure each shape and write to the tuned table which way is the fastest.",
+        _BATCHES,
+        parse,
+        batches.measure,
+        verb="Measuring",
+    )
+
+
+def _add_tune_command(
     app: typer.Typer,
     operator: str,
     description: str,
@@ -84,7 +146,7 @@ def add_tune_command(
     *,
     verb: str = "Tuning",
 ) -> None:
-    """Add ``interlace tune`` of an operator around products.
+    """Add ``interlace tune`` of an operator.
 
     Args:
         app: The group of the command.
@@ -97,9 +159,54 @@ def add_tune_command(
     """
 
     @app.command(operator, help=description)
-    @takes_run(dtypes=HalfDtype, makes_table=True)
-    def tune_operator(run: Run, shape: list[str] | None = shapes) -> None:
-        bench.run_tune(operator, parse(shape, run.dtype), measure, run, verb=verb)
+    def tune_operator(
+        shape: list[str] | None = shapes,
+        world_size: Ranks = None,
+        dtype: HalfDtype = "bfloat16",
+        json_file: JsonFile = None,
+        *,
+        table: TableFile,
+    ) -> None:
+        run = Run(world_size, dtype, Outputs(json=json_file, table=table))
+        bench.run_tune(operator, parse(shape, dtype), measure, run, verb=verb)
+
+
+def bench_few_rows(
+    tokens: Tokens = "1",
+    shape: list[str] | None = _WEIGHTS,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="First find the best configuration of each shape.")
+    ] = False,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+) -> None:
+    """GEMV + AllReduce: the kernel for few tokens, every unfused pair, compute alone, communication
+    alone, and the physical floor.
+    """
+    run = Run(world_size, dtype, Outputs(json=json_file))
+    measure = functools.partial(gemv_all_reduce.measure, tunes=tune)
+    work = parse_weights(tokens, shape or WEIGHTS, dtype)
+    verb = "Tuning" if tune else "Measuring"
+    bench.run_bench(gemv_all_reduce.OPERATOR, work, measure, run, verb=verb)
+
+
+def tune_few_rows(
+    tokens: Tokens = "1,2,4,8,16,32,64",
+    shape: list[str] | None = _WEIGHTS,
+    world_size: Ranks = None,
+    dtype: Dtype = "bfloat16",
+    json_file: JsonFile = None,
+    *,
+    table: TableFile,
+) -> None:
+    """GEMV + AllReduce: measure all configurations and write the best of each shape to the tuned
+    table.
+    """
+    run = Run(world_size, dtype, Outputs(json=json_file, table=table))
+    measure = functools.partial(gemv_all_reduce.measure, tunes=True)
+    work = parse_weights(tokens, shape or WEIGHTS, dtype)
+    bench.run_tune(gemv_all_reduce.OPERATOR, work, measure, run)
 
 
 def _require_transports(operator: str) -> None:
@@ -119,20 +226,28 @@ def _require_transports(operator: str) -> None:
         )
 
 
-def parse_work(
-    operator: str,
-    shapes: Sequence[str] | None,
-    dtype: str,
-    *,
-    dtypes: Sequence[str] = DTYPES,
-    default: Sequence[str] = SHAPES,
-    meaning: str = "MxNxK, the sizes of one rank's product",
-    example: str = "4096x4096x4096",
+def _parse(
+    operator: Operator, shapes: Sequence[str], dtype: str, meaning: str, example: str
 ) -> list[tuple[Any, ...]]:
-    """Return the operator and the sizes of every shape, or of the default shapes.
+    """Return the operator's name and the sizes of every shape; see ``bench.parse_sizes``."""
+    bench.require_dtype(dtype, DTYPES)
+    return [(operator.name, *bench.parse_sizes(shape, meaning, example)) for shape in shapes]
 
-    ``dtype`` must be one of ``dtypes``; ``meaning`` and ``example`` are those of
-    :func:`interlace.cli.bench.parse_sizes`.
+
+def parse_weights(tokens: str, shapes: Sequence[str], dtype: str) -> list[tuple[int, int, int]]:
+    """Return the M, N and K of every weight ``NxK`` at every number of tokens, such as ``"1,2,4"``.
+
+    Raises:
+        ArgumentError: A shape, a number of tokens or the dtype is none.
     """
-    bench.require_dtype(dtype, dtypes)
-    return [(operator, *bench.parse_sizes(shape, meaning, example)) for shape in shapes or default]
+    meaning, example = "NxK, the sizes of one rank's weight", "8192x2048"
+    sizes = [bench.parse_sizes(shape, meaning, example) for shape in shapes]
+    # All options are refused before a minute is spent on the first shape.
+    counts = tokens.split(",")
+    if not all(count.strip().isdecimal() and int(count) for count in counts):
+        raise ArgumentError(
+            f"--tokens must be positive numbers separated by commas; got {tokens!r}. Say --tokens "
+            "1,2,4."
+        )
+    bench.require_dtype(dtype)
+    return [(int(count), columns, inner) for columns, inner in sizes for count in counts]

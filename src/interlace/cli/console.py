@@ -1,4 +1,6 @@
-"""Parts of the terminal that commands share: output of the first rank only, errors, progress."""
+"""Parts of the terminal that commands share: output of the first rank only, tables, errors, and
+progress.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import shlex
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,28 @@ def make_console(*, is_quiet: bool = False) -> Console:
     if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit():
         return Console(**options)
     return _Unbounded(width=_UNBOUNDED_COLUMNS, **options)
+
+
+def make_table(
+    *columns: str, left: Collection[str] | None = None, title: str | None = None, **options: Any
+) -> Table:
+    """Make a plain table: no borders, columns two spaces apart.
+
+    Args:
+        columns: Headings in order.
+        left: Headings of the columns that are aligned to the left; the first column by default.
+            The other columns, which hold numbers, are aligned to the right.
+        title: Heading above the table.
+        options: Further arguments of every ``rich.table.Table.add_column``. A name or number that
+            is too long for a narrow terminal goes on in the next line, and loses nothing.
+    """
+    table = Table(title=title, box=None, padding=(0, 2, 0, 0), title_justify="left")
+    for name in columns:
+        at_left = name in (columns[:1] if left is None else left)
+        table.add_column(
+            name, justify="left" if at_left else "right", **{"overflow": "fold", **options}
+        )
+    return table
 
 
 def print_error(error: InterlaceError) -> None:

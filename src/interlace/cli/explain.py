@@ -11,10 +11,8 @@ import torch
 from rich.table import Table
 
 from interlace.cli import bench
-from interlace.cli.bench_products import parse_work
-from interlace.cli.console import make_console
+from interlace.cli.console import make_console, make_table
 from interlace.cli.gpus import choice_on, gpu_named
-from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import SizedCall
@@ -68,8 +66,10 @@ def run_explain(
                 "by `interlace tune machine` on the nodes, or say --network FILE."
             )
     console = make_console()
-    work = parse_work(declaration.name, shapes, dtype, dtypes=bench.DTYPES)
-    for _, rows, columns, inner in work:
+    bench.require_dtype(dtype)
+    meaning, example = "MxNxK, the sizes of one rank's product", "4096x4096x4096"
+    sizes = [bench.parse_sizes(shape, meaning, example) for shape in shapes]
+    for rows, columns, inner in sizes:
         call = SizedCall.of_dtype(dtype, rows, columns, inner, world_size)
         console.print(
             f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "

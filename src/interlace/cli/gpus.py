@@ -1,5 +1,5 @@
-"""GPUs that commands take by name, which need not be here: those that were measured, and those
-whose data sheets are known.
+"""The backend that a command runs on, and GPUs that commands take by name, which need not be here:
+those that were measured, and those whose data sheets are known.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from interlace.costs.datasheets import DATASHEETS
 from interlace.costs.known_profiles import own_gpus, profile_of, profiled_gpus
 from interlace.costs.time import SizedCall
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, BackendError
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
@@ -19,6 +19,24 @@ from interlace.tuning.choice import Choice
 
 _SHARED_BYTES = 227 << 10
 """Shared memory of a program on GPUs whose data sheets are not known."""
+
+
+def choose_backend(command: str, backend: str) -> str:
+    """Return ``"cpu"`` or ``"cuda"``: for ``"auto"``, the latter where there are GPUs.
+
+    Raises:
+        ArgumentError: There is no such backend.
+        BackendError: There are no GPUs for ``"cuda"``.
+    """
+    gpus = torch.cuda.device_count()
+    if backend not in ("auto", "cpu", "cuda"):
+        raise ArgumentError(f"--backend must be auto, cpu or cuda; got {backend!r}.")
+    if backend == "cuda" and not gpus:
+        raise BackendError(
+            f"interlace {command} --backend cuda must have CUDA GPUs; got none. `interlace doctor` "
+            "says what is missing."
+        )
+    return ("cuda" if gpus else "cpu") if backend == "auto" else backend
 
 
 def gpu_named(text: str) -> Gpu:

@@ -18,35 +18,21 @@ from interlace.registry import Operator
 
 
 class OperatorCommands(TyperGroup):
-    """A group of commands to which the registered operators add theirs.
+    """``interlace bench`` or ``interlace tune``, to which the registered operators add commands.
 
     Operators are imported, and torch with them, when a command of the group is looked for: the help
     of ``interlace`` itself does without.
     """
 
-    verb = ""
-
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the operators' commands and then the group's own."""
-        return [*operator_commands(self.verb), *super().list_commands(ctx)]
+        return [*operator_commands(str(self.name)), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of that name; the group's own need no operator."""
         # `interlace bench table` needs no torch, so it is looked for first.
         command = super().get_command(ctx, cmd_name)
-        return command or operator_commands(self.verb).get(cmd_name)
-
-
-class BenchCommands(OperatorCommands):
-    """The group ``interlace bench``."""
-
-    verb = "bench"
-
-
-class TuneCommands(OperatorCommands):
-    """The group ``interlace tune``."""
-
-    verb = "tune"
+        return command or operator_commands(str(self.name)).get(cmd_name)
 
 
 def operator_commands(verb: str) -> dict[str, Any]:

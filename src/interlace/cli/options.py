@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-import inspect
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
 from interlace.cli.outputs import Outputs
-
-Command = Callable[..., None]
 
 TableFile = Annotated[
     Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")
@@ -50,15 +44,8 @@ def shape_option(names: str, description: str) -> Any:
     return typer.Option(None, "--shape", metavar=names, help=description)
 
 
-def declare(name: str, annotation: Any, default: Any = None) -> inspect.Parameter:
-    """Return an option for the signature of a command, which gets it as a keyword."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return inspect.Parameter(name, kind, default=default, annotation=annotation)
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """Hold the options that every ``interlace bench`` and ``interlace tune`` of an operator has.
+class Run(NamedTuple):
+    """The options that every ``interlace bench`` and ``interlace tune`` of an operator has.
 
     Attributes:
         world_size: Number of ranks; None for all GPUs, at most 8.
@@ -69,37 +56,3 @@ class Run:
     world_size: int | None
     dtype: str
     outputs: Outputs
-
-
-def takes_run(
-    dtype: str = "bfloat16", *, dtypes: Any = Dtype, makes_table: bool = False
-) -> Callable[[Command], Command]:
-    """Give a command, whose first argument is a :class:`Run`, that run's options after its own.
-
-    Args:
-        dtype: Default of ``--dtype``.
-        dtypes: ``Dtype`` or ``HalfDtype``.
-        makes_table: Whether the command has ``--table``, which must then be given.
-    """
-    shared = [
-        declare("world_size", Ranks),
-        declare("dtype", dtypes, dtype),
-        declare("json", JsonFile),
-        *([declare("table", TableFile, inspect.Parameter.empty)] if makes_table else []),
-    ]
-
-    def decorate(command: Command) -> Command:
-        _, *parameters = inspect.signature(command, eval_str=True).parameters.values()
-
-        @functools.wraps(command)
-        def run(world_size: int | None, dtype: str, **values: Any) -> None:
-            outputs = Outputs(**{name: values.pop(name, None) for name in ("json", "table")})
-            command(Run(world_size, dtype, outputs), **values)
-
-        # Typer reads a command's options from its signature.
-        run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-            [*(parameter.replace(kind=parameter.KEYWORD_ONLY) for parameter in parameters), *shared]
-        )
-        return run
-
-    return decorate

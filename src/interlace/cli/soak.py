@@ -18,7 +18,7 @@ from rich.table import Column, Table
 from interlace.bench.report import machine_line, read_document
 from interlace.cli.console import command_line, make_console, run_ranks
 from interlace.cli.outputs import Outputs
-from interlace.errors import ArgumentError, BackendError
+from interlace.errors import ArgumentError
 
 _MOST_RANKS = 8
 _SECONDS = 60.0
@@ -60,18 +60,12 @@ def run(
     import torch
 
     from interlace.cli import machine
+    from interlace.cli.gpus import choose_backend
     from interlace.testing.cases import IMPLEMENTATIONS, between_nodes
     from interlace.testing.soak import ROUND_CALLS, SoakPlan, on_interrupt, run_rank
 
     gpus = torch.cuda.device_count()
-    if backend not in ("auto", "cpu", "cuda"):
-        raise ArgumentError(f"--backend must be auto, cpu or cuda; got {backend!r}.")
-    if backend == "cuda" and not gpus:
-        raise BackendError(
-            "interlace soak --backend cuda must have CUDA GPUs; got none. `interlace doctor` says "
-            "what is missing."
-        )
-    backend = ("cuda" if gpus else "cpu") if backend == "auto" else backend
+    backend = choose_backend("soak", backend)
     for operator in operators:
         if operator not in IMPLEMENTATIONS:
             raise ArgumentError(

@@ -11,12 +11,12 @@ from rich.console import Console
 
 from interlace.cli.bench import require_dtype
 from interlace.cli.console import make_console, run_ranks
-from interlace.cli.gpus import gpu_named
+from interlace.cli.gpus import choose_backend, gpu_named
 from interlace.cli.outputs import Outputs
-from interlace.cli.trace_ranks import trace_rank
+from interlace.cli.ranks import trace_calls
 from interlace.cli.trace_simulated import comparison, simulate, source_of
 from interlace.documents import read_json
-from interlace.errors import ArgumentError, BackendError
+from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
 from interlace.tracing import simulated_document
@@ -88,12 +88,7 @@ def run_trace(request: Request, outputs: Outputs) -> None:
 
 def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     gpus = torch.cuda.device_count()
-    if request.backend == "cuda" and not gpus:
-        raise BackendError(
-            "interlace trace --backend cuda must have CUDA GPUs; got none. `interlace doctor` says "
-            "what is missing."
-        )
-    backend = ("cuda" if gpus else "cpu") if request.backend == "auto" else request.backend
+    backend = choose_backend("trace", request.backend)
     ranks = request.world_size or (min(gpus, 8) if backend == "cuda" else 2)
     case = case_of(request, ranks)
     # Refused before anything is measured.
@@ -108,7 +103,9 @@ def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     gpu = Gpu.of(torch.device("cuda", 0)) if backend == "cuda" else gpu_named(_MODEL)
     simulated = simulate(case, ranks, gpu) if request.is_simulated else None
     title = f"Trace of {case.label} on {ranks} ranks of the {backend} backend"
-    trace = run_ranks(console, title, 1, trace_rank, ranks, case, request.calls, backend=backend)[0]
+    trace, *_ = run_ranks(
+        console, title, 1, trace_calls, ranks, case, request.calls, backend=backend
+    )
     where = f"{ranks} ranks, CPU backend"
     if backend == "cuda":
         where = f"{ranks} x {gpu.name}"

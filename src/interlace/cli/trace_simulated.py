@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Table
 
+from interlace.cli.console import make_table
 from interlace.cli.gpus import choice_on
-from interlace.cli.tables import make_table
 from interlace.comm import MAX_PROGRAMS
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import SizedCall
@@ -16,8 +16,7 @@ from interlace.gemm.choice import Gpu
 from interlace.operators.gemm_all_reduce.config import default_config
 from interlace.testing.cases import Case
 from interlace.testing.cases.base import DTYPES
-from interlace.testing.cases.gemv import GemvCase
-from interlace.testing.cases.products import ProductCase
+from interlace.testing.cases.products import GemvCase, ProductCase
 from interlace.tracing import PHASES, Account, Activity, Event, Launch, Trace
 from interlace.tuning.choice import by_table
 from interlace.units import format_ns
@@ -41,7 +40,10 @@ def simulate(case: Case, ranks: int, gpu: Gpu) -> Trace:
         ConfigError: The simulator has no machine of these GPUs.
     """
     machine = simulated.machine_with(gpu.name)
-    if isinstance(case, ProductCase) and case.splits is None:
+    if isinstance(case, GemvCase):
+        if case.variant or case.impl_name == "unfused":
+            return _as_trace(_gemv(case, ranks, gpu), gpu.processors)
+    elif isinstance(case, ProductCase) and case.splits is None:
         rows = case.rows * ranks if case.collective == "all_gather" else case.rows
         name = {"float8": "float8_e4m3fn"}.get(case.dtype, case.dtype)
         sizes = SizedCall.of_dtype(name, rows, case.columns, case.inner, ranks)
@@ -50,8 +52,6 @@ def simulate(case: Case, ranks: int, gpu: Gpu) -> Trace:
             simulated.simulate_product(machine, case.operator, case.impl, sizes, tiling),
             gpu.processors,
         )
-    if isinstance(case, GemvCase) and (case.variant or case.impl_name == "unfused"):
-        return _as_trace(_gemv(case, ranks, gpu), gpu.processors)
     raise ArgumentError(
         f"--simulated and --gpu must be given for an operator around one product, in one of the "
         f"implementations {', '.join(simulated.IMPLEMENTATIONS)}, or for a GEMV's kernels; got "
@@ -78,15 +78,15 @@ def _tiling(case: ProductCase, sizes: SizedCall, gpu: Gpu) -> simulated.Tiling:
 
 def _gemv(case: GemvCase, ranks: int, gpu: Gpu) -> simulated.SimulatedCall:
     machine, dtype = simulated.machine_with(gpu.name), DTYPES[case.dtype]
-    tokens = case.tokens or 1
-    sizes = {"tokens": tokens, "rows": case.rows, "columns": case.columns}
+    tokens = case.rows or 1
+    sizes = {"tokens": tokens, "rows": case.columns, "columns": case.inner}
     shape: dict[str, Any] = {**sizes, "itemsize": dtype.itemsize, "world_size": ranks}
     if not case.variant:
         pair = simulated_operators.gemv_all_reduce(**shape)
         return simulated.simulate_pair(machine, pair, ranks)
-    product = {"rows": tokens, "columns": case.rows, "inner": case.columns}
+    product = {"rows": tokens, "columns": case.columns, "inner": case.inner}
     start = default_config(
-        rows=tokens, columns=case.rows, world_size=ranks, itemsize=dtype.itemsize
+        rows=tokens, columns=case.columns, world_size=ranks, itemsize=dtype.itemsize
     )
     config = by_table(case.operator, gpu.name, product, dtype, ranks, start).config
     return simulated.simulate_words(

@@ -5,7 +5,7 @@ product and for the bytes that leave a rank, each by itself. A *composition*, on
 implementation, says how these times make up the whole: an implementation that overlaps them takes
 little more than the longer one, a stock pair takes their sum. *Corrections* say by how much
 measured calls of similar sizes took longer or shorter than that. Compositions and corrections are
-fitted to measurements (:mod:`interlace.bench.profile_fit`) and shipped with the profile.
+fitted to measurements (``interlace tune profile``) and shipped with the profile.
 
 ``impl="auto"`` and ``interlace.explain`` read it; the simulator reads its products' times. Nothing
 here imports torch.

@@ -74,7 +74,7 @@ class BatchOperator(Operator):
     computation = "bmm"
     sizes = ("rows", "columns", "inner")
     has_public_function = False
-    command_module = "interlace.cli.bench_batches"
+    command_module = "interlace.cli.bench_products"
     config_type: ClassVar[type[GemmConfig]] = GemmConfig
     choosers: ClassVar[tuple[str, ...]] = ("auto", BATCH_INVARIANT)
 

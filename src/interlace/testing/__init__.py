@@ -7,7 +7,7 @@ with known results, and :mod:`interlace.testing.soak` makes such calls at random
 """
 
 from interlace.testing.explorer import explore
+from interlace.testing.failures import Failure, Report
 from interlace.testing.ranks import Rank
-from interlace.testing.report import Failure, Report
 
 __all__ = ["Failure", "Rank", "Report", "explore"]

@@ -15,9 +15,9 @@ import torch
 from interlace.comm.host.nodes import numbered
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
+from interlace.testing.failures import Report
 from interlace.testing.memory import CellTable, FinerGrain
 from interlace.testing.ranks import Rank
-from interlace.testing.report import Report
 from interlace.testing.search import Search
 from interlace.testing.trees import Tree
 

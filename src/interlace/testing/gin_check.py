@@ -188,11 +188,11 @@ def _exchange(
     peers: tuple[int, ...], rounds: int,
 ) -> list[int]:  # fmt: skip
     """Launch the kernel and return the number of complete rounds by peer."""
-    from interlace.testing import gin_kernels
+    from interlace.testing import kernels
 
     arrived = torch.zeros(len(peers), dtype=torch.int32, device=group.device)
     with group.running():
-        gin_kernels.exchange_ranges[(len(peers),)](
+        kernels.exchange_ranges[(len(peers),)](
             peers=torch.tensor(peers, dtype=torch.int32, device=group.device),
             arrived=arrived, gin=gin.address, source=source.handle, landing=landing.handle,
             nbytes=nbytes, part_bytes=part, rounds=rounds, ctx=group.context("self-test of gin"),
@@ -225,13 +225,13 @@ def _expire(group: Group, gin: Gin, peer: int) -> None:
     Raises:
         BackendError: The deadline did not end the wait.
     """
-    from interlace.testing import gin_kernels
+    from interlace.testing import kernels
 
     group.deadline_s = _SHORT_DEADLINE_S
     arrived = torch.ones(1, dtype=torch.int32, device=group.device)
     try:
         with group.running():
-            gin_kernels.await_nothing[(1,)](
+            kernels.await_nothing[(1,)](
                 arrived=arrived, gin=gin.address, signal=group.world_size, peer=peer,
                 ctx=group.context("self-test of gin"), **gin.options,
             )  # fmt: skip

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from interlace.testing.failures import Failure, Report, Violation
 from interlace.testing.machine import ExploredGpus
 from interlace.testing.memory import CellTable, FinerGrain
 from interlace.testing.operations import Kind
-from interlace.testing.report import Failure, Report
 from interlace.testing.schedules import (
     Action,
     Deviating,
@@ -24,7 +24,6 @@ from interlace.testing.schedules import (
     weight,
 )
 from interlace.testing.trees import Tree
-from interlace.testing.violations import Violation
 
 # Schedules that are tried to make a failing one shorter.
 _SHRINKING_ATTEMPTS = 300

@@ -17,7 +17,7 @@ import triton.language as tl
 from interlace import language
 from interlace.language._interpreted import require_addresses
 from interlace.language.primitives import require_tile_of_signals
-from interlace.testing import judges
+from interlace.testing import kernels
 from interlace.testing.memory import Addresses
 from interlace.testing.operations import Kind, Operation, Words
 from interlace.testing.ranks import RankRun, current
@@ -183,7 +183,7 @@ class Judge:
         )
         out = torch.zeros(count, dtype=torch.int32)
         if values:
-            judges.judge_words[(1,)](seen, stamps, out, N=count, VALUES=values)
+            kernels.judge_words[(1,)](seen, stamps, out, N=count, VALUES=values)
         else:
-            judges.judge_signals[(1,)](seen, stamps, out, N=count)
+            kernels.judge_signals[(1,)](seen, stamps, out, N=count)
         self._known.update(zip(keys, [bool(answer) for answer in out.tolist()], strict=False))

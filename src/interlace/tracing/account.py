@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from interlace.tracing.libraries import Activity
-from interlace.tracing.work import Flow, Place, Span, Work
+from interlace.tracing.work import Flow, Place, Span, Work, causes_of
 from interlace.units import format_ns
 
 PHASES = ("launch", "compute", "copy", "put", "wait", "sum", "tail", "idle")
@@ -147,7 +147,7 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
     """
     intervals: dict[int, list[tuple[float, float, _Key]]] = defaultdict(list)
     longest: dict[int, list[_Chosen]] = defaultdict(list)
-    causes = _causes(work)
+    causes = causes_of(work)
     for (rank, _), spans in sorted(_by_launch(work).items()):
         programs, chosen = _followed(spans)
         longest[rank].append(chosen)
@@ -197,16 +197,6 @@ def _by_launch(work: Work) -> dict[tuple[int, int], dict[Place, list[Span]]]:
     for span in work.spans:
         launches[span.place.rank, span.place.launch][span.place].append(span)
     return launches
-
-
-def _causes(work: Work) -> dict[tuple[Place, float], Flow]:
-    """Return, for each program and end of a wait, what was sent last of what it was for."""
-    last: dict[tuple[Place, float], Flow] = {}
-    for flow in work.flows:
-        key = (flow.target, flow.arrival_ns)
-        if key not in last or flow.departure_ns > last[key].departure_ns:
-            last[key] = flow
-    return last
 
 
 class _Chosen(NamedTuple):

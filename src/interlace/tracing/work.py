@@ -251,6 +251,16 @@ def _flows_of_words(
             yield Flow(put.place, wait.place, departure_ns, wait.end_ns)
 
 
+def causes_of(work: Work) -> dict[tuple[Place, float], Flow]:
+    """Return, for each program and end of a wait, what was sent last of what it was for."""
+    last: dict[tuple[Place, float], Flow] = {}
+    for flow in work.flows:
+        key = (flow.target, flow.arrival_ns)
+        if key not in last or flow.departure_ns > last[key].departure_ns:
+            last[key] = flow
+    return last
+
+
 def arrivals(work: Work) -> dict[Sent, float]:
     """Return when each put had certainly arrived: when a wait for what was sent later was over.
 

@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from interlace.cli.console import make_console
+from interlace.cli.console import make_console, make_table
 from interlace.cli.outputs import Outputs
-from interlace.cli.tables import make_table
 from interlace.costs.known_profiles import shipped_profile
 from interlace.costs.network import guessed_network, read_network
 from interlace.errors import ConfigError

@@ -9,9 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.cli.console import make_console
+from interlace.cli.console import make_console, make_table
 from interlace.cli.outputs import Outputs, write_text
-from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
 from interlace_sim import calibrate, plot, validate
 from interlace_sim.astra import chakra

@@ -10,10 +10,11 @@ from typing import Annotated, Any, NamedTuple
 
 import typer
 
-from interlace.cli.options import Command, declare
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace_sim.defaults import Defaults
+
+Command = Callable[..., None]
 
 Takes = Mapping[str, Sequence[str]]
 """The options that each kind of run takes: kind -> names."""
@@ -246,7 +247,7 @@ def options(takes: Takes, defaults: Mapping[str, Defaults]) -> Callable[[Command
     """
     taken = {name for names in takes.values() for name in names}
     shared = [
-        declare(name, _annotation(name, takes, defaults), option.default)
+        _declare(name, _annotation(name, takes, defaults), option.default)
         for name, option in _OPTIONS.items()
         if name in taken
     ]
@@ -264,13 +265,19 @@ def options(takes: Takes, defaults: Mapping[str, Defaults]) -> Callable[[Command
             command(**given, options=Options(context, values, takes, defaults))
 
         # Typer reads a command's options from its signature.
-        context = declare("context", typer.Context, inspect.Parameter.empty)
+        context = _declare("context", typer.Context, inspect.Parameter.empty)
         run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
             [context, *own, *shared]
         )
         return run
 
     return decorate
+
+
+def _declare(name: str, annotation: Any, default: Any) -> inspect.Parameter:
+    """Return an option for the signature of a command, which gets it as a keyword."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
 
 
 def _annotation(name: str, takes: Takes, defaults: Mapping[str, Defaults]) -> Any:

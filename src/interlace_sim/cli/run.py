@@ -10,9 +10,8 @@ from typing import Any
 
 from rich.table import Table
 
-from interlace.cli.console import make_console
+from interlace.cli.console import make_console, make_table
 from interlace.cli.outputs import Outputs
-from interlace.cli.tables import make_table
 from interlace.errors import ConfigError
 from interlace.units import format_bytes, format_ns, format_number
 from interlace_sim import plot, sweeps

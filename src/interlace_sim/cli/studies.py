@@ -11,9 +11,8 @@ from pathlib import Path
 from rich.table import Table
 
 from interlace.cache_folder import cache_folder
-from interlace.cli.console import make_console
+from interlace.cli.console import make_console, make_table
 from interlace.cli.outputs import Outputs
-from interlace.cli.tables import make_table
 from interlace.units import format_ns
 from interlace_sim import plot, reproduce
 from interlace_sim.cli.progress import show_progress

@@ -47,7 +47,6 @@ class GemmAllReduce(GemmOperator):
     split_names = ()
     norm_name = "gemm_all_reduce_norm"
     vector_name = "gemv_all_reduce"
-    command_module = "interlace.cli.bench_gemm_all_reduce"
     adds_ranks = True
     implementations = (
         dataclasses.replace(FUSED, is_batch_invariant=True),

@@ -1,4 +1,4 @@
-"""Calls of the operators around one matrix product."""
+"""Calls of the operators around one matrix product, and of ``gemv_all_reduce``."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from interlace.comm import group_of
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.splits import balanced
 from interlace.gemm.terms import Terms
+from interlace.operators.gemm_all_reduce.gemv import tuned
 from interlace.registry import operator_named, operators
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 _COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
 
-IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
+GEMV = "gemv_all_reduce"
+_PRODUCTS: dict[str, tuple[str, ...]] = {
     name: tuple(
         implementation.name
         for implementation in declaration.implementations
@@ -35,6 +37,8 @@ IMPLEMENTATIONS: dict[str, tuple[str, ...]] = {
     and len(declaration.pattern) == 2
 }
 """Stock pairs are left out: PyTorch tests them."""
+
+IMPLEMENTATIONS = {GEMV: ("gemv one_shot", "gemv two_phase", "unfused"), **_PRODUCTS}
 
 
 def _declared(operator: str) -> GemmOperator:
@@ -56,6 +60,18 @@ _KINDS = (
 _ROWS = (1, 2, 7, 16, 33, 130)
 _MAPPED_ROWS = (1, 2, 16, 64)  # whose padding to a whole mapping a mapped output accepts
 _MOST_ROWS = 512
+
+# Of gemv_all_reduce: rows of x (0 for a vector), columns, inner size, dtype, whether there is a
+# bias.
+_GEMV_KINDS = (
+    (0, 64, 48, "float32", True),
+    (1, 130, 256, "bfloat16", False),
+    (2, 97, 65, "float16", True),
+    (5, 64, 512, "bfloat16", True),
+    (16, 33, 128, "float32", False),
+    (0, 1, 8, "float16", False),
+    (1, 4096, 512, "bfloat16", False),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,6 +188,43 @@ class ProductCase(Case):
         return "auto" if operator.implementation(self.impl).refusal(terms) else self.impl
 
 
+@dataclasses.dataclass(frozen=True)
+class GemvCase(ProductCase):
+    """A call of ``gemv_all_reduce``: ``rows`` of x, or a vector for 0.
+
+    The second word of ``impl`` is the protocol of the kernel for few rows.
+    """
+
+    may_be_zero = ("rows",)
+
+    @property
+    def sizes(self) -> str:
+        bias = ", bias" if self.bias else ""
+        return f"{self.rows or 'vector'} x {self.columns} x {self.inner}{bias}"
+
+    def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:
+        if self.rows:
+            return super().tensors(rank, ranks, seed)
+        tensors = dataclasses.replace(self, rows=1).tensors(rank, ranks, seed)
+        lines = {name: tensors[name][0] for name in ("x", "grad") if name in tensors}
+        return tensors | lines
+
+    def open(self, group: dist.ProcessGroup | None) -> Make:
+        owner, config = group_of(group), None
+        if self.variant:
+            choice = tuned(
+                rows=self.rows or 1,
+                columns=self.columns,
+                inner=self.inner,
+                dtype=DTYPES[self.dtype],
+                world_size=owner.world_size,
+                device=owner.device,
+            )
+            config = dataclasses.replace(choice.config, protocol=self.variant)
+        options = {"group": group, "impl": self.impl_name, "config": config}
+        return functools.partial(self.call, interlace.gemv_all_reduce, options)
+
+
 def exact_results(
     collective: str,
     xs: Sequence[torch.Tensor],
@@ -219,8 +272,13 @@ def split_options(collective: str, splits: Any, rank: int) -> dict[str, list[int
 
 def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
     """Return a small call with its backward pass, and, if the implementation takes it, a call with
-    uneven rows and a rank without rows.
+    uneven rows and a rank without rows; of ``gemv_all_reduce`` calls with one row and with several.
     """
+    if operator == GEMV:
+        return [
+            GemvCase(operator, impl, "bfloat16", True, 1, 96, 64, True),
+            GemvCase(operator, impl, "float16", True, 5, 33, 48, False),
+        ]
     cases = [
         ProductCase(
             operator,
@@ -254,7 +312,12 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> ProductCase:
-    """Return a random call; ``large`` allows some calls with many rows."""
+    """Return a random call; ``large`` allows some calls with many rows, or a large weight."""
+    if operator == GEMV:
+        rows, columns, inner, dtype, bias = source.choice(
+            _GEMV_KINDS if large else _GEMV_KINDS[:-1]
+        )
+        return GemvCase(operator, impl, dtype, source.random() < 0.4, rows, columns, inner, bias)
     columns, inner, dtype, bias, uneven, along = source.choice(
         [kind for kind in _KINDS if impl in ("fused", "unfused") or kind[2] != "float8"]
     )

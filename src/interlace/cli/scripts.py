@@ -1,4 +1,6 @@
-"""``interlace demo``: start the demos, which are scripts that run by themselves, too."""
+"""Programs that are beside the package: the demos, and a source tree's benchmarks, which commands
+of ``interlace bench`` and ``interlace tune`` start.
+"""
 
 from __future__ import annotations
 
@@ -12,29 +14,41 @@ from interlace.cli.console import command_line, make_console
 from interlace.cli.outputs import Outputs
 from interlace.errors import BackendError
 
+_PACKAGE = Path(interlace.__file__).parent
+_TREE = _PACKAGE.parents[1]
 
-def load(name: str) -> Any:
-    """Import a script of the demos by its name.
 
-    They are beside the package's modules, where a wheel puts them, or in the source tree.
+def demo(name: str) -> Any:
+    """Import a script of the demos: from where a wheel puts them, or from the source tree.
 
     Raises:
         BackendError: They are in neither.
     """
-    package = Path(interlace.__file__).parent
-    folders = (package / "demos", package.parents[1] / "examples" / "demos")
-    for folder in map(str, filter(Path.is_dir, folders)):
-        # The path stays: ranks are processes that get it, and import their function by its name.
-        if folder not in sys.path:
-            sys.path.insert(0, folder)
-        return importlib.import_module(name)
+    folders = (_PACKAGE / "demos", _TREE / "examples" / "demos")
+    for folder in filter(Path.is_dir, folders):
+        return _import_from(folder, name)
     raise BackendError(
         f"demo: its scripts must be in {folders[0]} or {folders[1]}; got neither folder. Install "
         "Interlace again."
     )
 
 
-def run(
+def benchmark(name: str) -> Any:
+    """Import a module of ``benchmarks``, which makes the results that the project shows.
+
+    Raises:
+        BackendError: The package does not run from a source tree.
+    """
+    if not (_TREE / "benchmarks" / f"{name}.py").is_file():
+        raise BackendError(
+            "this command must run from a source tree of Interlace, whose folder benchmarks has "
+            f"it; got the installed package {_PACKAGE}. Clone the repository, and run pip install "
+            "--editable there."
+        )
+    return _import_from(_TREE, f"benchmarks.{name}")
+
+
+def run_demos(
     world_size: int,
     backend: str,
     tokens: int,
@@ -55,12 +69,12 @@ def run(
     Raises:
         ArgumentError: There is no such backend, or a file cannot be written.
     """
-    script = load("demo_script")
+    script = demo("demo_script")
     outputs, console = Outputs(json=json), make_console()
     chosen = script.choose_backend(backend, world_size)
 
     def start(name: str, **own: Any) -> dict[str, Any]:
-        report: dict[str, Any] = load(name).run(console, world_size, chosen, **own)
+        report: dict[str, Any] = demo(name).run(console, world_size, chosen, **own)
         return report
 
     if nodes is not None:
@@ -74,3 +88,10 @@ def run(
         )
     script.write(console, report, command_line(), outputs)
     return 0 if report["passed"] else 1
+
+
+def _import_from(folder: Path, name: str) -> Any:
+    # The path stays: ranks are processes that get it, and import their function by its name.
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module(name)

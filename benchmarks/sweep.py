@@ -1,23 +1,157 @@
-"""How far a sweep's choices are from the fastest: figures, a table in Markdown, a picture."""
+"""``interlace bench sweep``: random calls of models or of none, and how far ``impl="auto"`` is from
+the fastest implementation, in figures, a table in Markdown and a picture.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+import random
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from interlace.bench import profile_fit, report
-from interlace.bench.roles import is_disturbed
+from rich.table import Table
+
+from interlace.bench import machine_profile, report
+from interlace.bench.draws import MOST_FLOPS, MOST_LOG2_TOKENS, Draw, draws, in_turn
+from interlace.bench.report import is_disturbed
+from interlace.cli import bench
+from interlace.cli.console import make_console, make_table
+from interlace.cli.options import Run
+from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 from interlace.figure import open_figure
 from interlace.registry import operator_named
+from interlace.units import round_up
+
+_MOST_DRAWS = 4000
+_LOG2_SIDES = (9, 15)
+_SIDE_MULTIPLES = (8, 8, 64, 64, 200)
+_X_PADDING = 64
 
 Ratios = Mapping[str, Sequence[tuple[float, float]]]
 """Of each operator the calls' times of ``auto``, as multiples of the fastest stock pair's and of
 the fastest implementation's.
 """
+
+
+def run_sweep(
+    seed: int,
+    budget_s: float,
+    add: Sequence[Path],
+    any_size: bool,
+    world_size: int | None,
+    dtype: str,
+    outputs: Outputs,
+) -> None:
+    """Measure drawn calls, or add up files of earlier sweeps, and print the figures.
+
+    Args:
+        any_size: Whether calls are drawn that no model need have.
+    """
+    if add:
+        documents = [report.read_document(file) for file in add]
+        results = [
+            today(result, document["machine"]["gpus"][0])
+            for document in documents
+            for result in document["results"]
+        ]
+        document = {**documents[0], "results": results}
+    else:
+        # Triton, which tables of results do without.
+        from interlace.bench.sweep import measure_draw
+
+        bench.require_dtype(dtype, tuple(MOST_FLOPS))
+        draw = draws_of_any_size if any_size else draws
+        work = list(itertools.islice(draw(seed, world_size or 2, dtype), _MOST_DRAWS))
+        with bench.nothing_measured():
+            document = bench.measure_on_gpus(
+                "bench",
+                "Measuring random calls",
+                work,
+                measure_draw,
+                Run(world_size, dtype, outputs),
+                budget_s,
+            )
+    console, results = make_console(), document["results"]
+    ratios = ratios_of(results)
+    titles = dict(
+        zip(choices_of(results), ("Predicted", "Measured at the first call"), strict=False)
+    )
+    for choice, title in titles.items():
+        console.print(summary_table(ratios_of(results, choice), title, counts(results, [choice])))
+    console.print(report.machine_line(document["machine"], document["date"]))
+    outputs.write_plot(lambda file: draw_curves(ratios, file))
+    outputs.say_written(console, "All numbers")
+
+
+def summary_table(ratios: Ratios, title: str = "", caption: str = "") -> Table:
+    """Return geometric means and the worst calls as a table for the terminal."""
+    table = make_table(
+        "operator",
+        "calls",
+        "auto / pair",
+        "worst",
+        "auto / best",
+        "worst ",
+        title=title or None,
+    )
+    for operator, rows in ratios.items():
+        cells = [
+            f"{figure(values):.3f}"
+            for values in zip(*rows, strict=True)
+            for figure in (geometric_mean, max)
+        ]
+        table.add_row(operator, str(len(rows)), *cells)
+    table.caption, table.caption_justify = caption or None, "left"
+    return table
+
+
+def draws_of_any_size(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]:
+    """Yield calls without end that no model need have, each operator in turn.
+
+    Columns and inner dimension are drawn between 512 and 32768, each power of two as likely as any
+    other, as multiples of 8, 64 or 200; rows as :func:`draws` draws tokens, a third of them odd.
+    Three weights of ten are contiguous along N, three inputs of ten have padding behind their rows,
+    and a quarter of the calls has a bias. Float8 has none of these, which it supports nowhere.
+
+    Args:
+        seed, world_size, dtype: As :func:`draws` takes them.
+    """
+    chance = random.Random(seed)
+    drawn = in_turn(lambda pattern: _any_draw(pattern, chance, world_size), dtype)
+    if not dtype.startswith("float8"):
+        return drawn
+    return (
+        dataclasses.replace(each, w_along_k=True, x_padding=0, has_bias=False) for each in drawn
+    )
+
+
+def _any_draw(pattern: tuple[str, str], chance: random.Random, world_size: int) -> Draw:
+    multiple = chance.choice(_SIDE_MULTIPLES)
+    columns, inner = (
+        max(multiple, round(2 ** chance.uniform(*_LOG2_SIDES) / multiple) * multiple)
+        for _ in range(2)
+    )
+    rows = round(2 ** chance.uniform(0, MOST_LOG2_TOKENS))
+    rows = rows | 1 if chance.random() < 1 / 3 else round_up(rows, 8)
+    if {"all_to_all", "all_gather"} & set(pattern):
+        rows = round_up(rows, world_size)
+    return Draw(
+        pattern,
+        model=None,
+        layer=None,
+        shards=None,
+        rows=rows,
+        columns=columns,
+        inner=inner,
+        w_along_k=chance.random() >= 0.3,
+        x_padding=_X_PADDING if chance.random() < 0.3 else 0,
+        has_bias=chance.random() < 0.25,
+    )
 
 
 def today(result: dict[str, Any], gpu: str) -> dict[str, Any]:
@@ -27,8 +161,8 @@ def today(result: dict[str, Any], gpu: str) -> dict[str, Any]:
     Args:
         gpu: The name of the GPU on which the result was measured.
     """
-    points = profile_fit.points_of([{"results": [result]}], with_disturbed=True)
-    fastest = profile_fit.predicted_fastest(profile_of(gpu), points)
+    points = machine_profile.points_of([{"results": [result]}], with_disturbed=True)
+    fastest = machine_profile.predicted_fastest(profile_of(gpu), points)
     if fastest is None:
         return result
     words = operator_named(result["operator"]).words

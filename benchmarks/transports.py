@@ -1,4 +1,4 @@
-"""Comparison of everything that carries a product's rows to their ranks.
+"""``interlace bench OPERATOR --transports``: all that carries a product's rows to their ranks.
 
 Each way is timed, and its kernels are listed with the processors that they take.
 
@@ -11,15 +11,17 @@ is no way to run the operator: it shows what a collective of kernels takes from 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from rich.table import Table
 
-from interlace.bench import collectives
+from interlace.bench import carriers
 from interlace.bench.benchmark import Step, Way
-from interlace.bench.carriers import carriers
-from interlace.bench.kernel_times import kernels_of
 from interlace.bench.products import ProductShape, TimedProduct, check_ways
+from interlace.bench.report import role_of, table_of
+from interlace.bench.timing import kernels_of
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.operands import Operands
@@ -29,6 +31,11 @@ from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter import fused as reduce_scatter
 
 _PROFILED = 10  # calls
+
+
+def measure(work: tuple[str, int, int, int], *, dtype: str) -> list[dict[str, Any]]:
+    """Compare the ways of one product ``(operator, M, N, K)``; collective."""
+    return [compare(ProductShape(*work, getattr(torch, dtype)))]
 
 
 def compare(shape: ProductShape, config: GemmConfig | None = None) -> dict[str, Any]:
@@ -42,14 +49,14 @@ def compare(shape: ProductShape, config: GemmConfig | None = None) -> dict[str, 
     error = case.check(chosen)
     ours = [
         Way("fused, SM stores", "ours", _sm_stores(case, chosen)),
-        *carriers(case),
+        *carriers.carriers(case),
     ]
     check_ways(case, ours)
     ways = [
         Way("fused, tile stores", "ours", lambda i: case.call(i, "fused", chosen), "fused"),
         *ours,
         *(way for way in case.implementations(chosen) if way.role == "pair"),
-        *collectives.alone(case),
+        *carriers.alone(case),
         Way("cuBLAS alone", "compute", case.multiply),
         Way("cuBLAS beside NCCL, independent", "pair", _beside(case)),
     ]
@@ -111,7 +118,7 @@ def _sm_stores(case: TimedProduct, config: GemmConfig) -> Step:
 
 def _beside(case: TimedProduct) -> Step:
     side = torch.cuda.Stream() if case.owner.backend == "cuda" else None
-    collective = collectives.collectives(case)["NCCL"]
+    collective = carriers.collectives(case)["NCCL"]
     # The collective reads and writes the case's memory, so the product has memory of its own.
     independent = torch.empty_like(case.product)
 
@@ -130,4 +137,24 @@ def _beside(case: TimedProduct) -> Step:
     return call
 
 
-__all__ = ["compare"]
+def table(operator: str, result: Mapping[str, Any]) -> Table:
+    """Return a table of every way to carry a product to its ranks, with its kernels."""
+    left = ("way", "kernels: blocks, us")
+    headings = (left[0], "median us", "p10 - p90 us", "over cuBLAS alone us", left[1])
+    view = table_of(operator, result, headings, left)
+    alone = result["ways"]["cuBLAS alone"]["median_us"]
+    for name, way in sorted(result["ways"].items(), key=lambda item: item[1]["median_us"]):
+        is_part = role_of(way)[0] in ("compute", "communication")
+        view.add_row(
+            name,
+            f"{way['median_us']:.1f}",
+            f"{way['p10_us']:.1f} - {way['p90_us']:.1f}",
+            "" if is_part else f"{way['median_us'] - alone:+.1f}",
+            "\n".join(
+                f"{kernel['name'][:28]}: {kernel['blocks'] or 'no'} blocks, "
+                f"{kernel['each_call']:g} x {kernel['median_us']:.1f}"
+                for kernel in way["kernels"][:4]
+            ),
+        )
+    view.caption = f"configuration {result['config']}; kernels by the profiler, on rank 0"
+    return view

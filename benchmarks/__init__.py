@@ -1,0 +1,1 @@
+"""Programs that measure, and that make the results and profiles that the project ships."""

@@ -37,6 +37,7 @@ class Implementation:
 
     Attributes:
         name: A word with the same meaning in every operator that has this implementation.
+        alias: Another word by which callers may ask for it, or None.
         summary: What it does, in half a sentence.
         run: Runs a call that is not refused, and returns its result, or a ``DeferredCall`` that
             ``Group.perform`` runs. It returns None if it turns out to be impossible for a call that
@@ -78,6 +79,7 @@ class Implementation:
     is_predictable: Callable[[Any], bool] = lambda _: True
     host_us: float = 0.0
     backward: Callable[..., Any] | None = None
+    alias: str | None = None
 
 
 class Operator(abc.ABC):
@@ -180,13 +182,13 @@ class Operator(abc.ABC):
         return (*self.choosers, *(implementation.name for implementation in self.implementations))
 
     def implementation(self, name: str) -> Implementation:
-        """Return the implementation of that name.
+        """Return the implementation of that name or alias.
 
         Raises:
             ArgumentError: There is none.
         """
         for implementation in self.implementations:
-            if implementation.name == name:
+            if name in (implementation.name, implementation.alias):
                 return implementation
         raise ArgumentError(
             f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}."

@@ -110,10 +110,17 @@ def test_stock_pairs_refuse_the_cpu_by_name(operator):
         for implementation in declaration.implementations
         if implementation.is_stock
     ]
-    assert "nccl" in stock
     for name in stock:
         with pytest.raises(ArgumentError, match=f"impl='{name}' must have a GPU"):
             getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl=name)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_nccl_is_another_word_for_the_unfused_pair(operator):
+    x, w, declaration = torch.ones(2, 4), torch.ones(5, 4), operator_named(operator)
+    assert declaration.implementation("nccl") is declaration.implementation("unfused")
+    results = (getattr(interlace, operator)(x, w, impl=impl) for impl in ("nccl", "unfused"))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)

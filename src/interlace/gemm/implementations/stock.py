@@ -20,7 +20,6 @@ from interlace.comm.host.channel import GivenUpError
 from interlace.comm.runtime.gpu_memory import has_memory
 from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations import unfused
 from interlace.gemm.implementations.refusals import needs
 from interlace.registry import Implementation
 from interlace.units import next_power_of_2
@@ -57,16 +56,6 @@ def own_kernel(operator: str, device_type: str) -> Callable[..., Any]:
         f"symm_mem::{operator}", "Meta" if device_type == "CPU" else device_type
     )
     return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(key))
-
-
-NCCL = Implementation(
-    "nccl",
-    "cuBLAS, then NCCL's collective",
-    unfused.run,
-    needs(gpu=True),
-    is_stock=True,
-    spans_nodes=True,
-)
 
 
 def _run_all_reduce(call: GemmCall, operator: str) -> torch.Tensor | None:

@@ -26,7 +26,7 @@ from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_REDUCE
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
-from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
+from interlace.gemm.implementations.stock import ONE_SHOT, TWO_SHOT
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands, require_float, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
@@ -63,7 +63,6 @@ class GemmAllReduce(GemmOperator):
             two_levels.needs_rails,
         ),
         UNFUSED,
-        NCCL,
         ONE_SHOT,
         TWO_SHOT,
     )
@@ -214,11 +213,10 @@ def gemm_all_reduce(
             ``"remote_stores"`` is ``torch.mm`` with the peers' memory as its output (rows split
             evenly, no bias). ``"pushed"`` is a product, then one kernel that sends this rank's part
             to all and adds theirs (16 MiB at most). ``"chunked"`` is ``torch.mm`` for each rank's
-            rows, which copy engines send. ``"unfused"`` is ``F.linear``, then ``all_reduce``.
-            ``"nccl"``, ``"one_shot"`` and ``"two_shot"`` are PyTorch's own pairs, on GPUs.
-            ``"auto"`` is the one of these that was
-            measured for a table, or is predicted, to be the fastest; :func:`interlace.explain` says
-            which it is and why.
+            rows, which copy engines send. ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
+            ``all_reduce``. ``"one_shot"`` and ``"two_shot"`` are PyTorch's own pairs, on GPUs.
+            ``"auto"`` is the one of these that was measured for a table, or is predicted, to be the
+            fastest; :func:`interlace.explain` says which it is and why.
             ``"measured"`` is the one that the first call of a kind measures to be the fastest
             (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch

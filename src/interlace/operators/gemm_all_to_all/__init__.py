@@ -21,7 +21,6 @@ from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
-from interlace.gemm.implementations.stock import NCCL
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
@@ -50,7 +49,6 @@ class GemmAllToAll(GemmOperator):
         PUSHED_ALL_TO_ALL,
         network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
         UNFUSED,
-        NCCL,
     )
 
     def exchanges(self, splits: Splits) -> bool:
@@ -228,11 +226,11 @@ def gemm_all_to_all(
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
             evenly). ``"pushed"`` is a product, then a kernel that stores the rows at the peers
-            (rows split evenly). ``"unfused"`` is ``F.linear``, then ``all_to_all_single``.
-            ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to
-            be the fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is
-            the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). ``"batch_invariant"`` gives a row the same bits in every
+            (rows split evenly). ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
+            ``all_to_all_single``. ``"auto"`` is the one of these that is predicted to be the
+            fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
+            that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
+            ``"batch_invariant"`` gives a row the same bits in every
             batch (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.

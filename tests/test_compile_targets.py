@@ -483,7 +483,7 @@ _NORMING = {
 
 def _norms(sections=1):
     """Types and constants of each norm and quantisation."""
-    from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormForm
+    from interlace.operators.gemm_all_reduce.kernels.norm import NormForm
 
     yield (
         {"y": "*bf16"},

@@ -13,7 +13,7 @@ _MODULES = (
     "all_to_all_bmm",
     "embedding_all_to_all",
     "gemm_all_reduce",
-    "gemm_all_reduce_norm",
+    "gemm_all_reduce.normed",
     "gemm_all_to_all",
     "gemm_all_to_all.batches",
     "gemm_all_to_all.gradient",

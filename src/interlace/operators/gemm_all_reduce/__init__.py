@@ -223,7 +223,7 @@ def gemm_all_reduce(
             (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The configuration of ``"fused"``, a ``GemmAllReduceConfig``, or of ``"gemv"``, a
             :class:`interlace.GemvAllReduceConfig`; the same on every rank; default: the tuned
-            table's. With a norm, that of :mod:`interlace.operators.gemm_all_reduce_norm`.
+            table's. With a norm, a :class:`interlace.GemmAllReduceNormConfig`.
 
     Returns:
         ``[M, N]`` of ``out_dtype``, the same on every rank. With a norm, a

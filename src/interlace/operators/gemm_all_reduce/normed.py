@@ -1,4 +1,4 @@
-"""GEMM + AllReduce + residual + norm: what ends each half of a decoder's layer; see README.md."""
+"""GEMM + AllReduce + residual + norm: what ends each half of a decoder's layer; see norm.md."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import FLOATS, Operands, validate
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.operators.gemm_all_reduce_norm import launch, reference
-from interlace.operators.gemm_all_reduce_norm.config import (
+from interlace.operators.gemm_all_reduce import gemv, reference
+from interlace.operators.gemm_all_reduce import normed_launch as launch
+from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
-    MOST_ROWS,
+    MOST_NORMED_ROWS,
     GemmAllReduceNormConfig,
 )
-from interlace.registry import Implementation, operator, operator_matching
+from interlace.registry import Implementation, operator
 from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
-
-__all__ = ["MOST_ROWS", "GemmAllReduceNorm", "GemmAllReduceNormConfig"]
 
 
 @operator
@@ -93,16 +92,16 @@ class GemmAllReduceNorm(GemmOperator):
 
 
 _MOST_TILES = MAX_PROGRAMS - 512
+_SIZES = ("rows", "columns", "inner", "dtype", "world_size", "device")
 _CPU_TILES = {"block_n": 16, "block_k": 64, "num_warps": 4, "max_programs": 8}
 
 
 @cached_by_profiles
 def _choose(**call: Any) -> Choice[Any]:
-    plain = {name: value for name, value in call.items() if name != "out_dtype"}
-    tiles = operator_matching("gemm", "all_reduce").choose(**plain).configs["gemv"]
-    fields = dataclasses.asdict(tiles)
-    names = {field.name for field in dataclasses.fields(GemmAllReduceNormConfig)}
-    config = GemmAllReduceNormConfig(**{name: fields[name] for name in names & fields.keys()})
+    sizes = {name: call[name] for name in _SIZES}
+    tiles = dataclasses.asdict(gemv.tuned(**sizes).config)
+    del tiles["protocol"]
+    config = GemmAllReduceNormConfig(**tiles)
     # Beside one program per tile there must be room for the programs that receive.
     while config.block_n < 64 and ceil_div(call["columns"], config.block_n) > _MOST_TILES:
         config = dataclasses.replace(
@@ -110,10 +109,12 @@ def _choose(**call: Any) -> Choice[Any]:
         )
     if call["device"].type == "cpu":
         config = dataclasses.replace(config, **_CPU_TILES)
-    if call["rows"] > MOST_ROWS:
+    if call["rows"] > MOST_NORMED_ROWS:
         # Times were measured with fewer rows only. What this runs is what a program has that does
         # without the operator, so a graph that was traced with few rows loses nothing with many.
-        reason = f"times are known of up to {MOST_ROWS} rows; the sum takes what is best for it"
+        reason = (
+            f"times are known of up to {MOST_NORMED_ROWS} rows; the sum takes what is best for it"
+        )
         return Choice("gemm", config, reason)
     is_few = call["rows"] <= MOST_FUSED_ROWS and call.get("w_along_k", True)
     default = "fused" if is_few else "pushed"

@@ -100,7 +100,6 @@ class Operator(abc.ABC):
             by the pass for ``torch.compile`` only.
         sum_name: The name of its variant for a sum of several products, which adds them chunk by
             chunk; empty if there is none.
-        norm_name: The name of its variant that normalises the sum; empty if there is none.
         vector_name: The name of its public function for few rows, which takes a vector, too; empty
             if there is none.
         command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
@@ -120,7 +119,6 @@ class Operator(abc.ABC):
     config_type: ClassVar[type | None] = None
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
-    norm_name: ClassVar[str] = ""
     vector_name: ClassVar[str] = ""
     command_module: ClassVar[str] = ""
     choosers: ClassVar[tuple[str, ...]] = ("auto",)

@@ -176,15 +176,14 @@ def test_float8_needs_a_gpu_that_has_it(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
     operands = Operands(_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), None, None, None, bf16)
     with pytest.raises(BackendError) as caught:
-        operands.require_supported("gemm_all_reduce")
+        operands.require_supported("gemm_all_reduce", takes_float8=True)
     assert str(caught.value) == (
         "gemm_all_reduce: float8_e4m3fn must run on a GPU of compute capability 8.9 or later; got "
         "NVIDIA A100 with 8.0. "
         "It supports float16, bfloat16 and float32."
     )
-    Operands(_t(2, 4, dtype=bf16), _t(5, 4, dtype=bf16), None, None, None, bf16).require_supported(
-        "gemm_all_reduce"
-    )
+    narrow = Operands(_t(2, 4, dtype=bf16), _t(5, 4, dtype=bf16), None, None, None, bf16)
+    narrow.require_supported("gemm_all_reduce", takes_float8=True)
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16])

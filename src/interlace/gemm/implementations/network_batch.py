@@ -7,7 +7,7 @@ a part of that piece, which may begin and end within a product.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
@@ -19,6 +19,7 @@ from interlace.gemm.implementations.network import (
     exchanging,
     peers_in_turn,
     run_products,
+    send_products,
     slice_count,
     steps_of,
 )
@@ -32,38 +33,17 @@ def run_all_to_all(call: BatchCall) -> torch.Tensor:
     Returns:
         The rows of all products that all ranks have computed for this one, ``[B M, N]``.
     """
-    group, w = call.group, call.w
-    ranks, rank, (count, _, columns) = group.world_size, group.rank, w.shape
+    ranks, (count, _, columns) = call.group.world_size, call.w.shape
     x = call.x.unflatten(1, (ranks, -1))
     share = x.shape[2]
-    y = call.x.new_empty([ranks, count * share, columns])
-    slices = slice_count(call, "chunked", count * share, columns * y.element_size())
-    peers = peers_in_turn(group)
-    staged = {peer: torch.empty_like(y[0]) for peer in peers}
-    size = y[0].numel()
-    landings = [Landing(peer, peer * size, size) for peer in peers]
-    counters = counters_of(call, slices)
 
-    def multiply(source: int, rows: torch.Tensor, first: int) -> None:
-        """Multiply what is to go to one rank, from its row ``first`` on, into ``rows``."""
-        for products, part, begin, end in _pieces(rows, first, share):
-            torch.bmm(x[products, source, begin:end], w[products], out=part)
+    def multiply(rank: int, out: torch.Tensor, first: int) -> None:
+        for products, part, begin, end in _pieces(out, first, share):
+            torch.bmm(x[products, rank, begin:end], call.w[products], out=part)
 
-    def enqueue() -> None:
-        parts, arriving = cut_all(staged, slices), {peer: cut(y[peer], slices) for peer in peers}
-        steps = steps_of(parts, arriving, counters)
-        with exchanging(call, steps, counters, landings, y) as queue:
-            firsts = _firsts(parts[peers[0]])
-            for number, first in enumerate(firsts):
-                for peer in peers:
-                    multiply(peer, parts[peer][number], first)
-                counters[number : number + 1].add_(1)
-                queue.release(number + 1)
-            for rows, first in zip(cut(y[rank], slices), firsts, strict=True):
-                multiply(rank, rows, first)
-
-    run_products(call, slices, enqueue, y, *staged.values())
-    return y.view(-1, columns)
+    y = call.x.new_empty([ranks * count * share, columns])
+    send_products(call, [[count * share] * ranks] * ranks, y, multiply)
+    return y
 
 
 def run_products_of_arrivals(call: BatchCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +78,7 @@ def run_products_of_arrivals(call: BatchCall) -> tuple[torch.Tensor, torch.Tenso
         with exchanging(call, steps, counters, landings, y) as queue:
             queue.release(1)
             own = cut(x[rank], slices)
-            firsts = _firsts(own)
+            firsts = list(itertools.accumulate(map(len, own[:-1]), initial=0))
             for number, first in enumerate(firsts):
                 multiply(rank, own[number], first)
                 queue.release(number + 2)
@@ -109,11 +89,6 @@ def run_products_of_arrivals(call: BatchCall) -> tuple[torch.Tensor, torch.Tenso
 
     run_products(call, slices, enqueue, x, y, received, *landing.values())
     return y.flatten(1, 2), received.flatten(1, 2)
-
-
-def _firsts(slices: Sequence[torch.Tensor]) -> list[int]:
-    """Return the row at which each slice begins."""
-    return list(itertools.accumulate(map(len, slices[:-1]), initial=0))
 
 
 def _pieces(

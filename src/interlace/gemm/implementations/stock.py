@@ -9,7 +9,6 @@ Source: torch.distributed._symmetric_memory of PyTorch 2.5 and later.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -89,10 +88,7 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    group, dtype = call.group, call.operands.out_dtype
-    process_group = call.process_group or dist.group.WORLD
-    assert process_group is not None
-    name = process_group.group_name
+    group, dtype, name = call.group, call.operands.out_dtype, _name_of(call)
     # Captured graphs refer to the memory, so none is given up for a larger one. Powers of two keep
     # the sum of all sizes below twice the largest.
     numel = next_power_of_2(rows * columns)
@@ -143,25 +139,18 @@ TWO_SHOT = Implementation(
 )
 
 
-def _enabled(call: GemmCall) -> str:
-    """Return the group's name, with symmetric memory enabled where PyTorch still asks for that."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
+def _name_of(call: GemmCall) -> str:
+    """Return the name of a call's process group, which there is."""
     process_group = call.process_group or dist.group.WORLD
     assert process_group is not None
-    name = process_group.group_name
-    with warnings.catch_warnings():
-        # Needed until PyTorch 2.10, deprecated since.
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric_memory.enable_symm_mem_for_group(name)
-    return name
+    return process_group.group_name
 
 
 def _run_async(call: GemmCall, run: Callable[[GemmCall, str], Any]) -> Any:
     if call.group.world_size == 1:
         return call.operator.run_unfused(call)
     _require_memory(call)
-    name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
+    name = call.group.once(("async_tp", call.group_name), lambda: _name_of(call))
     with call.group.running():
         return run(call, name)
 

@@ -127,7 +127,7 @@ class AllGatherGemm(GemmOperator):
         """Run ``all_gather``, then ``F.linear``."""
         x = call.operands.x
         y, gathered = reference.all_gather_gemm(
-            call.operands.factors(), call.rows.by_rank, call.process_group
+            call.operands, call.rows.by_rank, call.process_group
         )
         if not call.gather:
             return y, x.new_empty([0, call.operands.inner])

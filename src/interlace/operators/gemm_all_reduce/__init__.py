@@ -12,13 +12,7 @@ from interlace.comm import Group
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.epilogue import (
-    Norm,
-    Normed,
-    call_normed,
-    refuse_with_norm,
-    refuse_without_norm,
-)
+from interlace.gemm.epilogue import Norm, Normed
 from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.chunked import CHUNKED
@@ -33,6 +27,11 @@ from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, gemv, reference
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
+from interlace.operators.gemm_all_reduce.normed import (
+    call_normed,
+    refuse_with_norm,
+    refuse_without_norm,
+)
 from interlace.registry import operator
 from interlace.tuning.choice import Choice
 from interlace.tuning.configuration import Configuration
@@ -45,7 +44,6 @@ class GemmAllReduce(GemmOperator):
     collective = "all_reduce"
     config_type = GemmAllReduceConfig
     split_names = ()
-    norm_name = "gemm_all_reduce_norm"
     vector_name = "gemv_all_reduce"
     command_module = "interlace.cli.bench_gemm_all_reduce"
     adds_ranks = True
@@ -100,7 +98,7 @@ class GemmAllReduce(GemmOperator):
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_reduce``."""
-        return reference.gemm_all_reduce(call.operands.factors(), call.process_group)
+        return reference.gemm_all_reduce(call.operands, call.process_group)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed."""
@@ -257,9 +255,8 @@ def gemm_all_reduce(
     if norm is not None or norm_weight is not None:
         refuse_with_norm(OPERATOR.name, x_scale=x_scale, w_scale=w_scale)
         return call_normed(
-            OPERATOR, x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight,
-            norm_bias=norm_bias, eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl,
-            config=config,
+            x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
+            eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl, config=config,
         )  # fmt: skip
     refuse_without_norm(OPERATOR.name, residual=residual, norm_bias=norm_bias, scale=scale)
     y: torch.Tensor = schema.call(
@@ -374,9 +371,8 @@ def gemv_all_reduce(
         )
         return y[0] if is_vector else y
     results = call_normed(
-        OPERATOR, x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight,
-        norm_bias=norm_bias, eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl,
-        config=config,
+        x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
+        eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl, config=config,
     )  # fmt: skip
     return Normed(results.y[0], results.residual[0], results.scale) if is_vector else results
 

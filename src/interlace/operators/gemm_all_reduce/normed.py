@@ -6,19 +6,26 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from interlace.comm import MAX_PROGRAMS, Group
-from interlace.comm.groups.registration import OPERATOR_TAGS, register
+from interlace.comm import MAX_PROGRAMS, Group, default_name
+from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.epilogue import Epilogue, Normed, validate_epilogue
+from interlace.gemm.epilogue import Epilogue, Norm, Normed, validate_epilogue
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.unfused import UNFUSED
-from interlace.gemm.operands import FLOATS, Operands, validate
+from interlace.gemm.operands import (
+    FLOATS,
+    Operands,
+    require_device,
+    require_tensor,
+    validate,
+)
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.operators.gemm_all_reduce import gemv, reference
 from interlace.operators.gemm_all_reduce import normed_launch as launch
@@ -29,6 +36,7 @@ from interlace.operators.gemm_all_reduce.config import (
 )
 from interlace.registry import Implementation, operator
 from interlace.tuning.choice import Choice
+from interlace.tuning.configuration import Configuration
 from interlace.units import ceil_div
 
 
@@ -129,9 +137,10 @@ _SCHEMA = (
     "str config) -> (Tensor, Tensor, Tensor)"
 )
 _DECLARATION = GemmAllReduceNorm()
+_NAME = GemmAllReduceNorm.name
 _Results = tuple[torch.Tensor, ...]
 _library = torch.library.Library("interlace", "FRAGMENT")
-_library.define(f"{GemmAllReduceNorm.name}{_SCHEMA}", tags=OPERATOR_TAGS)
+_library.define(f"{_NAME}{_SCHEMA}", tags=OPERATOR_TAGS)
 
 
 # Behind x, w and bias come an epilogue's arguments, and then the group's name, the implementation
@@ -143,10 +152,10 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
     group_name, impl, config = arguments[-_OTHERS:]
     validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
     epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
-    validate_epilogue(_DECLARATION.name, x, w.shape[0], epilogue)
+    validate_epilogue(_NAME, x, w.shape[0], epilogue)
     if w.shape[0] > launch.MOST_COLUMNS:
         raise ArgumentError(
-            f"{_DECLARATION.name}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
+            f"{_NAME}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
             f"the sums; got {w.shape[0]}. Normalise after gemm_all_reduce."
         )
     operands = Operands(x, w, bias, None, None, x.dtype)
@@ -160,4 +169,80 @@ def _fake(x: torch.Tensor, w: torch.Tensor, _: object, *arguments: Any) -> _Resu
     return tuple(epilogue.empty_results(x.shape[0], w.shape[0], x))
 
 
-register(_library, GemmAllReduceNorm.name, _run, _fake)
+register(_library, _NAME, _run, _fake)
+
+
+def call_normed(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: Configuration | None,
+) -> Normed:
+    """Call ``gemm_all_reduce_norm`` for the public functions.
+
+    Args:
+        x: ``[B, K]``.
+        norm: None for the root mean square.
+
+    Raises:
+        ArgumentError: An operand is no dense tensor, or is not on the device of x; or ``eps`` is no
+            number, or ``norm`` no word. PyTorch chooses what runs by the operands' devices, so this
+            is refused before it is asked.
+    """
+    optional = {
+        "bias": bias,
+        "residual": residual,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "scale": scale,
+    }
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in {"x": x, "w": w, **given}.items():
+        require_tensor(f"{_NAME}: {name}", tensor)
+        require_device(f"{_NAME}: {name}", tensor, "x", x.device)
+    # What the schema has no place for would be PyTorch's error.
+    if not isinstance(eps, (int, float)):
+        raise ArgumentError(f"{_NAME}: eps must be a number; got {eps!r}.")
+    if not isinstance(norm, (str, type(None))):
+        raise ArgumentError(f"{_NAME}: norm must be a word or None; got {norm!r}.")
+    text = "" if config is None else str(config)
+    results = entrance(_NAME)(
+        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
+        default_name(group), impl, text,
+    )  # fmt: skip
+    return Normed(*results)
+
+
+def refuse_with_norm(operator: str, **options: object) -> None:
+    """Refuse options that a norm does not go with.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"{operator}: {name} must not come with a norm; got both.")
+
+
+def refuse_without_norm(operator: str, **options: object) -> None:
+    """Refuse options that say something of a norm where none is asked for.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{operator}: {name} must come with norm_weight or norm; got {name} alone. Pass "
+                'norm_weight=, or norm="rms".'
+            )

@@ -4,22 +4,25 @@ the kernels are checked against.
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.gemm.epilogue import Epilogue
-from interlace.gemm.reference import Factors, is_alone, product
+from interlace.gemm.operands import Operands
+from interlace.gemm.reference import is_alone, product
 
 _LARGEST_FLOAT8 = 448.0
 
 
-def gemm_all_reduce(factors: Factors, group: dist.ProcessGroup | None) -> torch.Tensor:
+def gemm_all_reduce(operands: Operands, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return ``all_reduce(x @ w.T) + bias``, every intermediate in ``out_dtype``."""
-    y = product(factors._replace(bias=None))
+    y = product(dataclasses.replace(operands, bias=None))
     if not is_alone(group):
         dist.all_reduce(y, group=group)
-    return y if factors.bias is None else y + factors.bias
+    return y if operands.bias is None else y + operands.bias
 
 
 def gemm_all_reduce_norm(

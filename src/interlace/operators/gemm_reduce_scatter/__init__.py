@@ -77,9 +77,7 @@ class GemmReduceScatter(GemmOperator):
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``reduce_scatter``."""
-        return reference.gemm_reduce_scatter(
-            call.operands.factors(), call.rows.by_rank, call.process_group
-        )
+        return reference.gemm_reduce_scatter(call.operands, call.rows.by_rank, call.process_group)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save both operands."""

@@ -337,8 +337,9 @@ def _where_numbers_begin_again(operator, impl):
         (operator, impl)
         for operator, impls in IMPLEMENTATIONS.items()
         for impl in impls
-        # These two have no memory of the group, and no numbers in it.
-        if impl not in ("unfused", "pooled") and operator != KERNEL
+        # These have no memory of the group of their own, and no numbers in it; ``"gemm"`` calls
+        # gemm_all_reduce.
+        if impl not in ("unfused", "pooled", "gemm") and operator != KERNEL
     ],
 )
 def test_calls_where_numbers_begin_again(ranks, operator, impl):

@@ -287,6 +287,35 @@ def send_products(
     run_products(call, count, enqueue, y, *staged.values())
 
 
+def pieces_of_batch(
+    rows: torch.Tensor, first: int, share: int
+) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
+    """Cut a slice of a rank's rows, ``share`` of each product of a batch, into batches of equal
+    rows.
+
+    A rank's rows are one piece of memory, product after product, so a slice may begin and end
+    within a product.
+
+    Args:
+        rows: The slice, contiguous.
+        first: The row at which it begins.
+        share: Rows of one product.
+
+    Yields:
+        The products, their part of ``rows`` as ``[products, rows, columns]``, and the rows of each
+        product, from the first to before the last one.
+    """
+    at, end = first, first + len(rows)
+    while at < end:
+        product, begin = divmod(at, share)
+        # Whole products go together; a slice may begin and end with a part of one.
+        whole = 1 if begin else max(1, (end - at) // share)
+        last = min(share, begin + end - at)
+        part = rows[at - first : at - first + whole * (last - begin)]
+        yield slice(product, product + whole), part.unflatten(0, (whole, -1)), begin, last
+        at += whole * (last - begin)
+
+
 def _bytes(rows: torch.Tensor) -> torch.Tensor:
     """Return contiguous rows as bytes, which every backend of torch sends."""
     return rows.view(-1).view(torch.uint8)

@@ -23,7 +23,7 @@ from interlace.comm.groups.carrier import CHANNELS
 from interlace.comm.groups.slices import Message, Step, Trigger, run_in_slices
 from interlace.comm.launching.leaving_sms import leaving_sms
 from interlace.comm.replay.replays import places
-from interlace.gemm.between_nodes import slices_of
+from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.terms import Terms
@@ -96,18 +96,17 @@ class PredictedCall(SlicedCall, Protocol):
     def sizes(self) -> dict[str, Any]: ...
 
 
-def slice_count(call: PredictedCall, implementation: str, rows: int, row_bytes: int) -> int:
-    """Return the number of slices that are cut of so many rows for one peer, alike on every rank.
+def slice_count(call: PredictedCall, rows: int, row_bytes: int) -> int:
+    """Return the number of slices that ``impl="chunked"`` cuts of so many rows for one peer, alike
+    on every rank.
 
     It is what a measured network asks for, and without one the number of slices of some MiB.
     """
-    predicted = slices_of(
-        call.operator.name,
-        implementation,
-        call.group.nodes,
-        **call.sizes,
-        world_size=call.group.world_size,
+    group = call.group
+    times = times_between_nodes(
+        call.operator.name, group.nodes, **call.sizes, world_size=group.world_size
     )
+    predicted = None if times is None else times.slices_of("chunked")
     return slices_by_size(rows * row_bytes) if predicted is None else predicted
 
 
@@ -260,7 +259,7 @@ def send_products(
         (rows for s, counts in enumerate(sent) for d, rows in enumerate(counts) if s != d),
         default=0,
     )
-    count = slice_count(call, "chunked", most_rows, columns * y.element_size())
+    count = slice_count(call, most_rows, columns * y.element_size())
     counters, results = counters_of(call, count), y.split(received)
     staged = {peer: y.new_empty([sent[rank][peer], columns]) for peer in peers}
     landings = [

@@ -126,7 +126,7 @@ def _run_between_nodes(call: BatchCall) -> Pair:
     share = x.shape[1] // count
     y = x.new_empty([count, ranks, share, columns])
     received = x.new_empty([count, ranks, share, inner])
-    slices = slice_count(call, "chunked", count * share, inner * x.element_size())
+    slices = slice_count(call, count * share, inner * x.element_size())
     peers = peers_in_turn(group)
     landing = {peer: torch.empty_like(x[0]) for peer in peers}
     # Slices are voided one by one, as they are waited for.

@@ -247,9 +247,7 @@ _OF_THE_OPERATOR = ("test_autograd_registration", "test_aot_dispatch_dynamic")
 _OF_A_CALL = ("test_schema", "test_faketensor")
 
 
-def opcheck(
-    call: Call, arguments: tuple[Any, ...], *, is_of_operator: bool = True
-) -> dict[str, str]:
+def opcheck(call: Call, arguments: tuple[Any, ...], is_of_operator: bool) -> dict[str, str]:
     """On a rank: schema and fake tensors, and with ``is_of_operator`` autograd registration and AOT
     dispatch; ``arguments`` follow the five tensors.
     """

@@ -4,7 +4,6 @@ gradients, and torch's own tools.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import pytest
@@ -240,8 +239,7 @@ def test_opcheck_and_compile(ranks: Any, operator: str, impl: str) -> None:
         call = Call(operator, rows, 6, 7, bias=True, impl=impl)
         gathers = (True,) if operator == "all_gather_gemm" else ()
         schema = (*arguments, torch.float32, *gathers, "", impl, "")
-        check = functools.partial(opcheck, is_of_operator=is_of_operator)
-        for outcome in ranks(2).run(check, call, schema):
+        for outcome in ranks(2).run(opcheck, call, schema, is_of_operator):
             assert set(outcome.values()) == {"SUCCESS"}, outcome
     call = Call(operator, 11, 9, 6, bias=True, splits=SPLITS[operator][2], impl=impl)
     for eager, graph in ranks(2).run(compiled, call):

@@ -469,7 +469,7 @@ def _gemv_all_reduce(dtype, block_n, block_b, block_k, even, values, **constants
 
 def _norms(sections=1, bias="*bf16"):
     """Types and constants of each norm and quantisation."""
-    from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
+    from interlace.operators.gemm_all_reduce.kernels.norm import (
         NormForm,
         NormInputs,
         NormOutputs,

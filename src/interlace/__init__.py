@@ -42,8 +42,11 @@ if TYPE_CHECKING:
     from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig
     from interlace.operators.explain import explain
     from interlace.operators.gemm_all_reduce import gemm_all_reduce, gemv_all_reduce
-    from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
-    from interlace.operators.gemm_all_reduce_norm import GemmAllReduceNormConfig
+    from interlace.operators.gemm_all_reduce.config import (
+        GemmAllReduceConfig,
+        GemmAllReduceNormConfig,
+        GemvAllReduceConfig,
+    )
     from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.mixture_of_experts import mixture_of_experts
@@ -92,7 +95,7 @@ _PUBLIC = {
     "operator": "interlace.registry",
     "gemm_all_reduce": "interlace.operators.gemm_all_reduce",
     "GemmAllReduceConfig": "interlace.operators.gemm_all_reduce.config",
-    "GemmAllReduceNormConfig": "interlace.operators.gemm_all_reduce_norm",
+    "GemmAllReduceNormConfig": "interlace.operators.gemm_all_reduce.config",
     "gemm_all_to_all": "interlace.operators.gemm_all_to_all",
     "GemmAllToAllConfig": "interlace.operators.gemm_all_to_all",
     "gemm_reduce_scatter": "interlace.operators.gemm_reduce_scatter",

@@ -37,6 +37,7 @@ class Implementation:
 
     Attributes:
         name: A word with the same meaning in every operator that has this implementation.
+        alias: Another word by which callers may ask for it, or None.
         summary: What it does, in half a sentence.
         run: Runs a call that is not refused, and returns its result, or a ``DeferredCall`` that
             ``Group.perform`` runs. It returns None if it turns out to be impossible for a call that
@@ -78,6 +79,7 @@ class Implementation:
     is_predictable: Callable[[Any], bool] = lambda _: True
     host_us: float = 0.0
     backward: Callable[..., Any] | None = None
+    alias: str | None = None
 
 
 class Operator(abc.ABC):
@@ -98,7 +100,6 @@ class Operator(abc.ABC):
             by the pass for ``torch.compile`` only.
         sum_name: The name of its variant for a sum of several products, which adds them chunk by
             chunk; empty if there is none.
-        norm_name: The name of its variant that normalises the sum; empty if there is none.
         vector_name: The name of its public function for few rows, which takes a vector, too; empty
             if there is none.
         command_module: The name of the module whose ``add_commands(operator, bench_app, tune_app)``
@@ -118,7 +119,6 @@ class Operator(abc.ABC):
     config_type: ClassVar[type | None] = None
     has_public_function: ClassVar[bool] = True
     sum_name: ClassVar[str] = ""
-    norm_name: ClassVar[str] = ""
     vector_name: ClassVar[str] = ""
     command_module: ClassVar[str] = ""
     choosers: ClassVar[tuple[str, ...]] = ("auto",)
@@ -180,13 +180,13 @@ class Operator(abc.ABC):
         return (*self.choosers, *(implementation.name for implementation in self.implementations))
 
     def implementation(self, name: str) -> Implementation:
-        """Return the implementation of that name.
+        """Return the implementation of that name or alias.
 
         Raises:
             ArgumentError: There is none.
         """
         for implementation in self.implementations:
-            if implementation.name == name:
+            if name in (implementation.name, implementation.alias):
                 return implementation
         raise ArgumentError(
             f"{self.name}: impl must be one of {', '.join(self.words)}; got {name!r}."

@@ -20,7 +20,7 @@ DECIDING = [
     "gemm/operands.py",
     "operators/gemm_all_reduce/fused.py",
     "operators/gemm_all_reduce/config.py",
-    "compile/requirements.py",
+    "compile/sent.py",
     "comm/groups/group.py",
     "tuning/__init__.py",
     "tuning/tables/gemm_all_reduce.nvidia_h200.json",

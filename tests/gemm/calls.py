@@ -241,9 +241,15 @@ def check_gradients(
 # As torch's own tools see an operator
 
 
-def opcheck(call: Call, arguments: tuple[Any, ...]) -> dict[str, str]:
-    """On a rank: schema, fake tensors, autograd registration and AOT dispatch; ``arguments`` follow
-    the five tensors.
+# How the operator was registered, and what a compiler makes of it, for any implementation.
+_OF_THE_OPERATOR = ("test_autograd_registration", "test_aot_dispatch_dynamic")
+# What the operator does to its arguments, and whether results are as fake tensors say.
+_OF_A_CALL = ("test_schema", "test_faketensor")
+
+
+def opcheck(call: Call, arguments: tuple[Any, ...], is_of_operator: bool) -> dict[str, str]:
+    """On a rank: schema and fake tensors, and with ``is_of_operator`` autograd registration and AOT
+    dispatch; ``arguments`` follow the five tensors.
     """
     tensors = {
         name: tensor.requires_grad_() for name, tensor in call.inputs(dist.get_rank()).items()
@@ -252,7 +258,9 @@ def opcheck(call: Call, arguments: tuple[Any, ...]) -> dict[str, str]:
     assert getattr(interlace, call.operator) is not None
     op = getattr(torch.ops.interlace, call.operator).default
     return torch.library.opcheck(
-        op, (tensors["x"], tensors["w"], tensors["bias"], None, None, *arguments)
+        op,
+        (tensors["x"], tensors["w"], tensors["bias"], None, None, *arguments),
+        test_utils=(*_OF_A_CALL, *(_OF_THE_OPERATOR if is_of_operator else ())),
     )
 
 

@@ -17,7 +17,7 @@ import interlace
 from interlace import EmbeddingAllToAllConfig, Faults, GemvAllReduceConfig
 from interlace.comm import MAX_PROGRAMS, group_of
 from interlace.gemm.kernels import layout as gemm_layout
-from interlace.operators.embedding_all_to_all import record
+from interlace.operators.embedding_all_to_all import layout as embedding_layout
 from interlace.operators.mixture_of_experts import layout
 from interlace.testing.cases import IMPLEMENTATIONS, every_case
 from interlace.testing.cases.outputs import KERNEL, KernelCase
@@ -53,7 +53,7 @@ def _jump(group, epoch):
         )
         if name == "embedding_all_to_all":
             # The call before, of the other parity, would have cleared the tickets of this one.
-            tickets = record.TICKETS
+            tickets = embedding_layout.TICKETS
             _signals(group, workspace.signals, tickets + 2)[tickets : tickets + 2] = [0, 0]
     dist.barrier()
 
@@ -337,8 +337,9 @@ def _where_numbers_begin_again(operator, impl):
         (operator, impl)
         for operator, impls in IMPLEMENTATIONS.items()
         for impl in impls
-        # These two have no memory of the group, and no numbers in it.
-        if impl not in ("unfused", "pooled") and operator != KERNEL
+        # These have no memory of the group of their own, and no numbers in it; ``"gemm"`` calls
+        # gemm_all_reduce.
+        if impl not in ("unfused", "pooled", "gemm") and operator != KERNEL
     ],
 )
 def test_calls_where_numbers_begin_again(ranks, operator, impl):

@@ -110,10 +110,17 @@ def test_stock_pairs_refuse_the_cpu_by_name(operator):
         for implementation in declaration.implementations
         if implementation.is_stock
     ]
-    assert "nccl" in stock
     for name in stock:
         with pytest.raises(ArgumentError, match=f"impl='{name}' must have a GPU"):
             getattr(interlace, operator)(_t(2, 4), _t(5, 4), impl=name)
+
+
+@pytest.mark.parametrize("operator", OPERATORS)
+def test_nccl_is_another_word_for_the_unfused_pair(operator):
+    x, w, declaration = torch.ones(2, 4), torch.ones(5, 4), operator_named(operator)
+    assert declaration.implementation("nccl") is declaration.implementation("unfused")
+    results = (getattr(interlace, operator)(x, w, impl=impl) for impl in ("nccl", "unfused"))
+    assert torch.equal(*results)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -169,15 +176,14 @@ def test_float8_needs_a_gpu_that_has_it(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "device", torch.device("cuda", 0))
     operands = Operands(_t(2, 4, dtype=f8), _t(5, 4, dtype=f8), None, None, None, bf16)
     with pytest.raises(BackendError) as caught:
-        operands.require_supported("gemm_all_reduce")
+        operands.require_supported("gemm_all_reduce", takes_float8=True)
     assert str(caught.value) == (
         "gemm_all_reduce: float8_e4m3fn must run on a GPU of compute capability 8.9 or later; got "
         "NVIDIA A100 with 8.0. "
         "It supports float16, bfloat16 and float32."
     )
-    Operands(_t(2, 4, dtype=bf16), _t(5, 4, dtype=bf16), None, None, None, bf16).require_supported(
-        "gemm_all_reduce"
-    )
+    narrow = Operands(_t(2, 4, dtype=bf16), _t(5, 4, dtype=bf16), None, None, None, bf16)
+    narrow.require_supported("gemm_all_reduce", takes_float8=True)
 
 
 @pytest.mark.parametrize("dtype", [f32, bf16])

@@ -340,7 +340,6 @@ def _without_memory_of_async_tp():
     arguments = "gemm_reduce_scatter", "async_tp", operands, None, group, process_group
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stock, "has_memory", has_memory)
-        patch.setattr(stock, "_enabled", lambda call: "")
         patch.setattr(stock, "own_kernel", lambda *_: lambda *_: called.append(True) or operands.x)
         errors = [error_of(_run, *arguments, is_explicit)[:2] for is_explicit in (False, True)]
         calls, full = len(called), False

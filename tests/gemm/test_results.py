@@ -191,7 +191,7 @@ def test_vectors_need_not_be_contiguous(ranks: Any, operator: str, impl: str) ->
 def _calls(draw: Any, operator: str, impl: str, world_size: int) -> Call:
     size = st.integers(1, 40)
     list_of_rows = st.lists(st.integers(0, 9), min_size=world_size, max_size=world_size)
-    rows, splits = draw(size), None
+    rows, splits = draw(st.integers(1, 20)), None
     if operator == "gemm_all_to_all":
         splits = draw(st.lists(list_of_rows, min_size=world_size, max_size=world_size))
     elif operator != "gemm_all_reduce":
@@ -231,15 +231,15 @@ _ARGUMENTS: dict[str, list[tuple[int, tuple[Any, ...]]]] = {
 
 @every_way
 def test_opcheck_and_compile(ranks: Any, operator: str, impl: str) -> None:
-    """Also with a number of rows that the compiler does not know; what the schema and the fake
-    tensors make of given splits is the same for every implementation.
+    """Also with a number of rows that the compiler does not know, which is the same for every
+    implementation, as is what the schema and the fake tensors make of given splits.
     """
-    of_operator = _ARGUMENTS[operator] if impl == "unfused" else _ARGUMENTS[operator][:1]
-    for rows, arguments in of_operator:
+    is_of_operator = impl == "unfused"
+    for rows, arguments in _ARGUMENTS[operator][: None if is_of_operator else 1]:
         call = Call(operator, rows, 6, 7, bias=True, impl=impl)
         gathers = (True,) if operator == "all_gather_gemm" else ()
         schema = (*arguments, torch.float32, *gathers, "", impl, "")
-        for outcome in ranks(2).run(opcheck, call, schema):
+        for outcome in ranks(2).run(opcheck, call, schema, is_of_operator):
             assert set(outcome.values()) == {"SUCCESS"}, outcome
     call = Call(operator, 11, 9, 6, bias=True, splits=SPLITS[operator][2], impl=impl)
     for eager, graph in ranks(2).run(compiled, call):

@@ -51,7 +51,7 @@ def test_every_implementation_of_a_draw(ranks: Any, pattern: tuple[str, str]) ->
     for result in ranks(2).run(_bench, pattern, {}):
         assert result["operator"] == operator
         assert {"fused", "chunked", "unfused"} <= result["times"].keys()
-        assert result["left_out"].keys() <= {"nccl", "one_shot", "two_shot", "async_tp"}
+        assert result["left_out"].keys() <= {"one_shot", "two_shot", "async_tp"}
         assert result["times"]["unfused"]["role"] == "pair"
         assert result["times"]["fused"]["role"] == "ours"
         kernel = "gemv" if operator == "gemm_all_reduce" else "fused"  # of few rows

@@ -38,7 +38,7 @@ IMPLEMENTATIONS = {
     "fused": dict.fromkeys(_GEMMS, "fused") | {"gemv": "gemv"},
     "chunked": dict.fromkeys(_GEMMS, "chunked"),
     "stores": dict.fromkeys(_GEMMS, "remote_stores") | {"all_gather": "pushed"},
-    "nccl": dict.fromkeys(_GEMMS, "nccl"),
+    "unfused": dict.fromkeys(_GEMMS, "unfused"),
 }
 """What runs each operator; ``"auto"`` where nothing is said."""
 

@@ -49,7 +49,10 @@ class GemmBroadcast(GemmOperator):
         """Run ``F.linear`` on the root, then ``broadcast``."""
         from gemm_broadcast import reference
 
-        return reference.gemm_broadcast(*call.operands.factors(), ROOT, call.process_group)
+        operands = call.operands
+        return reference.gemm_broadcast(
+            operands.x, operands.w, operands.bias, ROOT, call.process_group
+        )
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands; only the root's have a gradient."""

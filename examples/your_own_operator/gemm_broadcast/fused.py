@@ -34,9 +34,7 @@ def prepare(call: GemmCall, y: torch.Tensor) -> Launch:
     tiles = ceil_div(operands.rows, config.block_m) * ceil_div(operands.columns, config.block_n)
     workspace = group.workspace(call.operator.name, y.nbytes, kernel.FIRST_TILE.value + tiles)
     arguments = operand_arguments(operands, config, descriptors=False)
-    # The kernel has no scales, as the operator takes no float8.
-    for name in ("x_scale", "w_scale", "x_scale_stride", "w_scale_stride"):
-        del arguments[name]
+    del arguments["scales"]  # the operator takes no float8
     arguments |= {
         "y": y,
         "landing_address": workspace.data.address,
@@ -45,8 +43,6 @@ def prepare(call: GemmCall, y: torch.Tensor) -> Launch:
         "ctx": group.context(call.operator.name),
         "call": call.mark,
         "M": operands.rows,
-        "N": operands.columns,
-        "K": operands.inner,
     }
     shared = constants(operands, config, group, descriptors=False, tile_stores=False)
     return Launch(

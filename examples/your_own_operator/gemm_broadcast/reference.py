@@ -11,9 +11,6 @@ def gemm_broadcast(
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
-    x_scale: torch.Tensor | None,
-    w_scale: torch.Tensor | None,
-    out_dtype: torch.dtype,
     root: int,
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:

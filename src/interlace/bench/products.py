@@ -221,16 +221,8 @@ class TimedProduct(Benchmark[Any]):
         )
 
     def refusals(self) -> dict[str, str | None]:
-        """Return what the case's calls lack for each implementation; None if they lack nothing.
-
-        ``"nccl"`` is left out, since on a GPU it is what ``"unfused"`` is.
-        """
-        names = [
-            implementation.name
-            for implementation in self.operator.implementations
-            if implementation.name != "nccl"
-        ]
-        return {name: self.operator.refusal(name, self.terms) for name in names}
+        """Return what the case's calls lack for each implementation; None if they lack nothing."""
+        return {each.name: each.refusal(self.terms) for each in self.operator.implementations}
 
     def implementations(self, config: GemmConfig) -> list[Way]:
         """Return the implementations that can run, the stock pairs last."""

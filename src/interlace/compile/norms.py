@@ -42,8 +42,8 @@ from interlace.compile.graph import (
 from interlace.compile.producers import Product, rows_of
 from interlace.gemm import invariance
 from interlace.gemm.operands import FLOAT8
-from interlace.operators.gemm_all_reduce_norm.config import MOST_ROWS
-from interlace.operators.gemm_all_reduce_norm.launch import MOST_COLUMNS
+from interlace.operators.gemm_all_reduce.config import MOST_NORMED_ROWS
+from interlace.operators.gemm_all_reduce.normed_launch import MOST_COLUMNS
 from interlace.registry import operator_matching
 
 _LARGEST = torch.finfo(FLOAT8).max
@@ -234,9 +234,9 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     # A row's roundings must not depend on the number of rows where calls are batch-invariant. And a
     # graph for any number of rows, which decodes as well, loses nothing by calls of more.
     if not is_static(*value(product.x).shape[:-1]):
-        tokens = min(tokens, MOST_ROWS)
-    elif tokens > MOST_ROWS and not invariance.is_enabled():
-        raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_ROWS} or fewer")
+        tokens = min(tokens, MOST_NORMED_ROWS)
+    elif tokens > MOST_NORMED_ROWS and not invariance.is_enabled():
+        raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_NORMED_ROWS} or fewer")
     if product.columns > MOST_COLUMNS:
         raise LeftAlone(f"its rows are longer than {MOST_COLUMNS}")
     if product.bias is not None:

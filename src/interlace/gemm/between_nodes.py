@@ -145,17 +145,3 @@ def _product_us(
     # This rank's own rows are multiplied in as many pieces as those of each peer.
     rows = ceil_div(call.rows, call.world_size * slices)
     return call.world_size * slices * profile.library_product_us(call, rows)
-
-
-def slices_of(
-    operator: str, implementation: str, nodes: int, device: torch.device, **sizes: int | torch.dtype
-) -> int | None:
-    """Return the number of slices in which an implementation takes the least time.
-
-    It is the same on every rank. None means that no network was measured.
-
-    Args:
-        sizes: Rows, columns, inner, dtype and world_size as for :func:`times_between_nodes`.
-    """
-    times = times_between_nodes(operator, nodes, device=device, **sizes)
-    return None if times is None else times.slices_of(implementation)

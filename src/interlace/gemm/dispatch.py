@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Hashable, Mapping
@@ -34,10 +35,9 @@ from interlace.gemm.invariance import (
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.terms import Terms
-from interlace.mapped.meeting import Meeting
+from interlace.mapped.meeting import StreamMeeting
 from interlace.registry import Implementation
 from interlace.tuning.choice import Choice, configured
-from interlace.tuning.configuration import Configuration
 
 log = logging.getLogger("interlace.gemm")
 
@@ -52,24 +52,20 @@ class Decision:
         mark: The number that the calls' signals carry.
         rows: How rows are shared out.
         implementations: What runs: the first one that has memory for these sizes.
+        choice: What was chosen, with the configurations that implementations run with.
         predicted_us: The predicted times of implementations; empty where the caller has chosen.
-        worst_error: The factor by which they may be wrong.
         kind: What all ranks have agreed on; of calls that they have agreed on for all numbers of
             rows, the class of the rows beside it.
+        family: What ranks have agreed on, if that was for all numbers of rows.
         is_measured: Whether the order of the implementations was measured.
         has_run: Whether such a call has run, so that its memory is there.
-        config: The fused kernel's configuration.
-        configs: The configurations of implementations that have one of their own, by name.
-        family: What ranks have agreed on, if that was for all numbers of rows.
     """
 
     mark: int
     rows: RowPlan
     implementations: tuple[Implementation, ...]
-    config: GemmConfig
-    configs: Mapping[str, Configuration]
+    choice: Choice[GemmConfig]
     predicted_us: Mapping[str, float]
-    worst_error: float
     kind: tuple[Hashable, ...]
     family: Family | None = None
     is_measured: bool = False
@@ -156,8 +152,8 @@ def run(
         gather=gather,
         group=group,
         group_name=group_name,
-        config=decision.config,
-        configs=decision.configs,
+        config=decision.choice.config,
+        configs=decision.choice.configs,
         mark=decision.mark,
         is_explicit=impl not in operator.choosers,
         is_batch_invariant=is_invariant(impl),
@@ -252,38 +248,36 @@ def _run(implementation: Implementation, call: GemmCall) -> Any:
             return call.group.perform(outcome, call.known)
     is_pair = call.epilogue is None and call.operator.is_pair(implementation.name)
     if is_pair and outcome is not None and call.known is not None:
-        call.group.replays.remember(call.known, _PairAgain.of(implementation, call))
+        # What is remembered must refer to neither group nor operands.
+        absent: Any = None
+        template = dataclasses.replace(call, group=absent, operands=absent, known=None)
+        again = functools.partial(_run_again, implementation, template, operands.out_dtype)
+        call.group.replays.remember(call.known, again)
     return outcome
 
 
-@dataclasses.dataclass(frozen=True)
-class _PairAgain:
-    """Runs a stock pair again, past all that was found out before its first run.
+def _run_again(
+    pair: Implementation,
+    template: GemmCall,
+    out_dtype: torch.dtype,
+    group: Group,
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+) -> Any:
+    """Run a stock pair again, past all that was found out before its first run.
 
-    Attributes:
-        implementation: The pair.
-        call: Its call, without group and operands.
+    Args:
+        pair: The pair.
+        template: Its call, without group and operands.
         out_dtype: The result's dtype.
+
+    Returns:
+        The result; None where the pair has no memory.
     """
-
-    implementation: Implementation
-    call: GemmCall
-    out_dtype: torch.dtype
-
-    @staticmethod
-    def of(implementation: Implementation, call: GemmCall) -> _PairAgain:
-        """Return what makes a call again."""
-        absent: Any = None
-        template = dataclasses.replace(call, group=absent, operands=absent, known=None)
-        return _PairAgain(implementation, template, call.operands.out_dtype)
-
-    def __call__(
-        self, group: Group, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-    ) -> Any:
-        """Return the result; None where the pair has no memory."""
-        operands = Operands(x, w, bias, None, None, self.out_dtype)
-        call = dataclasses.replace(self.call, group=group, operands=operands)
-        return group.perform(self.implementation.run(call))
+    operands = Operands(x, w, bias, None, None, out_dtype)
+    call = dataclasses.replace(template, group=group, operands=operands)
+    return group.perform(pair.run(call))
 
 
 def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
@@ -299,7 +293,7 @@ def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
     if family is None or not is_pair or rows in family.met or group.capture_id() is not None:
         return
     family.met.add(rows)
-    Meeting.of(group, f"{operator.name}, comparison of rows", decision.mark)()
+    StreamMeeting.of(group, f"{operator.name}, comparison of rows", decision.mark)()
 
 
 def _link_bytes(call: GemmCall) -> int | None:
@@ -328,7 +322,7 @@ def _measure(call: GemmCall, decision: Decision) -> None:
         if not autotune.may_measure(call):
             return
         known[decision.kind] = autotune.measured(
-            call, decision.implementations, decision.predicted_us, decision.worst_error
+            call, decision.implementations, decision.predicted_us, decision.choice.worst_error
         )
     measured = known[decision.kind]
     order = measured.in_order(decision.implementations, decision.predicted_us)
@@ -434,11 +428,9 @@ def _decide(
         mark,
         rows,
         implementations,
-        chosen.config,
-        chosen.configs,
+        chosen,
         # Only calls within a node are measured at their first call.
         choice.times_us if is_open and not group.spans_nodes else {},
-        choice.worst_error,
         (operator.name, *kind),
         family,
     )

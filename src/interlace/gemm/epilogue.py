@@ -7,15 +7,10 @@ from collections.abc import Hashable
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from interlace.comm import default_name
-from interlace.comm.groups.registration import entrance
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOAT8, FLOATS, require_device, require_tensor
-from interlace.registry import Operator
-from interlace.tuning.configuration import Configuration
+from interlace.gemm.operands import FLOAT8, FLOATS
 
 NORMS = ("rms", "layer")
 
@@ -187,81 +182,3 @@ def validate_epilogue(operator: str, x: torch.Tensor, columns: int, epilogue: Ep
             f"{operator}: scale must be one float32 element; got {list(scale.shape)} of "
             f"{scale.dtype}."
         )
-
-
-def call_normed(
-    operator: Operator,
-    x: torch.Tensor,
-    w: torch.Tensor,
-    bias: torch.Tensor | None,
-    *,
-    residual: torch.Tensor | None,
-    norm: Norm | None,
-    norm_weight: torch.Tensor | None,
-    norm_bias: torch.Tensor | None,
-    eps: float,
-    scale: torch.Tensor | None,
-    out_dtype: torch.dtype | None,
-    group: dist.ProcessGroup | None,
-    impl: str,
-    config: Configuration | None,
-) -> Normed:
-    """Call the variant of an operator that normalises its sum, for the operator's public function.
-
-    Args:
-        operator: The operator whose ``norm_name`` names the variant.
-        x: ``[B, K]``.
-        norm: None for the root mean square.
-
-    Raises:
-        ArgumentError: An operand is no dense tensor, or is not on the device of x; or ``eps`` is no
-            number, or ``norm`` no word. PyTorch chooses what runs by the operands' devices, so this
-            is refused before it is asked.
-    """
-    optional = {
-        "bias": bias,
-        "residual": residual,
-        "norm_weight": norm_weight,
-        "norm_bias": norm_bias,
-        "scale": scale,
-    }
-    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
-    for name, tensor in {"x": x, "w": w, **given}.items():
-        require_tensor(f"{operator.norm_name}: {name}", tensor)
-        require_device(f"{operator.norm_name}: {name}", tensor, "x", x.device)
-    # What the schema has no place for would be PyTorch's error.
-    if not isinstance(eps, (int, float)):
-        raise ArgumentError(f"{operator.norm_name}: eps must be a number; got {eps!r}.")
-    if not isinstance(norm, (str, type(None))):
-        raise ArgumentError(f"{operator.norm_name}: norm must be a word or None; got {norm!r}.")
-    text = "" if config is None else str(config)
-    results = entrance(operator.norm_name)(
-        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
-        default_name(group), impl, text,
-    )  # fmt: skip
-    return Normed(*results)
-
-
-def refuse_with_norm(operator: str, **options: object) -> None:
-    """Refuse options that a norm does not go with.
-
-    Raises:
-        ArgumentError: One of them is given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise ArgumentError(f"{operator}: {name} must not come with a norm; got both.")
-
-
-def refuse_without_norm(operator: str, **options: object) -> None:
-    """Refuse options that say something of a norm where none is asked for.
-
-    Raises:
-        ArgumentError: One of them is given.
-    """
-    for name, value in options.items():
-        if value is not None:
-            raise ArgumentError(
-                f"{operator}: {name} must come with norm_weight or norm; got {name} alone. Pass "
-                'norm_weight=, or norm="rms".'
-            )

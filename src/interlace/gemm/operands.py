@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError, BackendError
-from interlace.gemm.reference import Factors
 from interlace.gemm.terms import Terms
 from interlace.registry import Operator
 from interlace.units import round_up
@@ -108,8 +107,7 @@ def validate(
             value, and a remedy.
     """
     name = operator.name
-    validate_matrices(name, x, w)
-    require_operand_dtype(name, x.dtype, takes_float8)
+    _validate_matrices(name, x, w, takes_float8)
     if out_dtype is not None:
         require_float(f"{name}: out_dtype", out_dtype)
     if bias is not None:
@@ -128,7 +126,7 @@ def validate(
     operator.validate_options(impl, config)
 
 
-def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
+def _validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor, takes_float8: bool) -> None:
     """Refuse matrices that cannot be multiplied with each other, or not by these operators."""
     require_tensor(f"{operator}: x", x)
     require_tensor(f"{operator}: w", w)
@@ -139,9 +137,18 @@ def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
         )
     if w.dim() != 2:
         raise ArgumentError(f"{operator}: w must be [N, K]; got shape {list(w.shape)}.")
-    require_common_dimension(operator, x, w)
-    require_operand_dtype(operator, x.dtype)
-    require_common_dtype(operator, x, w)
+    if x.shape[1] != w.shape[1]:
+        remedy = " Pass w.T: w is [N, K], as in nn.Linear." if x.shape[1] == w.shape[0] else ""
+        raise ArgumentError(
+            f"{operator}: x and w must have the same last dimension, K; got {x.shape[1]} and "
+            f"{w.shape[1]}.{remedy}"
+        )
+    require_operand_dtype(operator, x.dtype, takes_float8)
+    if w.dtype != x.dtype:
+        raise ArgumentError(
+            f"{operator}: w must have the dtype of x, {x.dtype}; got {w.dtype}. Cast one of them: "
+            "autocast reaches the layers of interlace.nn, and no operators."
+        )
     require_device(f"{operator}: w", w, "x", x.device)
     if contiguous_dimension(w) is None:
         raise ArgumentError(
@@ -151,32 +158,12 @@ def validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
         )
 
 
-def require_operand_dtype(operator: str, dtype: torch.dtype, takes_float8: bool = True) -> None:
+def require_operand_dtype(operator: str, dtype: torch.dtype, takes_float8: bool) -> None:
     """Refuse operands of a dtype that an operator does not multiply."""
     if dtype in FLOATS or (takes_float8 and dtype == FLOAT8):
         return
     names = "bfloat16, float32 or float8_e4m3fn" if takes_float8 else "bfloat16 or float32"
     raise ArgumentError(f"{operator}: x must be float16, {names}; got {dtype}.")
-
-
-def require_common_dimension(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
-    """Refuse an x and a w ``[N, K]`` whose last dimensions, K, differ."""
-    if x.shape[-1] == w.shape[1]:
-        return
-    remedy = " Pass w.T: w is [N, K], as in nn.Linear." if x.shape[-1] == w.shape[0] else ""
-    raise ArgumentError(
-        f"{operator}: x and w must have the same last dimension, K; got {x.shape[-1]} and "
-        f"{w.shape[1]}.{remedy}"
-    )
-
-
-def require_common_dtype(operator: str, x: torch.Tensor, w: torch.Tensor) -> None:
-    """Refuse an x and a w of different dtypes."""
-    if w.dtype != x.dtype:
-        raise ArgumentError(
-            f"{operator}: w must have the dtype of x, {x.dtype}; got {w.dtype}. Cast one of them: "
-            "autocast reaches the layers of interlace.nn, and no operators."
-        )
 
 
 def _validate_bias(
@@ -281,10 +268,6 @@ class Operands:
                 # as a row or as a column.
                 object.__setattr__(self, name, vector.reshape(-1).contiguous())
 
-    def factors(self) -> Factors:
-        """Return what references take: x, w, bias, both scales and the dtype of the result."""
-        return Factors(self.x, self.w, self.bias, self.x_scale, self.w_scale, self.out_dtype)
-
     @property
     def rows(self) -> int:
         """M, the rows of x."""
@@ -382,7 +365,7 @@ class Operands:
         x, w = _laid_out(self.x, 1), _laid_out(self.w, along)
         return self if x is self.x and w is self.w else dataclasses.replace(self, x=x, w=w)
 
-    def require_supported(self, operator: str, takes_float8: bool = True) -> None:
+    def require_supported(self, operator: str, takes_float8: bool) -> None:
         """Refuse operands that the operator, or this GPU, cannot multiply.
 
         Args:

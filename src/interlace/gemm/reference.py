@@ -5,52 +5,39 @@ kernel is used here.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.comm.groups.process_groups import require_alone
-
-
-class Factors(NamedTuple):
-    """The operands of a product: ``x [M, K]``, ``w [N, K]``, ``bias [N]``, the scales of float8
-    (``[M]`` and ``[N]``, or one element), and the dtype of the result.
-    """
-
-    x: torch.Tensor
-    w: torch.Tensor
-    bias: torch.Tensor | None
-    x_scale: torch.Tensor | None
-    w_scale: torch.Tensor | None
-    out_dtype: torch.dtype
-
+from interlace.gemm.operands import Operands
 
 _SCALED_ALIGNMENT = 16
 """``torch._scaled_mm`` takes N and K that are multiples of this."""
 
 
-def product(factors: Factors) -> torch.Tensor:
+def product(operands: Operands) -> torch.Tensor:
     """Return ``x @ w.T + bias`` in ``out_dtype``.
 
     Float8 operands are multiplied by ``torch._scaled_mm`` on a GPU, which is what a program without
     Interlace runs; where it does not take them, they are dequantised to float32 first.
     """
-    x, w, bias, x_scale, w_scale, out_dtype = factors
+    x, w, bias, out_dtype = operands.x, operands.w, operands.bias, operands.out_dtype
+    x_scale, w_scale = operands.x_scale, operands.w_scale
     if x.dtype == out_dtype:
         return F.linear(x, w, bias)
-    if _takes_scaled(factors):
-        return _scaled_product(factors)
+    if _takes_scaled(operands):
+        return _scaled_product(operands)
     wide_x, wide_w = x.float(), w.float()
     if x_scale is not None and w_scale is not None:
         wide_x, wide_w = wide_x * x_scale.reshape(-1, 1), wide_w * w_scale.reshape(-1, 1)
     return F.linear(wide_x, wide_w, None if bias is None else bias.float()).to(out_dtype)
 
 
-def _takes_scaled(factors: Factors) -> bool:
+def _takes_scaled(operands: Operands) -> bool:
     """Return whether ``torch._scaled_mm`` takes a product."""
-    x, w, bias, x_scale, w_scale, out_dtype = factors
+    x, w, x_scale, w_scale = operands.x, operands.w, operands.x_scale, operands.w_scale
     return (
         x.is_cuda
         and x.itemsize == 1
@@ -59,15 +46,15 @@ def _takes_scaled(factors: Factors) -> bool:
         and len(x) > 0
         # Its results with a scale for each row are bfloat16, and it adds no float32 bias.
         and (
-            out_dtype == torch.bfloat16
-            or (x_scale.numel() == w_scale.numel() == 1 and bias is None)
+            operands.out_dtype == torch.bfloat16
+            or (x_scale.numel() == w_scale.numel() == 1 and operands.bias is None)
         )
         and w.shape[0] % _SCALED_ALIGNMENT == w.shape[1] % _SCALED_ALIGNMENT == 0
     )
 
 
-def _scaled_product(factors: Factors) -> torch.Tensor:
-    x, w, bias, x_scale, w_scale, out_dtype = factors
+def _scaled_product(operands: Operands) -> torch.Tensor:
+    x, w, x_scale, w_scale = operands.x, operands.w, operands.x_scale, operands.w_scale
     assert x_scale is not None
     assert w_scale is not None
     if x_scale.numel() == w_scale.numel() == 1:
@@ -77,7 +64,12 @@ def _scaled_product(factors: Factors) -> torch.Tensor:
         w_scale = w_scale.reshape(1, -1).expand(1, w.shape[0]).contiguous()
     # The left operand must be row-major, the right one column-major.
     y: torch.Tensor = torch._scaled_mm(
-        x.contiguous(), w.contiguous().T, x_scale, w_scale, bias=bias, out_dtype=out_dtype
+        x.contiguous(),
+        w.contiguous().T,
+        x_scale,
+        w_scale,
+        bias=operands.bias,
+        out_dtype=operands.out_dtype,
     )
     return y
 

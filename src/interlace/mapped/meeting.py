@@ -17,7 +17,7 @@ _LEAST_BYTES = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class StreamMeeting:
     """What kernels need in which all ranks meet.
 
     Attributes:
@@ -34,11 +34,11 @@ class Meeting:
     mark: int
 
     @staticmethod
-    def of(group: Group, operator: str, mark: int) -> Meeting:
+    def of(group: Group, operator: str, mark: int) -> StreamMeeting:
         """Return the meeting of an operator's calls. Collective where its signals are new."""
         signals = BARRIERS * MOST_MOVERS * 2 * group.world_size
         workspace = group.workspace(operator, _LEAST_BYTES, signals)
-        return Meeting(group, operator, workspace, mark)
+        return StreamMeeting(group, operator, workspace, mark)
 
     def __call__(self, is_valid: torch.Tensor | None = None) -> None:
         """Let the current stream wait until all ranks' streams are here, with the same call.

@@ -22,7 +22,7 @@ from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
 from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
-from interlace.mapped.meeting import Meeting
+from interlace.mapped.meeting import StreamMeeting
 
 OPERATOR = "mapped output"
 ORDERS = ("natural", "rotated")
@@ -130,7 +130,7 @@ class MappedOutput:
         # A matrix, and a single part, have the dimensions of a chunk, others one more.
         strides = chunk.strides if len(chunk.strides) == len(sizes) else (step, *chunk.strides)
         self._written = [self._map(homes, sizes, strides) for homes in self._homes()]
-        self._meeting = Meeting.of(self.group, OPERATOR, mark)
+        self._meeting = StreamMeeting.of(self.group, OPERATOR, mark)
         # Int32 on the device: 0 if the parts that were written must not be used.
         self._is_valid: torch.Tensor | None = None
         self.half = self.turn = 0

@@ -16,7 +16,8 @@ import torch.distributed as dist
 import interlace
 from interlace.costs import find_cost
 from interlace.gemm.epilogue import Norm
-from interlace.operators.gemm_all_reduce_norm import GemmAllReduceNorm, GemmAllReduceNormConfig
+from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
+from interlace.operators.gemm_all_reduce.normed import GemmAllReduceNorm
 from tests.errors import error_of
 
 IMPLS = [each.name for each in GemmAllReduceNorm.implementations]

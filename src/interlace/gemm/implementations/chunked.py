@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from interlace.comm import Group
-from interlace.comm.replay.deferred import DeferredCall, New
-from interlace.comm.replay.replays import places
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.outputs import (
     KeptOutput,
-    kept_output,
-    product_work,
     run_into_output,
 )
 from interlace.gemm.implementations.refusals import needs
@@ -90,68 +87,3 @@ CHUNKED = Implementation(
     needs(even_rows=True, same_dtype=True),
     schedule="by_rank",
 )
-
-
-# Batches
-
-
-def run_batch(
-    x: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    group: Group,
-    group_name: str,
-    *,
-    replace: bool,
-) -> DeferredCall | None:
-    """Return the work of a batch ``x [B, M, K] @ w [B, K, N]``, or of a sum of several, and the
-    all-to-all of each product's rows, ``[B M, N]``; None if there is no output for these sizes.
-
-    Args:
-        replace: Whether the caller has asked for this implementation.
-
-    Raises:
-        ArgumentError, BackendError: As :func:`run_into_output` raises them.
-    """
-    count, rows, columns = *x[0].shape[:2], w[0].shape[2]
-    output = KeptOutput(
-        "chunked batch",
-        "all_to_all",
-        functools.partial(_multiply_batch_in_chunks, group),
-        (group.world_size, count * rows // group.world_size, columns),
-        x[0].dtype,
-        {"transport": "copy_engine"},
-    )
-    product = kept_output(output, group, group_name, replace=replace)
-    if product is None:
-        return None
-    total = count * rows
-    new = New.like(x[0], [total, columns])
-    return product_work(product, output, new, total, (x, w), places(*x, *w))
-
-
-def _multiply_batch_in_chunks(
-    group: Group,
-    x: Sequence[torch.Tensor],
-    w: Sequence[torch.Tensor],
-    *,
-    out: torch.Tensor,
-    send: Callable[[int], None],
-) -> None:
-    """Multiply as :func:`multiply_in_chunks` does, of every product the rows for one rank at a
-    time.
-    """
-    chunks = [batch.unflatten(1, (group.world_size, -1)) for batch in x]
-    for step in range(group.world_size):
-        rank = (group.rank + 1 + step) % group.world_size
-        result = out[rank].unflatten(0, (len(x[0]), -1))
-        multiply_batch_into(result, [chunk[:, rank] for chunk in chunks], w)
-        send(rank)
-
-
-def multiply_batch_into(
-    out: torch.Tensor, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]
-) -> None:
-    """Compute the sum of batches ``x @ w`` into ``out``, by cuBLAS on a GPU."""
-    torch.bmm(x[0], w[0], out=out)
-    for part, weight in zip(x[1:], w[1:], strict=True):
-        out.baddbmm_(part, weight)

@@ -23,7 +23,7 @@ from interlace.comm.groups.carrier import CHANNELS
 from interlace.comm.groups.slices import Message, Step, Trigger, run_in_slices
 from interlace.comm.launching.leaving_sms import leaving_sms
 from interlace.comm.replay.replays import places
-from interlace.gemm.between_nodes import slices_of
+from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.terms import Terms
@@ -96,18 +96,17 @@ class PredictedCall(SlicedCall, Protocol):
     def sizes(self) -> dict[str, Any]: ...
 
 
-def slice_count(call: PredictedCall, implementation: str, rows: int, row_bytes: int) -> int:
-    """Return the number of slices that are cut of so many rows for one peer, alike on every rank.
+def slice_count(call: PredictedCall, rows: int, row_bytes: int) -> int:
+    """Return the number of slices that ``impl="chunked"`` cuts of so many rows for one peer, alike
+    on every rank.
 
     It is what a measured network asks for, and without one the number of slices of some MiB.
     """
-    predicted = slices_of(
-        call.operator.name,
-        implementation,
-        call.group.nodes,
-        **call.sizes,
-        world_size=call.group.world_size,
+    group = call.group
+    times = times_between_nodes(
+        call.operator.name, group.nodes, **call.sizes, world_size=group.world_size
     )
+    predicted = None if times is None else times.slices_of("chunked")
     return slices_by_size(rows * row_bytes) if predicted is None else predicted
 
 
@@ -224,41 +223,96 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     Returns:
         The rows that all ranks have computed for this one, ``[rows, N]``.
     """
-    operands, group, sent = call.operands, call.group, call.rows.sent
-    rank, columns = group.rank, operands.columns
+    operands, sent = call.operands, call.rows.sent
+    x, weight, bias = operands.x.split(list(sent[call.group.rank])), operands.w.T, operands.bias
+
+    def multiply(rank: int, out: torch.Tensor, first: int) -> None:
+        if len(out):
+            multiply_into(out, x[rank][first : first + len(out)], weight, bias)
+
+    y = operands.x.new_empty([call.rows.result, operands.columns], dtype=operands.out_dtype)
+    send_products(call, sent, y, multiply)
+    return y
+
+
+def send_products(
+    call: PredictedCall,
+    sent: Sequence[Sequence[int]],
+    y: torch.Tensor,
+    multiply: Callable[[int, torch.Tensor, int], None],
+) -> None:
+    """Compute the rows for the peers slice by slice, this rank's own last, and send each slice.
+
+    Collective in the group's first call.
+
+    Args:
+        call: The call.
+        sent: ``sent[s][d]``: rows that go from rank s to rank d.
+        y: ``[rows, N]``, where the rows that ranks compute for this one arrive, in their order.
+        multiply: Given a rank, memory for a slice of the rows that go to it, and the number of
+            the slice's first row among them, computes the slice.
+    """
+    group, columns = call.group, y.shape[1]
+    rank, peers = group.rank, peers_in_turn(group)
     received = [counts[rank] for counts in sent]
-    y = operands.x.new_empty([call.rows.result, columns], dtype=operands.out_dtype)
     most_rows = max(
         (rows for s, counts in enumerate(sent) for d, rows in enumerate(counts) if s != d),
         default=0,
     )
-    count = slice_count(call, "chunked", most_rows, columns * y.element_size())
-    peers = peers_in_turn(group)
-    by_rank, results = operands.x.split(list(sent[rank])), y.split(received)
-    shares, landing = ({peer: rows[peer] for peer in peers} for rows in (by_rank, results))
-    staged = {peer: y.new_empty([len(shares[peer]), columns]) for peer in peers}
+    count = slice_count(call, most_rows, columns * y.element_size())
+    counters, results = counters_of(call, count), y.split(received)
+    staged = {peer: y.new_empty([sent[rank][peer], columns]) for peer in peers}
     landings = [
         Landing(peer, sum(received[:peer]) * columns, received[peer] * columns) for peer in peers
     ]
-    counters, weight, bias = counters_of(call, count), operands.w.T, operands.bias
+
+    def multiply_slice(to: int, slices: Sequence[torch.Tensor], number: int) -> None:
+        multiply(to, slices[number], sum(map(len, slices[:number])))
 
     def enqueue() -> None:
-        x, products, arriving = (cut_all(rows, count) for rows in (shares, staged, landing))
+        products = cut_all(staged, count)
+        arriving = cut_all({peer: results[peer] for peer in peers}, count)
         steps = steps_of(products, arriving, counters)
         with exchanging(call, steps, counters, landings, y) as queue:
             for number in range(count):
                 for peer in peers:
-                    if len(x[peer][number]):
-                        multiply_into(products[peer][number], x[peer][number], weight, bias)
+                    multiply_slice(peer, products[peer], number)
                 counters[number : number + 1].add_(1)
                 queue.release(number + 1)
-            own = zip(cut(by_rank[rank], count), cut(results[rank], count), strict=True)
-            for rows, piece in own:
-                if len(rows):
-                    multiply_into(piece, rows, weight, bias)
+            own = cut(results[rank], count)
+            for number in range(count):
+                multiply_slice(rank, own, number)
 
     run_products(call, count, enqueue, y, *staged.values())
-    return y
+
+
+def pieces_of_batch(
+    rows: torch.Tensor, first: int, share: int
+) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
+    """Cut a slice of a rank's rows, ``share`` of each product of a batch, into batches of equal
+    rows.
+
+    A rank's rows are one piece of memory, product after product, so a slice may begin and end
+    within a product.
+
+    Args:
+        rows: The slice, contiguous.
+        first: The row at which it begins.
+        share: Rows of one product.
+
+    Yields:
+        The products, their part of ``rows`` as ``[products, rows, columns]``, and the rows of each
+        product, from the first to before the last one.
+    """
+    at, end = first, first + len(rows)
+    while at < end:
+        product, begin = divmod(at, share)
+        # Whole products go together; a slice may begin and end with a part of one.
+        whole = 1 if begin else max(1, (end - at) // share)
+        last = min(share, begin + end - at)
+        part = rows[at - first : at - first + whole * (last - begin)]
+        yield slice(product, product + whole), part.unflatten(0, (whole, -1)), begin, last
+        at += whole * (last - begin)
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

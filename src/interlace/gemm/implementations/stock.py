@@ -9,7 +9,6 @@ Source: torch.distributed._symmetric_memory of PyTorch 2.5 and later.
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +19,6 @@ from interlace.comm.host.channel import GivenUpError
 from interlace.comm.runtime.driver import has_memory
 from interlace.errors import BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations import unfused
 from interlace.gemm.implementations.refusals import needs
 from interlace.registry import Implementation
 from interlace.units import next_power_of_2
@@ -57,16 +55,6 @@ def own_kernel(operator: str, device_type: str) -> Callable[..., Any]:
         f"symm_mem::{operator}", "Meta" if device_type == "CPU" else device_type
     )
     return functools.partial(kernel.call_boxed, torch._C.DispatchKeySet(key))
-
-
-NCCL = Implementation(
-    "nccl",
-    "cuBLAS, then NCCL's collective",
-    unfused.run,
-    needs(gpu=True),
-    is_stock=True,
-    spans_nodes=True,
-)
 
 
 def _run_all_reduce(call: GemmCall, operator: str) -> torch.Tensor | None:
@@ -154,25 +142,18 @@ TWO_SHOT = Implementation(
 )
 
 
-def _enabled(call: GemmCall) -> str:
-    """Return the group's name, with symmetric memory enabled where PyTorch still asks for that."""
-    from torch.distributed import _symmetric_memory as symmetric_memory
-
+def _name_of(call: GemmCall) -> str:
+    """Return the name of the process group of a call of several ranks."""
     process_group = call.process_group or dist.group.WORLD
     assert process_group is not None
-    name = process_group.group_name
-    with warnings.catch_warnings():
-        # Needed until PyTorch 2.10, deprecated since.
-        warnings.simplefilter("ignore", FutureWarning)
-        symmetric_memory.enable_symm_mem_for_group(name)
-    return name
+    return process_group.group_name
 
 
 def _run_async(call: GemmCall, run: Callable[[GemmCall, str], Any]) -> Any:
     if call.group.world_size == 1:
         return call.operator.run_unfused(call)
     _require_memory(call)
-    name = call.group.once(("async_tp", call.group_name), lambda: _enabled(call))
+    name = call.group.once(("async_tp", call.group_name), lambda: _name_of(call))
     with call.group.running():
         return run(call, name)
 

@@ -263,7 +263,7 @@ def run_reduce_scatter(call: GemmCall) -> torch.Tensor:
     """
     levels, x = _Levels.of(call), call.operands.x
     y = x.new_empty([call.rows.result, call.operands.columns])
-    count = slice_count(call, "chunked", len(y), y.shape[1] * y.element_size())
+    count = slice_count(call, len(y), y.shape[1] * y.element_size())
     sums, counters = _Sums.of(levels, x, count), counters_of(call, count)
 
     def enqueue() -> None:
@@ -295,7 +295,7 @@ def run_all_gather(call: GemmCall) -> Pair:
     )
     y = x.new_empty([call.rows.result, operands.columns])
     gathered = x.new_empty([len(y), operands.inner])
-    count = slice_count(call, "chunked", len(x), row_bytes)
+    count = slice_count(call, len(x), row_bytes)
     levels.reserve(levels.span(len(x)), row_bytes)
     landing, counters = _landing(levels, gathered, count), counters_of(call, 1)
 
@@ -352,7 +352,7 @@ def _exchange_sums(levels: _Levels) -> torch.Tensor:
     call, x, ranks = levels.call, levels.call.operands.x, levels.within.world_size
     y = x.new_empty([len(x), call.operands.columns])
     shares, results = x.unflatten(0, (ranks, -1)), y.unflatten(0, (ranks, -1))
-    count = slice_count(call, "chunked", results.shape[1], y.shape[1] * y.element_size())
+    count = slice_count(call, results.shape[1], y.shape[1] * y.element_size())
     peers = levels.peers.values()
     node_sum = torch.empty_like(results[0])
     total = results[0] if ranks == 1 else torch.empty_like(node_sum)
@@ -382,7 +382,7 @@ def _reduce_and_gather(levels: _Levels) -> torch.Tensor:
     call, x = levels.call, levels.call.operands.x
     y = x.new_empty([len(x), call.operands.columns])
     share = len(x) // call.group.world_size
-    count = slice_count(call, "chunked", share, y.shape[1] * y.element_size())
+    count = slice_count(call, share, y.shape[1] * y.element_size())
     sums, total = _Sums.of(levels, x, count), y.new_empty([share, y.shape[1]])
     landing, counters = _landing(levels, y, count), counters_of(call, 2 * count)
 

@@ -14,6 +14,11 @@ def run(call: GemmCall) -> Any:
     return call.operator.run_unfused(call)
 
 
+# On GPUs the collective is NCCL's.
 UNFUSED = Implementation(
-    "unfused", "F.linear, then torch.distributed's collective", run, spans_nodes=True
+    "unfused",
+    "F.linear, then torch.distributed's collective",
+    run,
+    spans_nodes=True,
+    alias="nccl",
 )

@@ -19,7 +19,7 @@ from interlace.gemm.gradients import save_operands
 from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER, NCCL
+from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import FLOATS, Operands
 from interlace.gemm.operator import GemmOperator, Splits
@@ -73,7 +73,6 @@ class AllGatherGemm(GemmOperator):
             two_levels.needs_rails,
         ),
         UNFUSED,
-        NCCL,
         ASYNC_ALL_GATHER,
     )
 
@@ -128,7 +127,7 @@ class AllGatherGemm(GemmOperator):
         """Run ``all_gather``, then ``F.linear``."""
         x = call.operands.x
         y, gathered = reference.all_gather_gemm(
-            call.operands.factors(), call.rows.by_rank, call.process_group
+            call.operands, call.rows.by_rank, call.process_group
         )
         if not call.gather:
             return y, x.new_empty([0, call.operands.inner])
@@ -279,8 +278,8 @@ def all_gather_gemm(
         impl: ``"fused"``, ``"chunked"`` (``torch.mm`` for each rank's rows once copy engines have
             brought them), ``"pushed"`` (one kernel stores rows in all ranks' memory, then a
             product: for few rows; these two not for float8, nor for another ``out_dtype``),
-            ``"unfused"`` (``all_gather``, then ``F.linear``), and PyTorch's own pairs, ``"nccl"``
-            and ``"async_tp"``, on GPUs. ``"auto"`` is the one of these that is predicted to be the
+            ``"unfused"`` or ``"nccl"`` (``all_gather``, then ``F.linear``), and ``"async_tp"``,
+            PyTorch's own pair on GPUs. ``"auto"`` is the one of these that is predicted to be the
             fastest; :func:`interlace.explain` says which and why. ``"measured"`` is the one that
             the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch

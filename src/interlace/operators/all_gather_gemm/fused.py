@@ -150,6 +150,11 @@ def _begin(
     :func:`interlace.gemm.fetch.begin`.
     """
     group, rows = call.group, call.rows.by_rank
+    own_rows = None
+    if call.gather:
+        count, first = rows[group.rank], sum(rows[: group.rank])
+        target = gathered.data_ptr() + first * staging.row_bytes
+        own_rows = OwnRows(0, count, target, count, count, staged=True)
     return fetch.begin(
         group,
         staging,
@@ -158,7 +163,7 @@ def _begin(
         gathered,
         _pieces(group, staging, rows, gathered),
         call.mark,
-        own_rows=_own_rows(group, staging, rows, gathered) if call.gather else None,
+        own_rows=own_rows,
         signal=signal,
     )
 
@@ -211,16 +216,6 @@ def _pieces(
                 Piece(0, gathered.data_ptr() + first * staging.row_bytes, rows * staging.row_bytes)
             )
     return by_source
-
-
-def _own_rows(
-    group: Group, staging: Staging, splits: Sequence[int], gathered: torch.Tensor
-) -> OwnRows:
-    """Return this rank's rows among the gathered ones."""
-    rows, first = splits[group.rank], sum(splits[: group.rank])
-    return OwnRows(
-        0, rows, gathered.data_ptr() + first * staging.row_bytes, rows, rows, staged=True
-    )
 
 
 def _results(operands: Operands, gather: bool) -> Callable[[torch.Tensor, torch.Tensor], Pair]:

@@ -4,22 +4,24 @@ against.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from interlace.gemm.reference import Factors, gather_rows, product
+from interlace.gemm.operands import Operands
+from interlace.gemm.reference import gather_rows, product
 
 
 def all_gather_gemm(
-    factors: Factors, splits: Sequence[int], group: dist.ProcessGroup | None
+    operands: Operands, splits: Sequence[int], group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``all_gather(x) @ w.T + bias`` and the gathered x.
 
     Each rank's scales go with its rows.
     """
-    gathered, scale = gather_rows(factors.x, splits, group), factors.x_scale
+    gathered, scale = gather_rows(operands.x, splits, group), operands.x_scale
     if scale is not None:
-        scale = gather_rows(scale.reshape(-1, 1).expand(len(factors.x), 1), splits, group)
-    return product(factors._replace(x=gathered, x_scale=scale)), gathered
+        scale = gather_rows(scale.reshape(-1, 1).expand(len(operands.x), 1), splits, group)
+    return product(dataclasses.replace(operands, x=gathered, x_scale=scale)), gathered

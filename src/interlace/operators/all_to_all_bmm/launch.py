@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -14,11 +15,22 @@ from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, few_rows, invariance
 from interlace.gemm.batch import BatchCall
 from interlace.gemm.fetch import OwnRows, Piece, Staging
-from interlace.gemm.implementations import network_batch
+from interlace.gemm.implementations.network import (
+    counters_of,
+    cut,
+    cut_all,
+    exchanging,
+    peers_in_turn,
+    pieces_of_batch,
+    run_products,
+    slice_count,
+    steps_of,
+)
 from interlace.gemm.implementations.pushed import push_rows
 from interlace.gemm.launch import padded_columns
 from interlace.gemm.operands import contiguous_dimension
 from interlace.gemm.reference import exchange_rows
+from interlace.mapped.stamped import Landing
 
 NAME = "all_to_all_bmm"
 
@@ -85,7 +97,7 @@ def run_chunked(call: BatchCall) -> Pair:
     those.
     """
     if call.group.spans_nodes:
-        return network_batch.run_products_of_arrivals(call)
+        return _run_between_nodes(call)
     x, y, received = _operands(call)
     staging = Staging(NAME, len(x), x.shape[1], x.dtype)
     # Before anything is enqueued: the workspace may have to grow.
@@ -99,6 +111,51 @@ def run_chunked(call: BatchCall) -> Pair:
         lambda: _fetch(x, call.w, y, received, staging, call.group, call.mark),
         is_copied=True,
     )
+
+
+def _run_between_nodes(call: BatchCall) -> Pair:
+    """Send rows of ``x [R B C, K]`` to all ranks, and multiply them slice by slice as they arrive,
+    this rank's own first. Collective in the group's first call.
+
+    Returns:
+        The products ``[B, R C, N]``, and the rows ``[B, R C, K]``.
+    """
+    group, w = call.group, call.w
+    ranks, rank, (count, inner, columns) = group.world_size, group.rank, w.shape
+    x = call.x.contiguous().view(ranks, -1, inner)
+    share = x.shape[1] // count
+    y = x.new_empty([count, ranks, share, columns])
+    received = x.new_empty([count, ranks, share, inner])
+    slices = slice_count(call, count * share, inner * x.element_size())
+    peers = peers_in_turn(group)
+    landing = {peer: torch.empty_like(x[0]) for peer in peers}
+    # Slices are voided one by one, as they are waited for.
+    landings = [Landing(peer, 0, 0) for peer in peers]
+    counters = counters_of(call, 1)
+
+    def multiply(source: int, rows: torch.Tensor, first: int) -> None:
+        """Multiply rows of one rank, from its row ``first`` on, and put them in their places."""
+        for products, part, begin, end in pieces_of_batch(rows, first, share):
+            received[products, source, begin:end].copy_(part)
+            torch.bmm(part, w[products], out=y[products, source, begin:end])
+
+    def enqueue() -> None:
+        arriving = cut_all(landing, slices)
+        steps = steps_of({peer: cut(x[peer], slices) for peer in peers}, arriving, None)
+        with exchanging(call, steps, counters, landings, y) as queue:
+            queue.release(1)
+            own = cut(x[rank], slices)
+            firsts = list(itertools.accumulate(map(len, own[:-1]), initial=0))
+            for number, first in enumerate(firsts):
+                multiply(rank, own[number], first)
+                queue.release(number + 2)
+            for number, first in enumerate(firsts):
+                queue.wait(number)
+                for peer in peers:
+                    multiply(peer, arriving[peer][number], first)
+
+    run_products(call, slices, enqueue, x, y, received, *landing.values())
+    return y.flatten(1, 2), received.flatten(1, 2)
 
 
 def run_unfused(call: BatchCall) -> Pair:

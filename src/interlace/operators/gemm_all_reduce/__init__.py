@@ -12,13 +12,7 @@ from interlace.comm import Group
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
-from interlace.gemm.epilogue import (
-    Norm,
-    Normed,
-    call_normed,
-    refuse_with_norm,
-    refuse_without_norm,
-)
+from interlace.gemm.epilogue import Norm, Normed
 from interlace.gemm.gradients import product_gradients, save_operands
 from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.chunked import CHUNKED
@@ -26,13 +20,18 @@ from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_REDUCE
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
-from interlace.gemm.implementations.stock import NCCL, ONE_SHOT, TWO_SHOT
+from interlace.gemm.implementations.stock import ONE_SHOT, TWO_SHOT
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands, require_float, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, gemv, reference
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
+from interlace.operators.gemm_all_reduce.normed import (
+    call_normed,
+    refuse_with_norm,
+    refuse_without_norm,
+)
 from interlace.registry import operator
 from interlace.tuning.choice import Choice
 from interlace.tuning.configuration import Configuration
@@ -45,7 +44,6 @@ class GemmAllReduce(GemmOperator):
     collective = "all_reduce"
     config_type = GemmAllReduceConfig
     split_names = ()
-    norm_name = "gemm_all_reduce_norm"
     vector_name = "gemv_all_reduce"
     adds_ranks = True
     implementations = (
@@ -62,7 +60,6 @@ class GemmAllReduce(GemmOperator):
             two_levels.needs_rails,
         ),
         UNFUSED,
-        NCCL,
         ONE_SHOT,
         TWO_SHOT,
     )
@@ -100,7 +97,7 @@ class GemmAllReduce(GemmOperator):
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_reduce``."""
-        return reference.gemm_all_reduce(call.operands.factors(), call.process_group)
+        return reference.gemm_all_reduce(call.operands, call.process_group)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save the operands whose gradients are needed."""
@@ -213,18 +210,17 @@ def gemm_all_reduce(
             ``"remote_stores"`` is ``torch.mm`` with the peers' memory as its output (rows split
             evenly, no bias). ``"pushed"`` is a product, then one kernel that sends this rank's part
             to all and adds theirs (16 MiB at most). ``"chunked"`` is ``torch.mm`` for each rank's
-            rows, which copy engines send. ``"unfused"`` is ``F.linear``, then ``all_reduce``.
-            ``"nccl"``, ``"one_shot"`` and ``"two_shot"`` are PyTorch's own pairs, on GPUs.
-            ``"auto"`` is the one of these that was
-            measured for a table, or is predicted, to be the fastest; :func:`interlace.explain` says
-            which it is and why.
+            rows, which copy engines send. ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
+            ``all_reduce``. ``"one_shot"`` and ``"two_shot"`` are PyTorch's own pairs, on GPUs.
+            ``"auto"`` is the one of these that was measured for a table, or is predicted, to be the
+            fastest; :func:`interlace.explain` says which it is and why.
             ``"measured"`` is the one that the first call of a kind measures to be the fastest
             (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch
             (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The configuration of ``"fused"``, a ``GemmAllReduceConfig``, or of ``"gemv"``, a
             :class:`interlace.GemvAllReduceConfig`; the same on every rank; default: the tuned
-            table's. With a norm, that of :mod:`interlace.operators.gemm_all_reduce_norm`.
+            table's. With a norm, a :class:`interlace.GemmAllReduceNormConfig`.
 
     Returns:
         ``[M, N]`` of ``out_dtype``, the same on every rank. With a norm, a
@@ -258,9 +254,8 @@ def gemm_all_reduce(
     if norm is not None or norm_weight is not None:
         refuse_with_norm(OPERATOR.name, x_scale=x_scale, w_scale=w_scale)
         return call_normed(
-            OPERATOR, x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight,
-            norm_bias=norm_bias, eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl,
-            config=config,
+            x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
+            eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl, config=config,
         )  # fmt: skip
     refuse_without_norm(OPERATOR.name, residual=residual, norm_bias=norm_bias, scale=scale)
     y: torch.Tensor = schema.call(
@@ -375,9 +370,8 @@ def gemv_all_reduce(
         )
         return y[0] if is_vector else y
     results = call_normed(
-        OPERATOR, x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight,
-        norm_bias=norm_bias, eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl,
-        config=config,
+        x, w, bias, residual=residual, norm=norm, norm_weight=norm_weight, norm_bias=norm_bias,
+        eps=eps, scale=scale, out_dtype=out_dtype, group=group, impl=impl, config=config,
     )  # fmt: skip
     return Normed(results.y[0], results.residual[0], results.scale) if is_vector else results
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.comm import Group
-from interlace.comm.groups.registration import entrance
+from interlace.comm import Group, process_group_named
+from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -21,7 +21,6 @@ from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
-from interlace.gemm.implementations.stock import NCCL
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
@@ -50,7 +49,6 @@ class GemmAllToAll(GemmOperator):
         PUSHED_ALL_TO_ALL,
         network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
         UNFUSED,
-        NCCL,
     )
 
     def exchanges(self, splits: Splits) -> bool:
@@ -136,7 +134,7 @@ class GemmAllToAll(GemmOperator):
         """Run ``F.linear``, then ``all_to_all_single``."""
         sent, rank = call.rows.sent, call.group.rank
         return reference.gemm_all_to_all(
-            call.operands.factors(),
+            call.operands,
             sent[rank],
             [counts[rank] for counts in sent],
             call.process_group,
@@ -158,7 +156,7 @@ class GemmAllToAll(GemmOperator):
         """Send the gradient back the way its rows came; the product's own gradient is local."""
         (grad,) = grads
         assert grad is not None
-        rows = entrance("gemm_all_to_all_gradient")(grad, *ctx.splits, ctx.group_name)
+        rows = entrance(_GRADIENT)(grad, *ctx.splits, ctx.group_name)
         return product_gradients(ctx, rows)
 
 
@@ -228,11 +226,11 @@ def gemm_all_to_all(
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
             evenly). ``"pushed"`` is a product, then a kernel that stores the rows at the peers
-            (rows split evenly). ``"unfused"`` is ``F.linear``, then ``all_to_all_single``.
-            ``"nccl"`` is the same on GPUs only. ``"auto"`` is the one of these that is predicted to
-            be the fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is
-            the one that the first call of a kind measures to be the fastest
-            (:func:`interlace.autotune`). ``"batch_invariant"`` gives a row the same bits in every
+            (rows split evenly). ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
+            ``all_to_all_single``. ``"auto"`` is the one of these that is predicted to be the
+            fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
+            that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
+            ``"batch_invariant"`` gives a row the same bits in every
             batch (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
@@ -269,3 +267,56 @@ def gemm_all_to_all(
         OPERATOR, x, w, bias, x_scale, w_scale, splits, out_dtype, group, impl, config
     )
     return y
+
+
+# The gradient is an operator of its own, so that compilers see what it sends.
+
+_GRADIENT = "gemm_all_to_all_gradient"
+_library = torch.library.Library("interlace", "FRAGMENT")
+_library.define(
+    f"{_GRADIENT}(Tensor grad, SymInt[]? input_splits, SymInt[]? output_splits, "
+    "str group_name) -> Tensor",
+    tags=OPERATOR_TAGS,
+)
+
+
+def _run_gradient(
+    grad: torch.Tensor,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group_name: str,
+) -> torch.Tensor:
+    """Send every row to the rank that it came from; the forward pass has checked the lists."""
+    process_group = process_group_named(group_name)
+    return reference.send_back(grad, input_splits, output_splits, process_group)
+
+
+def _fake_gradient(
+    grad: torch.Tensor,
+    input_splits: Sequence[int] | None,
+    output_splits: Sequence[int] | None,
+    group_name: str,
+) -> torch.Tensor:
+    rows = grad.shape[0] if input_splits is None else sum(input_splits)
+    return grad.new_empty([rows, grad.shape[1]])
+
+
+def _set_up_second_derivative(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, ctx.input_splits, ctx.output_splits, ctx.group_name = inputs
+
+
+def _second_derivative(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    """Send rows that came back from their owners to them once more."""
+    # The transpose of the way back is the way there: the lists change places.
+    rows = entrance(_GRADIENT)(grad, ctx.output_splits, ctx.input_splits, ctx.group_name)
+    return rows, None, None, None
+
+
+register(
+    _library,
+    _GRADIENT,
+    _run_gradient,
+    _fake_gradient,
+    backward=_second_derivative,
+    setup_context=_set_up_second_derivative,
+)

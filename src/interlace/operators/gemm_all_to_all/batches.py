@@ -6,17 +6,20 @@ gradient.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, register
-from interlace.comm.replay.deferred import DeferredCall
+from interlace.comm.replay.deferred import DeferredCall, New
+from interlace.comm.replay.replays import places
 from interlace.gemm import invariance
 from interlace.gemm.batch import BatchCall, BatchOperator, require_same_dtype
 from interlace.gemm.dispatch import group_for
-from interlace.gemm.implementations import chunked, network_batch
+from interlace.gemm.implementations.network import pieces_of_batch, send_products
+from interlace.gemm.implementations.outputs import KeptOutput, kept_output, product_work
 from interlace.gemm.operands import Operands, contiguous_dimension
 from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, check_even, fused, reference
 from interlace.registry import Implementation, operator
@@ -54,15 +57,97 @@ def _run_fused(call: BatchCall) -> DeferredCall | torch.Tensor:
     )
 
 
-def _run_chunked(call: BatchCall) -> DeferredCall | torch.Tensor | None:
-    # A single rank has nothing to send, so the fused kernel runs instead, without an output.
-    if call.group.world_size == 1:
-        return None
-    if call.group.spans_nodes:
-        return network_batch.run_all_to_all(call)
-    return chunked.run_batch(
-        [call.x], [call.w], call.group, call.group_name, replace=call.is_explicit
+def _run_chunked(call: BatchCall) -> DeferredCall | torch.Tensor:
+    """Run in chunks; by the fused kernel where the group has no output, or no peer to send to."""
+    group = call.group
+    if group.spans_nodes:
+        return _run_between_nodes(call)
+    work = None
+    if group.world_size > 1:
+        work = _in_chunks([call.x], [call.w], group, call.group_name, replace=call.is_explicit)
+    # It is None on every rank or on none, so no rank falls back to the kernel by itself.
+    return _run_fused(call) if work is None else work
+
+
+def _run_between_nodes(call: BatchCall) -> torch.Tensor:
+    """Multiply the peers' rows of ``x [B, M, K]`` slice by slice, this rank's own last, and send
+    each slice. Collective in the group's first call.
+
+    Returns:
+        The rows of all products that all ranks have computed for this one, ``[B M, N]``.
+    """
+    ranks, (count, _, columns) = call.group.world_size, call.w.shape
+    x = call.x.unflatten(1, (ranks, -1))
+    share = x.shape[2]
+
+    def multiply(rank: int, out: torch.Tensor, first: int) -> None:
+        for products, part, begin, end in pieces_of_batch(out, first, share):
+            torch.bmm(x[products, rank, begin:end], call.w[products], out=part)
+
+    y = call.x.new_empty([ranks * count * share, columns])
+    send_products(call, [[count * share] * ranks] * ranks, y, multiply)
+    return y
+
+
+def _in_chunks(
+    x: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    group: Group,
+    group_name: str,
+    *,
+    replace: bool,
+) -> DeferredCall | None:
+    """Return the work of a batch ``x [B, M, K] @ w [B, K, N]``, or of a sum of several, and the
+    all-to-all of each product's rows, ``[B M, N]``; None if there is no output for these sizes.
+
+    Args:
+        replace: Whether the caller has asked for this implementation.
+
+    Raises:
+        ArgumentError, BackendError: The caller has asked for it, and there can be no output; see
+            :func:`interlace.gemm.implementations.outputs.run_into_output`.
+    """
+    count, rows, columns = *x[0].shape[:2], w[0].shape[2]
+    output = KeptOutput(
+        "chunked batch",
+        "all_to_all",
+        functools.partial(_multiply_in_chunks, group),
+        (group.world_size, count * rows // group.world_size, columns),
+        x[0].dtype,
+        {"transport": "copy_engine"},
     )
+    product = kept_output(output, group, group_name, replace=replace)
+    if product is None:
+        return None
+    total = count * rows
+    new = New.like(x[0], [total, columns])
+    return product_work(product, output, new, total, (x, w), places(*x, *w))
+
+
+def _multiply_in_chunks(
+    group: Group,
+    x: Sequence[torch.Tensor],
+    w: Sequence[torch.Tensor],
+    *,
+    out: torch.Tensor,
+    send: Callable[[int], None],
+) -> None:
+    """Multiply as :func:`interlace.gemm.implementations.chunked.multiply_in_chunks` does, of every
+    product the rows for one rank at a time.
+    """
+    chunks = [batch.unflatten(1, (group.world_size, -1)) for batch in x]
+    for step in range(group.world_size):
+        rank = (group.rank + 1 + step) % group.world_size
+        result = out[rank].unflatten(0, (len(x[0]), -1))
+        _sum_products(result, [chunk[:, rank] for chunk in chunks], w)
+        send(rank)
+
+
+def _sum_products(out: torch.Tensor, x: Sequence[torch.Tensor], w: Sequence[torch.Tensor]) -> None:
+    """Compute the sum of batches ``x @ w`` into ``out``, by cuBLAS on a GPU."""
+    torch.bmm(x[0], w[0], out=out)
+    for part, weight in zip(x[1:], w[1:], strict=True):
+        out.baddbmm_(part, weight)
 
 
 def _run_unfused(call: BatchCall) -> torch.Tensor:
@@ -122,11 +207,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, group_name: str, impl: str) -> torch.
     columns = w.shape[2]
     if not count * rows * columns:
         return x.new_empty([count * rows, columns])
-    y: torch.Tensor | None = declaration.run(implementation, call)
-    # It is None on every rank or on none, so no rank falls back to the kernel by itself.
-    if y is None:
-        y = call.group.perform(_run_fused(call))
-    assert y is not None
+    y: torch.Tensor = declaration.run(implementation, call)
     return y
 
 
@@ -149,12 +230,12 @@ def _run_sum(x: Sequence[torch.Tensor], w: Sequence[torch.Tensor], group_name: s
     _agree_on_sum(group, x, w)
     check_even(rows, group.world_size)
     if group.world_size > 1 and count * rows * columns and not group.spans_nodes:
-        work = chunked.run_batch(x, w, group, group_name, replace=False)
+        work = _in_chunks(x, w, group, group_name, replace=False)
         if work is not None:
             y: torch.Tensor = group.perform(work)
             return y
     total = x[0].new_empty([count, rows, columns])
-    chunked.multiply_batch_into(total, x, w)
+    _sum_products(total, x, w)
     return _send(total, group, group_name)
 
 

@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from interlace.gemm.reference import Factors, exchange_rows, is_alone, product
+from interlace.gemm.operands import Operands
+from interlace.gemm.reference import exchange_rows, is_alone, product
 
 
 def gemm_all_to_all(
-    factors: Factors,
+    operands: Operands,
     input_splits: Sequence[int],
     output_splits: Sequence[int],
     group: dist.ProcessGroup | None,
 ) -> torch.Tensor:
     """Return ``all_to_all_single(x @ w.T + bias)``."""
-    return exchange_rows(product(factors), input_splits, output_splits, group)
+    return exchange_rows(product(operands), input_splits, output_splits, group)
 
 
 def send_back(

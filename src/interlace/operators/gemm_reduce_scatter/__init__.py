@@ -19,7 +19,7 @@ from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_REDUCE_SCATTER
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
-from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER, NCCL
+from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced, balanced_rows, check_sum, rank_in
@@ -56,7 +56,6 @@ class GemmReduceScatter(GemmOperator):
             two_levels.needs_rails,
         ),
         UNFUSED,
-        NCCL,
         ASYNC_REDUCE_SCATTER,
     )
 
@@ -78,9 +77,7 @@ class GemmReduceScatter(GemmOperator):
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``reduce_scatter``."""
-        return reference.gemm_reduce_scatter(
-            call.operands.factors(), call.rows.by_rank, call.process_group
-        )
+        return reference.gemm_reduce_scatter(call.operands, call.rows.by_rank, call.process_group)
 
     def set_up_backward(self, ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         """Save both operands."""
@@ -171,9 +168,9 @@ def gemm_reduce_scatter(
             ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
             ``"chunked"`` is ``torch.mm`` for the peers' rows, which copy engines send, and a kernel
             for this rank's own rows. ``"pushed"`` is a product, then a kernel that stores the
-            rows at their owners and adds them there (rows split evenly). ``"unfused"`` is
-            ``F.linear``, then ``reduce_scatter``. ``"nccl"`` and ``"async_tp"`` are PyTorch's own
-            pairs, on GPUs. ``"auto"`` is the one of these that is predicted to be the fastest;
+            rows at their owners and adds them there (rows split evenly). ``"unfused"`` or
+            ``"nccl"`` is ``F.linear``, then ``reduce_scatter``. ``"async_tp"`` is PyTorch's own
+            pair, on GPUs. ``"auto"`` is the one of these that is predicted to be the fastest;
             :func:`interlace.explain` says which it is and why. ``"measured"`` is the one that the
             first call of a kind measures to be the fastest (:func:`interlace.autotune`).
             ``"batch_invariant"`` gives a row the same bits in every batch

@@ -12,22 +12,19 @@ from typing import NamedTuple
 
 import torch
 
-from interlace.comm import Group, process_group_named
+from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
 from interlace.comm.launching.kernels import Launch, describe_ranks
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
-from interlace.gemm import dispatch, invariance, launch
+from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import Operands
-from interlace.gemm.reference import sum_rows
-from interlace.gemm.splits import balanced
-from interlace.registry import operator_named
 from interlace.units import ceil_div, round_up
 
 NAME = "gemm_reduce_scatter"
@@ -62,7 +59,9 @@ def run_products(
     weights = [product.w.T for product in products]
     if ranks == 1:
         y = operands.x.new_empty([splits[rank], stride])
-        _multiply(y[:, :columns], [product.x for product in products], weights, operands.bias)
+        multiply_sum_into(
+            y[:, :columns], [product.x for product in products], weights, operands.bias
+        )
         return launch.without_padding(y, columns)
     require(group.backend)
     from interlace.operators.gemm_reduce_scatter import kernel
@@ -106,7 +105,7 @@ def run_products(
         # 2. Multiply a piece, and copy it to its owner. The stamp is a second copy on the same
         # stream, so it cannot arrive before the piece.
         for piece in pieces.order:
-            _multiply(parts[piece.part], inputs[piece.input], weights)
+            multiply_sum_into(parts[piece.part], inputs[piece.input], weights)
             part_transfer = copies.Transfer(
                 piece.slot, sent.data_ptr() + piece.offset, piece.nbytes, piece.to
             )
@@ -123,7 +122,7 @@ def run_products(
                 y.shape,
                 dtype,
             )
-            _multiply(part[:, :columns], inputs[pieces.own_index][1:], weights[1:])
+            multiply_sum_into(part[:, :columns], inputs[pieces.own_index][1:], weights[1:])
         last = _multiply_and_sum(
             group,
             workspace,
@@ -222,7 +221,7 @@ def _multiply_and_sum(
     )
 
 
-def _multiply(
+def multiply_sum_into(
     out: torch.Tensor,
     inputs: Sequence[torch.Tensor],
     weights: Sequence[torch.Tensor],
@@ -316,42 +315,3 @@ def _piece_rows(rows: int, row_bytes: int, inner: int, config: GemmConfig) -> in
     if rows * row_bytes < tile_ns * _LINK_BYTES_PER_NS:
         return rows
     return min(rows, round_up(ceil_div(rows, _PIECES), config.block_m))
-
-
-def run_sum(products: Sequence[Operands], group_name: str) -> torch.Tensor:
-    """Run ``gemm_sum_reduce_scatter``: the reduce-scatter of a sum of several products.
-
-    Args:
-        products: Operands of the same rows, columns and dtypes, without biases.
-
-    Raises:
-        RankMismatchError: Ranks differ in shapes or dtypes.
-    """
-    if invariance.is_enabled():
-        invariance.refuse(f"{NAME} of a sum of products")
-    first = products[0]
-    group = dispatch.group_for(NAME, group_name, first.x.device)
-    key = (f"{NAME}, sum", *(product.signature() for product in products))
-    mark, rows, config = group.once(key, lambda: _decide_sum(products, group))
-    if not first.rows or not first.columns:
-        return first.x.new_empty([rows[group.rank], first.columns])
-    if group.spans_nodes:
-        group.check()
-        total = first.x.new_empty([first.rows, first.columns])
-        _multiply(total, [each.x for each in products], [each.w.T for each in products])
-        return sum_rows(total, rows, process_group_named(group_name))
-    y: torch.Tensor = group.perform(run_products(products, rows, group, config, mark))
-    return y
-
-
-def _decide_sum(
-    products: Sequence[Operands], group: Group
-) -> tuple[int, tuple[int, ...], GemmConfig]:
-    """Agree on a sum of products: its mark, each rank's rows, and the kernel's configuration."""
-    first, ranks = products[0], group.world_size
-    shapes = tuple((tuple(product.x.shape), *product.agreed().items()) for product in products)
-    mark = group.agree(f"{NAME}, sum", products=shapes)
-    inner = sum(product.inner for product in products)
-    sizes = first.sizes(first.rows) | {"inner": inner}
-    choice = operator_named(NAME).choose(**sizes, world_size=ranks)
-    return mark, tuple(balanced(first.rows, ranks)), choice.config

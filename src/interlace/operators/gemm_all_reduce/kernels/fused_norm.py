@@ -9,7 +9,7 @@ import interlace.language as il
 from interlace.gemm.kernels.gemv import matrices_of, multiply_tile, point_to_operands, tile_at
 from interlace.gemm.kernels.words import agree, announce
 from interlace.gemm.kernels.lamport import end_call, memory_of
-from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
+from interlace.operators.gemm_all_reduce.kernels.norm import (
     Meeting, load_inputs, norm_and_store, place_of,
 )
 

@@ -17,8 +17,8 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply
 from interlace.gemm.launch import lamport_arguments, row_stride
-from interlace.operators.gemm_all_reduce_norm.config import GemmAllReduceNormConfig
-from interlace.registry import BATCH_INVARIANT, operator_matching
+from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
+from interlace.registry import BATCH_INVARIANT
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 MOST_COLUMNS = 1 << 16
@@ -76,8 +76,7 @@ def run_gemm(call: GemmCall) -> Normed:
     """Run the operator around a GEMM, then a kernel that normalises its rows."""
     require(call.group.backend)
     operands = call.operands
-    function = entrance(operator_matching("gemm", "all_reduce").name)
-    total = function(
+    total = entrance("gemm_all_reduce")(
         operands.x, operands.w, operands.bias, None, None, operands.out_dtype, call.group_name,
         BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
     )  # fmt: skip
@@ -89,7 +88,7 @@ def run_gemm(call: GemmCall) -> Normed:
     # The operator has added the bias.
     arguments["inputs"] = arguments["inputs"]._replace(bias=None)
     constants = {"COLUMNS": columns, "FORM": _form(call, 1), "num_warps": _row_warps(columns)}
-    from interlace.operators.gemm_all_reduce_norm.kernels.rows import norm_rows
+    from interlace.operators.gemm_all_reduce.kernels.norm_rows import norm_rows
 
     Launch(norm_rows, (operands.rows,), arguments, constants)()
     return results
@@ -132,7 +131,7 @@ def _memory(call: GemmCall) -> tuple[Any, ...]:
 
 
 def _form(call: GemmCall, sections: int) -> Any:
-    from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormForm
+    from interlace.operators.gemm_all_reduce.kernels.norm import NormForm
 
     assert call.epilogue is not None
     factor = known_factor(call.operands.columns)
@@ -141,7 +140,7 @@ def _form(call: GemmCall, sections: int) -> Any:
 
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     """Return the arguments of a kernel that normalises, by name."""
-    from interlace.operators.gemm_all_reduce_norm.kernels.norm import NormInputs, NormOutputs
+    from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
     epilogue = call.epilogue
     assert epilogue is not None
@@ -173,7 +172,7 @@ def _row_warps(columns: int) -> int:
 
 def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
     """Prepare the kernel that exchanges a product's rows. Collective when memory must grow."""
-    from interlace.operators.gemm_all_reduce_norm.kernels.rows import sum_and_norm_rows
+    from interlace.operators.gemm_all_reduce.kernels.norm_rows import sum_and_norm_rows
 
     group, ranks = call.group, call.group.world_size
     columns = _row_columns(product.shape[1])
@@ -197,7 +196,7 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
     """Prepare the fused kernel. Collective when memory must grow."""
     require(call.group.backend)
     from interlace.gemm.kernels.gemv import GemvTiling
-    from interlace.operators.gemm_all_reduce_norm.kernels.fused import multiply_sum_and_norm
+    from interlace.operators.gemm_all_reduce.kernels.fused_norm import multiply_sum_and_norm
 
     group, operands, config = call.group, call.operands, call.config
     assert isinstance(config, GemmAllReduceNormConfig)

@@ -6,7 +6,7 @@ import triton.language as tl
 import interlace.language as il
 from interlace.gemm.kernels.words import agree, announce
 from interlace.gemm.kernels.lamport import end_call, memory_of
-from interlace.operators.gemm_all_reduce_norm.kernels.norm import (
+from interlace.operators.gemm_all_reduce.kernels.norm import (
     load_inputs, norm_and_store, place_of,
 )
 

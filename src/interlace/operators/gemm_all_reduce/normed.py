@@ -1,4 +1,4 @@
-"""GEMM + AllReduce + residual + norm: what ends each half of a decoder's layer; see README.md."""
+"""GEMM + AllReduce + residual + norm: what ends each half of a decoder's layer; see norm.md."""
 
 from __future__ import annotations
 
@@ -6,31 +6,38 @@ import dataclasses
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from interlace.comm import MAX_PROGRAMS, Group
-from interlace.comm.groups.registration import OPERATOR_TAGS, register
+from interlace.comm import MAX_PROGRAMS, Group, default_name
+from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.epilogue import Epilogue, Normed, validate_epilogue
+from interlace.gemm.epilogue import Epilogue, Norm, Normed, validate_epilogue
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.unfused import UNFUSED
-from interlace.gemm.operands import FLOATS, Operands, validate
+from interlace.gemm.operands import (
+    FLOATS,
+    Operands,
+    require_device,
+    require_tensor,
+    validate,
+)
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.operators.gemm_all_reduce_norm import launch, reference
-from interlace.operators.gemm_all_reduce_norm.config import (
+from interlace.operators.gemm_all_reduce import gemv, reference
+from interlace.operators.gemm_all_reduce import normed_launch as launch
+from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
-    MOST_ROWS,
+    MOST_NORMED_ROWS,
     GemmAllReduceNormConfig,
 )
-from interlace.registry import Implementation, operator, operator_matching
+from interlace.registry import Implementation, operator
 from interlace.tuning.choice import Choice
+from interlace.tuning.configuration import Configuration
 from interlace.units import ceil_div
-
-__all__ = ["MOST_ROWS", "GemmAllReduceNorm", "GemmAllReduceNormConfig"]
 
 
 @operator
@@ -93,16 +100,16 @@ class GemmAllReduceNorm(GemmOperator):
 
 
 _MOST_TILES = MAX_PROGRAMS - 512
+_SIZES = ("rows", "columns", "inner", "dtype", "world_size", "device")
 _CPU_TILES = {"block_n": 16, "block_k": 64, "num_warps": 4, "max_programs": 8}
 
 
 @cached_by_profiles
 def _choose(**call: Any) -> Choice[Any]:
-    plain = {name: value for name, value in call.items() if name != "out_dtype"}
-    tiles = operator_matching("gemm", "all_reduce").choose(**plain).configs["gemv"]
-    fields = dataclasses.asdict(tiles)
-    names = {field.name for field in dataclasses.fields(GemmAllReduceNormConfig)}
-    config = GemmAllReduceNormConfig(**{name: fields[name] for name in names & fields.keys()})
+    sizes = {name: call[name] for name in _SIZES}
+    tiles = dataclasses.asdict(gemv.tuned(**sizes).config)
+    del tiles["protocol"]
+    config = GemmAllReduceNormConfig(**tiles)
     # Beside one program per tile there must be room for the programs that receive.
     while config.block_n < 64 and ceil_div(call["columns"], config.block_n) > _MOST_TILES:
         config = dataclasses.replace(
@@ -110,10 +117,12 @@ def _choose(**call: Any) -> Choice[Any]:
         )
     if call["device"].type == "cpu":
         config = dataclasses.replace(config, **_CPU_TILES)
-    if call["rows"] > MOST_ROWS:
+    if call["rows"] > MOST_NORMED_ROWS:
         # Times were measured with fewer rows only. What this runs is what a program has that does
         # without the operator, so a graph that was traced with few rows loses nothing with many.
-        reason = f"times are known of up to {MOST_ROWS} rows; the sum takes what is best for it"
+        reason = (
+            f"times are known of up to {MOST_NORMED_ROWS} rows; the sum takes what is best for it"
+        )
         return Choice("gemm", config, reason)
     is_few = call["rows"] <= MOST_FUSED_ROWS and call.get("w_along_k", True)
     default = "fused" if is_few else "pushed"
@@ -128,9 +137,10 @@ _SCHEMA = (
     "str config) -> (Tensor, Tensor, Tensor)"
 )
 _DECLARATION = GemmAllReduceNorm()
+_NAME = GemmAllReduceNorm.name
 _Results = tuple[torch.Tensor, ...]
 _library = torch.library.Library("interlace", "FRAGMENT")
-_library.define(f"{GemmAllReduceNorm.name}{_SCHEMA}", tags=OPERATOR_TAGS)
+_library.define(f"{_NAME}{_SCHEMA}", tags=OPERATOR_TAGS)
 
 
 # Behind x, w and bias come an epilogue's arguments, and then the group's name, the implementation
@@ -142,10 +152,10 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
     group_name, impl, config = arguments[-_OTHERS:]
     validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
     epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
-    validate_epilogue(_DECLARATION.name, x, w.shape[0], epilogue)
+    validate_epilogue(_NAME, x, w.shape[0], epilogue)
     if w.shape[0] > launch.MOST_COLUMNS:
         raise ArgumentError(
-            f"{_DECLARATION.name}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
+            f"{_NAME}: w must have at most {launch.MOST_COLUMNS} rows, the columns of "
             f"the sums; got {w.shape[0]}. Normalise after gemm_all_reduce."
         )
     operands = Operands(x, w, bias, None, None, x.dtype)
@@ -159,4 +169,80 @@ def _fake(x: torch.Tensor, w: torch.Tensor, _: object, *arguments: Any) -> _Resu
     return tuple(epilogue.empty_results(x.shape[0], w.shape[0], x))
 
 
-register(_library, GemmAllReduceNorm.name, _run, _fake)
+register(_library, _NAME, _run, _fake)
+
+
+def call_normed(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    residual: torch.Tensor | None,
+    norm: Norm | None,
+    norm_weight: torch.Tensor | None,
+    norm_bias: torch.Tensor | None,
+    eps: float,
+    scale: torch.Tensor | None,
+    out_dtype: torch.dtype | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+    config: Configuration | None,
+) -> Normed:
+    """Call ``gemm_all_reduce_norm`` for the public functions.
+
+    Args:
+        x: ``[B, K]``.
+        norm: None for the root mean square.
+
+    Raises:
+        ArgumentError: An operand is no dense tensor, or is not on the device of x; or ``eps`` is no
+            number, or ``norm`` no word. PyTorch chooses what runs by the operands' devices, so this
+            is refused before it is asked.
+    """
+    optional = {
+        "bias": bias,
+        "residual": residual,
+        "norm_weight": norm_weight,
+        "norm_bias": norm_bias,
+        "scale": scale,
+    }
+    given = {name: tensor for name, tensor in optional.items() if tensor is not None}
+    for name, tensor in {"x": x, "w": w, **given}.items():
+        require_tensor(f"{_NAME}: {name}", tensor)
+        require_device(f"{_NAME}: {name}", tensor, "x", x.device)
+    # What the schema has no place for would be PyTorch's error.
+    if not isinstance(eps, (int, float)):
+        raise ArgumentError(f"{_NAME}: eps must be a number; got {eps!r}.")
+    if not isinstance(norm, (str, type(None))):
+        raise ArgumentError(f"{_NAME}: norm must be a word or None; got {norm!r}.")
+    text = "" if config is None else str(config)
+    results = entrance(_NAME)(
+        x, w, bias, residual, norm_weight, norm_bias, norm or "rms", float(eps), scale, out_dtype,
+        default_name(group), impl, text,
+    )  # fmt: skip
+    return Normed(*results)
+
+
+def refuse_with_norm(operator: str, **options: object) -> None:
+    """Refuse options that a norm does not go with.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(f"{operator}: {name} must not come with a norm; got both.")
+
+
+def refuse_without_norm(operator: str, **options: object) -> None:
+    """Refuse options that say something of a norm where none is asked for.
+
+    Raises:
+        ArgumentError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            raise ArgumentError(
+                f"{operator}: {name} must come with norm_weight or norm; got {name} alone. Pass "
+                'norm_weight=, or norm="rms".'
+            )

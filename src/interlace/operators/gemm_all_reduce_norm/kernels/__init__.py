@@ -1,1 +1,0 @@
-"""The kernels of ``gemm_all_reduce_norm``; README.md explains them."""

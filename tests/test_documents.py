@@ -219,12 +219,12 @@ def _mean(*seeds: str) -> tuple[int, float]:
 
 
 def _eager_ratios(file: str) -> list[float]:
-    """Return auto / pair of every call that has a pair, in an eager program."""
+    """Return auto / pair of every call that has a pair and comes again, in an eager program."""
     results = json.loads((RESULTS / file).read_text(encoding="utf-8"))["results"]
     return [
         each["auto"]["eager"]["median_us"] / each["pair"]["eager"]["median_us"]
         for each in results
-        if "pair" in each
+        if "pair" in each and "new rows" not in each["call"]
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 from typing import Any
 
@@ -139,12 +140,17 @@ def test_auto_takes_what_is_predicted_to_be_fastest() -> None:
         ExpertSizes(16, 2, 8, 4096, 14336, 2, 16), torch.bfloat16, "cuda", False
     )
     trained = Choice("fused", MixtureOfExpertsConfig(block_m=64), "measured")
-    chosen = choice.fastest(H200, terms, trained, few)
+
+    def chosen_of(tabulated: Choice[Any], times_us: dict[str, float]) -> Choice[Any]:
+        config_of = functools.partial(choice._config_of, terms=terms, tabulated=tabulated)
+        return choice.fastest(OPERATOR, H200, times_us, config_of)
+
+    chosen = chosen_of(trained, few)
     assert (chosen.impl, chosen.is_known) == ("decode", True)
     assert chosen.config == untuned_config("decode", terms.call), "the table's is of the fused one"
     tuned = Choice("decode", MixtureOfExpertsConfig(block_m=32), "measured")
-    assert choice.fastest(H200, terms, tuned, few).config == tuned.config
-    assert choice.fastest(H200, terms, trained, many).config == trained.config
+    assert chosen_of(tuned, few).config == tuned.config
+    assert chosen_of(trained, many).config == trained.config
     assert chosen.candidates[-1] == "unfused"
     assert chosen.reason.startswith("predicted for NVIDIA H200: decode ")
 

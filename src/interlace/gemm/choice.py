@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -20,10 +21,12 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.terms import Terms
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_table, on_cpu
+from interlace.tuning.configuration import Configuration
 
 MAX_RANKS = 8
 
 Config = TypeVar("Config", bound=GemmConfig)
+ConfigOf = TypeVar("ConfigOf", bound=Configuration)
 
 # (block_m, block_n, num_warps), the most efficient tiles first.
 _TILES = ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4))
@@ -143,7 +146,7 @@ def choose_on(
         tile = config.block_m, config.block_n
         times_us = predicted_times(profile, operator, call, tile, terms)
         if times_us:
-            return _fastest(operator, profile, config, times_us)
+            return fastest(operator, profile, times_us, lambda _: config)
     return tabulated
 
 
@@ -174,18 +177,28 @@ def predicted_times(
     return dict(sorted(eager_us.items(), key=lambda known: known[::-1]))
 
 
-def _fastest(
-    operator: str, profile: MachineProfile, config: Config, times_us: dict[str, float]
-) -> Choice[Config]:
-    """Return the choice of the shortest of these times, which are sorted."""
+def fastest(
+    operator: str,
+    profile: MachineProfile,
+    times_us: Mapping[str, float],
+    config_of: Callable[[str], ConfigOf],
+) -> Choice[ConfigOf]:
+    """Return the choice of the shortest of these times.
+
+    Args:
+        operator: The operator's name.
+        profile: By which the times were predicted.
+        times_us: Microseconds by implementation.
+        config_of: Returns the configuration that an implementation runs with.
+    """
     pairs = operator_named(operator).pairs_among(times_us)
     limit_us = min((times_us[name] for name in pairs), default=math.inf) * (1 - profile.margin)
-    times = ", ".join(f"{name} {time:.0f} us" for name, time in times_us.items())
-    source = f", by {profile.source}" if profile.is_guess else ""
     order = profile.in_order(times_us, pairs)
+    times = ", ".join(f"{name} {times_us[name]:.0f} us" for name in order)
+    source = f", by {profile.source}" if profile.is_guess else ""
     return Choice(
         order[0],
-        config,
+        config_of(order[0]),
         f"predicted for {profile.gpu}{source}: {times}",
         times_us={name: times_us[name] for name in order},
         worst_error=profile.worst_error,

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -31,7 +30,7 @@ from interlace.costs.time import MachineProfile
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import profile_on
-from interlace.gemm.choice import Gpu
+from interlace.gemm.choice import Gpu, fastest
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
     MixtureOfExpertsConfig,
@@ -108,7 +107,8 @@ def choose(terms: ExpertTerms, device: torch.device) -> Choice[MixtureOfExpertsC
     profile = profile_of(gpu.name, gpu.processors)
     times_us = predicted_times(profile, terms)
     if times_us:
-        return fastest(profile, terms, tabulated, times_us)
+        config_of = functools.partial(_config_of, terms=terms, tabulated=tabulated)
+        return fastest(OPERATOR, profile, times_us, config_of)
     if operator_named(OPERATOR).refusal(tabulated.impl, terms) is None:
         return tabulated
     config = _config_of("fused", terms, tabulated)
@@ -214,29 +214,6 @@ def _config_of(
     if terms.device_type == "cpu":
         return dataclasses.replace(config, **_ON_INTERPRETER)
     return config
-
-
-def fastest(
-    profile: MachineProfile,
-    terms: ExpertTerms,
-    tabulated: Choice[MixtureOfExpertsConfig],
-    times_us: dict[str, float],
-) -> Choice[MixtureOfExpertsConfig]:
-    """Return the choice of the shortest of these times."""
-    pairs = operator_named(OPERATOR).pairs_among(times_us)
-    limit_us = min((times_us[name] for name in pairs), default=math.inf) * (1 - profile.margin)
-    order = profile.in_order(times_us, pairs)
-    times = ", ".join(f"{name} {times_us[name]:.0f} us" for name in order)
-    source = f", by {profile.source}" if profile.is_guess else ""
-    return Choice(
-        order[0],
-        _config_of(order[0], terms, tabulated),
-        f"predicted for {profile.gpu}{source}: {times}",
-        times_us={name: times_us[name] for name in order},
-        worst_error=profile.worst_error,
-        is_known=True,
-        faster=tuple(name for name in order if name not in pairs and times_us[name] < limit_us),
-    )
 
 
 def predicted_times(profile: MachineProfile, terms: ExpertTerms) -> dict[str, float]:

@@ -22,6 +22,7 @@ from interlace.gemm.launch import row_stride
 from interlace.gemm.operands import FLOATS
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import (
+    GemmAllReduceNormConfig,
     GemvAllReduceConfig,
     block_tokens,
     default_config,
@@ -152,6 +153,34 @@ def with_invariant_tiles(choice: Choice[Any], call: Mapping[str, Any]) -> Choice
     return dataclasses.replace(choice, configs={GEMV.name: config})
 
 
+def tiling_of(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    config: GemvAllReduceConfig | GemmAllReduceNormConfig,
+    block_b: int,
+) -> Any:
+    """Return how kernels that read the weight once are tiled: a ``GemvTiling``.
+
+    Args:
+        x: The tokens, ``[B, K]``.
+        w: ``[N, K]``.
+        config: Of the kernel.
+        block_b: Tokens of a tile.
+    """
+    from interlace.gemm.kernels.gemv import GemvTiling
+
+    (rows, columns), tokens = w.shape, len(x)
+    return GemvTiling(
+        block_n=config.block_n,
+        block_b=block_b,
+        block_k=config.block_k,
+        even=rows % config.block_n == 0 and tokens % block_b == 0,
+        even_k=columns > 0 and columns % config.block_k == 0,
+        word_values=1,
+        factor=known_factor(rows, columns, row_stride(x), row_stride(w)),
+    )
+
+
 def prepare(
     group: Group,
     x: torch.Tensor,
@@ -172,7 +201,6 @@ def prepare(
         is_batch_invariant: Whether a token's result must have the same bits in every batch.
     """
     require(group.backend)
-    from interlace.gemm.kernels.gemv import GemvTiling
     from interlace.operators.gemm_all_reduce.kernels.one_shot import gemv_all_reduce_one_shot
     from interlace.operators.gemm_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
@@ -184,17 +212,8 @@ def prepare(
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
     # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
     values = 2 if x.element_size() == 2 and block_b > 1 else 1
-    tiling = GemvTiling(
-        block_n=config.block_n,
-        block_b=block_b,
-        block_k=config.block_k,
-        even=rows % config.block_n == 0 and tokens % block_b == 0,
-        even_k=columns > 0 and columns % config.block_k == 0,
-        word_values=values,
-        # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
-        # bfloat16.
-        round_parts=is_batch_invariant,
-        factor=known_factor(rows, columns, row_stride(x), row_stride(w)),
+    tiling = tiling_of(x, w, config, block_b)._replace(
+        word_values=values, round_parts=is_batch_invariant
     )
     constants = {
         "WORLD_SIZE": ranks,

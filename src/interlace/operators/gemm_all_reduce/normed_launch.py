@@ -18,6 +18,7 @@ from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply
 from interlace.gemm.launch import lamport_arguments, row_stride
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
+from interlace.operators.gemm_all_reduce.gemv import tiling_of
 from interlace.registry import BATCH_INVARIANT
 from interlace.units import ceil_div, next_power_of_2, round_up
 
@@ -195,7 +196,6 @@ def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
 def _fused(call: GemmCall, results: Normed) -> Launch:
     """Prepare the fused kernel. Collective when memory must grow."""
     require(call.group.backend)
-    from interlace.gemm.kernels.gemv import GemvTiling
     from interlace.operators.gemm_all_reduce.kernels.fused_norm import multiply_sum_and_norm
 
     group, operands, config = call.group, call.operands, call.config
@@ -216,17 +216,7 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
     sections = ceil_div(rows, received)
     receivers = tokens * sections
     producers = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS - receivers)
-    tiling = GemvTiling(
-        block_n=config.block_n,
-        block_b=block_b,
-        block_k=config.block_k,
-        even=rows % config.block_n == 0 and tokens % block_b == 0,
-        even_k=columns > 0 and columns % config.block_k == 0,
-        word_values=1,
-        factor=known_factor(rows, columns, row_stride(x), row_stride(w)),
-        # TensorFloat-32 would lose what float32 callers ask for; the interpreter cannot multiply
-        # bfloat16.
-    )
+    tiling = tiling_of(x, w, config, block_b)
     # Tokens of complete tiles; the compiler must know that they are aligned.
     line = round_up(row_tiles * config.block_n, 16)
     slot = token_tiles * block_b * line

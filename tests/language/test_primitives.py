@@ -168,13 +168,12 @@ def test_a_tensor_in_place_of_its_address_and_a_scalar_signal(ranks):
 def _reach_beyond(primitive, itemsize):
     from tests.language import kernels
 
-    group = interlace.group_of()
-    # Neighbours in the address range, 4 KiB apart: neither may be reached from the other. The first
-    # ones may lie in gaps that memory of earlier tests has left.
-    memory = [_symmetric(1024, torch.float32) for _ in range(3)]
-    while memory[-1].address - memory[-3].address != 4 * 4096:
-        memory.append(_symmetric(1024, torch.float32))
-    memory = memory[-3:]
+    process_group = dist.new_group()
+    group = interlace.group_of(process_group)
+    # Neighbours in the address range of a new group, where no earlier test has left gaps: neither
+    # may be reached from the other.
+    memory = [_symmetric(1024, torch.float32, process_group) for _ in range(3)]
+    assert [m.address - memory[0].address for m in memory] == [0, 8192, 16384]
     peer = group.rank if primitive.startswith(("wait", "get_")) else 1 - group.rank
     errors = [
         error_of(

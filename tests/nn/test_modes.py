@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.flop_counter import FlopCounterMode
 
 from interlace.nn import (
@@ -159,3 +160,41 @@ def _on_meta() -> list[Any]:
 def test_layers_on_the_meta_device(ranks: Any) -> None:
     for found in ranks(2).run(_on_meta):
         assert found == [(True, [3, 4])] * 3
+
+
+class _Block(torch.nn.Module):
+    """Layers of each kind, one behind the other."""
+
+    def __init__(self, group: Any) -> None:
+        super().__init__()
+        self.up = _linear(ColumnParallelLinear, group)[0]
+        self.down = RowParallelLinear(6, 8, group=group, **HERE)
+        self.experts = MoE(8, 8, experts=4, group=group, **HERE)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.experts(self.down(torch.relu(self.up(x))))[0]
+
+
+def _traced() -> list[str]:
+    """What is wrong with graphs that are traced of three tokens, in calls of seven."""
+    block, wrong = _Block(dist.new_group()), []
+    traced, x = _x(3, 8), _x(7, 8)
+    with torch.no_grad():
+        wanted = block(x)
+        sizes = ({0: torch.export.Dim("tokens", min=2, max=64)},)
+        graphs = {
+            "export": lambda: torch.export.export(block, (traced,), dynamic_shapes=sizes).module(),
+            "make_fx": lambda: make_fx(
+                lambda x: block(x), tracing_mode="symbolic", _allow_non_fake_inputs=True
+            )(traced),
+        }
+        for name, trace in graphs.items():
+            y = trace()(x)
+            if not _is_close([y], [wanted]):
+                wrong.append(name)
+    return wrong
+
+
+def test_graphs_of_any_number_of_tokens(ranks: Any) -> None:
+    """A number of tokens that is traced is no constant of the graph."""
+    assert ranks(2).run(_traced) == [[]] * 2

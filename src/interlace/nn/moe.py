@@ -235,7 +235,8 @@ class MoE(ShardHolder):
         tokens = x.reshape(-1, self.hidden)
         rows, *parameters = operands("MoE", tokens, self.w_in, self.w_out, self.b_in, self.b_out)
         routing = self.route(tokens)
-        capacity = capacity_of(len(tokens), self.top_k, self.experts, self.capacity_factor)
+        # Not len(tokens), which would make a number of a size that is traced for all.
+        capacity = capacity_of(tokens.shape[0], self.top_k, self.experts, self.capacity_factor)
         y = mixture_of_experts(
             rows,
             routing.experts,

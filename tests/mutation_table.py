@@ -84,6 +84,12 @@ MUTANTS = [
     ),
     # comm
     Mutant(
+        "interlace/comm/host/agreement.py",
+        "remainder = (self.number * _BETWEEN_FAMILIES + size) % _MARKS_OF_SIZES",
+        "remainder = (self.number * _BETWEEN_FAMILIES) % _MARKS_OF_SIZES",
+        "gemm/test_row_families.py",
+    ),
+    Mutant(
         "interlace/comm/replay/memory.py",
         "if merged and merged[-1][1] == span[0]:",
         "if merged and merged[-1][1] == span[1]:",
@@ -188,6 +194,24 @@ MUTANTS = [
     ),
     # gemm
     Mutant(
+        "interlace/gemm/dispatch.py",
+        "is_pair = operator.is_pair(decision.implementations[0].name)",
+        "is_pair = False",
+        "gemm/test_row_families.py",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "with as_of(profiles):",
+        "with as_of(version()):",
+        "gemm/test_row_families.py",
+    ),
+    Mutant(
+        "interlace/gemm/autotune.py",
+        "return 1 << max(rows - 1, 0).bit_length()",
+        "return rows",
+        "gemm/test_autotune.py",
+    ),
+    Mutant(
         "interlace/gemm/choice.py",
         "default=math.inf) * (1 - profile.margin)",
         "default=math.inf)",
@@ -283,6 +307,12 @@ MUTANTS = [
         "models/test_training.py::test_a_kill_between_the_renames_leaves_the_old_checkpoint",
     ),
     # nn
+    Mutant(
+        "interlace/nn/moe.py",
+        "capacity_of(tokens.shape[0], self.top_k",
+        "capacity_of(len(tokens), self.top_k",
+        "nn/test_modes.py",
+    ),
     Mutant("interlace/nn/sharding.py", "copies=self.copies", "copies=1", "nn/test_sharding.py"),
     Mutant(
         "interlace/nn/sharding.py",

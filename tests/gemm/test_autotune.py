@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 import interlace
 from interlace.cache_folder import cache_folder
-from interlace.gemm import autotune
+from interlace.gemm import autotune, dispatch
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.operands import Operands
@@ -213,7 +213,7 @@ def test_times_of_some_are_no_measurement(
         operator=operator, operands=None, group=group, rows=rows, gather=False
     )
     for _ in range(2):
-        found = autotune.measured(call, candidates, PREDICTED, 1.5)
+        found = autotune.measured(call, candidates, PREDICTED)
         order = found.in_order(candidates, PREDICTED)
         assert [each.name for each in order] == ["fused", "chunked", "unfused"]
     assert measure.call_count == 1
@@ -234,6 +234,35 @@ def test_a_measurement_counts_for_a_class_of_rows() -> None:
     candidates = list(map(operator.implementation, ("unfused", "chunked", "fused")))
     order = [each.name for each in measured.in_order(candidates, many)]
     assert order == ["fused", "chunked", "unfused"], "what was not measured comes last"
+
+
+def test_one_candidate_is_no_measurement_of_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other rows of the same class may have two that are near each other."""
+    operator = operator_named("gemm_all_reduce")
+    candidates = tuple(operator.implementation(name) for name in ("chunked", "unfused"))
+    monkeypatch.setattr(autotune, "may_measure", lambda _: True)
+    measure = mock.Mock(return_value=autotune.Measured(operator, {"chunked": 3.0, "unfused": 1.0}))
+    group = SimpleNamespace(cache=SimpleNamespace(measured={}), replays=mock.Mock())
+    call: Any = SimpleNamespace(group=group, operator=operator)
+    clear = {"chunked": 1.0, "unfused": 9.0}
+    # The last one is as the first: what was measured meanwhile does not change it.
+    for times, first in ((clear, "chunked"), (PREDICTED, "unfused"), (clear, "chunked")):
+        decision: Any = SimpleNamespace(
+            kind=("a class of rows",), implementations=candidates, predicted_us=times,
+            choice=SimpleNamespace(worst_error=1.5), is_measured=False, has_run=False,
+        )  # fmt: skip
+        with mock.patch.object(autotune, "measured", measure):
+            dispatch._measure(call, decision)
+        assert decision.is_measured
+        assert decision.implementations[0].name == first
+    assert measure.call_count == 1
+
+
+def test_ranks_break_ties_alike() -> None:
+    """In the order of the measurements, never in that of a set, which differs by process."""
+    measured = autotune.Measured(operator_named("gemm_all_reduce"), dict.fromkeys(PREDICTED, 1.0))
+    same = dict.fromkeys(reversed(PREDICTED), 5.0)
+    assert list(measured.times_us(same)) == ["unfused", "chunked", "fused", "remote_stores"]
 
 
 def test_what_is_recorded_counts_no_epochs(monkeypatch: pytest.MonkeyPatch) -> None:

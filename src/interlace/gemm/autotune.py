@@ -184,8 +184,12 @@ class Measured(NamedTuple):
         """Return the times of a call of this kind in microseconds, the one that runs first, by its
         predicted times.
         """
-        known = self.multiples.keys() & predicted_us.keys()
-        times_us = {name: self.multiples[name] * predicted_us[name] for name in known}
+        # In the order of the measurements, as ranks break ties alike.
+        times_us = {
+            name: multiple * predicted_us[name]
+            for name, multiple in self.multiples.items()
+            if name in predicted_us
+        }
         return {name: times_us[name] for name in in_measured_order(self.operator, times_us)}
 
     def in_order(
@@ -199,25 +203,18 @@ class Measured(NamedTuple):
 
 
 def measured(
-    call: GemmCall,
-    candidates: tuple[Implementation, ...],
-    predicted_us: Mapping[str, float],
-    worst_error: float,
+    call: GemmCall, near: list[Implementation], predicted_us: Mapping[str, float]
 ) -> Measured:
-    """Return the times of the candidates that are near the best. Collective.
+    """Return the times of implementations of which it is not known which one is the fastest.
+    Collective.
 
     Ranks exchange what they remember of this kind of call, and measure together what rank 0 does
     not remember.
 
     Args:
-        candidates: In the order of their predicted times.
-        predicted_us: The predicted times; candidates without one are not measured.
-        worst_error: The factor by which they may be wrong.
+        near: As :func:`near_the_best` returns them.
+        predicted_us: Their predicted times.
     """
-    predicted = [candidate for candidate in candidates if candidate.name in predicted_us]
-    near = near_the_best(predicted, predicted_us, worst_error)
-    if len(near) < 2:
-        return Measured(call.operator, {})
     kind = kind_of(
         call.operator.name,
         call.operands,
@@ -252,11 +249,12 @@ def in_measured_order(operator: Operator, times_us: Mapping[str, float]) -> list
 
 
 def near_the_best(
-    candidates: list[Implementation], predicted_us: Mapping[str, float], worst_error: float
+    candidates: Sequence[Implementation], predicted_us: Mapping[str, float], worst_error: float
 ) -> list[Implementation]:
     """Return the candidates whose predicted time is at most ``worst_error`` times the shortest, as
-    many as fit in the budget. Two always fit.
+    many as fit in the budget. Two always fit. Those without a predicted time are left out.
     """
+    candidates = [candidate for candidate in candidates if candidate.name in predicted_us]
     shortest = min((predicted_us[candidate.name] for candidate in candidates), default=0.0)
     near: list[Implementation] = []
     total_us = 0.0

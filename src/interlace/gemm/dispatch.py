@@ -289,8 +289,10 @@ def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
     """
     family, operator, group = decision.family, call.operator, call.group
     rows = call.operands.rows
+    if family is None or group.world_size == 1 or rows in family.met:
+        return
     is_pair = operator.is_pair(decision.implementations[0].name)
-    if family is None or not is_pair or rows in family.met or group.capture_id() is not None:
+    if not is_pair or group.capture_id() is not None:
         return
     family.met.add(rows)
     StreamMeeting.of(group, f"{operator.name}, comparison of rows", decision.mark)()
@@ -317,13 +319,18 @@ def _measure(call: GemmCall, decision: Decision) -> None:
     Whether it is new, all ranks know alike, by what they have agreed on; this rank's decision says
     nothing about that, as another one may be made for other rows of this rank alone.
     """
+    near = autotune.near_the_best(
+        decision.implementations, decision.predicted_us, decision.choice.worst_error
+    )
+    if len(near) < 2:
+        # Nothing is in doubt here, whatever is measured of other rows of the kind.
+        decision.is_measured = True
+        return
     known = call.group.cache.measured
     if decision.kind not in known:
         if not autotune.may_measure(call):
             return
-        known[decision.kind] = autotune.measured(
-            call, decision.implementations, decision.predicted_us, decision.choice.worst_error
-        )
+        known[decision.kind] = autotune.measured(call, near, decision.predicted_us)
     measured = known[decision.kind]
     order = measured.in_order(decision.implementations, decision.predicted_us)
     # What comes again is found past this decision.

@@ -25,6 +25,7 @@ EXPLANATION_S = 12.0  # in which it is known, or never, who was late
 INTERRUPT_S = 0.5  # that Ctrl-C may have to wait for the store
 LEAST_CONNECT_S = 60.0  # in which NCCL has connected, at least: many ranks take some seconds
 ABORT_S = 10.0  # in which NCCL has ended a communicator, unless a graph has its kernels
+FAILED_S = 5.0  # in which kernels that wait have ended, once a call has failed
 GOODBYE_S = 5.0  # in which peers that close a connection, too, have said so
 KERNELS_ABORT_S = 0.2  # in which an abort has reached NCCL's kernels
 

@@ -13,14 +13,12 @@ from typing import Any
 
 import torch
 
+from interlace.comm.runtime.deadlines import FAILED_S
 from interlace.comm.runtime.driver import driver
 from interlace.errors import GroupError, WorkspaceError
 
 _POLL_S = 20e-6
-"""Seconds between two looks at whether a GPU is idle."""
-
-_PATIENCE_S = 5.0
-"""Seconds in which kernels that wait end once a call has failed."""
+"""Seconds between two looks at whether a GPU is idle: programs time their steps by that."""
 
 
 class StreamOrder:
@@ -109,7 +107,7 @@ class Streams:
         end = math.inf
         while not done.query():
             if is_broken():
-                end = min(end, time.monotonic() + _PATIENCE_S)
+                end = min(end, time.monotonic() + FAILED_S)
                 if time.monotonic() > end:
                     return
             time.sleep(_POLL_S)

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +23,9 @@ from benchmarks.sweep import (
 )
 from interlace.bench.draws import PATTERNS, Draw, draws, models
 from interlace.bench.report import is_disturbed
-from interlace.registry import operator_matching
+from interlace.registry import operator_matching, operator_named
 
+GEMM_ALL_REDUCE = operator_named("gemm_all_reduce")
 SWEEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*sweep*seed*.json"))
 
 
@@ -72,6 +74,26 @@ def test_a_draw_of_another_layout(ranks: Any, pattern: tuple[str, str]) -> None:
         assert result.items() >= layout.items()
         assert result["relative_error"] < 1e-5
         assert {"fused", "chunked", "unfused"} <= result["times"].keys()
+
+
+def test_what_the_first_call_measures_is_told() -> None:
+    from interlace.bench import sweep
+    from interlace.gemm.autotune import Measured
+
+    kinds: dict[str, Measured] = {"an earlier call": Measured(GEMM_ALL_REDUCE, {"gemv": 1.0})}
+
+    def call(_: int, impl: str) -> None:
+        if impl == "auto":
+            kinds["this call"] = Measured(GEMM_ALL_REDUCE, {"fused": 2.0, "chunked": 0.5})
+
+    case: Any = SimpleNamespace(
+        owner=SimpleNamespace(cache=SimpleNamespace(measured=kinds)),
+        choice=SimpleNamespace(times_us={"fused": 10.0, "chunked": 12.0, "gemv": 14.0}),
+        call=call,
+    )
+    measured = sweep._measure_at_first_call(case)
+    assert list(measured.items()) == [("chunked", 6.0), ("fused", 20.0)], "the fastest first"
+    assert sweep._measure_at_first_call(case) == {}, "nothing new was measured"
 
 
 def test_draws_of_any_size() -> None:

@@ -112,3 +112,21 @@ def _captured() -> int:
 
 def test_captured_calls_are_not_measured(ranks: Any, world_size: int) -> None:
     assert ranks(world_size).run(_captured) == [0] * world_size
+
+
+def _draw() -> dict[str, Any]:
+    from interlace.bench.draws import Draw
+    from interlace.bench.sweep import measure_draw
+
+    drawn = Draw(("gemm", "reduce_scatter"), "a model", "down", 2, ROWS, COLUMNS, INNER)
+    return measure_draw(drawn, dtype="bfloat16")[0]
+
+
+def test_a_drawn_call_tells_what_its_first_call_measures(
+    ranks: Any, own_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INTERLACE_CACHE_DIR", str(tmp_path))
+    for result in ranks(2).run(_draw):
+        assert len(result["measured_us"]) >= 2, "several implementations are near the best"
+        assert result["measured"] == next(iter(result["measured_us"]))
+        assert result["measured_us"].keys() <= result["times"].keys()

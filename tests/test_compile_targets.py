@@ -132,6 +132,10 @@ def _cases_of(kernel):
             for types, constants in products
         ],
         "plan_call": lambda: _mixture_of_experts_numbers(),
+        **dict.fromkeys(
+            ("mark_runs", "mark_segments", "number_rows", "open_runs", "open_segments"),
+            lambda: _sorting(kernel),
+        ),
         "pool_embeddings": _pool_embeddings,
         "release_rows": lambda: [
             (_FETCHING | {"gathered": kind, "cells": "i32"}, {"WORLD_SIZE": 8})
@@ -296,6 +300,18 @@ def _pool_embeddings():
         (_lookups("i32", "*fp32"), narrow, True, {}),
     ):
         yield types | lookups, {"POOLING": Pooling(4, 3, mean), "VECTORS": vectors} | more
+
+
+def _sorting(kernel):
+    """Both kinds of key and index; with factors and without."""
+    types = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(("count", "batch"), "i32")
+    types |= {"first_keys": "*i64", "order": "*i64", "scale": "*bf16", "sorted_scale": "*fp32"}
+    for keys, indices, more in (
+        ("*i64", "*i32", {}),
+        ("*i32", "*i64", {"scale": None, "sorted_scale": None}),
+    ):
+        kinds = {"keys": keys, "run_keys": keys, "indices": indices}
+        yield types | kinds, {"BLOCK": 1024, "LOOKUPS": 32} | more
 
 
 def _dtype(name):

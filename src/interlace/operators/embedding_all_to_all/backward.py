@@ -162,9 +162,9 @@ def distinct_rows(
     limits = on_device(call.group, [first_keys_of(rows)])[0]
     if not count:
         return torch.empty_like(limits[:0]), torch.zeros_like(limits)
-    keys, segment_of = lookups_by_row.keys, lookups_by_row.segment_of
+    keys, begun = lookups_by_row.keys, lookups_by_row.segments_begun
     begins = torch.searchsorted(keys, limits.to(keys.dtype))
-    numbers = torch.cat([segment_of, segment_of[-1:] + 1])[begins]
+    numbers = torch.cat([torch.zeros_like(begun[:1]), begun])[begins]
     return keys[lookups_by_row.segments[:-1].clamp(max=count - 1)].long(), numbers.long()
 
 

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
 from interlace.comm.launching.constants import on_device
+from interlace.comm.launching.kernels import Launch
+from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
+from interlace.units import ceil_div
+
+_BLOCK = 1024
+"""Lookups of a program of the kernels around the sort."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +29,7 @@ class Sorted:
         keys: The number of each lookup's row among all rows of the rank; ascending.
         bags: The bag of each lookup.
         scale: The factor of each lookup, float32; None for 1.
-        segment_of: The number of each lookup's distinct row.
+        segments_begun: How many segments, which are distinct rows, begin up to each lookup.
         segments: The first lookup of each distinct row; beyond the last, the number of lookups.
         runs: The first lookup of each run of at most ``run_lookups`` lookups of one row; beyond the
             last, the number of lookups.
@@ -34,7 +41,7 @@ class Sorted:
     keys: torch.Tensor
     bags: torch.Tensor
     scale: torch.Tensor | None
-    segment_of: torch.Tensor
+    segments_begun: torch.Tensor
     segments: torch.Tensor
     runs: torch.Tensor
     run_bags: torch.Tensor
@@ -65,7 +72,7 @@ def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
             keys=zero,
             bags=zero,
             scale=None if call.scale is None else zero.float(),
-            segment_of=zero,
+            segments_begun=zero,
             segments=zero.repeat(2),
             runs=zero.repeat(2),
             run_bags=zero,
@@ -73,49 +80,82 @@ def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
             run_segments=zero,
             run_count=zero,
         )
-    # Keys that fit in 32 bits sort in less time than keys of 64.
-    small = sum(rows) < 2**31 - 1
+    require(call.group.backend)
+    from interlace.operators.embedding_all_to_all.kernels import sorting
+
+    def launch(kernel: Any, constants: Mapping[str, Any] | None = None, **arguments: Any) -> None:
+        constants = {"BLOCK": _BLOCK, **(constants or {})}
+        Launch(kernel, (ceil_div(count, _BLOCK),), {**arguments, "count": count}, constants)()
+
+    def empty(dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(count, dtype=dtype, device=device)
+
     first_keys = on_device(call.group, [first_keys_of(rows)[:-1]])[0]
     numbers = torch.arange(tables * batch, dtype=torch.int32, device=device)
     lengths = call.offsets.diff()
     # Told the size, torch need not wait for the device to add up the lengths.
     bags = torch.repeat_interleave(numbers, lengths, output_size=count)
-    keys = call.indices + first_keys[torch.div(bags, batch, rounding_mode="floor")]
+    # Keys that fit in 32 bits sort in less time than keys of 64.
+    keys = empty(torch.int32 if sum(rows) < 2**31 - 1 else torch.int64)
+    launch(
+        sorting.number_rows,
+        indices=call.indices,
+        bags=bags,
+        first_keys=first_keys,
+        keys=keys,
+        batch=batch,
+    )
     # A stable sort keeps the lookups of a row in their order, and so the bits of their sum.
-    keys, order = torch.sort(keys.to(torch.int32 if small else torch.int64), stable=True)
-    scale = None if call.scale is None else call.scale.float()
+    keys, order = torch.sort(keys, stable=True)
+    scale = call.scale
     if call.mode == "mean":
         scale = lengths.clamp(min=1).float().reciprocal()[bags]
-    # A segment begins where the key is another one than before.
-    new = torch.ones(count, dtype=torch.bool, device=device)
-    torch.ne(keys[1:], keys[:-1], out=new[1:])
-    positions = torch.arange(count + 1, dtype=torch.int32, device=device)
-    segment_of, segments = _starts(new, positions)
-    # A run begins with its segment, and again after every ``run_lookups`` lookups of it.
-    first = (positions[:-1] - segments[segment_of]) % call.config.run_lookups == 0
-    run_of, runs = _starts(first, positions)
-    # Factors and bags are put in the order of the keys; the first lookup of each run is gathered
-    # for the kernel, which then needs one load for it and not two.
-    scale, bags = None if scale is None else scale[order], bags[order]
-    openings = runs.clamp(max=count - 1)
-    return Sorted(
+    sorted_bags, begins = empty(), empty()
+    sorted_scale = None if scale is None else empty(torch.float32)
+    launch(
+        sorting.mark_segments,
         keys=keys,
+        order=order,
         bags=bags,
         scale=scale,
-        segment_of=segment_of,
+        sorted_bags=sorted_bags,
+        sorted_scale=sorted_scale,
+        begins=begins,
+    )
+    segments_begun = begins.cumsum(0, dtype=torch.int32)
+    segments, runs = (
+        torch.full([count + 1], count, dtype=torch.int32, device=device) for _ in range(2)
+    )
+    launch(sorting.open_segments, begun=segments_begun, segments=segments)
+    launch(
+        sorting.mark_runs,
+        {"LOOKUPS": call.config.run_lookups},
+        begun=segments_begun,
+        segments=segments,
+        begins=begins,
+    )
+    runs_begun = begins.cumsum(0, dtype=torch.int32)
+    run_bags, run_keys, run_segments = empty(), torch.empty_like(keys), empty()
+    launch(
+        sorting.open_runs,
+        begun=runs_begun,
+        keys=keys,
+        bags=sorted_bags,
+        segments_begun=segments_begun,
+        runs=runs,
+        run_bags=run_bags,
+        run_keys=run_keys,
+        run_segments=run_segments,
+    )
+    return Sorted(
+        keys=keys,
+        bags=sorted_bags,
+        scale=sorted_scale,
+        segments_begun=segments_begun,
         segments=segments,
         runs=runs,
-        run_bags=bags.index_select(0, openings),
-        run_keys=keys.index_select(0, openings),
-        run_segments=segment_of.index_select(0, openings),
-        run_count=run_of[-1:] + 1,
+        run_bags=run_bags,
+        run_keys=run_keys,
+        run_segments=run_segments,
+        run_count=runs_begun[-1:],
     )
-
-
-def _starts(first: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the group that each element is in, and the first element of each group.
-
-    ``first`` says which elements begin a group.
-    """
-    group_of = first.cumsum(0, dtype=torch.int32) - 1
-    return group_of, torch.searchsorted(group_of, positions, out_int32=True)

@@ -1,7 +1,7 @@
 """Mistakes that the tests must notice: one change of the code each, and the tests that find it.
 
 ``make mutants`` makes each of them in a copy of the tree (:mod:`tests.mutation`). The explorer's
-broken protocols are others: ``tests/testing/mutants.py``.
+broken protocols are others: ``tests/explorer/mutants.py``.
 """
 
 from __future__ import annotations
@@ -192,6 +192,13 @@ MUTANTS = [
         "np.log1p(np.abs(integers))",
         "data/test_batches.py",
     ),
+    # explorer
+    Mutant(
+        "interlace_explorer/machine.py",
+        "self._released[thread] = np.maximum(self._released[thread], released)",
+        "...",
+        "explorer/test_explorer.py::test_right_kernels",
+    ),
     # gemm
     Mutant(
         "interlace/gemm/dispatch.py",
@@ -349,7 +356,7 @@ MUTANTS = [
         "interlace/operators/gemm_reduce_scatter/kernel.py",
         "half = epoch & 1",
         "half = epoch & 0",
-        "testing/test_protocols.py::test_every_schedule_is_right[gemm_reduce_scatter, fused]",
+        "explorer/test_protocols.py::test_every_schedule_is_right[gemm_reduce_scatter, fused]",
         survives="whoever has waited until all senders are done may overwrite what they have read",
     ),
     # optim, registry, documents and units
@@ -415,12 +422,6 @@ MUTANTS = [
         "sim/t3/test_t3.py::test_collectives_of_fast_memory",
     ),
     # testing
-    Mutant(
-        "interlace/testing/machine.py",
-        "self._released[thread] = np.maximum(self._released[thread], released)",
-        "...",
-        "testing/test_explorer.py::test_right_kernels",
-    ),
     Mutant(
         "interlace/testing/cases/base.py",
         "differs = result != expected if not allowed",

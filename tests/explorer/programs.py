@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import interlace
-from interlace.testing import Rank
+from interlace_explorer import Rank
 
 Call = tuple[Callable[[], Any], Any]
 """What is called, and what must come out."""

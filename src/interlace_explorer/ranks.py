@@ -17,14 +17,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from interlace.comm.groups.group import Group, stand_in
+from interlace.comm.groups.group import Group
+from interlace.comm.groups.process_groups import default_group
 from interlace.errors import ArgumentError, RankMismatchError
-from interlace.testing.memory import PART_BYTES, Addresses, ExploredHeap, View
-from interlace.testing.network import ExploredNetwork
-from interlace.testing.operations import NO_CELLS, Cells, Kind, Operation, Words
+from interlace_explorer.memory import PART_BYTES, Addresses, ExploredHeap, View
+from interlace_explorer.network import ExploredNetwork
+from interlace_explorer.operations import NO_CELLS, Cells, Kind, Operation, Words
 
 if TYPE_CHECKING:
-    from interlace.testing.trees import Tree
+    from interlace_explorer.trees import Tree
 
 # Operations of one run. A program that does more polls memory in a loop of its own.
 _MOST_OPERATIONS = 100_000
@@ -179,7 +180,8 @@ class RankRun:
         try:
             with self.tree.surroundings(self):
                 group = ExploredGroup(self, self.tree.rank, self.tree.world_size, self.tree.view)
-                stand_in(group)
+                # Each rank is a thread, and the variable is of the thread.
+                default_group.set(group)
                 self.tree.program(Rank(self, group))
         # Any exception: C code between the operation and here may have made another one of
         # _Abandoned.
@@ -296,7 +298,7 @@ _KINDS = {
 }
 # Files whose lines say nothing about the program.
 _MACHINERY = (
-    "/interlace/testing/",
+    "/interlace_explorer/",
     "/interlace/language/",
     "/interlace/comm/",
     "/triton/",

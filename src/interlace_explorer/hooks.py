@@ -22,11 +22,11 @@ from interlace.comm.cpu import cpu_faults, shortcuts
 from interlace.comm.groups import slices
 from interlace.errors import ArgumentError
 from interlace.language import lamport, packed, primitives
-from interlace.testing.memory import element_addresses, process_memory
-from interlace.testing.network import InlineSlices
-from interlace.testing.operations import Kind, Words
-from interlace.testing.ranks import RankRun, current
-from interlace.testing.waits import Judge, sum_values, sum_words, wait
+from interlace_explorer.memory import element_addresses, process_memory
+from interlace_explorer.network import InlineSlices
+from interlace_explorer.operations import Kind, Words
+from interlace_explorer.ranks import RankRun, current
+from interlace_explorer.waits import Judge, sum_values, sum_words, wait
 
 _builder = interpreter.interpreter_builder
 

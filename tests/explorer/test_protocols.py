@@ -56,8 +56,8 @@ def _explore(name: str) -> int:
     """How many schedules were tried; each of the processes takes another number of ranks."""
     import torch.distributed as dist
 
-    from interlace.testing import explore
-    from tests.testing.programs import PROGRAMS, nodes_of
+    from interlace_explorer import explore
+    from tests.explorer.programs import PROGRAMS, nodes_of
 
     count = 2 + dist.get_rank()
     nodes = nodes_of(name, count)
@@ -82,7 +82,7 @@ def test_every_schedule_is_right(ranks: Any, name: str) -> None:
 
 
 def _names() -> list[str]:
-    from tests.testing.programs import PROGRAMS
+    from tests.explorer.programs import PROGRAMS
 
     return list(PROGRAMS)
 
@@ -100,9 +100,9 @@ def _lost(part: int, parts: int) -> list[str]:
     """
     import torch.distributed as dist
 
-    from interlace.testing import explore
-    from tests.testing.mutants import MUTANTS
-    from tests.testing.programs import PROGRAMS, nodes_of
+    from interlace_explorer import explore
+    from tests.explorer.mutants import MUTANTS
+    from tests.explorer.programs import PROGRAMS, nodes_of
 
     lost = []
     for mutant in MUTANTS[

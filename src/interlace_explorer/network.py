@@ -17,12 +17,12 @@ import torch
 
 from interlace.comm.groups.slices import Message, SliceThread, has_reached
 from interlace.errors import ArgumentError
-from interlace.testing.memory import PART_BYTES, Addresses, process_memory
-from interlace.testing.operations import Kind
 from interlace.units import ceil_div, next_power_of_2
+from interlace_explorer.memory import PART_BYTES, Addresses, process_memory
+from interlace_explorer.operations import Kind
 
 if TYPE_CHECKING:
-    from interlace.testing.ranks import ExploredGroup, RankRun
+    from interlace_explorer.ranks import ExploredGroup, RankRun
 
 _SLOTS = 256  # messages from one rank to another in a run
 _SLOT_WORDS = 1024  # of four bytes of a message each

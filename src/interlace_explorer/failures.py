@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from interlace.errors import ProtocolError
-from interlace.testing.operations import Kind, Operation, Words
+from interlace_explorer.errors import ProtocolError
+from interlace_explorer.operations import Kind, Operation, Words
 
 _WAITS = {
     Kind.WAIT: "waits",

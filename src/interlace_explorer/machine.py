@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from interlace.testing.failures import (
+from interlace_explorer.failures import (
     describe_wait,
     early_load,
     early_store,
     unordered_stores,
 )
-from interlace.testing.memory import CellTable
-from interlace.testing.operations import Cells, Kind, Operation, Words
+from interlace_explorer.memory import CellTable
+from interlace_explorer.operations import Cells, Kind, Operation, Words
 
 Clocks = npt.NDArray[np.int64]
 """By thread (a program of a rank, or the rank's host), the number of its known releases."""

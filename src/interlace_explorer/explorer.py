@@ -15,11 +15,11 @@ import torch
 from interlace.comm.host.nodes import numbered
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
-from interlace.testing.failures import Report
-from interlace.testing.memory import CellTable, FinerGrain
-from interlace.testing.ranks import Rank
-from interlace.testing.search import Search
-from interlace.testing.trees import Tree
+from interlace_explorer.failures import Report
+from interlace_explorer.memory import CellTable, FinerGrain
+from interlace_explorer.ranks import Rank
+from interlace_explorer.search import Search
+from interlace_explorer.trees import Tree
 
 
 def explore(
@@ -72,7 +72,7 @@ def explore(
         ...         y = interlace.gemv_all_reduce(x, torch.ones(16, 32))
         ...         torch.testing.assert_close(y, torch.full((1, 16), 96.0))
         ...         rank.ready() if not last else None
-        >>> interlace.testing.explore(program, ranks=2, schedules=200).raise_if_failed()
+        >>> interlace_explorer.explore(program, ranks=2, schedules=200).raise_if_failed()
     """
     if ranks < 2 or schedules < 1 or preemptions < 0:
         raise ArgumentError(
@@ -86,7 +86,7 @@ def explore(
         )
     require("cpu")
     # Imported here, because it imports Triton, which must not happen before the interpreter is on.
-    from interlace.testing import hooks
+    from interlace_explorer import hooks
 
     # Memory is simulated in cells of four bytes. A program that touches smaller values starts again
     # with smaller cells, which make every operation slower.

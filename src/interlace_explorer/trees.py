@@ -6,11 +6,11 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from interlace.testing.failures import Violation
-from interlace.testing.machine import ExploredGpus
-from interlace.testing.memory import CellTable, View
-from interlace.testing.operations import Operation
-from interlace.testing.ranks import Rank, RankRun
+from interlace_explorer.failures import Violation
+from interlace_explorer.machine import ExploredGpus
+from interlace_explorer.memory import CellTable, View
+from interlace_explorer.operations import Operation
+from interlace_explorer.ranks import Rank, RankRun
 
 
 class Tree:

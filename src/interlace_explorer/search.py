@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from interlace.testing.failures import Failure, Report, Violation
-from interlace.testing.machine import ExploredGpus
-from interlace.testing.memory import CellTable, FinerGrain
-from interlace.testing.operations import Kind
-from interlace.testing.schedules import (
+from interlace_explorer.failures import Failure, Report, Violation
+from interlace_explorer.machine import ExploredGpus
+from interlace_explorer.memory import CellTable, FinerGrain
+from interlace_explorer.operations import Kind
+from interlace_explorer.schedules import (
     Action,
     Deviating,
     Listed,
@@ -23,7 +23,7 @@ from interlace.testing.schedules import (
     parse_schedule,
     weight,
 )
-from interlace.testing.trees import Tree
+from interlace_explorer.trees import Tree
 
 # Schedules that are tried to make a failing one shorter.
 _SHRINKING_ATTEMPTS = 300
@@ -287,7 +287,7 @@ def _failure_of(rank: int, error: BaseException) -> BaseException:
     """Return the exception to raise for an exception of a rank's program.
 
     A failed assertion is a wrong result. A request for finer cells is returned as it is, for
-    :func:`interlace.testing.explore` to start again.
+    :func:`interlace_explorer.explore` to start again.
     """
     if isinstance(error, FinerGrain):
         return error

@@ -17,11 +17,11 @@ import triton.language as tl
 from interlace import language
 from interlace.language._interpreted import require_addresses
 from interlace.language.primitives import require_tile_of_signals
-from interlace.testing import kernels
-from interlace.testing.memory import Addresses
-from interlace.testing.operations import Kind, Operation, Words
-from interlace.testing.ranks import RankRun, current
 from interlace.units import next_power_of_2
+from interlace_explorer import kernels
+from interlace_explorer.memory import Addresses
+from interlace_explorer.operations import Kind, Operation, Words
+from interlace_explorer.ranks import RankRun, current
 
 
 def wait(

@@ -50,7 +50,7 @@ class Operation:
         kind: Kind of the operation.
         cells: Cells of simulated memory that it touches.
         values: Values that are stored there, or epochs that are awaited.
-        detail: More about it, depending on the kind: see :class:`interlace.testing.ranks.Run`.
+        detail: More about it, depending on the kind: see :class:`interlace_explorer.ranks.RankRun`.
         site: Line of the program's source that it comes from, for messages.
         parent, response: The operation before, and the result of that one.
         following: The next operations, by this one's result as bytes; by None if the kind has no

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import interlace
-from interlace.testing import Rank, Report, explore
+from interlace_explorer import Rank, Report, explore
 
 
 def _memory() -> tuple[Any, Any]:
@@ -26,7 +26,7 @@ def _sending(
     fenced: bool = False,
     signal_first: bool = False,
 ) -> None:
-    from tests.testing import kernels
+    from tests.explorer import kernels
 
     (data, signals), context = _memory(), rank.group.context("test")
     rank.ready()
@@ -51,7 +51,7 @@ def _sending(
 
 
 def _waiting(rank: Rank) -> None:
-    from tests.testing import kernels
+    from tests.explorer import kernels
 
     _, signals = _memory()
     with rank.group.running():
@@ -59,7 +59,7 @@ def _waiting(rank: Rank) -> None:
 
 
 def _putting(rank: Rank) -> None:
-    from tests.testing import kernels
+    from tests.explorer import kernels
 
     data, _ = _memory()
     with rank.group.running():
@@ -69,7 +69,7 @@ def _putting(rank: Rank) -> None:
 
 
 def _halves(rank: Rank) -> None:
-    from tests.testing import kernels
+    from tests.explorer import kernels
 
     (data, signals), y = _memory(), torch.zeros(8, dtype=torch.float16)
     with rank.group.running():
@@ -104,7 +104,7 @@ def _reaching_where_memory_was() -> Report:
 
 
 def _words(rank: Rank, calls: int = 1) -> None:
-    from tests.testing import kernels
+    from tests.explorer import kernels
 
     words = interlace.empty_symmetric(4, dtype=torch.int64)
     for epoch in range(1, calls + 1):
@@ -279,8 +279,8 @@ def _outside() -> list[str]:
 
 def test_what_only_runs_outside_of_the_explorer_says_so(ranks: Any) -> None:
     [(network, trace)] = ranks(1).run(_outside)
-    assert "open_gin must be called outside of interlace.testing.explore" in network
-    assert "a trace must begin outside of interlace.testing.explore" in trace
+    assert "open_gin must be called outside of interlace_explorer.explore" in network
+    assert "a trace must begin outside of interlace_explorer.explore" in trace
 
 
 def _awaiting_a_scalar(rank: Rank) -> None:
@@ -310,7 +310,7 @@ def test_a_signal_that_is_no_tile_is_refused_before_it_is_awaited(ranks: Any) ->
 
 def _straying(rank: Rank) -> None:
     """Every rank puts to the last one, which is on a node of its own."""
-    from tests.testing import kernels
+    from tests.explorer import kernels
 
     block = rank.group.allocate(64)
     with rank.group.running():

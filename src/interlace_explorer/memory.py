@@ -19,8 +19,8 @@ import torch
 from interlace.comm.groups.memory_cpu import map_file, unmap
 from interlace.comm.replay.memory import Block, Heap
 from interlace.errors import WorkspaceError
-from interlace.testing.operations import Cells
 from interlace.units import MIB, format_bytes, round_up
+from interlace_explorer.operations import Cells
 
 PART_BYTES = 64 * MIB
 """Size of one rank's symmetric memory. Pages that are not touched take no memory."""

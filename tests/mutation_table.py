@@ -27,7 +27,7 @@ class Mutant(NamedTuple):
     survives: str = ""
 
 
-_CRITEO = "data/test_criteo.py"
+_CRITEO = "dlrm/test_criteo.py"
 _EXPLAINED = "cli/test_commands.py::test_explain_needs_no_gpu"
 _PROFILES = "test_costs_time.py::test_shipped_profiles_are_what_the_results_say"
 
@@ -159,38 +159,56 @@ MUTANTS = [
         "link = pooled",
         "nn/test_sharding.py",
     ),
-    # data
-    Mutant("interlace/data/criteo.py", "(stop - start > 2) & ", "(stop - start > 1) & ", _CRITEO),
+    # dlrm
+    Mutant("interlace_dlrm/criteo.py", "(stop - start > 2) & ", "(stop - start > 1) & ", _CRITEO),
     Mutant(
-        "interlace/data/criteo.py",
+        "interlace_dlrm/criteo.py",
         'f"{path}, line {line + number}"',
         'f"{path}, line {line}"',
         _CRITEO,
     ),
-    Mutant("interlace/data/criteo.py", "piece.removeprefix(codecs.BOM_UTF8)", "piece", _CRITEO),
+    Mutant("interlace_dlrm/criteo.py", "piece.removeprefix(codecs.BOM_UTF8)", "piece", _CRITEO),
     Mutant(
-        "interlace/data/criteo.py",
+        "interlace_dlrm/criteo.py",
         "(OSError, EOFError, zlib.error)",
         "(OSError, EOFError)",
         _CRITEO,
     ),
     Mutant(
-        "interlace/data/criteo.py",
+        "interlace_dlrm/criteo.py",
         "values[start == stop] = MISSING",
         "values[start == stop] = 0",
         _CRITEO,
     ),
     Mutant(
-        "interlace/data/batches.py",
+        "interlace_dlrm/batches.py",
         "(number + 1) % self.held_out_every",
         "number % self.held_out_every",
-        "data/test_batches.py",
+        "dlrm/test_batches.py",
     ),
     Mutant(
-        "interlace/data/records.py",
+        "interlace_dlrm/records.py",
         "np.log1p(np.maximum(integers, 0))",
         "np.log1p(np.abs(integers))",
-        "data/test_batches.py",
+        "dlrm/test_batches.py",
+    ),
+    Mutant(
+        "interlace_dlrm/metrics.py",
+        "(count.double() - 1) / 2",
+        "count.double() / 2",
+        "dlrm/test_metrics.py::test_equal_to_counting_pairs",
+    ),
+    Mutant(
+        "interlace_dlrm/checkpoint.py",
+        "return found[max(found)] if found else None",
+        "return max(found.values()) if found else None",
+        "dlrm/test_training.py::test_only_complete_checkpoints_count",
+    ),
+    Mutant(
+        "interlace_dlrm/checkpoint.py",
+        'for pattern in (".step-*.replaced", "step-*")',
+        'for pattern in ("step-*",)',
+        "dlrm/test_training.py::test_a_kill_between_the_renames_leaves_the_old_checkpoint",
     ),
     # explorer
     Mutant(
@@ -293,25 +311,6 @@ MUTANTS = [
         "unit = granularity // math.gcd(granularity, max(rows, 1) * itemsize)",
         "unit = 1",
         "mapped/test_mapped.py::test_rows_fill_whole_pieces",
-    ),
-    # models
-    Mutant(
-        "interlace/models/metrics.py",
-        "(count.double() - 1) / 2",
-        "count.double() / 2",
-        "models/test_metrics.py::test_equal_to_counting_pairs",
-    ),
-    Mutant(
-        "interlace/models/checkpoint.py",
-        "return found[max(found)] if found else None",
-        "return max(found.values()) if found else None",
-        "models/test_training.py::test_only_complete_checkpoints_count",
-    ),
-    Mutant(
-        "interlace/models/checkpoint.py",
-        'for pattern in (".step-*.replaced", "step-*")',
-        'for pattern in ("step-*",)',
-        "models/test_training.py::test_a_kill_between_the_renames_leaves_the_old_checkpoint",
     ),
     # nn
     Mutant(

@@ -35,6 +35,7 @@ _MORE_API = {
     "errors": ("Errors", ["interlace.errors"]),
     "language": ("Primitives for kernels", ["interlace.language"]),
     "explorer": ("Explorer of interleavings", ["interlace_explorer"]),
+    "dlrm": ("DLRM", ["interlace_dlrm"]),
     "simulator": ("Simulator", ["interlace_sim"]),
 }
 

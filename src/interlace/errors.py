@@ -5,7 +5,6 @@
     InterlaceError
     ├── ArgumentError (ValueError)        an argument breaks a rule of the call
     │   └── ConfigError                   a configuration file, trace or model parameter breaks one
-    ├── DataError (ValueError)            a file's contents break its format
     ├── UnphysicalError                   a simulated result lies under its physical lower bound
     ├── RankMismatchError                 ranks called the same operator with different arguments
     ├── GroupError                        this process group cannot be used
@@ -46,13 +45,6 @@ def _remade(kind: type[InterlaceError], args: tuple[object, ...]) -> InterlaceEr
 
 class ArgumentError(InterlaceError, ValueError):
     """An argument breaks a rule of the call. Nothing was sent and nothing was changed."""
-
-
-class DataError(InterlaceError, ValueError):
-    """A file's contents break its format.
-
-    The message names the file, and the line of a text file.
-    """
 
 
 class ConfigError(ArgumentError):

@@ -15,9 +15,17 @@ import torch.distributed as dist
 
 import interlace
 from interlace import Faults, LaunchError
-from interlace.data import Batch, BatchStream, CriteoFiles, SyntheticClicks
-from interlace.models import DLRM, Trainer, latest_checkpoint, measure_step
 from interlace.nn import EmbeddingTable
+from interlace_dlrm import (
+    DLRM,
+    Batch,
+    BatchStream,
+    CriteoFiles,
+    SyntheticClicks,
+    Trainer,
+    latest_checkpoint,
+    measure_step,
+)
 from tests.errors import error_of
 from tests.nn.features import weights_of
 

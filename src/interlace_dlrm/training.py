@@ -14,11 +14,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from interlace.data import Batch
 from interlace.errors import ArgumentError
-from interlace.models.checkpoint import DEADLINE_S, load_checkpoint, save_checkpoint
-from interlace.models.dlrm import DLRM
-from interlace.models.metrics import area_under_roc, binary_cross_entropy, gather_rows
+from interlace_dlrm.batches import Batch
+from interlace_dlrm.checkpoint import DEADLINE_S, load_checkpoint, save_checkpoint
+from interlace_dlrm.dlrm import DLRM
+from interlace_dlrm.metrics import area_under_roc, binary_cross_entropy, gather_rows
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,9 +32,9 @@ from typing import Any
 
 import torch
 
-from interlace.comm import Group
-from interlace.errors import DataError
-from interlace.models.dlrm import DLRM
+from interlace import Group
+from interlace_dlrm.dlrm import DLRM
+from interlace_dlrm.errors import DataError
 
 DEADLINE_S = 3600.0
 """Default time, in seconds, that the fastest rank waits for the slowest one in each phase of a

@@ -9,8 +9,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from interlace.data.records import CATEGORIES, MISSING, Records, hash_to_rows, log_transform, mix
-from interlace.errors import ArgumentError, DataError
+from interlace.errors import ArgumentError
+from interlace_dlrm.errors import DataError
+from interlace_dlrm.records import CATEGORIES, MISSING, Records, hash_to_rows, log_transform, mix
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,8 +21,9 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from interlace.data.records import CATEGORIES, INTEGERS, MISSING, Records
-from interlace.errors import ArgumentError, DataError
+from interlace.errors import ArgumentError
+from interlace_dlrm.errors import DataError
+from interlace_dlrm.records import CATEGORIES, INTEGERS, MISSING, Records
 
 FIELDS = 1 + INTEGERS + CATEGORIES
 

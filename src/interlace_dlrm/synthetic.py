@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from interlace.data.records import CATEGORIES, INTEGERS, MISSING, Records, log_transform, mix
 from interlace.errors import ArgumentError
+from interlace_dlrm.records import CATEGORIES, INTEGERS, MISSING, Records, log_transform, mix
 
 _BLOCK = 1024
 _MISSING_RATE = 0.05

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from interlace import ArgumentError, DataError
-from interlace.data import CriteoFiles, Records
-from interlace.data.criteo import parse
+from interlace import ArgumentError
+from interlace_dlrm import CriteoFiles, DataError, Records
+from interlace_dlrm.criteo import parse
 
 INTEGER = st.one_of(
     st.just(""), st.integers(-(10**9), 10**9).map(str), st.integers(0, 999).map("{}.0".format)
@@ -187,7 +187,7 @@ def test_other_kinds_of_files_are_refused(tmp_path: Path, content: bytes, kind: 
 def test_a_file_without_records_is_read_for_a_while_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 1000)
+    monkeypatch.setattr("interlace_dlrm.criteo._BLOCK_BYTES", 1000)
     path = tmp_path / "train.txt"
     path.write_bytes(b"1,2,3\n" * 2000 + LINES)
     with pytest.raises(
@@ -202,7 +202,7 @@ def test_short_lines_empty_lines_and_blocks(
     """Lines that a block cuts in two are whole again, and line numbers go on from block to
     block.
     """
-    monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 100)
+    monkeypatch.setattr("interlace_dlrm.criteo._BLOCK_BYTES", 100)
     path = tmp_path / "train.csv"
     path.write_text(
         "label,"
@@ -223,7 +223,7 @@ def test_a_corrupt_line_does_not_decide_on_the_separator(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it stands: first in the file, or first in a block."""
-    monkeypatch.setattr("interlace.data.criteo._BLOCK_BYTES", 100)
+    monkeypatch.setattr("interlace_dlrm.criteo._BLOCK_BYTES", 100)
     path = tmp_path / "train.txt"
     path.write_text("a, b, c\n" + ("\t".join(GOOD) + "\nx,y\n") * 7)
     with pytest.warns(

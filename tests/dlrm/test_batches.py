@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from interlace import ArgumentError, DataError
-from interlace.data import Batch, BatchStream, Records, SyntheticClicks, collate
-from interlace.data.records import hash_to_rows, log_transform, mix
+from interlace import ArgumentError
+from interlace_dlrm import Batch, BatchStream, DataError, Records, SyntheticClicks, collate
+from interlace_dlrm.records import hash_to_rows, log_transform, mix
 
 ROWS = [50, 2, 1000]
 

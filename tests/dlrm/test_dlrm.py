@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import interlace
+import interlace_dlrm
 from interlace import ArgumentError
-from interlace.data import Batch, BatchStream, SyntheticClicks
-from interlace.models import DLRM, Trainer
-from interlace.models.dlrm import _pairs
 from interlace.nn import EmbeddingTable
+from interlace_dlrm import DLRM, Batch, BatchStream, SyntheticClicks, Trainer
+from interlace_dlrm.dlrm import _pairs
+from tests.dlrm.single import Reference, whole_batch
 from tests.errors import error_of
-from tests.models.single import Reference, whole_batch
 from tests.nn.features import weights_of
 
 ROWS, WIDTH, SAMPLES = (9, 17, 5), 4, 4
@@ -198,6 +197,7 @@ def test_meta() -> None:
         [dataclasses.replace(table, rows=10**12) for table in _tables()], device="meta", **SMALL
     )
     assert all(parameter.is_meta for parameter in model.parameters())
-    assert isinstance(interlace.models.DLRM, type)
+    assert isinstance(interlace_dlrm.DLRM, type)
+    assert all(hasattr(interlace_dlrm, name) for name in interlace_dlrm.__all__)
     with pytest.raises(ArgumentError):
         DLRM([], device="meta")

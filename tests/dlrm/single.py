@@ -1,4 +1,4 @@
-"""The DLRM of the paper in float64, in one process, without ``interlace.models``."""
+"""The DLRM of the paper in float64, in one process, without ``interlace_dlrm``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from interlace.data import Batch
+from interlace_dlrm import Batch
 
 
 class Reference:

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from interlace import ArgumentError
-from interlace.models import area_under_roc, binary_cross_entropy, gather_rows
+from interlace_dlrm import area_under_roc, binary_cross_entropy, gather_rows
 
 
 def _by_pairs(scores: list[float], labels: list[int]) -> float:

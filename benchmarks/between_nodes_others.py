@@ -51,13 +51,12 @@ from between_nodes import (
 
 import interlace
 from interlace.comm import default_name
-from interlace.data import BatchStream, SyntheticClicks
 from interlace.gemm import reference
 from interlace.gemm.implementations import network
-from interlace.models import DLRM, Trainer
-from interlace.models.training import compute_alone
 from interlace.nn import EmbeddingTable
 from interlace.operators.embedding_all_to_all import gradients_between_nodes
+from interlace_dlrm import DLRM, BatchStream, SyntheticClicks, Trainer
+from interlace_dlrm.training import compute_alone
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (4, 20, 64)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 import interlace
 import interlace.language as il
-from interlace.testing import Rank, explore
+from interlace_explorer import Rank, explore
 
 SIZE, CALLS = 8, 3
 

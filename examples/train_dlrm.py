@@ -24,10 +24,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from shared.commands import is_first_rank, make_console, run_with_options
 
 import interlace
-from interlace.data import BatchStream, CriteoFiles, SyntheticClicks
 from interlace.documents import to_json
-from interlace.models import DLRM, Trainer, latest_checkpoint, measure_step
 from interlace.nn import EmbeddingTable
+from interlace_dlrm import (
+    DLRM,
+    BatchStream,
+    CriteoFiles,
+    SyntheticClicks,
+    Trainer,
+    latest_checkpoint,
+    measure_step,
+)
 
 HELD_OUT_EVERY = 10
 

@@ -1,7 +1,8 @@
 """``make mutants``: every mistake of :mod:`tests.mutation_table`, each made in a copy of the tree.
 
 A line for each says whether a test has failed, as one must. The working tree is never changed.
-``python -m tests.mutation sim/ data/criteo.py`` tries the mistakes in some files only.
+``python -m tests.mutation interlace_sim/ interlace_dlrm/criteo.py`` tries the mistakes in some
+files only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Mistakes that the tests must notice: one change of the code each, and the tests that find it.
 
 ``make mutants`` makes each of them in a copy of the tree (:mod:`tests.mutation`). The explorer's
-broken protocols are others: ``tests/testing/mutants.py``.
+broken protocols are others: ``tests/explorer/mutants.py``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Mutant(NamedTuple):
     survives: str = ""
 
 
-_CRITEO = "data/test_criteo.py"
+_CRITEO = "dlrm/test_criteo.py"
 _EXPLAINED = "cli/test_commands.py::test_explain_needs_no_gpu"
 _PROFILES = "test_costs_time.py::test_shipped_profiles_are_what_the_results_say"
 
@@ -159,38 +159,63 @@ MUTANTS = [
         "link = pooled",
         "nn/test_sharding.py",
     ),
-    # data
-    Mutant("interlace/data/criteo.py", "(stop - start > 2) & ", "(stop - start > 1) & ", _CRITEO),
+    # dlrm
+    Mutant("interlace_dlrm/criteo.py", "(stop - start > 2) & ", "(stop - start > 1) & ", _CRITEO),
     Mutant(
-        "interlace/data/criteo.py",
+        "interlace_dlrm/criteo.py",
         'f"{path}, line {line + number}"',
         'f"{path}, line {line}"',
         _CRITEO,
     ),
-    Mutant("interlace/data/criteo.py", "piece.removeprefix(codecs.BOM_UTF8)", "piece", _CRITEO),
+    Mutant("interlace_dlrm/criteo.py", "piece.removeprefix(codecs.BOM_UTF8)", "piece", _CRITEO),
     Mutant(
-        "interlace/data/criteo.py",
+        "interlace_dlrm/criteo.py",
         "(OSError, EOFError, zlib.error)",
         "(OSError, EOFError)",
         _CRITEO,
     ),
     Mutant(
-        "interlace/data/criteo.py",
+        "interlace_dlrm/criteo.py",
         "values[start == stop] = MISSING",
         "values[start == stop] = 0",
         _CRITEO,
     ),
     Mutant(
-        "interlace/data/batches.py",
+        "interlace_dlrm/batches.py",
         "(number + 1) % self.held_out_every",
         "number % self.held_out_every",
-        "data/test_batches.py",
+        "dlrm/test_batches.py",
     ),
     Mutant(
-        "interlace/data/records.py",
+        "interlace_dlrm/records.py",
         "np.log1p(np.maximum(integers, 0))",
         "np.log1p(np.abs(integers))",
-        "data/test_batches.py",
+        "dlrm/test_batches.py",
+    ),
+    Mutant(
+        "interlace_dlrm/metrics.py",
+        "(count.double() - 1) / 2",
+        "count.double() / 2",
+        "dlrm/test_metrics.py::test_equal_to_counting_pairs",
+    ),
+    Mutant(
+        "interlace_dlrm/checkpoint.py",
+        "return found[max(found)] if found else None",
+        "return max(found.values()) if found else None",
+        "dlrm/test_training.py::test_only_complete_checkpoints_count",
+    ),
+    Mutant(
+        "interlace_dlrm/checkpoint.py",
+        'for pattern in (".step-*.replaced", "step-*")',
+        'for pattern in ("step-*",)',
+        "dlrm/test_training.py::test_a_kill_between_the_renames_leaves_the_old_checkpoint",
+    ),
+    # explorer
+    Mutant(
+        "interlace_explorer/machine.py",
+        "self._released[thread] = np.maximum(self._released[thread], released)",
+        "...",
+        "explorer/test_explorer.py::test_right_kernels",
     ),
     # gemm
     Mutant(
@@ -287,25 +312,6 @@ MUTANTS = [
         "unit = 1",
         "mapped/test_mapped.py::test_rows_fill_whole_pieces",
     ),
-    # models
-    Mutant(
-        "interlace/models/metrics.py",
-        "(count.double() - 1) / 2",
-        "count.double() / 2",
-        "models/test_metrics.py::test_equal_to_counting_pairs",
-    ),
-    Mutant(
-        "interlace/models/checkpoint.py",
-        "return found[max(found)] if found else None",
-        "return max(found.values()) if found else None",
-        "models/test_training.py::test_only_complete_checkpoints_count",
-    ),
-    Mutant(
-        "interlace/models/checkpoint.py",
-        'for pattern in (".step-*.replaced", "step-*")',
-        'for pattern in ("step-*",)',
-        "models/test_training.py::test_a_kill_between_the_renames_leaves_the_old_checkpoint",
-    ),
     # nn
     Mutant(
         "interlace/nn/moe.py",
@@ -349,7 +355,7 @@ MUTANTS = [
         "interlace/operators/gemm_reduce_scatter/kernel.py",
         "half = epoch & 1",
         "half = epoch & 0",
-        "testing/test_protocols.py::test_every_schedule_is_right[gemm_reduce_scatter, fused]",
+        "explorer/test_protocols.py::test_every_schedule_is_right[gemm_reduce_scatter, fused]",
         survives="whoever has waited until all senders are done may overwrite what they have read",
     ),
     # optim, registry, documents and units
@@ -415,12 +421,6 @@ MUTANTS = [
         "sim/t3/test_t3.py::test_collectives_of_fast_memory",
     ),
     # testing
-    Mutant(
-        "interlace/testing/machine.py",
-        "self._released[thread] = np.maximum(self._released[thread], released)",
-        "...",
-        "testing/test_explorer.py::test_right_kernels",
-    ),
     Mutant(
         "interlace/testing/cases/base.py",
         "differs = result != expected if not allowed",

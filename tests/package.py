@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+_PACKAGES = ("interlace", "interlace_dlrm", "interlace_explorer", "interlace_sim")
 # Imports neither torch nor Triton, and reads data files as an installed package does.
 _COMMANDS = [
     ["doctor"],
@@ -38,8 +39,7 @@ assert not profile_of("NVIDIA H200").is_guess
 def files_of_package() -> dict[str, Path]:
     """Return all files that a wheel must have, by the names that they have in the wheel."""
     folders = {
-        "interlace": ROOT / "src" / "interlace",
-        "interlace_sim": ROOT / "src" / "interlace_sim",
+        **{name: ROOT / "src" / name for name in _PACKAGES},
         "interlace/demos": ROOT / "examples" / "demos",
     }
     return {

@@ -17,14 +17,16 @@ import torch.testing._internal.optests
 from triton.runtime.interpreter import InterpretedFunction
 
 import interlace.operators
+import interlace_dlrm
 import tests.pool
 
 __all__ = ["hypothesis", "pytest", "tests", "torch"]
 
 for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.operators."):
     importlib.import_module(module.name)
-for name in interlace.__all__:
-    getattr(interlace, name)
+for package in (interlace, interlace_dlrm):
+    for name in package.__all__:
+        getattr(package, name)
 
 # The interpreter rewrites each function of a kernel when it is first called; ranks share that here.
 for module in [*sys.modules.values()]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import json
 import math
 import re
@@ -52,6 +53,13 @@ def test_the_tree_of_errors_is_that_of_the_module() -> None:
     assert f"```\n{tree}\n```\n" in REFERENCE
     classes = {name for name, value in vars(errors).items() if isinstance(value, type)}
     assert classes == {*re.findall(r"\w*Error\b(?!\))", tree)}
+
+
+def test_errors_of_the_packages_beside_it_are_caught_as_well() -> None:
+    named = re.findall(r"`(interlace_\w+)\.(\w+Error)`", REFERENCE)
+    assert sorted(name for _, name in named) == ["DataError", "ProtocolError"]
+    for package, name in named:
+        assert issubclass(getattr(importlib.import_module(package), name), interlace.InterlaceError)
 
 
 def test_every_field_of_faults_has_its_line() -> None:

@@ -8,10 +8,8 @@ import re
 from tests.house import PACKAGE, ROOT, repeated_classes
 
 SHARED = {
-    # A kernel's launch, and the record of one in a trace; what was found in graphs, and by the
-    # explorer. Users have each of them from another module.
+    # A kernel's launch, and the record of one in a trace. Users have each from another module.
     "Launch": ["comm/launching/kernels.py", "tracing/events.py"],
-    "Report": ["compile/findings.py", "testing/failures.py"],
 }
 
 

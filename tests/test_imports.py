@@ -59,7 +59,8 @@ def test_these_need_neither_torch_nor_triton():
 
 WITHOUT_TRITON = [
     "import interlace; interlace.launch, interlace.empty_symmetric",
-    "import interlace; interlace.embedding_all_to_all; interlace.models",
+    "import interlace; interlace.embedding_all_to_all",
+    "import interlace_dlrm; interlace_dlrm.DLRM, interlace_dlrm.Trainer",
     "import interlace.nn",
     (
         "import interlace; interlace.gemv_all_reduce; import torch; "

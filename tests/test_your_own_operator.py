@@ -276,7 +276,7 @@ def _program(rank):
 
 
 def _explored():
-    from interlace.testing import explore
+    from interlace_explorer import explore
 
     schedules = []
     for count in (2, 3):

@@ -172,8 +172,8 @@ def architecture() -> None:
     label(axes, 2, 72, "Layers: each imports only what is below it", bold=True, size=10)
     layers = (
         ((27, "cli\ndoctor explain trace bench tune ...", SHADES[3]), (16, "integrations\nother programs", SHADES[3])),
-        ((16, "bench\nmeasures", SHADES[3]), (14, "models\nDLRM, training", SHADES[3]), (12, "testing\nexplorer", SHADES[3])),
-        ((16, "nn\nmodules, plans", SHADES[3]), (15, "compile\nfuses a model", SHADES[3]), (11, "data\nclick logs", SHADES[3])),
+        ((22, "bench\nmeasures", SHADES[3]), (21, "testing\ncases, the soak", SHADES[3])),
+        ((22, "nn\nmodules, plans", SHADES[3]), (21, "compile\nfuses a model", SHADES[3])),
         ((44, "operators\none declaration each", SHADES[0]),),
         ((44, "gemm\ncall, schema, dispatch, implementations, kernels", SHADES[0]),),
         ((26, "mapped\noutputs on peers, and copies to them", SHADES[0]), (17, "tracing\ntimelines of kernels", SHADES[0])),
@@ -204,10 +204,17 @@ def architecture() -> None:
         block(axes, x, y - 0.9, 2.2, 1.8, fill)
         label(axes, x + 3, y, meaning, size=8, color=GREY)
 
-    box(axes, 52, -3.7, 21.5, 5, "interlace_sim\nmany nodes; no torch", fill=SHADES[1])
-    arrow(axes, (52, -1.2), (46.3, 4.0), color=GREY)
-    label(axes, 75, -1.2, "a package of its own:", size=8, color=GREY)
-    label(axes, 75, -3.2, "it knows operators by their costs", size=8, color=GREY)
+    label(axes, 52, 3.6, "Packages beside the library, which use it", bold=True, size=10)
+    packages = (
+        ("interlace_dlrm\nclick logs, DLRM, training", "uses public names of the", "library: nn and errors", SHADES[3]),
+        ("interlace_explorer\nchecks protocols", "knows language and comm,", "and no operator", SHADES[3]),
+        ("interlace_sim\nmany nodes; no torch", "knows operators by", "their costs", SHADES[1]),
+    )
+    for i, (text, first, second, fill) in enumerate(packages):
+        y = -3.7 - 6.2 * i
+        box(axes, 52, y, 21.5, 5, text, fill=fill)
+        label(axes, 75, y + 3.5, first, size=8, color=GREY)
+        label(axes, 75, y + 1.5, second, size=8, color=GREY)
 
     label(axes, 52, 72, "A call, from the user to the peers", bold=True, size=10)
     steps = (

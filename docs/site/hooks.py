@@ -34,7 +34,8 @@ _EXECUTED = ROOT / "build" / "notebooks"
 _MORE_API = {
     "errors": ("Errors", ["interlace.errors"]),
     "language": ("Primitives for kernels", ["interlace.language"]),
-    "explorer": ("Explorer of interleavings", ["interlace.testing"]),
+    "explorer": ("Explorer of interleavings", ["interlace_explorer"]),
+    "dlrm": ("DLRM", ["interlace_dlrm"]),
     "simulator": ("Simulator", ["interlace_sim"]),
 }
 

@@ -21,10 +21,9 @@ from interlace.costs.embedding_all_to_all import (
     backward_floor_link_bytes,
     floor_link_bytes,
 )
-from interlace.data import Batch, BatchStream, SyntheticClicks
-from interlace.models import DLRM, Trainer, measure_step
 from interlace.nn import EmbeddingTable
 from interlace.units import ceil_div
+from interlace_dlrm import DLRM, Batch, BatchStream, SyntheticClicks, Trainer, measure_step
 
 if TYPE_CHECKING:
     from rich.console import Console

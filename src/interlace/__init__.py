@@ -6,7 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from interlace import compile, data, mapped, models, nn, optim
+    from interlace import compile, mapped, nn, optim
     from interlace.comm import (
         Faults,
         Group,
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from interlace.errors import (
         ArgumentError,
         BackendError,
-        DataError,
         GroupError,
         InterlaceError,
         LaunchError,
@@ -73,7 +72,6 @@ _PUBLIC = {
     "synchronize": "interlace.comm",
     "ArgumentError": "interlace.errors",
     "BackendError": "interlace.errors",
-    "DataError": "interlace.errors",
     "GroupError": "interlace.errors",
     "InterlaceError": "interlace.errors",
     "LaunchError": "interlace.errors",
@@ -108,14 +106,13 @@ _PUBLIC = {
     "trace": "interlace.tracing",
 }
 
-_MODULES = ("compile", "data", "mapped", "models", "nn", "optim")
+_MODULES = ("compile", "mapped", "nn", "optim")
 
 # Spelled out for type checkers: the keys of _PUBLIC, _MODULES and the version.
 __all__ = [
     "AllGatherGemmConfig",
     "ArgumentError",
     "BackendError",
-    "DataError",
     "EmbeddingAllToAllConfig",
     "ExpertActivation",
     "Faults",
@@ -143,7 +140,6 @@ __all__ = [
     "autotune",
     "batch_invariant",
     "compile",
-    "data",
     "embedding_all_to_all",
     "empty_symmetric",
     "explain",
@@ -157,7 +153,6 @@ __all__ = [
     "launch",
     "mapped",
     "mixture_of_experts",
-    "models",
     "nn",
     "open_gin",
     "operator",

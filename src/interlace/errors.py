@@ -5,7 +5,6 @@
     InterlaceError
     ├── ArgumentError (ValueError)        an argument breaks a rule of the call
     │   └── ConfigError                   a configuration file, trace or model parameter breaks one
-    ├── DataError (ValueError)            a file's contents break its format
     ├── UnphysicalError                   a simulated result lies under its physical lower bound
     ├── RankMismatchError                 ranks called the same operator with different arguments
     ├── GroupError                        this process group cannot be used
@@ -13,7 +12,6 @@
     ├── WorkspaceError                    memory cannot be allocated now (as in a graph's capture)
     ├── PeerTimeoutError (TimeoutError)   a peer did not do its part before the deadline
     ├── MiscountError                     a kernel counted a wrong number of tiles
-    ├── ProtocolError                     an explored schedule of a program failed
     └── LaunchError                       a rank started by ``interlace.launch`` failed
 
 A message reads: *subject* must *rule*; got *value*. *What to do.*
@@ -47,13 +45,6 @@ def _remade(kind: type[InterlaceError], args: tuple[object, ...]) -> InterlaceEr
 
 class ArgumentError(InterlaceError, ValueError):
     """An argument breaks a rule of the call. Nothing was sent and nothing was changed."""
-
-
-class DataError(InterlaceError, ValueError):
-    """A file's contents break its format.
-
-    The message names the file, and the line of a text file.
-    """
 
 
 class ConfigError(ArgumentError):
@@ -208,20 +199,3 @@ class MiscountError(InterlaceError):
         self.piece = piece
         self.wanted = wanted
         self.seen = seen
-
-
-class ProtocolError(InterlaceError):
-    """A program fails in a schedule that :func:`interlace.testing.explore` has tried.
-
-    Attributes:
-        kind: ``"wrong result"``, ``"deadlock"``, ``"race"``, ``"two writers"`` or ``"error"``.
-        schedule: The schedule, for ``explore(..., replay=schedule)``.
-    """
-
-    def __init__(self, kind: str, message: str, schedule: str) -> None:
-        super().__init__(
-            f"explore: every schedule of a program must be right; got a {kind}: {message}. "
-            f"Run explore(program, replay={schedule!r}) to see it again."
-        )
-        self.kind = kind
-        self.schedule = schedule

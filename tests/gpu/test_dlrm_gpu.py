@@ -12,10 +12,16 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.data import BatchStream, SyntheticClicks
-from interlace.models import DLRM, Trainer, latest_checkpoint, measure_step
 from interlace.nn import EmbeddingTable
-from tests.models.single import Reference, whole_batch
+from interlace_dlrm import (
+    DLRM,
+    BatchStream,
+    SyntheticClicks,
+    Trainer,
+    latest_checkpoint,
+    measure_step,
+)
+from tests.dlrm.single import Reference, whole_batch
 from tests.nn.features import weights_of
 
 pytestmark = pytest.mark.gpu

@@ -12,8 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.models import DLRM
-from interlace.models.metrics import binary_cross_entropy
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
@@ -21,6 +19,8 @@ from interlace.nn import (
     RowParallelLinear,
     ShardedEmbeddingBags,
 )
+from interlace_dlrm import DLRM
+from interlace_dlrm.metrics import binary_cross_entropy
 
 SIZE, TOKENS = 16, 4
 TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b")]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from interlace.models import DLRM
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
@@ -26,6 +25,7 @@ from interlace.nn import (
     RowParallelLinear,
     ShardedEmbeddingBags,
 )
+from interlace_dlrm import DLRM
 from tests.errors import error_of
 from tests.programs import run_program
 

@@ -11,8 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from interlace.models import DLRM
-from interlace.models.metrics import binary_cross_entropy
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
@@ -20,6 +18,8 @@ from interlace.nn import (
     RowParallelLinear,
     ShardedEmbeddingBags,
 )
+from interlace_dlrm import DLRM
+from interlace_dlrm.metrics import binary_cross_entropy
 
 SIZE, TOKENS = 8, 4
 TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b", "c", "d")]

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 import interlace
 from interlace.gemm.reference import exchange_rows
-from interlace.models.metrics import gather_rows
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
@@ -19,6 +18,7 @@ from interlace.nn import (
     RowParallelLinear,
     ShardedEmbeddingBags,
 )
+from interlace_dlrm.metrics import gather_rows
 from tests.errors import error_of
 
 TABLES = [EmbeddingTable(name, 6, 4, bag_length=1) for name in ("a", "b")]

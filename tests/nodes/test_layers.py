@@ -10,8 +10,6 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.data import BatchStream, SyntheticClicks
-from interlace.models import DLRM, Trainer
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
@@ -19,6 +17,7 @@ from interlace.nn import (
     RowParallelLinear,
     ShardedEmbeddingBags,
 )
+from interlace_dlrm import DLRM, BatchStream, SyntheticClicks, Trainer
 from tests.nodes.groups import process_group_of
 
 _ROWS = (9, 17, 5, 12)

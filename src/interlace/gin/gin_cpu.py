@@ -81,7 +81,7 @@ class EmulatedEngine:
         """
         if cpu_faults.world() is not None:
             raise BackendError(
-                "open_gin must be called outside of interlace.testing.explore, which follows no "
+                "open_gin must be called outside of interlace_explorer.explore, which follows no "
                 "puts over the network; got inside."
             )
         self.address, self.options = next(_addresses), dict[str, Any]()

@@ -1,13 +1,7 @@
-"""Tools that check operators and protocols, also those of other packages.
+"""Tools that check operators and machines.
 
-:func:`explore` tries many interleavings of several ranks' kernels in one process;
-``docs/explorer.md`` shows how to use it. :mod:`interlace.testing.cases` has calls of every operator
-with known results, and :mod:`interlace.testing.soak` makes such calls at random; see
-``docs/reliability.md``.
+:mod:`interlace.testing.cases` has calls of every operator with known results,
+:mod:`interlace.testing.soak` makes such calls at random, and :mod:`interlace.testing.gin_check`
+tries GPU-initiated puts; see ``docs/reliability.md``. Protocols are checked by the package
+``interlace_explorer``.
 """
-
-from interlace.testing.explorer import explore
-from interlace.testing.failures import Failure, Report
-from interlace.testing.ranks import Rank
-
-__all__ = ["Failure", "Rank", "Report", "explore"]

@@ -198,8 +198,8 @@ def trace(group: dist.ProcessGroup | None = None, *, hold_s: float = 0.0) -> Ite
     """
     if cpu_faults.world() is not None:
         raise ArgumentError(
-            "a trace must begin outside of interlace.testing.explore, where times mean nothing and "
-            "all ranks share a process; got inside."
+            "a trace must begin outside of interlace_explorer.explore, where times mean nothing "
+            "and all ranks share a process; got inside."
         )
     if recordings.active() is not None:
         raise ArgumentError("a trace must not begin within another one. Leave the first one first.")

@@ -102,7 +102,7 @@ class Faults:
 
 
 class World(Protocol):
-    """Replace real memory for every kernel of this process; see ``interlace.testing``."""
+    """Replace real memory for every kernel of this process; see ``interlace_explorer``."""
 
     def send(self, addresses: Any, values: Any, kind: str) -> None:
         """Store an array of values at an array of addresses.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Sequence
@@ -95,7 +94,7 @@ class Group:
         self.health = Health(members, self.streams, self.cache.replays, self.traffic)
         store = None if process_group is None else process_group.get_group_store()
         self.channel = HostChannel(members, self.health, store)
-        # The method, not the channel's: interlace.testing overrides it with its own exchange.
+        # The method, not the channel's: interlace_explorer overrides it with its own exchange.
         self.agreement = Agreement(members, self.cache, self.health, self.exchange)
         meet_members(members, self.exchange, store)
         self.nodes, self.spans_nodes = members.nodes, members.spans_nodes
@@ -453,11 +452,6 @@ def known_nodes(process_group: dist.ProcessGroup | None) -> int | None:
         return max((group.nodes for group in groups.values()), default=None)
 
 
-def stand_in(group: Group) -> contextvars.Token[Any]:
-    """Make ``group`` the default group of this thread, for ranks that are threads."""
-    return default_group.set(group)
-
-
 def solo_group(device: torch.device) -> Group:
     """Return the group of this process alone on ``device``, regardless of process groups."""
     device = device_of_group(device)
@@ -535,5 +529,4 @@ __all__ = [
     "group_named",
     "group_of",
     "solo_group",
-    "stand_in",
 ]

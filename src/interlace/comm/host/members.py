@@ -34,7 +34,7 @@ class Exchange(Protocol):
 class Members:
     """Identify a group and this process's rank in it.
 
-    Every part of a group refers to the same object. ``interlace.testing`` makes groups whose ranks
+    Every part of a group refers to the same object. ``interlace_explorer`` makes groups whose ranks
     are threads and numbers them after construction, so no part may copy ``rank`` or ``world_size``
     while it is constructed.
 

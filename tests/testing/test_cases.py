@@ -7,7 +7,6 @@ import random
 import pytest
 
 from interlace.mapped import COLLECTIVES
-from interlace.operators.embedding_all_to_all.config import PROTOCOLS as EMBEDDING_PROTOCOLS
 from interlace.operators.gemm_all_reduce.config import PROTOCOLS as GEMV_PROTOCOLS
 from interlace.operators.mixture_of_experts.config import OPERANDS
 from interlace.registry import operators
@@ -40,7 +39,6 @@ def test_every_implementation_is_listed():
         assert {impl.split()[0] for impl in listed} == ours
     for operator, kernel, protocols in (
         ("gemv_all_reduce", "gemv", GEMV_PROTOCOLS),
-        ("embedding_all_to_all", "fused", EMBEDDING_PROTOCOLS),
         ("mixture_of_experts", "fused", OPERANDS),
     ):
         listed = {impl for impl in IMPLEMENTATIONS[operator] if impl.startswith(kernel)}

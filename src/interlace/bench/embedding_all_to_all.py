@@ -487,7 +487,6 @@ def _work(case: Forward | Backward) -> LeastWork:
 # The tuner
 
 FORWARD_AXES: dict[str, Sequence[Any]] = {
-    "protocol": ("direct", "tiles"),
     "block_bags": (1, 2, 4, 8, 16),
     "stages": (2, 3, 4, 6),
     "num_warps": (1, 2, 4),
@@ -495,7 +494,6 @@ FORWARD_AXES: dict[str, Sequence[Any]] = {
     "max_registers": (0, 64, 96, 128),
 }
 BACKWARD_AXES: dict[str, Sequence[Any]] = {
-    "push": ("direct", "tiles"),
     "push_programs": (66, 132, 264, 528, 1056),
     "push_blocks": (1, 2, 4, 8, 16),
     "push_rows": (2, 4, 8, 16, 32),

@@ -12,7 +12,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group, Workspace
 from interlace.comm.groups.outputs import Output
 from interlace.comm.launching.constants import on_device
-from interlace.comm.launching.kernels import Launch, describe_ranks, triton_dtype
+from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
@@ -30,7 +30,7 @@ from interlace.operators.embedding_all_to_all.layout import (
     owners_of,
 )
 from interlace.operators.embedding_all_to_all.lookups import Sorted, first_keys_of, sort_lookups
-from interlace.operators.embedding_all_to_all.pooling import MOST_TILE_BYTES, lanes_of
+from interlace.operators.embedding_all_to_all.pooling import lanes_of
 from interlace.units import ceil_div, next_power_of_2
 
 BACKWARD = f"{OPERATOR}.backward"
@@ -260,9 +260,6 @@ def prepare(
     layout, ranks = call.layout, call.layout.world_size
     entries, align = _records(call, target, grad, 0 if part is None else part.first_column)
     landing, workspace = _reserve(call)
-    tiles = None
-    if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
-        tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     pushers = config.push_programs if ranks > 1 else 0
     lookups = call.indices.shape[0]
     width, full = lanes_of(layout.widths[call.rank])
@@ -294,7 +291,6 @@ def prepare(
         ),
         "gradient": grad.data_ptr(),
         "landing": landing,
-        "tiles": tiles,
         "target": target.address,
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
@@ -392,27 +388,4 @@ def _records(
     numbers = [*all_widths, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
     return rows or [TableRecord()], alignment(
         numbers, min(target.dtype.itemsize, call.dtype.itemsize)
-    )
-
-
-def _describe_landing(
-    group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int
-) -> Any:
-    """Describe every rank's landing, ``[rank, sample, column]``, in blocks of ``rows`` samples.
-
-    A block has a table's columns. The result is None where a descriptor cannot describe the blocks;
-    ordinary stores then write the same bytes.
-    """
-    widths = [width for rank_widths in layout.widths for width in rank_widths]
-    width = max(widths, default=1)
-    same_width = all(table_width == width == next_power_of_2(width) for table_width in widths)
-    if (
-        not same_width
-        or align * dtype.itemsize != 16
-        or rows * width * dtype.itemsize > MOST_TILE_BYTES
-    ):
-        return None
-    columns = max(layout.rank_columns)
-    return describe_ranks(
-        group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width]
     )

@@ -10,11 +10,10 @@ import torch
 from interlace.comm import MAX_PROGRAMS
 from interlace.comm.launching.kernels import processors
 from interlace.tuning.choice import Choice, by_device
-from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
+from interlace.tuning.configuration import Configuration, between, power_of_two
 from interlace.units import next_power_of_2
 
 OPERATOR = "embedding_all_to_all"
-PROTOCOLS = ("direct", "tiles")
 MAX_WIDTH = 2048
 MOST_STAGES = 16
 
@@ -34,10 +33,6 @@ class EmbeddingAllToAllConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
-        protocol: ``"direct"`` (vectors go from registers straight to their final place) or
-            ``"tiles"`` (the same through tensor descriptors, where a rank's tables all have one
-            width, a power of two).
-        push: Stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
         block_bags: Bags of one table and destination that a program pools at a time; a power of
             two.
         stages: Lookups of a bag that are under way at a time: the row of one is added while those
@@ -64,8 +59,6 @@ class EmbeddingAllToAllConfig(Configuration):
             compiler's choice.
     """
 
-    protocol: str = one_of("direct", PROTOCOLS)
-    push: str = one_of("direct", PROTOCOLS)
     block_bags: int = power_of_two(2, 1, 64)
     stages: int = between(3, 1, MOST_STAGES)
     num_warps: int = power_of_two(1, 1, 32)

@@ -14,7 +14,7 @@ from interlace.units import ceil_div, round_up
 
 MAX_RANKS: Final = 8
 
-# int32 signals of a rank, the same in all protocols; those after HEADER depend on the protocol.
+# int32 signals of a rank; those after HEADER are of the backward pass.
 # Sets take turns by the epoch's parity.
 GRANTED: Final = 0  # [set][source]: the rank's buffer may be written; kernels omit the offset 0
 DONE: Final = 2 * MAX_RANKS  # [set][source]: all data of the source have arrived

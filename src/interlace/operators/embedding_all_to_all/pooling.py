@@ -15,11 +15,6 @@ from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.layout import Layout, TableRecord, alignment
 from interlace.units import ceil_div, next_power_of_2
 
-MOST_TILE_BYTES = 1 << 16
-"""A tile passes through shared memory; any GPU that has tensor descriptors has room for two
-programs of this.
-"""
-
 _WAVES = 16  # programs of a launch, at most, for each that fits at once
 _BYTES_OF_TASKS = 4096  # of rows, at least: some us of a program among as many as fit at once
 

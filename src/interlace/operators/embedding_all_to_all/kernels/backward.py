@@ -178,7 +178,7 @@ def _finish_segments(
     ]
 )
 def embedding_all_to_all_backward(
-    tables, bags, scale, runs, progress, gradient, landing, tiles, target, signals, epochs, ctx,
+    tables, bags, scale, runs, progress, gradient, landing, target, signals, epochs, ctx,
     call, B, chunk, column_groups, landing_groups, max_tables, rates, WORLD_SIZE: tl.constexpr,
     PUSHING: tl.constexpr, RUNS: tl.constexpr, WRITING: tl.constexpr, VECTORS: tl.constexpr,
 ):
@@ -243,8 +243,8 @@ def embedding_all_to_all_backward(
             granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
             if granted:
                 push_gradients(
-                    program, gradients, landing, tiles, tables.owners, max_tables, flags, stamp, group,
-                    WORLD_SIZE, PUSHING, VECTORS,
+                    program, gradients, landing, tables.owners, max_tables, flags, stamp, group, WORLD_SIZE,
+                    PUSHING, VECTORS,
                 )
     if program >= PUSHING.programs:
         count = tl.load(runs.count).to(tl.int32)

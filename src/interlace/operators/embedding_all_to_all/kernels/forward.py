@@ -155,9 +155,8 @@ def pool_embeddings(
     ]
 )
 def embedding_all_to_all_forward(
-    lookups, tiles, buffers, grants, signals, epochs, ctx, call, buffer_bytes, buffer_index, B,
-    chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr,
-    POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    lookups, buffers, grants, signals, epochs, ctx, call, buffer_bytes, buffer_index, B,
+    chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
 
@@ -234,19 +233,8 @@ def embedding_all_to_all_forward(
                 )
                 index = tl.sum(tl.where(peers == dest, target_index, 0))
                 target = il.pointer(buffers + index.to(tl.int64) * buffer_bytes, OUT)
-                if PROTOCOL == "tiles":
-                    # The block is stored as a full tile: rows beyond the destination's samples are
-                    # cut off by the descriptor, or fall behind the samples of its output.
-                    column = tl.load(lookups.tables + table * FIELDS + COLUMN).to(tl.int32)
-                    corner = [dest, index, block * BAGS, column]
-                    part = tl.reshape(total, [1, 1, BAGS, VECTORS.width])
-                    il.put_tile(tiles, corner, part, group)
-                else:
-                    il.put(target + cells, total, dest, group, mask)
+                il.put(target + cells, total, dest, group, mask)
         drawn = _draw(tickets, drawn_tasks)
-    # Tiles are stored asynchronously; they must be complete before anyone is told.
-    if PROTOCOL == "tiles":
-        il.complete_tiles()
     if granted:
         # Step 3. The last program has acquired the stores of all; its signals release them.
         if il.arrive_last(counters + COUNTER, program, programs):

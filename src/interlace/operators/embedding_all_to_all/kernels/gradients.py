@@ -57,7 +57,7 @@ class Gradients(NamedTuple):
 
 @triton.jit
 def push_gradients(
-    program, gradients, landing, tiles, owners, max_tables, flags, stamp, group,
+    program, gradients, landing, owners, max_tables, flags, stamp, group,
     WORLD_SIZE: tl.constexpr, PUSHING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Send every owner this rank's samples' gradients, table by table; signal complete tables.
@@ -98,20 +98,8 @@ def push_gradients(
                 source += tl.multiple_of(source_column, ALIGN)
                 source = source + row * columns + column[None, :]
                 value = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
-                if tiles is None:
-                    lines = il.pointer(landing, OUT) + first + row * landing_columns
-                    il.put(lines + column[None, :], value, owner, group, mask)
-                else:
-                    # A full tile at the end would cover the next rank's samples.
-                    if (block + 1) * ROWS <= samples:
-                        corner = [owner, rank * chunk + block * ROWS, target_column.to(tl.int32)]
-                        il.put_tile(tiles, corner, tl.reshape(value, [1, ROWS, WIDTH]), group)
-                    else:
-                        lines = il.pointer(landing, OUT) + first + row * landing_columns
-                        il.put(lines + column[None, :], value, owner, group, mask)
-            # Tiles are stored asynchronously; they must be complete before the table is counted.
-            if tiles is not None:
-                il.complete_tiles()
+                lines = il.pointer(landing, OUT) + first + row * landing_columns
+                il.put(lines + column[None, :], value, owner, group, mask)
         # The last program of a table has acquired the stores of the others, and its signals release
         # them: an owner that has seen its signal reads complete gradients.
         if il.arrive_last(il.peer_pointer(flags + HEADER + table, rank, group), member, members):

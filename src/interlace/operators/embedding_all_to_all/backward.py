@@ -11,7 +11,6 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group, Workspace
 from interlace.comm.groups.outputs import Output
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import places
@@ -159,7 +158,7 @@ def distinct_rows(
     Sizes do not depend on the numbers.
     """
     count = call.indices.shape[0]
-    limits = on_device(call.group, [first_keys_of(rows)])[0]
+    limits = call.group.cache.tables.on_device([first_keys_of(rows)])[0]
     if not count:
         return torch.empty_like(limits[:0]), torch.zeros_like(limits)
     keys, segment_of = lookups_by_row.keys, lookups_by_row.segment_of
@@ -275,7 +274,9 @@ def prepare(
     if part is not None and part.first_run is not None:
         tickets[:1].copy_(part.first_run)
     arguments = {
-        "tables": Tables(on_device(group, entries), on_device(group, owners_of(layout))),
+        "tables": Tables(
+            group.cache.tables.on_device(entries), group.cache.tables.on_device(owners_of(layout))
+        ),
         "bags": lookups_by_row.bags,
         "scale": lookups_by_row.scale,
         "runs": SortedRuns(
@@ -358,7 +359,7 @@ def _landing(layout: Layout, itemsize: int, group: Group) -> tuple[Output, ...]:
 
 def _address(*landing: Output) -> int:
     """Return the address of what :func:`_landing` returns, on rank 0."""
-    return sum(output.address + output.index * output.buffer_bytes for output in landing)
+    return sum(output.destination.own_address for output in landing)
 
 
 def _records(

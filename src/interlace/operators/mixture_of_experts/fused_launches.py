@@ -231,7 +231,7 @@ class Steps:
             "ctx": self.context,
             "call": self.mark,
             "half": numbers.half_bytes,
-            "buffer_index": space.index,
+            "buffer_index": space.destination.own_index,
             "capacity": sizes.capacity,
             "L": sizes.local,
         }
@@ -264,8 +264,8 @@ class Steps:
             "bias": self.weights.b_in,
             "out": self.operand(active, sizes.ffn, block),
             "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
-            "buffers": space.address,
-            "buffer_bytes": space.buffer_bytes,
+            "buffers": space.destination.address,
+            "buffer_bytes": space.destination.buffer_bytes,
             "arrivals": sizes.arrivals,
             "columns": columns,
         }
@@ -277,10 +277,7 @@ class Steps:
         """Return the arguments that both directions' kernels take which push rows."""
         sizes, config = self.sizes, self.config
         own = self._matrix(
-            space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride,
-            sizes.arrivals,
-            sizes.hidden,
-            (config.block_m, config.block_k),
+            space.local_address, sizes.arrivals, sizes.hidden, (config.block_m, config.block_k)
         )
         return {
             "slot_at": saved.slot_at,
@@ -428,7 +425,7 @@ class Steps:
             "b": self.weight(self.weights.w_out, sizes.ffn, sizes.hidden, along_k),
             "out": self.operand(product_gradient, sizes.ffn, block),
             "met": met,
-            "buffer": space.address + space.index * space.buffer_bytes,
+            "buffer": space.destination.own_address,
             "scale_bytes": self.scale_bytes,
             "columns": sizes.ffn,
         }

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch
 
-from interlace.comm.launching.constants import on_device
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 
 
@@ -75,7 +74,7 @@ def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
         )
     # Keys that fit in 32 bits sort in less time than keys of 64.
     small = sum(rows) < 2**31 - 1
-    first_keys = on_device(call.group, [first_keys_of(rows)[:-1]])[0]
+    first_keys = call.group.cache.tables.on_device([first_keys_of(rows)[:-1]])[0]
     numbers = torch.arange(tables * batch, dtype=torch.int32, device=device)
     lengths = call.offsets.diff()
     # Told the size, torch need not wait for the device to add up the lengths.

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
@@ -82,7 +81,9 @@ def arguments(call: EmbeddingCall) -> tuple[dict[str, Any], dict[str, Any]]:
         tables, layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
     )
     arguments = {
-        "lookups": Lookups(on_device(call.group, records), call.indices, call.offsets, call.scale),
+        "lookups": Lookups(
+            call.group.cache.tables.on_device(records), call.indices, call.offsets, call.scale
+        ),
         "B": layout.batch,
         "T": len(call.weights),
         "column_groups": layout.columns // align,

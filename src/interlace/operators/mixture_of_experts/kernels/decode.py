@@ -300,10 +300,30 @@ def _store(product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.cons
     Args:
         acc: float32 ``[n, block_n]``, from line ``column`` of the weight on.
     """
+    SIZE: tl.constexpr = acc.shape[0]
+    LINES: tl.constexpr = acc.shape[1]
     if FORM is None:
-        _return(product, acc, rows, column, group, DTYPE)
+        if product.bias is not None:
+            acc = add_bias(acc, product.bias, column, product.lines)
+        columns = column + tl.arange(0, LINES)[None, :]
+        slot = (rows.entry % product.slots).to(tl.int64)[:, None]
+        pointers = product.target + slot * product.lines + columns
+        mask = rows.exists[:, None] & (columns < product.lines)
+        il.put(pointers, acc.to(DTYPE), (rows.entry // product.slots)[:, None], group, mask)
     else:
-        _store_active(product, acc, rows, column, DTYPE, FORM)
+        ffn = product.lines // FORM.gates
+        if product.bias is not None:
+            numbers = column + tl.arange(0, LINES)
+            added = product.bias + _line_in_memory(numbers, product)
+            acc += tl.load(added, mask=numbers < product.lines, other=0.0).to(tl.float32)[None, :]
+        if FORM.gates == 1:
+            value = activate(acc, None, FORM)
+        else:
+            gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
+            value = activate(gate, up, FORM)
+        columns = column // FORM.gates + tl.arange(0, LINES // FORM.gates)[None, :]
+        pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns
+        tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
 
 
 @triton.jit
@@ -413,29 +433,6 @@ def decode_first_gemm(
     _multiply_tiles(product, lists, tl.num_programs(0), group, DTYPE, SHARES, TILES, FORM)
 
 
-@triton.jit
-def _store_active(product, acc, rows, column, DTYPE: tl.constexpr, FORM: tl.constexpr):
-    """Add the bias to gates and ups in turn, or to gates alone, and store the activation ``[rows,
-    F]``.
-    """
-    SIZE: tl.constexpr = acc.shape[0]
-    LINES: tl.constexpr = acc.shape[1]
-    GATES: tl.constexpr = FORM.gates
-    ffn = product.lines // GATES
-    if product.bias is not None:
-        numbers = column + tl.arange(0, LINES)
-        added = product.bias + _line_in_memory(numbers, product)
-        acc += tl.load(added, mask=numbers < product.lines, other=0.0).to(tl.float32)[None, :]
-    if GATES == 1:
-        value = activate(acc, None, FORM)
-    else:
-        gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
-        value = activate(gate, up, FORM)
-    columns = column // GATES + tl.arange(0, LINES // GATES)[None, :]
-    pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns
-    tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
-
-
 @triton.jit(do_not_specialize=["call", "L", "length", "tokens", "hidden_groups", "ffn_groups"])
 def decode_second_gemm(
     entries, counts, weights, bias, active, experts, scales, y, results, signals, epochs, ctx, call,
@@ -510,15 +507,3 @@ def decode_second_gemm(
     # Signals of long ago would look like new ones when epochs' numbers come again.
     il.clear_old(flags, DECODE_FINISHED, epoch, group)
     il.advance_epoch(epochs, epoch)
-
-
-@triton.jit
-def _return(product, acc, rows, column, group, DTYPE: tl.constexpr):
-    """Add the bias to a tile of rows, and put each into its slot of its source."""
-    if product.bias is not None:
-        acc = add_bias(acc, product.bias, column, product.lines)
-    columns = column + tl.arange(0, acc.shape[1])[None, :]
-    slot = (rows.entry % product.slots).to(tl.int64)[:, None]
-    pointers = product.target + slot * product.lines + columns
-    mask = rows.exists[:, None] & (columns < product.lines)
-    il.put(pointers, acc.to(DTYPE), (rows.entry // product.slots)[:, None], group, mask)

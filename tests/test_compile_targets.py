@@ -365,11 +365,11 @@ def _embedding_all_to_all_backward():
     types |= dict.fromkeys(("gradient", "landing", "target"), "i64")
     types |= dict.fromkeys(("max_tables", "landing_groups"), "i32")
 
-    def case(key, update, vectors, runs, unroll, *, by_segment=False, pushers=64, rows=8, **more):
+    def case(key, update, vectors, runs, *, by_segment=False, pushers=64, rows=8, **more):
         constants = {
             "WORLD_SIZE": 4,
             "PUSHING": GradientPushing(pushers, rows, blocks=4, width=vectors.width),
-            "RUNS": Runs(runs, lookups=128, ticket=4, unroll=unroll),
+            "RUNS": Runs(runs, lookups=128),
             "WRITING": Writing(update, by_segment),
             "VECTORS": vectors,
         }
@@ -377,13 +377,13 @@ def _embedding_all_to_all_backward():
         return types | {"runs": runs}, constants | more
 
     wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
-    yield case("i32", "adagrad", wide, 4, 2, scale=None)
+    yield case("i32", "adagrad", wide, 4, scale=None)
     vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
-    yield case("i64", "sgd", vectors, 8, 2, WORLD_SIZE=3)
+    yield case("i64", "sgd", vectors, 8, WORLD_SIZE=3)
     vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
-    yield case("i32", "store", vectors, 1, 4, by_segment=True, rows=1, scale=None, WORLD_SIZE=8)
+    yield case("i32", "store", vectors, 1, by_segment=True, rows=1, scale=None, WORLD_SIZE=8)
     vectors = Vectors(tl.float32, tl.float16, width=64, full=False, align=8)
-    yield case("i32", "store", vectors, 4, 1, pushers=0, scale=None, WORLD_SIZE=1)
+    yield case("i32", "store", vectors, 4, pushers=0, scale=None, WORLD_SIZE=1)
 
 
 def _products(more=None):

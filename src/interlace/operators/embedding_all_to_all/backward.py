@@ -22,18 +22,17 @@ from interlace.operators.embedding_all_to_all.layout import (
     HEADER,
     MAX_RANKS,
     MAX_TABLES,
+    TICKET,
     Layout,
     TableRecord,
-    alignment,
     dense_bounds,
     owners_of,
 )
 from interlace.operators.embedding_all_to_all.lookups import Sorted, first_keys_of, sort_lookups
 from interlace.operators.embedding_all_to_all.pooling import lanes_of
-from interlace.units import ceil_div, next_power_of_2
+from interlace.units import alignment, ceil_div, next_power_of_2
 
 BACKWARD = f"{OPERATOR}.backward"
-_TICKET = 4  # tiles of runs that a program takes at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -267,7 +266,7 @@ def prepare(
     updaters = min(
         config.update_programs,
         MAX_PROGRAMS - pushers,
-        max(1, ceil_div(lookups, config.block_runs * _TICKET)),
+        max(1, ceil_div(lookups, config.block_runs * TICKET)),
     )
     # The number of the next run to be drawn comes first.
     tickets = torch.zeros(ARRIVALS + slots, dtype=torch.int32, device=device)
@@ -308,7 +307,7 @@ def prepare(
     constants: dict[str, Any] = {
         "WORLD_SIZE": ranks,
         "PUSHING": GradientPushing(pushers, config.push_rows, config.push_blocks, widest),
-        "RUNS": Runs(config.block_runs, config.run_lookups, _TICKET, config.run_unroll),
+        "RUNS": Runs(config.block_runs, config.run_lookups),
         "WRITING": Writing(target.update, target.by_segment),
         "VECTORS": Vectors(
             triton_dtype(target.dtype), triton_dtype(call.dtype), width, full, align
@@ -387,6 +386,5 @@ def _records(
     ]
     all_widths = [width for widths in layout.widths for width in widths]
     numbers = [*all_widths, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
-    return rows or [TableRecord()], alignment(
-        numbers, min(target.dtype.itemsize, call.dtype.itemsize)
-    )
+    itemsize = min(target.dtype.itemsize, call.dtype.itemsize)
+    return rows or [TableRecord()], alignment(itemsize, *numbers)

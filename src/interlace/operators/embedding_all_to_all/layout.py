@@ -33,6 +33,9 @@ table and source.
 # puts them in another cache line, as well aligned.
 ARRIVALS: Final = 32
 
+TICKET: Final = 4
+"""Blocks of runs that a program of the backward pass draws at a time."""
+
 
 class TableRecord(NamedTuple):
     """The numbers of one table that kernels read, int64 on the device.
@@ -139,14 +142,6 @@ def dense_bounds(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
         # 64 elements are at least a cache line, so no two gradients share one.
         bounds.append(bounds[-1] + round_up(count * width, 64))
     return bounds
-
-
-def alignment(numbers: Sequence[int], itemsize: int) -> int:
-    """Return the largest power of two, up to 16 bytes, that divides ``numbers`` of elements."""
-    align = 16 // itemsize
-    while align > 1 and any(number % align for number in numbers):
-        align //= 2
-    return align
 
 
 def owners_of(layout: Layout) -> list[list[int]]:

@@ -23,7 +23,7 @@ _LENGTHS = torch.tensor([0, 1, 2, 4])  # of bags: means of whole numbers are the
 _EPSILON = 1e-3
 _CPU = EmbeddingAllToAllConfig(
     block_bags=4, stages=2, max_programs=3, slice_blocks=2, push_programs=2, push_rows=4,
-    update_programs=3, block_runs=4, run_unroll=2, run_lookups=8,
+    update_programs=3, block_runs=4, run_lookups=8,
 )  # fmt: skip
 _CUDA = EmbeddingAllToAllConfig(
     block_bags=2, stages=4, max_programs=256, slice_blocks=4, push_programs=32, push_rows=8,

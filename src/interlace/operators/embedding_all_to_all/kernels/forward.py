@@ -109,24 +109,6 @@ def _draw(tickets, tasks):
     return tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu") * tasks
 
 
-@triton.jit
-def _pool_own(
-    lookups, B, own_output, task, blocks, rank, chunk, columns, POOLING: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
-    """Pool one of the blocks whose samples are this rank's own."""
-    BAGS: tl.constexpr = POOLING.bags
-    OUT: tl.constexpr = VECTORS.out_dtype
-    table, block = task // blocks, task % blocks
-    count = tl.minimum(samples_of(rank, B, chunk) - block * BAGS, BAGS)
-    if count > 0:
-        total = pool(lookups, B, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
-        cells, mask = cells_of(
-            lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
-        )
-        tl.store(own_output + cells, total.to(OUT), mask=mask)
-
-
 @triton.jit(do_not_specialize=["output", "B", "T", "column_groups", "program_tasks"])
 def pool_embeddings(
     lookups, output, B, T, column_groups, program_tasks, POOLING: tl.constexpr,
@@ -139,13 +121,19 @@ def pool_embeddings(
     **Example.** A table of width 1, batch 2, blocks of one bag: programs 0 and 1 write [a0] and
     [a1], the rows of ``output``.
     """
-    blocks = (B + POOLING.bags - 1) // POOLING.bags
+    BAGS: tl.constexpr = POOLING.bags
+    OUT: tl.constexpr = VECTORS.out_dtype
+    columns = column_groups * VECTORS.align
+    blocks = (B + BAGS - 1) // BAGS
     first = tl.program_id(0) * program_tasks
     for task in range(first, tl.minimum(first + program_tasks, T * blocks)):
-        _pool_own(
-            lookups, B, il.pointer(output, VECTORS.out_dtype), task, blocks, 0, B,
-            column_groups * VECTORS.align, POOLING, VECTORS,
+        table, sample = task // blocks, task % blocks * BAGS
+        count = tl.minimum(B - sample, BAGS)
+        total = pool(lookups, B, table, sample, count, POOLING, VECTORS)
+        cells, mask = cells_of(
+            lookups.tables, table, sample, count, columns, BAGS, False, VECTORS
         )
+        tl.store(il.pointer(output, OUT) + cells, total.to(OUT), mask=mask)
 
 
 @triton.jit(

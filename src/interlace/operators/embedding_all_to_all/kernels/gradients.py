@@ -163,8 +163,7 @@ def _gradient_of(bag, mask, entry, gradients, VECTORS: tl.constexpr):
 
 @triton.jit
 def sum_runs(
-    first_bag, entry, scale, bags, start, length, gradients, UNROLL: tl.constexpr,
-    VECTORS: tl.constexpr,
+    first_bag, entry, scale, bags, start, length, gradients, VECTORS: tl.constexpr,
 ):
     """Sum runs of lookups, each of one row, in their order: float32 ``[runs, width]``.
 
@@ -175,20 +174,15 @@ def sum_runs(
     total = _gradient_of(first_bag, length > 0, entry, gradients, VECTORS).to(tl.float32)
     if scale is not None:
         total = total * tl.load(scale + start, mask=length > 0, other=0.0)[:, None]
-    for step in range(1, tl.max(length, 0), UNROLL):
-        # All loads of a step are issued before the first sum, so that they overlap.
-        vectors = ()
-        for ahead in tl.static_range(UNROLL):
-            inside = step + ahead < length
-            bag = tl.load(bags + start + step + ahead, mask=inside, other=0)
-            vectors = vectors + (_gradient_of(bag, inside, entry, gradients, VECTORS),)
-        for ahead in tl.static_range(UNROLL):
-            if scale is None:
-                total += vectors[ahead].to(tl.float32)
-            else:
-                inside = step + ahead < length
-                factor = tl.load(scale + start + step + ahead, mask=inside, other=0.0)
-                total += vectors[ahead].to(tl.float32) * factor[:, None]
+    for step in range(1, tl.max(length, 0)):
+        inside = step < length
+        bag = tl.load(bags + start + step, mask=inside, other=0)
+        vector = _gradient_of(bag, inside, entry, gradients, VECTORS)
+        if scale is None:
+            total += vector.to(tl.float32)
+        else:
+            factor = tl.load(scale + start + step, mask=inside, other=0.0)
+            total += vector.to(tl.float32) * factor[:, None]
     return total
 
 

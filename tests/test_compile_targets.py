@@ -258,28 +258,22 @@ def _lookups(index, factors="constexpr"):
 
 
 def _embedding_all_to_all_forward():
-    """Each protocol and order, table and output dtype, kind of index; full and partly filled
-    vectors.
-    """
+    """Each table and output dtype, kind of index; full and partly filled vectors."""
     import triton.language as tl
 
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
-    def case(protocol, lookups, pooling, vectors, ranks=4):
-        constants = {"PROTOCOL": protocol, "WORLD_SIZE": ranks}
-        constants |= {"POOLING": pooling, "VECTORS": vectors, "tiles": None}
+    def case(lookups, pooling, vectors, ranks=4):
+        constants = {"WORLD_SIZE": ranks, "POOLING": pooling, "VECTORS": vectors}
         return _EMBEDDING_TYPES | lookups, constants
 
     wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
-    yield case("direct", _lookups("i64"), Pooling(4, 4, False), wide)
+    yield case(_lookups("i64"), Pooling(4, 4, False), wide)
     vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
-    yield case("direct", _lookups("i32", "*fp32"), Pooling(8, 2, False), vectors, ranks=3)
+    yield case(_lookups("i32", "*fp32"), Pooling(8, 2, False), vectors, ranks=3)
     vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
-    yield case("direct", _lookups("i64"), Pooling(1, 4, True), vectors, ranks=8)
-    types, constants = case("tiles", _lookups("i64"), Pooling(4, 4, False), wide)
-    del constants["tiles"]
-    yield types | {"tiles": "tensordesc<fp32[1, 1, 4, 128]>"}, constants
+    yield case(_lookups("i64"), Pooling(1, 4, True), vectors, ranks=8)
 
 
 def _pool_embeddings():
@@ -387,29 +381,25 @@ def _embedding_all_to_all_backward():
     types |= dict.fromkeys(("gradient", "landing", "target"), "i64")
     types |= dict.fromkeys(("max_tables", "landing_groups"), "i32")
 
-    def case(key, update, vectors, runs, unroll, *, by_segment=False, pushers=64, rows=8, **more):
+    def case(key, update, vectors, runs, *, by_segment=False, pushers=64, rows=8, **more):
         constants = {
             "WORLD_SIZE": 4,
             "PUSHING": GradientPushing(pushers, rows, blocks=4, width=vectors.width),
-            "RUNS": Runs(runs, lookups=128, ticket=4, unroll=unroll),
+            "RUNS": Runs(runs, lookups=128),
             "WRITING": Writing(update, by_segment),
             "VECTORS": vectors,
-            "tiles": None,
         }
         runs = SortedRuns(**dict.fromkeys(SortedRuns._fields, "*i32"))._replace(keys=f"*{key}")
         return types | {"runs": runs}, constants | more
 
     wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
-    yield case("i32", "adagrad", wide, 4, 2, scale=None)
-    tiled_types, constants = case("i32", "adagrad", wide, 2, 1, scale=None)
-    del constants["tiles"]
-    yield tiled_types | {"tiles": "tensordesc<fp32[1, 8, 128]>"}, constants
+    yield case("i32", "adagrad", wide, 4, scale=None)
     vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
-    yield case("i64", "sgd", vectors, 8, 2, WORLD_SIZE=3)
+    yield case("i64", "sgd", vectors, 8, WORLD_SIZE=3)
     vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
-    yield case("i32", "store", vectors, 1, 4, by_segment=True, rows=1, scale=None, WORLD_SIZE=8)
+    yield case("i32", "store", vectors, 1, by_segment=True, rows=1, scale=None, WORLD_SIZE=8)
     vectors = Vectors(tl.float32, tl.float16, width=64, full=False, align=8)
-    yield case("i32", "store", vectors, 4, 1, pushers=0, scale=None, WORLD_SIZE=1)
+    yield case("i32", "store", vectors, 4, pushers=0, scale=None, WORLD_SIZE=1)
 
 
 def _products(more=None):

@@ -5,6 +5,7 @@ GB is 1e9 bytes and GiB is 2**30 bytes. Times are in nanoseconds unless a name s
 
 from __future__ import annotations
 
+import math
 from decimal import Decimal
 
 KB = 10**3
@@ -59,3 +60,11 @@ def round_up(a: int, multiple: int) -> int:
 def next_power_of_2(a: int) -> int:
     """Return the smallest power of two that is not below ``a``; 1 for ``a`` below 2."""
     return 1 << max(0, a - 1).bit_length()
+
+
+def alignment(itemsize: int, *numbers: int) -> int:
+    """Return the largest power of two of elements, up to 16 bytes, that divides all ``numbers``.
+
+    Vectors are loaded and stored as wide as that.
+    """
+    return math.gcd(16 // itemsize, *numbers)

@@ -154,7 +154,7 @@ def test_results_are_no_symmetric_memory_there(gpu: SimpleNamespace) -> None:
     assert group.outputs.take(4096).lent
     gpu.streams.current = gpu.manager.stream
     output = group.outputs.take(4096)
-    assert output.index == LANDING
+    assert output.destination.own_index == LANDING
     assert not output.lent
 
 

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.comm.launching.constants import on_device
 
 
 def _evaluate_then_train() -> list[str]:
@@ -35,7 +34,7 @@ def _evaluate_then_train() -> list[str]:
         )
         fused = interlace.fuse(torch.mm, "all_to_all", **shape)
         counted = interlace.mapped.TriggeredTransfers(**shape, tiles=0)
-        table = on_device(interlace.group_of(process_group), [[1, 2, 3]])
+        table = interlace.group_of(process_group).cache.tables.on_device([[1, 2, 3]])
     inference = [
         name
         for name, tensor in {

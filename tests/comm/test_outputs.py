@@ -33,7 +33,7 @@ def test_a_captured_landing_outlives_larger_buffers(
     with monkeypatch.context() as patch:
         patch.setattr(group.streams, "capture_id", lambda: 7)
         captured = group.outputs.take(4096)
-        assert captured.index == LANDING
+        assert captured.destination.own_index == LANDING
     freed = weakref.ref(captured._space.block)
     del captured
     group.outputs.take(1 << 20)

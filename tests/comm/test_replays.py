@@ -11,7 +11,6 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.host import cache
-from interlace.comm.launching import constants
 from interlace.comm.replay import replays as module
 from interlace.comm.replay.replays import Replays
 from interlace.errors import BackendError
@@ -239,7 +238,7 @@ def test_tables_of_numbers_stay_for_calls_that_may_be_captured(
         for first in range(12):
             splits = (first, 100 - first)
             group.replays.run(
-                splits, lambda splits=splits: used.append(constants.on_device(group, [splits]))
+                splits, lambda splits=splits: used.append(group.cache.tables.on_device([splits]))
             )
     assert [each.tolist() for each in used] == [[[first, 100 - first]] for first in range(12)] * 2
     assert len(group.replays) == 12

@@ -22,10 +22,8 @@ pytestmark = pytest.mark.gpu
 
 CONFIGS = [
     EmbeddingAllToAllConfig(),
-    EmbeddingAllToAllConfig("direct", block_bags=1, stages=8, num_warps=2, max_programs=300),
+    EmbeddingAllToAllConfig(block_bags=1, stages=8, num_warps=2, max_programs=300),
     EmbeddingAllToAllConfig(
-        "tiles",
-        push="tiles",
         block_bags=8,
         stages=1,
         push_programs=7,
@@ -366,13 +364,13 @@ def test_pooled_and_auto_have_the_bits_of_fused(ranks, world_size, nodes):
         assert not any(wrong.values()), wrong
 
 
-def _absent_peer(protocol, backward, absent):
+def _absent_peer(backward, absent):
     group = dist.new_group()
     call = CALLS[0]
-    config = EmbeddingAllToAllConfig(protocol)
     weights, indices, offsets = call.inputs()
     tables = [weight.clone().requires_grad_() for weight in weights]
-    keep = {"config": config, "impl": "fused", "group": group, "gradient": SGD(0.1)}
+    keep = {"impl": "fused", "group": group, "gradient": SGD(0.1)}
+    keep["config"] = EmbeddingAllToAllConfig()
     y = call.forward(tables, indices, offsets, **keep)
     y.backward(torch.ones_like(y))
     y = call.forward(tables, indices, offsets, **keep)
@@ -395,13 +393,10 @@ def _absent_peer(protocol, backward, absent):
     return outcome
 
 
-@pytest.mark.parametrize(
-    ("protocol", "backward"),
-    [("direct", False), ("tiles", False), ("direct", True)],
-)
-def test_a_peer_that_never_calls(ranks, world_size, protocol, backward):
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_peer_that_never_calls(ranks, world_size, backward):
     """The kernel ends; its output is NaN, or the tables are as they were."""
-    outcomes = ranks(world_size).run(_absent_peer, protocol, backward, 1)
+    outcomes = ranks(world_size).run(_absent_peer, backward, 1)
     name = "embedding_all_to_all" + (".backward" if backward else "")
     for rank, outcome in enumerate(outcomes):
         if rank == 1:

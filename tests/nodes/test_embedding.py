@@ -197,10 +197,10 @@ def test_whole_exchanges_compile_into_one_graph(ranks, impl):
     assert ranks(2).run(_compiled, Call(((7, 3), ()), 21, impl=impl, config=None)) == [True] * 2
 
 
-def _cost(call, rank, node_of_rank, protocol="between_nodes"):
+def _cost(call, rank, node_of_rank, impl="fused"):
     config = call.config or SMALL
     return forward(
-        protocol=protocol,
+        impl=impl,
         node_of_rank=node_of_rank,
         rank=rank,
         widths=call.widths,

@@ -37,7 +37,6 @@ BAD: dict[type, dict[str, tuple[Any, ...]]] = {
         "max_registers": ("between 0 and 255", -1),
     },
     EmbeddingAllToAllConfig: {
-        "protocol": ("one of ('direct', 'tiles')", "ring"),
         "block_bags": ("a power of two from 1 to 64", 3),
         "push_rows": ("a power of two from 1 to 64", 128),
         "num_warps": ("a power of two from 1 to 32", 0),

@@ -67,7 +67,7 @@ def test_slices_between_nodes(tmp_path):
     assert done.exit_code == 0, done.output
     (result,) = json.loads(file.read_text(encoding="utf-8"))["results"]
     assert (result["nodes"], result["world_size"], result["groups"]) == (2, 2, [[0, 1], [0, 1]])
-    assert {"fused direct", "chunked"} & {
+    assert {"fused", "chunked"} & {
         impl for implementations in result["by_operator"].values() for impl in implementations
     }
     assert "2 ranks on the cpu backend, of 2 nodes" in " ".join(done.output.split())

@@ -24,8 +24,7 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.comm.groups.group import MAX_PROGRAMS
-from interlace.comm.launching.kernels import Launch
+from interlace.comm import MAX_PROGRAMS, default_name
 from interlace.costs import embedding_all_to_all as costs
 from interlace.errors import ArgumentError
 from interlace.operators.embedding_all_to_all import (
@@ -200,11 +199,6 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
         sample_offsets = F.pad(lengths.T.flatten().cumsum(0), (1, 0))
         return DrawnLookups(indices, offsets, sample_indices, sample_offsets)
 
-    @property
-    def group_name(self) -> str:
-        """The name of the process group; empty for the default one."""
-        return "" if self.group is None else str(self.group.group_name)
-
     def lookups(self, i: int) -> DrawnLookups:
         """Return the lookups of the i-th call."""
         return self.sets[i % SETS]
@@ -229,7 +223,7 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
             "sum",
             self.shape.dtype,
             self.owner,
-            self.group_name,
+            default_name(self.group),
             "fused",
             config,
         )
@@ -312,7 +306,7 @@ class EmbeddingCalls(Benchmark[EmbeddingAllToAllConfig]):
         )  # fmt: skip
         call = agreed_call(
             backward.BACKWARD, self.tables, (drawn.indices, drawn.offsets, None), shared,
-            (self.group_name, "fused", str(config)),
+            (default_name(self.group), "fused", str(config)),
         )  # fmt: skip
         backward.launch(call, self.grad, self.target(), self.sorted_lookups(i, config))
 
@@ -353,13 +347,9 @@ class Forward(EmbeddingCalls):
 
     def compile(self, config: EmbeddingAllToAllConfig) -> None:
         """Compile the kernel on this rank."""
-        self.prepared(config).compile()
-
-    def prepared(self, config: EmbeddingAllToAllConfig) -> Launch:
-        """Return the kernel's launch, for compilation only."""
         nbytes = self.samples * self.layout.columns * self.shape.dtype.itemsize
         destination = self.owner.outputs.take(nbytes).destination
-        return fused.prepare(self.call(0, config), destination)
+        fused.prepare(self.call(0, config), destination).compile()
 
     def floor_memory_bytes(self, lookups: DrawnLookups) -> int:
         """Return the least bytes that this rank moves in its own memory for one call."""
@@ -487,20 +477,16 @@ def _work(case: Forward | Backward) -> LeastWork:
 # The tuner
 
 FORWARD_AXES: dict[str, Sequence[Any]] = {
-    "protocol": ("direct", "tiles"),
     "block_bags": (1, 2, 4, 8, 16),
     "stages": (2, 3, 4, 6),
     "num_warps": (1, 2, 4),
     "max_programs": (528, 1056, 1584, 2112, 3168, 4096),
-    "max_registers": (0, 64, 96, 128),
 }
 BACKWARD_AXES: dict[str, Sequence[Any]] = {
-    "push": ("direct", "tiles"),
     "push_programs": (66, 132, 264, 528, 1056),
     "push_blocks": (1, 2, 4, 8, 16),
     "push_rows": (2, 4, 8, 16, 32),
     "block_runs": (1, 2, 4, 8),
-    "run_unroll": (1, 2, 4),
     "update_warps": (1, 2, 4),
     "update_registers": (0, 96, 128, 168),
     "update_programs": (1056, 2112, 3168, 3840),

@@ -19,6 +19,7 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
+from interlace.comm import default_name
 from interlace.comm.groups.group import solo_group
 from interlace.comm.launching.kernels import Launch
 from interlace.costs import mixture_of_experts as costs
@@ -207,7 +208,6 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
         self, keeps: bool, impl: str = "fused", config: MixtureOfExpertsConfig | None = None
     ) -> LayerCall:
         """Return a call; ``keeps`` if its backward pass will run."""
-        name = "" if self.group is None else self.group.group_name
         capacity = max(1, self.shape.tokens)
         return LayerCall(
             self.x,
@@ -215,7 +215,7 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
             self.weights,
             *self.parameters,
             capacity,
-            name,
+            default_name(self.group),
             impl,
             str(config or self.config),
             str(self.activation),

@@ -102,7 +102,6 @@ def floor_memory_bytes(
 @cost_of("embedding_all_to_all", computation="embedding", collective="all_to_all")
 def forward(
     *,
-    protocol: str,
     rank: int,
     widths: Widths,
     batch: int,
@@ -112,15 +111,13 @@ def forward(
     index_itemsize: int,
     block_bags: int,
     slice_blocks: int,
+    impl: str = "fused",
     weighted: bool = False,
     node_of_rank: Sequence[int] = (),
 ) -> Cost:
-    """Compute the cost of the forward pass on ``rank``: the fused kernel's, or what it names.
+    """Compute the cost of the forward pass on ``rank``.
 
     Args:
-        protocol: ``"direct"``, ``"tiles"``, or ``"between_nodes"`` in a group that spans nodes;
-            ``"pooled"`` for the kernel without peers and torch's all-to-all, whose messages are
-            counted as they reach it.
         lookups: Number of lookups in each of ``rank``'s tables.
         itemsize: Bytes of an element of the tables.
         output_itemsize: Bytes of an element of the output.
@@ -128,8 +125,10 @@ def forward(
         block_bags: Bags per block; a block is one put.
         slice_blocks: Blocks per slice between nodes; a slice is one message with the blocks of all
             tables.
+        impl: ``"fused"``; or ``"pooled"`` for the kernel without peers and torch's all-to-all,
+            whose messages are counted as they reach it.
         weighted: Whether lookups have weights, which cost one more operation per element.
-        node_of_rank: Number of each rank's node, between nodes.
+        node_of_rank: Number of each rank's node in a group that spans nodes; else empty.
     """
     sizes = samples(batch, len(widths))
     pooled = sum(count * width for count, width in zip(lookups, widths[rank], strict=True))
@@ -143,7 +142,7 @@ def forward(
     if not batch or not any(map(sum, widths)):
         return Cost(0, 0, 0, 0, 0)
     tables = len(widths[rank])
-    if protocol == "pooled":
+    if impl == "pooled":
         row_bytes = sum(widths[rank]) * output_itemsize
         sent = {peer: size * row_bytes for peer, size in enumerate(sizes) if peer != rank}
         far_bytes = [
@@ -162,7 +161,7 @@ def forward(
             sum(far_bytes),
             len(far_bytes),
         )
-    if protocol == "between_nodes":
+    if node_of_rank:
         node = node_of_rank[rank]
         near = [r for r in range(len(widths)) if node_of_rank[r] == node and r != rank]
         far = [r for r in range(len(widths)) if node_of_rank[r] != node]

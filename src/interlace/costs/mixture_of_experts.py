@@ -238,7 +238,7 @@ def copies(chosen: Sequence[Sequence[Sequence[int]]], rank: int, local: int) -> 
 
 def decode(
     *, counts: Counts, copies: int, rank: int, tokens: int, top_k: int, hidden: int, ffn: int,
-    itemsize: int, senders: int, columns: int, product_tile: tuple[int, int], gates: int = 2,
+    itemsize: int, senders: int, columns: int, product_tile: tuple[int, int],
 ) -> Cost:  # fmt: skip
     """Compute the cost of ``impl="decode"`` on ``rank``.
 
@@ -255,10 +255,10 @@ def decode(
     slots = tokens * top_k
     named = peers * ceil_div(slots, min(2048, next_power_of_2(max(16, len(counts) * slots))))
     return Cost(
-        flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn, gates=gates),
+        flops=flops(counts=counts, rank=rank, hidden=hidden, ffn=ffn),
         memory_bytes=floor_memory_bytes(
             counts=counts, rank=rank, tokens=tokens, hidden=hidden, ffn=ffn, itemsize=itemsize,
-            trains=False, gates=gates,
+            trains=False,
         ),
         link_bytes=peers * NUMBER_BYTES * slots + (copies + returning(counts, rank)) * row_bytes,
         messages=named + copies * ceil_div(hidden, columns) + results,

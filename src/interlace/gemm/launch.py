@@ -12,7 +12,6 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.group import Workspace
 from interlace.comm.groups.outputs import Destination, Output, TakeOutput, destination_of, kept
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     Launch,
@@ -283,7 +282,9 @@ def slots_for(
     # Every rank asks for the slots of the rank that has most rows, so that all agree on the size.
     nbytes = max(4096, ranks * most_rows * stride * dtype.itemsize)
     workspace = group.workspace(operator, nbytes, layout.HEADER + ranks * count)
-    routes = on_device(group, [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)])
+    routes = group.cache.tables.on_device(
+        [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)]
+    )
     descriptor = None
     if tiles:
         # The dimensions are rank, half, source, row and column; the stride of the rank is the

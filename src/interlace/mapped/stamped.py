@@ -10,7 +10,6 @@ import torch
 from interlace.comm.groups.group import Group
 from interlace.comm.groups.slices import Message, SliceQueue, Step
 from interlace.comm.groups.symmetric_memory import Workspace
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.runtime.interpreter import require
 
@@ -119,7 +118,7 @@ class StampedQueue:
             check_messages,
             (1,),
             {
-                "sources": on_device(group, parts),
+                "sources": group.cache.tables.on_device(parts),
                 "stamps": self._stamps[1].data_ptr(),
                 "landing": result.data_ptr(),
                 "is_valid": self._is_valid,

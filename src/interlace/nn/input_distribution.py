@@ -87,6 +87,8 @@ class InputDistribution(GroupMember):
             [order[shard.table.name] for shard in plan.of_rank(rank)]
             for rank in range(plan.world_size)
         ]
+        # A table with several shards is sent once per shard, so it may occur several times.
+        self._order = list(itertools.chain(*self._sent_tables))
         self._local_shards = plan.of_rank(group.rank)
         lengths = [table.bag_length for table in plan.tables]
         self.fixed: list[int] | None = (
@@ -94,7 +96,6 @@ class InputDistribution(GroupMember):
         )
         self._layouts: OrderedDict[tuple[int, torch.device], _Layout] = OrderedDict()
         self._captured: dict[tuple[int, torch.device], _Layout] = {}
-        self._orders: dict[torch.device, torch.Tensor] = {}
 
     def __call__(
         self,
@@ -249,8 +250,10 @@ class InputDistribution(GroupMember):
         """Exchange bags of any lengths: their lengths first, and then the indices."""
         ranks, shards = self.group.world_size, len(self._local_shards)
         lengths = offsets.diff().long().view(len(self.plan.tables), samples)
+        # In the order of sending: each shard's lengths, rank by rank.
+        order = self.group.cache.tables.on_device([self._order])[0]
         received = self.all_to_all(
-            self._lengths_by_rank(lengths),
+            lengths[order].flatten(),
             [samples * len(tables) for tables in self._sent_tables],
             [samples * shards] * ranks,
         ).view(ranks, shards, samples)
@@ -308,18 +311,9 @@ class InputDistribution(GroupMember):
 
         They are not copied if that is the order of the tables.
         """
-        # A table with several shards is sent once per shard, so it may occur several times.
-        order = [table for tables in self._sent_tables for table in tables]
-        if order == list(range(len(begins) - 1)):
+        if self._order == list(range(len(begins) - 1)):
             return values
-        return torch.cat([values[begins[table] : begins[table + 1]] for table in order])
-
-    def _lengths_by_rank(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Put lengths ``[T, n]`` in the order of sending: each shard's, rank by rank, 1-D."""
-        if lengths.device not in self._orders:
-            order = [table for tables in self._sent_tables for table in tables]
-            self._orders[lengths.device] = _kept_numbers(order, lengths.device)
-        return lengths[self._orders[lengths.device]].flatten()
+        return torch.cat([values[begins[table] : begins[table + 1]] for table in self._order])
 
     def _exchange(
         self, values: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]
@@ -436,11 +430,6 @@ def _layout_of(lengths: list[int], samples: int, ranks: int, device: torch.devic
         offsets=_offsets(local.repeat_interleave(samples * ranks)).to(device),
         sizes=sizes.sum(0).tolist(),
     )
-
-
-@makes_ordinary_tensors
-def _kept_numbers(numbers: list[int], device: torch.device) -> torch.Tensor:
-    return torch.tensor(numbers, dtype=torch.int64, device=device)
 
 
 def _offsets(lengths: torch.Tensor) -> torch.Tensor:

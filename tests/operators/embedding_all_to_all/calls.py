@@ -14,7 +14,7 @@ from interlace.operators.embedding_all_to_all import reference
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SMALL = EmbeddingAllToAllConfig(
     block_bags=4, stages=2, max_programs=3, slice_blocks=2,
-    push_programs=2, push_rows=4, update_programs=3, block_runs=4, run_unroll=2, run_lookups=8,
+    push_programs=2, push_rows=4, update_programs=3, block_runs=4, run_lookups=8,
 )  # fmt: skip
 
 

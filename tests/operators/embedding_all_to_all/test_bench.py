@@ -54,7 +54,7 @@ def _tune():
     with untimed() as patch:
         for case in (operator.Forward, operator.Backward):
             patch.setattr(case, "compile", lambda case, config: None)
-        patch.setattr(operator, "FORWARD_AXES", {"protocol": ("direct", "tiles"), "stages": (1,)})
+        patch.setattr(operator, "FORWARD_AXES", {"num_warps": (1, 2), "stages": (1,)})
         patch.setattr(
             operator, "BACKWARD_AXES", {"push_programs": (1, 2), "update_programs": (2, 4096)}
         )
@@ -64,7 +64,7 @@ def _tune():
 
 def test_the_tuner_tries_what_it_says(ranks):
     for found in ranks(2).run(_tune):
-        assert found.protocol == "direct"
+        assert found.num_warps == 1
         taken = found.push_programs, found.push_rows, found.update_programs
         assert taken == (2, 16, 4), "ties keep what was there; 4096 programs leave none for pushing"
 

@@ -208,9 +208,7 @@ def test_results_repeat_bit_by_bit(ranks, kind):
     call = Call(((4, 3), (8,)), 20, rows=3, most=6)
     configs = [
         SMALL,
-        dataclasses.replace(
-            SMALL, block_runs=1, run_unroll=3, update_programs=1, push_programs=1, push_rows=16
-        ),
+        dataclasses.replace(SMALL, block_runs=1, update_programs=1, push_programs=1, push_rows=16),
     ]
     for results in ranks(2).run(_repeats, call, kind, configs):
         assert all(_equal(result, results[0]) for result in results)

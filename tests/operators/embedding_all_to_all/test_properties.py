@@ -25,7 +25,6 @@ def lookups_of(call, rank):
 
 def _cost(call, rank):
     return forward(
-        protocol=call.config.protocol,
         rank=rank,
         widths=call.widths,
         batch=call.batch,
@@ -128,12 +127,12 @@ def test_costs_of_a_worked_example():
         "widths": ((4, 4), (8,)), "batch": 5, "itemsize": 4, "output_itemsize": 4,
         "index_itemsize": 8, "block_bags": 2, "slice_blocks": 2,
     }  # fmt: skip
-    direct = forward(protocol="direct", rank=0, lookups=(10, 0), **common)
+    direct = forward(rank=0, lookups=(10, 0), **common)
     assert direct.flops == 10 * 4
     assert direct.memory_bytes == 10 * 16 + 8 * (10 + 10 + 1) + 3 * 16 * 4
     assert (direct.link_bytes, direct.messages, direct.signals) == (2 * 8 * 4 + 4, 1 + 2 * 1, 1 + 1)
     # All vectors are written before the exchange and read for it, and so are those that come.
-    pooled = forward(protocol="pooled", rank=0, lookups=(10, 0), **common)
+    pooled = forward(impl="pooled", rank=0, lookups=(10, 0), **common)
     assert pooled.memory_bytes == direct.memory_bytes + 2 * 5 * 8 * 4 + 2 * 3 * 16 * 4
     # Rank 0 sends 3 samples' 8 columns of one table; reads them and 5 samples' own 8; receives 2
     # samples' own 8; 4 distinct rows.

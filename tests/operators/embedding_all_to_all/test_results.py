@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.operators.embedding_all_to_all.config import PROTOCOLS
 from tests.operators.embedding_all_to_all.calls import DTYPES, SMALL, Call, check_all, run, run_one
 
 
@@ -68,17 +67,16 @@ def test_blocks_of_every_size(ranks):
     """Blocks larger and smaller than a chunk, vectors wider than a table, more lookups at a time
     than a bag has.
     """
-    direct, tiles = PROTOCOLS  # which are one on this backend
-    cuts = [(direct, 1, 1, 1), (tiles, 16, 4, 2), (direct, 2, 8, 7)]
+    cuts = [(1, 1, 1), (16, 4, 2), (2, 8, 7)]
     calls = [
         Call(
             ((4, 12), (6,)),
             9,
             config=dataclasses.replace(
-                SMALL, protocol=protocol, block_bags=bags, stages=stages, max_programs=programs
+                SMALL, block_bags=bags, stages=stages, max_programs=programs
             ),
         )
-        for protocol, bags, stages, programs in cuts
+        for bags, stages, programs in cuts
     ]
     results = ranks(2).run(run, calls)
     check_all(calls, results)
@@ -158,7 +156,7 @@ def test_explain_names_the_configuration():
     assert text.startswith(
         "embedding_all_to_all of 2 tables per rank, at most 24 wide, float32, batch 4, about 4 "
         "lookups per bag, on 1 rank: "
-        "fused (protocol=direct, push=direct, block_bags=8, "
+        "fused (block_bags=8, "
     )
     with pytest.raises(
         interlace.ArgumentError, match="must have weights, indices, offsets; got 2 arguments"

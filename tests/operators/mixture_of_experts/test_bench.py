@@ -63,7 +63,7 @@ def _tune():
 def test_the_tuner_keeps_what_was_there_in_a_tie(ranks):
     first, second = ranks(2).run(_tune)
     assert first == second
-    assert str(first).startswith("operands=tiles, block_m=32, block_n=64, block_k=32, group_m=8, ")
+    assert str(first).startswith("block_m=32, block_n=64, block_k=32, group_m=8, ")
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def _tune_decoding():
 def test_the_tuner_of_decoding(ranks):
     first, second = ranks(2).run(_tune_decoding)
     assert first == second
-    assert str(first).startswith("operands=tiles, block_m=32, block_n=64, ")
+    assert str(first).startswith("block_m=32, block_n=64, ")
 
 
 def _decoding():

@@ -94,7 +94,7 @@ def _tiles() -> set[str]:
                 "mixture_of_experts", x[:count], experts[:count], weights[:count], w_in, w_out
             )
             assert "calls must be batch-invariant" in text
-            texts.add(text[text.index("operands=") : text.index("stagger=")])
+            texts.add(text[text.index("block_m=") : text.index("stagger=")])
     return texts
 
 

@@ -80,32 +80,29 @@ class Destination(NamedTuple):
     buffer_bytes: int
     own_index: int
 
+    @property
+    def own_address(self) -> int:
+        """Return the address of rank 0's copy of the buffer that this rank's result goes to."""
+        return self.address + self.own_index * self.buffer_bytes
+
 
 @dataclasses.dataclass(frozen=True)
 class Output:
     """Describe the buffer in which one call's result arrives.
 
     Attributes:
-        address: Address of rank 0's copy of the *first* buffer, for kernels.
-        buffer_bytes: Bytes between two buffers.
-        index: Index of the buffer that this rank takes; :data:`LANDING` if none is free.
+        destination: The buffer as launches take it; its index is :data:`LANDING` if none is free.
+        local_address: Address of this rank's copy of it.
     """
 
-    address: int
-    buffer_bytes: int
-    index: int
-    _local_address: int
+    destination: Destination
+    local_address: int
     _space: _Space
-
-    @property
-    def destination(self) -> Destination:
-        """Return the buffer as launches take it."""
-        return Destination(self.address, self.buffer_bytes, self.index)
 
     @property
     def lent(self) -> bool:
         """Return whether the caller may keep the tensor; if not, it must copy it at once."""
-        return self.index != LANDING
+        return self.destination.own_index != LANDING
 
     def tensor(
         self, shape: Sequence[int], dtype: torch.dtype, device: torch.device
@@ -116,9 +113,9 @@ class Output:
         """
         nbytes = math.prod(shape) * dtype.itemsize
         owner: object = self._space.block
-        if self.index != LANDING:
-            owner = _Lease(self._space, self.index)
-        raw = bytes_at(self._local_address, (nbytes,), (1,), device, owner)
+        if self.lent:
+            owner = _Lease(self._space, self.destination.own_index)
+        raw = bytes_at(self.local_address, (nbytes,), (1,), device, owner)
         return view_as(raw, shape, dtype)
 
 
@@ -236,9 +233,9 @@ class OutputPool:
             # belongs to the graph from now on, and the block outlives its replacement, even if only
             # the landing was captured.
             space.capture[index] = capture
-        address, size = space.block.address, space.buffer_bytes
-        local_address = address + self._members.rank * space.block.stride + index * size
-        return Output(address, size, index, local_address, space)
+        destination = Destination(space.block.address, space.buffer_bytes, index)
+        local_address = destination.own_address + self._members.rank * space.block.stride
+        return Output(destination, local_address, space)
 
     def _reserve(self, nbytes: int) -> _Space:
         """Return the oldest space with buffers of ``nbytes``; a new one if there is none.

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from interlace.comm.host.cache import Answers, CallCache
 from interlace.comm.host.channel import GivenUpError
@@ -28,6 +28,8 @@ from interlace.errors import (
     RankMismatchError,
     WorkspaceError,
 )
+
+T = TypeVar("T")
 
 _CHOICE = "the choice of rank 0"
 
@@ -119,18 +121,13 @@ class Agreement:
         Raises:
             RankMismatchError: Arguments differ; raised on every rank, with their values.
         """
-        key = (operator, *arguments.items())
-        agreed = self._cache.agreed.get(key)
-        if agreed is None:
-            with self._health.indivisible(operator):
-                chosen = choose() if self._members.rank == 0 else None
-                answers = self.compare(operator, arguments, {_CHOICE: chosen})
-                # All ranks have agreed on the same calls in the same order, so they count alike,
-                # and forget them in the same call.
-                number = self._cache.count_agreement()
-                agreed = (1 + number % _MARKS) << ctx.EPOCH_BITS, answers[0][_CHOICE]
-                self._cache.agreed[key] = agreed
-        return agreed
+
+        def settle() -> tuple[int, Any]:
+            chosen = choose() if self._members.rank == 0 else None
+            number, answers = self._compare_and_count(operator, arguments, {_CHOICE: chosen})
+            return (1 + number % _MARKS) << ctx.EPOCH_BITS, answers[0][_CHOICE]
+
+        return self._once(self._cache.agreed, operator, arguments, settle)
 
     def family(
         self,
@@ -154,17 +151,41 @@ class Agreement:
         Raises:
             RankMismatchError: Arguments differ; raised on every rank, with their values.
         """
+
+        def settle() -> Family:
+            compared, own = {**arguments, **first}, {_KNOWLEDGE: knowledge}
+            number, answers = self._compare_and_count(operator, compared, own)
+            is_alike = all(answer[_KNOWLEDGE] == knowledge for answer in answers)
+            return Family(number, is_alike, version())
+
+        family: Family = self._once(self._cache.families, operator, arguments, settle)
+        return family
+
+    def _once(
+        self,
+        known: dict[tuple[Hashable, ...], T],
+        operator: str,
+        arguments: Mapping[str, Hashable],
+        settle: Callable[[], T],
+    ) -> T:
+        """Return what is ``known`` of an operator's calls with these arguments: in the first call
+        what ``settle`` returns, with which ranks exchange it.
+        """
         key = (operator, *arguments.items())
-        known = self._cache.families.get(key)
-        if known is None:
+        result = known.get(key)
+        if result is None:
             with self._health.indivisible(operator):
-                compared = {**arguments, **first}
-                answers = self.compare(operator, compared, {_KNOWLEDGE: knowledge})
-                number = self._cache.count_agreement()
-                is_alike = all(answer[_KNOWLEDGE] == knowledge for answer in answers)
-                known = Family(number, is_alike, version())
-                self._cache.families[key] = known
-        return known
+                result = known[key] = settle()
+        return result
+
+    def _compare_and_count(
+        self, operator: str, arguments: Mapping[str, object], others: Mapping[str, object]
+    ) -> tuple[int, Answers]:
+        """Return the number of agreements before this one, and what :meth:`compare` returns."""
+        answers = self.compare(operator, arguments, others)
+        # All ranks have agreed on the same calls in the same order, so they count alike, and forget
+        # them in the same call.
+        return self._cache.count_agreement(), answers
 
     def gather(
         self,

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.comm import Group
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     MOST_MOVERS,
@@ -88,7 +87,7 @@ def push_rows(
         arguments = memory | {
             "x": x,
             "gathered": gathered,
-            "routes": on_device(group, routes),
+            "routes": group.cache.tables.on_device(routes),
             "share": share or max(*rows, 1),
             "distance": distance,
             "K": columns,

@@ -11,7 +11,6 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups import copies
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.dlpack import bytes_at, view_as
@@ -262,7 +261,9 @@ def prepare(
     from interlace.operators.all_gather_gemm import kernel
 
     ranks, dtype, workspace = group.world_size, operands.x.dtype, staging.workspace(group)
-    routes = on_device(group, [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)])
+    routes = group.cache.tables.on_device(
+        [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)]
+    )
     descriptors = launch.has_descriptors(group)
     # Tiles are stored as a whole only if the descriptor cuts off what lies beyond their source's
     # rows.

@@ -11,8 +11,7 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group, Workspace
 from interlace.comm.groups.outputs import Output
-from interlace.comm.launching.constants import on_device
-from interlace.comm.launching.kernels import Launch, describe_ranks, triton_dtype
+from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
@@ -23,18 +22,17 @@ from interlace.operators.embedding_all_to_all.layout import (
     HEADER,
     MAX_RANKS,
     MAX_TABLES,
+    TICKET,
     Layout,
     TableRecord,
-    alignment,
     dense_bounds,
     owners_of,
 )
 from interlace.operators.embedding_all_to_all.lookups import Sorted, first_keys_of, sort_lookups
-from interlace.operators.embedding_all_to_all.pooling import MOST_TILE_BYTES, lanes_of
-from interlace.units import ceil_div, next_power_of_2
+from interlace.operators.embedding_all_to_all.pooling import lanes_of
+from interlace.units import alignment, ceil_div, next_power_of_2
 
 BACKWARD = f"{OPERATOR}.backward"
-_TICKET = 4  # tiles of runs that a program takes at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,7 +157,7 @@ def distinct_rows(
     Sizes do not depend on the numbers.
     """
     count = call.indices.shape[0]
-    limits = on_device(call.group, [first_keys_of(rows)])[0]
+    limits = call.group.cache.tables.on_device([first_keys_of(rows)])[0]
     if not count:
         return torch.empty_like(limits[:0]), torch.zeros_like(limits)
     keys, begun = lookups_by_row.keys, lookups_by_row.segments_begun
@@ -260,9 +258,6 @@ def prepare(
     layout, ranks = call.layout, call.layout.world_size
     entries, align = _records(call, target, grad, 0 if part is None else part.first_column)
     landing, workspace = _reserve(call)
-    tiles = None
-    if config.push == "tiles" and ranks > 1 and group.backend == "cuda":
-        tiles = _describe_landing(group, layout, call.dtype, landing, config.push_rows, align)
     pushers = config.push_programs if ranks > 1 else 0
     lookups = call.indices.shape[0]
     width, full = lanes_of(layout.widths[call.rank])
@@ -271,14 +266,16 @@ def prepare(
     updaters = min(
         config.update_programs,
         MAX_PROGRAMS - pushers,
-        max(1, ceil_div(lookups, config.block_runs * _TICKET)),
+        max(1, ceil_div(lookups, config.block_runs * TICKET)),
     )
     # The number of the next run to be drawn comes first.
     tickets = torch.zeros(ARRIVALS + slots, dtype=torch.int32, device=device)
     if part is not None and part.first_run is not None:
         tickets[:1].copy_(part.first_run)
     arguments = {
-        "tables": Tables(on_device(group, entries), on_device(group, owners_of(layout))),
+        "tables": Tables(
+            group.cache.tables.on_device(entries), group.cache.tables.on_device(owners_of(layout))
+        ),
         "bags": lookups_by_row.bags,
         "scale": lookups_by_row.scale,
         "runs": SortedRuns(
@@ -294,7 +291,6 @@ def prepare(
         ),
         "gradient": grad.data_ptr(),
         "landing": landing,
-        "tiles": tiles,
         "target": target.address,
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
@@ -311,7 +307,7 @@ def prepare(
     constants: dict[str, Any] = {
         "WORLD_SIZE": ranks,
         "PUSHING": GradientPushing(pushers, config.push_rows, config.push_blocks, widest),
-        "RUNS": Runs(config.block_runs, config.run_lookups, _TICKET, config.run_unroll),
+        "RUNS": Runs(config.block_runs, config.run_lookups),
         "WRITING": Writing(target.update, target.by_segment),
         "VECTORS": Vectors(
             triton_dtype(target.dtype), triton_dtype(call.dtype), width, full, align
@@ -362,7 +358,7 @@ def _landing(layout: Layout, itemsize: int, group: Group) -> tuple[Output, ...]:
 
 def _address(*landing: Output) -> int:
     """Return the address of what :func:`_landing` returns, on rank 0."""
-    return sum(output.address + output.index * output.buffer_bytes for output in landing)
+    return sum(output.destination.own_address for output in landing)
 
 
 def _records(
@@ -390,29 +386,5 @@ def _records(
     ]
     all_widths = [width for widths in layout.widths for width in widths]
     numbers = [*all_widths, *target.strides, *starts, grad.data_ptr() // grad.element_size()]
-    return rows or [TableRecord()], alignment(
-        numbers, min(target.dtype.itemsize, call.dtype.itemsize)
-    )
-
-
-def _describe_landing(
-    group: Group, layout: Layout, dtype: torch.dtype, landing: int, rows: int, align: int
-) -> Any:
-    """Describe every rank's landing, ``[rank, sample, column]``, in blocks of ``rows`` samples.
-
-    A block has a table's columns. The result is None where a descriptor cannot describe the blocks;
-    ordinary stores then write the same bytes.
-    """
-    widths = [width for rank_widths in layout.widths for width in rank_widths]
-    width = max(widths, default=1)
-    same_width = all(table_width == width == next_power_of_2(width) for table_width in widths)
-    if (
-        not same_width
-        or align * dtype.itemsize != 16
-        or rows * width * dtype.itemsize > MOST_TILE_BYTES
-    ):
-        return None
-    columns = max(layout.rank_columns)
-    return describe_ranks(
-        group, landing, dtype, [(layout.batch, columns), (columns, 1)], [rows, width]
-    )
+    itemsize = min(target.dtype.itemsize, call.dtype.itemsize)
+    return rows or [TableRecord()], alignment(itemsize, *numbers)

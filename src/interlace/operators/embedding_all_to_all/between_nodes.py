@@ -11,7 +11,6 @@ from interlace.comm import Group
 from interlace.comm.groups.outputs import Destination
 from interlace.comm.groups.slices import Message, SliceQueue, Step, Trigger, run_in_slices
 from interlace.comm.groups.symmetric_memory import Workspace
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
@@ -236,7 +235,7 @@ def prepare(
     # Long programs would keep the network's kernel from its SMs until they end.
     program_tasks = pooling.tasks_of_program(call, tasks)
     arguments |= {
-        "ranks": on_device(group, [[*remote, *local]]),
+        "ranks": group.cache.tables.on_device([[*remote, *local]]),
         "memory": SlicedMemory(
             buffers=destination.address,
             grants=workspace.data.address,
@@ -276,8 +275,8 @@ def prepare_close(call: EmbeddingCall, destination: Destination) -> Launch:
     remote, local = in_turn(group)
     workspace = _workspace(group)
     arguments = {
-        "ranks": on_device(group, [[*remote, *local]]),
-        "own_buffer": destination.address + destination.own_index * destination.buffer_bytes,
+        "ranks": group.cache.tables.on_device([[*remote, *local]]),
+        "own_buffer": destination.own_address,
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
         "ctx": group.context(_NAME),
@@ -321,7 +320,7 @@ def prepare_collect(
     rows = next_power_of_2(cut.rows) if on_cpu else _COLLECT_ROWS
     tasks = len(remote) * cut.count * ceil_div(cut.rows, rows)
     arguments = {
-        "sources": on_device(group, sources),
+        "sources": group.cache.tables.on_device(sources),
         "output": y.data_ptr(),
         "landing": landing.data_ptr(),
         "epochs": _workspace(group).epochs,

@@ -10,11 +10,10 @@ import torch
 from interlace.comm import MAX_PROGRAMS
 from interlace.comm.launching.kernels import processors
 from interlace.tuning.choice import Choice, by_device
-from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
+from interlace.tuning.configuration import Configuration, between, power_of_two
 from interlace.units import next_power_of_2
 
 OPERATOR = "embedding_all_to_all"
-PROTOCOLS = ("direct", "tiles")
 MAX_WIDTH = 2048
 MOST_STAGES = 16
 
@@ -34,10 +33,6 @@ class EmbeddingAllToAllConfig(Configuration):
     """One way to run the fused kernels. Every rank of a call must use the same one.
 
     Attributes:
-        protocol: ``"direct"`` (vectors go from registers straight to their final place) or
-            ``"tiles"`` (the same through tensor descriptors, where a rank's tables all have one
-            width, a power of two).
-        push: Stores by which the backward pass sends gradients: ``"direct"`` or ``"tiles"``.
         block_bags: Bags of one table and destination that a program pools at a time; a power of
             two.
         stages: Lookups of a bag that are under way at a time: the row of one is added while those
@@ -45,8 +40,6 @@ class EmbeddingAllToAllConfig(Configuration):
         num_warps: Warps per program.
         max_programs: Maximum number of programs, which draw blocks until all are pooled. Kernels
             that wait for no peer have up to 16 times as many, each with blocks of its own.
-        max_registers: Maximum number of registers per thread, so that more programs are resident;
-            0 for the compiler's choice.
         slice_blocks: Blocks of one table in a message between nodes, where the number of slices is
             not chosen.
         push_programs: Programs of the backward pass that send gradients, beside ``update_programs``
@@ -56,28 +49,23 @@ class EmbeddingAllToAllConfig(Configuration):
             arrival.
         update_programs: Programs that apply gradients; may be more than are resident.
         block_runs: Runs of lookups of one row that a program adds at a time; a power of two.
-        run_unroll: Lookups of a run whose gradients are in flight together.
         run_lookups: Maximum number of lookups in a run; the sum of a row with more lookups is cut
             into runs. The bits of sums depend on it.
         update_warps: Warps per program of the backward pass.
-        update_registers: Maximum number of registers per thread of the backward pass; 0 for the
-            compiler's choice.
+        update_registers: Maximum number of registers per thread of the backward pass, so that more
+            programs are resident; 0 for the compiler's choice.
     """
 
-    protocol: str = one_of("direct", PROTOCOLS)
-    push: str = one_of("direct", PROTOCOLS)
     block_bags: int = power_of_two(2, 1, 64)
     stages: int = between(3, 1, MOST_STAGES)
     num_warps: int = power_of_two(1, 1, 32)
     max_programs: int = between(4096, 1, MAX_PROGRAMS)
-    max_registers: int = between(0, 0, 255)
     slice_blocks: int = between(8, 1, 1024)
     push_programs: int = between(528, 1, MAX_PROGRAMS - 1)
     push_rows: int = power_of_two(8, 1, 64)
     push_blocks: int = between(4, 1, 1024)
     update_programs: int = between(2112, 1, MAX_PROGRAMS)
     block_runs: int = power_of_two(4, 1, 64)
-    run_unroll: int = between(1, 1, 32)
     run_lookups: int = between(128, 2, 1 << 20)
     update_warps: int = power_of_two(1, 1, 32)
     update_registers: int = between(0, 0, 255)

@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
-from interlace.comm.groups.outputs import (
-    BUFFERS,
-    Destination,
-    TakeOutput,
-    destination_of,
-    kept,
-)
-from interlace.comm.launching.kernels import Launch, describe_ranks
+from interlace.comm.groups.outputs import Destination, TakeOutput, destination_of, kept
+from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all import (
@@ -83,10 +75,7 @@ def prepare(call: EmbeddingCall, destination: Destination) -> Launch:
     programs = max(1, min(tasks, config.max_programs))
     workspace = group.workspace(OPERATOR, 4096, HEADER)
     arguments, constants = pooling.arguments(call)
-    tiles = _describe_tiles(call, destination, constants["VECTORS"])
-    protocol = "direct" if tiles is None else "tiles"
     arguments |= {
-        "tiles": tiles,
         "buffers": destination.address,
         "grants": workspace.data.address,
         "signals": workspace.signals.address,
@@ -98,35 +87,5 @@ def prepare(call: EmbeddingCall, destination: Destination) -> Launch:
         "chunk": layout.chunk,
         "drawn_tasks": pooling.fewest_tasks(call, tasks),
     }
-    constants |= {"WORLD_SIZE": layout.world_size, "PROTOCOL": protocol}
+    constants["WORLD_SIZE"] = layout.world_size
     return Launch(embedding_all_to_all_forward, (programs,), arguments, constants)
-
-
-def _describe_tiles(call: EmbeddingCall, destination: Destination, vectors: Any) -> Any:
-    """Return the descriptor of all ranks' buffers in blocks that a program pools; None where the
-    protocol is another one, or a descriptor cannot describe the blocks.
-
-    Ordinary stores then write the same bytes.
-    """
-    group, layout, bags, itemsize = (
-        call.group,
-        call.layout,
-        call.config.block_bags,
-        call.dtype.itemsize,
-    )
-    is_possible = (
-        call.config.protocol == "tiles"
-        and group.backend == "cuda"
-        and bool(call.weights)
-        and vectors.full
-        and vectors.align * itemsize == 16
-        and bags * vectors.width * itemsize <= pooling.MOST_TILE_BYTES
-    )
-    if not is_possible:
-        return None
-    sizes = [
-        (BUFFERS + 1, destination.buffer_bytes // itemsize),
-        (layout.chunk, layout.columns),
-        (layout.columns, 1),
-    ]
-    return describe_ranks(group, destination.address, call.dtype, sizes, [bags, vectors.width])

@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch
 
 from interlace.comm.groups.slices import Message, Step
-from interlace.comm.launching.constants import on_device
 from interlace.costs.embedding_all_to_all import cut_tables
 from interlace.mapped.stamped import Landing, StampedQueue
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, Part, Target, launch
@@ -114,7 +113,7 @@ def _ends_of_runs(
     first_keys = [before[table] for table in cut.tables[call.rank][1:-1]]
     if not first_keys:
         return [lookups.run_count]
-    limits = on_device(call.group, [first_keys])[0].to(lookups.run_keys.dtype)
+    limits = call.group.cache.tables.on_device([first_keys])[0].to(lookups.run_keys.dtype)
     found = torch.searchsorted(lookups.run_keys, limits, out_int32=True)
     return [*torch.minimum(found, lookups.run_count).split(1), lookups.run_count]
 

@@ -14,7 +14,7 @@ from interlace.units import ceil_div, round_up
 
 MAX_RANKS: Final = 8
 
-# int32 signals of a rank, the same in all protocols; those after HEADER depend on the protocol.
+# int32 signals of a rank; those after HEADER are of the backward pass.
 # Sets take turns by the epoch's parity.
 GRANTED: Final = 0  # [set][source]: the rank's buffer may be written; kernels omit the offset 0
 DONE: Final = 2 * MAX_RANKS  # [set][source]: all data of the source have arrived
@@ -32,6 +32,9 @@ table and source.
 # The backward pass's local counters: one of tickets, then two per run from here on. The distance
 # puts them in another cache line, as well aligned.
 ARRIVALS: Final = 32
+
+TICKET: Final = 4
+"""Blocks of runs that a program of the backward pass draws at a time."""
 
 
 class TableRecord(NamedTuple):
@@ -139,14 +142,6 @@ def dense_bounds(rows: Sequence[int], widths: Sequence[int]) -> list[int]:
         # 64 elements are at least a cache line, so no two gradients share one.
         bounds.append(bounds[-1] + round_up(count * width, 64))
     return bounds
-
-
-def alignment(numbers: Sequence[int], itemsize: int) -> int:
-    """Return the largest power of two, up to 16 bytes, that divides ``numbers`` of elements."""
-    align = 16 // itemsize
-    while align > 1 and any(number % align for number in numbers):
-        align //= 2
-    return align
 
 
 def owners_of(layout: Layout) -> list[list[int]]:

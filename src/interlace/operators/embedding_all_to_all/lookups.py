@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
@@ -90,7 +89,7 @@ def sort_lookups(call: EmbeddingCall, rows: Sequence[int]) -> Sorted:
     def empty(dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.empty(count, dtype=dtype, device=device)
 
-    first_keys = on_device(call.group, [first_keys_of(rows)[:-1]])[0]
+    first_keys = call.group.cache.tables.on_device([first_keys_of(rows)[:-1]])[0]
     numbers = torch.arange(tables * batch, dtype=torch.int32, device=device)
     lengths = call.offsets.diff()
     # Told the size, torch need not wait for the device to add up the lengths.

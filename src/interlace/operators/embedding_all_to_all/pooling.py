@@ -8,17 +8,11 @@ from typing import Any
 
 import torch
 
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
-from interlace.operators.embedding_all_to_all.layout import Layout, TableRecord, alignment
-from interlace.units import ceil_div, next_power_of_2
-
-MOST_TILE_BYTES = 1 << 16
-"""A tile passes through shared memory; any GPU that has tensor descriptors has room for two
-programs of this.
-"""
+from interlace.operators.embedding_all_to_all.layout import Layout, TableRecord
+from interlace.units import alignment, ceil_div, next_power_of_2
 
 _WAVES = 16  # programs of a launch, at most, for each that fits at once
 _BYTES_OF_TASKS = 4096  # of rows, at least: some us of a program among as many as fit at once
@@ -87,21 +81,21 @@ def arguments(call: EmbeddingCall) -> tuple[dict[str, Any], dict[str, Any]]:
         tables, layout, call.rank, call.table_dtype.itemsize, call.dtype.itemsize
     )
     arguments = {
-        "lookups": Lookups(on_device(call.group, records), call.indices, call.offsets, call.scale),
+        "lookups": Lookups(
+            call.group.cache.tables.on_device(records), call.indices, call.offsets, call.scale
+        ),
         "B": layout.batch,
         "T": len(call.weights),
         "column_groups": layout.columns // align,
     }
     width, full = lanes_of(layout.widths[call.rank])
-    constants: dict[str, Any] = {
+    constants = {
         "POOLING": Pooling(config.block_bags, config.stages, mean=call.mode == "mean"),
         "VECTORS": Vectors(
             triton_dtype(call.table_dtype), triton_dtype(call.dtype), width, full, align
         ),
         "num_warps": config.num_warps,
     }
-    if config.max_registers:
-        constants["maxnreg"] = config.max_registers
     return arguments, constants
 
 
@@ -126,7 +120,7 @@ def _records(
     # Vectors are loaded and stored as wide as the greatest common alignment of all their addresses.
     starts = [address // itemsize for address, _ in tables]
     numbers = [layout.columns, first, *widths, *(stride for _, stride in tables), *starts]
-    return rows or (TableRecord(),), alignment(numbers, min(itemsize, output_itemsize))
+    return rows or (TableRecord(),), alignment(min(itemsize, output_itemsize), *numbers)
 
 
 def lanes_of(widths: Sequence[int]) -> tuple[int, bool]:

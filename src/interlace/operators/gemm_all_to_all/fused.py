@@ -9,7 +9,6 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups.outputs import BUFFERS, Destination
-from interlace.comm.launching.constants import on_device
 from interlace.comm.launching.kernels import Launch, describe_ranks
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
@@ -144,7 +143,7 @@ def prepare(
         "signals": workspace.signals.address,
         "epochs": workspace.epochs,
         "ctx": group.context(NAME),
-        "routes": on_device(group, routes),
+        "routes": group.cache.tables.on_device(routes),
         "call": mark,
         "most_rows": max(max(counts) for counts in sent),
         "own_rows": received[me],

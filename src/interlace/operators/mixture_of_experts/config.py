@@ -10,7 +10,6 @@ from interlace.operators.mixture_of_experts.layout import ROWS
 from interlace.tuning.configuration import Configuration, between, one_of, power_of_two
 
 OPERATOR = "mixture_of_experts"
-OPERANDS = ("tiles", "pointers")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +20,6 @@ class MixtureOfExpertsConfig(Configuration):
     ``block_m`` tokens, loads by pointers, and neither groups tiles nor staggers programs.
 
     Attributes:
-        operands: Loads and stores of the products: ``"tiles"`` (by tensor descriptors, where shapes
-            and GPU allow) or ``"pointers"``.
         block_m: Rows of a tile of every product; a power of two from 16 to 128.
         block_n: Columns of a tile; a power of two from 32 on.
         block_k: Steps along the products' inner dimension; a power of two from 16 on.
@@ -42,7 +39,6 @@ class MixtureOfExpertsConfig(Configuration):
             more rows do not need another tile; 0 or a power of two from 16 on.
     """
 
-    operands: str = one_of("tiles", OPERANDS)
     block_m: int = power_of_two(128, 16, ROWS)
     block_n: int = power_of_two(256, 32, 512)
     block_k: int = power_of_two(64, 16, 512)

@@ -25,7 +25,7 @@ from interlace.operators.mixture_of_experts.layout import (
     ExpertSizes,
     Saved,
 )
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.units import alignment, ceil_div, next_power_of_2, round_up
 
 WORKSPACE = f"{OPERATOR}.decode"
 _RESULTS = f"{WORKSPACE}.results"
@@ -159,8 +159,8 @@ def launches(call: LayerCall, y: torch.Tensor) -> list[Launch]:
     active = torch.empty((length, sizes.ffn), dtype=dtype, device=device)
     x, experts = call.x.contiguous(), call.experts.contiguous()
     w_in, w_out, in_order, out_order, b_in, b_out = call.parameters.readable()
-    align = layout.alignment(sizes.hidden, itemsize)
-    ffn_align = layout.alignment(sizes.ffn, itemsize)
+    align = alignment(itemsize, sizes.hidden)
+    ffn_align = alignment(itemsize, sizes.ffn)
     pieces = sizes.tokens * ceil_div(sizes.hidden, columns(sizes.hidden))
     sending = senders(sizes.tokens, sizes.hidden, config)
     programs = config.programs or (2 if is_cpu else _programs(config, itemsize, device))

@@ -24,10 +24,10 @@ from interlace.gemm.launch import has_descriptors, tile_ns
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.config import OPERATOR
-from interlace.operators.mixture_of_experts.fused import buffer_bytes, workspaces
+from interlace.operators.mixture_of_experts.fused import workspaces
 from interlace.operators.mixture_of_experts.kernels import combine, dispatch, gradients, plan
 from interlace.operators.mixture_of_experts.layout import Saved
-from interlace.units import ceil_div, next_power_of_2, round_up
+from interlace.units import alignment, ceil_div, next_power_of_2, round_up
 
 _BLOCK_SLOTS = 128
 
@@ -119,7 +119,7 @@ class Steps:
         tiles: Whether operands and results are tensor descriptors.
         align: The elements, a power of two, that rows are a multiple of.
         results, gradients: Addresses of the rows that come back, and of their slots' gradients.
-        scale_bytes, buffer_bytes: Bytes of a buffer's rows, and of the buffer with its scales.
+        scale_bytes: Bytes of a buffer's rows, in front of their scales.
     """
 
     def __init__(self, call: LayerCall, operator: str) -> None:
@@ -132,12 +132,11 @@ class Steps:
         self.context = group.context(operator)
         row_bytes = sizes.hidden * self.dtype.itemsize
         self.scale_bytes = sizes.arrivals * row_bytes
-        self.buffer_bytes = buffer_bytes(sizes, self.dtype)
         self.results = results.data.address
         self.gradients = self.results + round_up(sizes.returns * row_bytes, 16)
         self.local_lanes = next_power_of_2(max(sizes.local, 2))
         self.lanes = plan.ExpertLanes(ranks, next_power_of_2(max(experts, 2)), self.local_lanes)
-        self.align = layout.alignment(sizes.hidden, self.dtype.itemsize)
+        self.align = alignment(self.dtype.itemsize, sizes.hidden)
         cuda = group.backend == "cuda"
         self.programs = min(
             self.config.programs or (processors(call.x.device) if cuda else 2), MAX_PROGRAMS // 2
@@ -163,8 +162,7 @@ class Steps:
     def _fits_descriptors(self) -> bool:
         """Decide whether products load and store by tensor descriptors."""
         return (
-            self.config.operands == "tiles"
-            and has_descriptors(self.group)
+            has_descriptors(self.group)
             and all(
                 size * self.dtype.itemsize % 16 == 0 and size % self.config.block_k == 0
                 for size in (self.sizes.hidden, self.sizes.ffn)
@@ -231,7 +229,7 @@ class Steps:
             "ctx": self.context,
             "call": self.mark,
             "half": numbers.half_bytes,
-            "buffer_index": space.index,
+            "buffer_index": space.destination.own_index,
             "capacity": sizes.capacity,
             "L": sizes.local,
         }
@@ -264,8 +262,8 @@ class Steps:
             "bias": self.weights.b_in,
             "out": self.operand(active, sizes.ffn, block),
             "kept": None if kept is None else self.operand(kept, sizes.ffn, block),
-            "buffers": space.address,
-            "buffer_bytes": space.buffer_bytes,
+            "buffers": space.destination.address,
+            "buffer_bytes": space.destination.buffer_bytes,
             "arrivals": sizes.arrivals,
             "columns": columns,
         }
@@ -277,10 +275,7 @@ class Steps:
         """Return the arguments that both directions' kernels take which push rows."""
         sizes, config = self.sizes, self.config
         own = self._matrix(
-            space.address + space.index * space.buffer_bytes + self.group.rank * self.group.stride,
-            sizes.arrivals,
-            sizes.hidden,
-            (config.block_m, config.block_k),
+            space.local_address, sizes.arrivals, sizes.hidden, (config.block_m, config.block_k)
         )
         return {
             "slot_at": saved.slot_at,
@@ -428,7 +423,7 @@ class Steps:
             "b": self.weight(self.weights.w_out, sizes.ffn, sizes.hidden, along_k),
             "out": self.operand(product_gradient, sizes.ffn, block),
             "met": met,
-            "buffer": space.address + space.index * space.buffer_bytes,
+            "buffer": space.destination.own_address,
             "scale_bytes": self.scale_bytes,
             "columns": sizes.ffn,
         }

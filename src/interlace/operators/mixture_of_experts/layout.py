@@ -331,14 +331,6 @@ class Saved(NamedTuple):
         )
 
 
-def alignment(width: int, itemsize: int) -> int:
-    """Return the elements, a power of two of at most 16 bytes, that ``width`` is a multiple of."""
-    align = 16 // itemsize
-    while width % align:
-        align //= 2
-    return align
-
-
 def push_tile(hidden: int, itemsize: int, num_warps: int, push_rows: int) -> tuple[int, int]:
     """Return the rows and columns that a program sends at a time: 128 bytes per thread."""
     columns = min(next_power_of_2(max(hidden, 16)), 2048)

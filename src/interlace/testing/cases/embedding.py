@@ -16,14 +16,14 @@ from interlace.optim import SGD, Gradient, RowWiseAdagrad
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole_numbers
 
 OPERATOR = "embedding_all_to_all"
-IMPLEMENTATIONS = {OPERATOR: ("fused direct", "fused tiles", "pooled", "unfused")}
+IMPLEMENTATIONS = {OPERATOR: ("fused", "pooled", "unfused")}
 UPDATES = ("dense", "sparse", "sgd", "adagrad")
 
 _LENGTHS = torch.tensor([0, 1, 2, 4])  # of bags: means of whole numbers are then exact
 _EPSILON = 1e-3
 _CPU = EmbeddingAllToAllConfig(
     block_bags=4, stages=2, max_programs=3, slice_blocks=2, push_programs=2, push_rows=4,
-    update_programs=3, block_runs=4, run_unroll=2, run_lookups=8,
+    update_programs=3, block_runs=4, run_lookups=8,
 )  # fmt: skip
 _CUDA = EmbeddingAllToAllConfig(
     block_bags=2, stages=4, max_programs=256, slice_blocks=4, push_programs=32, push_rows=8,
@@ -37,10 +37,6 @@ _KINDS = (
     (((7, 3), (5,)), "float16", "float16"),
     (((32, 32),), "bfloat16", "float32"),
     (((64,), (64, 64)), "float16", "float32"),
-)
-_EQUAL_KINDS = (  # for tensor descriptors: all tables of one width, which is a power of two
-    (((32,), (32, 32)), "float32", "float32"),
-    (((64, 64),), "bfloat16", "bfloat16"),
 )
 
 
@@ -179,10 +175,8 @@ class EmbeddingCase(Case):
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
         config = None
-        if self.variant:
-            base = _CPU if group_of(group).backend == "cpu" else _CUDA
-            push = "tiles" if self.variant == "tiles" else "direct"
-            config = dataclasses.replace(base, protocol=self.variant, push=push)
+        if self.impl == "fused":
+            config = _CPU if group_of(group).backend == "cpu" else _CUDA
 
         def make(tensors: Tensors) -> list[torch.Tensor]:
             tables = [tensor.detach() for name, tensor in tensors.items() if "table" in name]
@@ -225,22 +219,16 @@ class EmbeddingCase(Case):
 
 def every(operator: str, impl: str, ranks: int) -> list[EmbeddingCase]:
     """Return a call for every kind of update, and one with a rank without tables."""
-    widths = ((16,), (16, 16)) if "tiles" in impl else ((16,), (20,), ())
-    cases = [
-        EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=update) for update in UPDATES
+    widths = (16,), (20,), ()
+    return [
+        *(EmbeddingCase(OPERATOR, impl, "float32", True, widths, update=each) for each in UPDATES),
+        EmbeddingCase(OPERATOR, impl, "float16", True, ((), (4, 8)), output="float16", mode="mean"),
     ]
-    if "tiles" not in impl:
-        cases.append(
-            EmbeddingCase(
-                OPERATOR, impl, "float16", True, ((), (4, 8)), output="float16", mode="mean"
-            )
-        )
-    return cases
 
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> EmbeddingCase:
     """Return a random call."""
-    widths, dtype, output = source.choice(_EQUAL_KINDS if "tiles" in impl else _KINDS)
+    widths, dtype, output = source.choice(_KINDS)
     backward = source.random() < 0.6
     update = source.choice(UPDATES if dtype == "float32" else ("dense", "sgd"))
     mode = source.choice(("sum", "mean"))

@@ -16,7 +16,7 @@ from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator,
 from interlace.units import round_up
 
 OPERATOR = "mixture_of_experts"
-IMPLEMENTATIONS = {OPERATOR: ("fused tiles", "fused pointers", "decode", "unfused")}
+IMPLEMENTATIONS = {OPERATOR: ("fused", "decode", "unfused")}
 BETWEEN_NODES = {OPERATOR: ("chunked",)}
 ROUTINGS = ("random", "one", "holes")
 
@@ -166,7 +166,7 @@ class ExpertsCase(Case):
         base = _CPU if group_of(group).backend == "cpu" else _CUDA
         options = {
             "impl": self.impl_name,
-            "config": dataclasses.replace(base, operands=self.variant) if self.variant else None,
+            "config": base if self.impl == "fused" else None,
             "capacity": self.capacity or None,
             "activation": _ACTIVATIONS[self.form],
             "group": group,

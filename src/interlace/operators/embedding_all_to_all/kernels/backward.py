@@ -15,6 +15,7 @@ from interlace.operators.embedding_all_to_all.kernels.vectors import (
 )
 
 _ARRIVALS = tl.constexpr(layout.ARRIVALS)
+_TICKET = tl.constexpr(layout.TICKET)
 
 
 class Runs(NamedTuple):
@@ -23,14 +24,10 @@ class Runs(NamedTuple):
     Attributes:
         block: Runs that a program adds at a time.
         lookups: Lookups of one row that are a run, at most.
-        ticket: Blocks of runs that a program draws at a time.
-        unroll: Lookups of a run whose gradients are in flight together.
     """
 
     block: Any
     lookups: Any
-    ticket: Any
-    unroll: Any
 
 
 class Tables(NamedTuple):
@@ -178,7 +175,7 @@ def _finish_segments(
     ]
 )
 def embedding_all_to_all_backward(
-    tables, bags, scale, runs, progress, gradient, landing, tiles, target, signals, epochs, ctx,
+    tables, bags, scale, runs, progress, gradient, landing, target, signals, epochs, ctx,
     call, B, chunk, column_groups, landing_groups, max_tables, rates, WORLD_SIZE: tl.constexpr,
     PUSHING: tl.constexpr, RUNS: tl.constexpr, WRITING: tl.constexpr, VECTORS: tl.constexpr,
 ):
@@ -219,9 +216,8 @@ def embedding_all_to_all_backward(
     gradient is g0 + g1.
     """
     UPDATE: tl.constexpr = WRITING.update
-    UNROLL: tl.constexpr = RUNS.unroll
     LOOKUPS: tl.constexpr = RUNS.lookups
-    DRAWN: tl.constexpr = RUNS.ticket * RUNS.block
+    DRAWN: tl.constexpr = _TICKET * RUNS.block
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     peers, is_peer = il.other_ranks(rank, WORLD_SIZE)
@@ -243,8 +239,8 @@ def embedding_all_to_all_backward(
             granted = il.wait(granting + peers, stamp, peers, 0, group, is_peer)
             if granted:
                 push_gradients(
-                    program, gradients, landing, tiles, tables.owners, max_tables, flags, stamp, group,
-                    WORLD_SIZE, PUSHING, VECTORS,
+                    program, gradients, landing, tables.owners, max_tables, flags, stamp, group, WORLD_SIZE,
+                    PUSHING, VECTORS,
                 )
     if program >= PUSHING.programs:
         count = tl.load(runs.count).to(tl.int32)
@@ -253,7 +249,7 @@ def embedding_all_to_all_backward(
         arrived = 1
         first = tl.atomic_add(progress.tickets, DRAWN, sem="relaxed", scope="gpu")
         while first < count:
-            for tile in range(RUNS.ticket):
+            for tile in range(_TICKET):
                 # One trip to memory brings all that is known of the runs, another one the rows,
                 # states and gradients.
                 run = first + tile * RUNS.block + lane
@@ -281,7 +277,7 @@ def embedding_all_to_all_backward(
                             flags, stamp, group, ready, last, WORLD_SIZE
                         )
                         ready = last + 1
-                total = sum_runs(bag, entry, scale, bags, start, length, gradients, UNROLL, VECTORS)
+                total = sum_runs(bag, entry, scale, bags, start, length, gradients, VECTORS)
                 is_short = size <= LOOKUPS
                 update_rows(
                     entry, loaded, total, valid & is_short, arrived, rates, UPDATE, VECTORS

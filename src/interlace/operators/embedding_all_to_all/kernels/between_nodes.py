@@ -93,7 +93,7 @@ def embedding_all_to_all_between_nodes(
        into ``staging``. Each block that is stored is counted in its slice's counter, with release
        order: when the counter has reached the number of blocks of all destinations, the network
        takes the slice (:mod:`interlace.comm.groups.slices`). No program waits here.
-    3. The blocks for the node follow, as under ``direct``, once the node's grants have arrived.
+    3. The blocks for the node follow, as on one node, once the node's grants have arrived.
     4. :func:`embedding_all_to_all_close` announces them to the node.
 
     Data of other nodes arrive in a landing of this rank. No kernel waits for them; the stream does,

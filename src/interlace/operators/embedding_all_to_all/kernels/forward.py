@@ -44,13 +44,12 @@ def pool(lookups, B, table, first, count, POOLING: tl.constexpr, VECTORS: tl.con
     """
     BAGS: tl.constexpr = POOLING.bags
     STAGES: tl.constexpr = POOLING.stages
-    DTYPE: tl.constexpr = VECTORS.table_dtype
     WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
     indices, weights = lookups.indices, lookups.weights
     entry = lookups.tables + table * FIELDS
     stride = tl.multiple_of(tl.load(entry + STRIDE), ALIGN)
-    base = vectors_at(tl.load(entry + ADDRESS), DTYPE, ALIGN)
+    base = vectors_at(tl.load(entry + ADDRESS), VECTORS.table_dtype, ALIGN)
     bag = tl.arange(0, BAGS)
     columns = tl.arange(0, WIDTH)
     bounds = lookups.offsets + (B.to(tl.int64) * table + first) + bag
@@ -109,24 +108,6 @@ def _draw(tickets, tasks):
     return tl.atomic_add(tickets, 1, sem="relaxed", scope="gpu") * tasks
 
 
-@triton.jit
-def _pool_own(
-    lookups, B, own_output, task, blocks, rank, chunk, columns, POOLING: tl.constexpr,
-    VECTORS: tl.constexpr,
-):
-    """Pool one of the blocks whose samples are this rank's own."""
-    BAGS: tl.constexpr = POOLING.bags
-    OUT: tl.constexpr = VECTORS.out_dtype
-    table, block = task // blocks, task % blocks
-    count = tl.minimum(samples_of(rank, B, chunk) - block * BAGS, BAGS)
-    if count > 0:
-        total = pool(lookups, B, table, rank * chunk + block * BAGS, count, POOLING, VECTORS)
-        cells, mask = cells_of(
-            lookups.tables, table, block * BAGS, count, columns, BAGS, False, VECTORS
-        )
-        tl.store(own_output + cells, total.to(OUT), mask=mask)
-
-
 @triton.jit(do_not_specialize=["output", "B", "T", "column_groups", "program_tasks"])
 def pool_embeddings(
     lookups, output, B, T, column_groups, program_tasks, POOLING: tl.constexpr,
@@ -139,13 +120,19 @@ def pool_embeddings(
     **Example.** A table of width 1, batch 2, blocks of one bag: programs 0 and 1 write [a0] and
     [a1], the rows of ``output``.
     """
-    blocks = (B + POOLING.bags - 1) // POOLING.bags
+    BAGS: tl.constexpr = POOLING.bags
+    OUT: tl.constexpr = VECTORS.out_dtype
+    columns = column_groups * VECTORS.align
+    blocks = (B + BAGS - 1) // BAGS
     first = tl.program_id(0) * program_tasks
     for task in range(first, tl.minimum(first + program_tasks, T * blocks)):
-        _pool_own(
-            lookups, B, il.pointer(output, VECTORS.out_dtype), task, blocks, 0, B,
-            column_groups * VECTORS.align, POOLING, VECTORS,
+        table, sample = task // blocks, task % blocks * BAGS
+        count = tl.minimum(B - sample, BAGS)
+        total = pool(lookups, B, table, sample, count, POOLING, VECTORS)
+        cells, mask = cells_of(
+            lookups.tables, table, sample, count, columns, BAGS, False, VECTORS
         )
+        tl.store(il.pointer(output, OUT) + cells, total.to(OUT), mask=mask)
 
 
 @triton.jit(
@@ -155,9 +142,8 @@ def pool_embeddings(
     ]
 )
 def embedding_all_to_all_forward(
-    lookups, tiles, buffers, grants, signals, epochs, ctx, call, buffer_bytes, buffer_index, B,
-    chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr, PROTOCOL: tl.constexpr,
-    POOLING: tl.constexpr, VECTORS: tl.constexpr,
+    lookups, buffers, grants, signals, epochs, ctx, call, buffer_bytes, buffer_index, B,
+    chunk, T, column_groups, drawn_tasks, WORLD_SIZE: tl.constexpr, POOLING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Pool this rank's ``T`` tables for the entire batch, each result straight into its output.
 
@@ -234,19 +220,8 @@ def embedding_all_to_all_forward(
                 )
                 index = tl.sum(tl.where(peers == dest, target_index, 0))
                 target = il.pointer(buffers + index.to(tl.int64) * buffer_bytes, OUT)
-                if PROTOCOL == "tiles":
-                    # The block is stored as a full tile: rows beyond the destination's samples are
-                    # cut off by the descriptor, or fall behind the samples of its output.
-                    column = tl.load(lookups.tables + table * FIELDS + COLUMN).to(tl.int32)
-                    corner = [dest, index, block * BAGS, column]
-                    part = tl.reshape(total, [1, 1, BAGS, VECTORS.width])
-                    il.put_tile(tiles, corner, part, group)
-                else:
-                    il.put(target + cells, total, dest, group, mask)
+                il.put(target + cells, total, dest, group, mask)
         drawn = _draw(tickets, drawn_tasks)
-    # Tiles are stored asynchronously; they must be complete before anyone is told.
-    if PROTOCOL == "tiles":
-        il.complete_tiles()
     if granted:
         # Step 3. The last program has acquired the stores of all; its signals release them.
         if il.arrive_last(counters + COUNTER, program, programs):

@@ -57,7 +57,7 @@ class Gradients(NamedTuple):
 
 @triton.jit
 def push_gradients(
-    program, gradients, landing, tiles, owners, max_tables, flags, stamp, group,
+    program, gradients, landing, owners, max_tables, flags, stamp, group,
     WORLD_SIZE: tl.constexpr, PUSHING: tl.constexpr, VECTORS: tl.constexpr,
 ):
     """Send every owner this rank's samples' gradients, table by table; signal complete tables.
@@ -68,7 +68,6 @@ def push_gradients(
     """
     ROWS: tl.constexpr = PUSHING.rows
     BLOCKS: tl.constexpr = PUSHING.blocks
-    WIDTH: tl.constexpr = PUSHING.width
     OUT: tl.constexpr = VECTORS.out_dtype
     ALIGN: tl.constexpr = VECTORS.align
     rank, chunk, columns = gradients.rank, gradients.chunk, gradients.columns
@@ -76,7 +75,7 @@ def push_gradients(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     counts = tl.load(owners + 3 * peers, mask=peers < WORLD_SIZE, other=0)
     spans = owners + 3 * WORLD_SIZE
-    line, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    line, column = tl.arange(0, ROWS), tl.arange(0, PUSHING.width)
     samples = samples_of(rank, gradients.B, chunk)
     blocks = (samples + ROWS - 1) // ROWS
     pieces = tl.maximum(tl.minimum((blocks + BLOCKS - 1) // BLOCKS, _MAX_PIECES), 1)
@@ -98,20 +97,8 @@ def push_gradients(
                 source += tl.multiple_of(source_column, ALIGN)
                 source = source + row * columns + column[None, :]
                 value = tl.load(source, mask=mask, other=0.0, eviction_policy="evict_first")
-                if tiles is None:
-                    lines = il.pointer(landing, OUT) + first + row * landing_columns
-                    il.put(lines + column[None, :], value, owner, group, mask)
-                else:
-                    # A full tile at the end would cover the next rank's samples.
-                    if (block + 1) * ROWS <= samples:
-                        corner = [owner, rank * chunk + block * ROWS, target_column.to(tl.int32)]
-                        il.put_tile(tiles, corner, tl.reshape(value, [1, ROWS, WIDTH]), group)
-                    else:
-                        lines = il.pointer(landing, OUT) + first + row * landing_columns
-                        il.put(lines + column[None, :], value, owner, group, mask)
-            # Tiles are stored asynchronously; they must be complete before the table is counted.
-            if tiles is not None:
-                il.complete_tiles()
+                lines = il.pointer(landing, OUT) + first + row * landing_columns
+                il.put(lines + column[None, :], value, owner, group, mask)
         # The last program of a table has acquired the stores of the others, and its signals release
         # them: an owner that has seen its signal reads complete gradients.
         if il.arrive_last(il.peer_pointer(flags + HEADER + table, rank, group), member, members):
@@ -175,8 +162,7 @@ def _gradient_of(bag, mask, entry, gradients, VECTORS: tl.constexpr):
 
 @triton.jit
 def sum_runs(
-    first_bag, entry, scale, bags, start, length, gradients, UNROLL: tl.constexpr,
-    VECTORS: tl.constexpr,
+    first_bag, entry, scale, bags, start, length, gradients, VECTORS: tl.constexpr,
 ):
     """Sum runs of lookups, each of one row, in their order: float32 ``[runs, width]``.
 
@@ -187,20 +173,15 @@ def sum_runs(
     total = _gradient_of(first_bag, length > 0, entry, gradients, VECTORS).to(tl.float32)
     if scale is not None:
         total = total * tl.load(scale + start, mask=length > 0, other=0.0)[:, None]
-    for step in range(1, tl.max(length, 0), UNROLL):
-        # All loads of a step are issued before the first sum, so that they overlap.
-        vectors = ()
-        for ahead in tl.static_range(UNROLL):
-            inside = step + ahead < length
-            bag = tl.load(bags + start + step + ahead, mask=inside, other=0)
-            vectors = vectors + (_gradient_of(bag, inside, entry, gradients, VECTORS),)
-        for ahead in tl.static_range(UNROLL):
-            if scale is None:
-                total += vectors[ahead].to(tl.float32)
-            else:
-                inside = step + ahead < length
-                factor = tl.load(scale + start + step + ahead, mask=inside, other=0.0)
-                total += vectors[ahead].to(tl.float32) * factor[:, None]
+    for step in range(1, tl.max(length, 0)):
+        inside = step < length
+        bag = tl.load(bags + start + step, mask=inside, other=0)
+        vector = _gradient_of(bag, inside, entry, gradients, VECTORS)
+        if scale is None:
+            total += vector.to(tl.float32)
+        else:
+            factor = tl.load(scale + start + step, mask=inside, other=0.0)
+            total += vector.to(tl.float32) * factor[:, None]
     return total
 
 
@@ -210,7 +191,6 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
 
     They are asked for before the gradients arrive.
     """
-    DTYPE: tl.constexpr = VECTORS.table_dtype
     WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
     column = tl.arange(0, WIDTH)
@@ -219,7 +199,7 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
     offset = tl.load(entry + TARGET)
     # A negative offset marks a table that is not trained.
     mask = mask & (offset >= 0)
-    first = vectors_at(target + offset, DTYPE, ALIGN)[:, None]
+    first = vectors_at(target + offset, VECTORS.table_dtype, ALIGN)[:, None]
     pointers = first + row[:, None] * stride[:, None] + column[None, :]
     states = tl.load(entry + STATE).to(tl.pointer_type(tl.float32)) + row
     cells = mask[:, None] & (column[None, :] < width[:, None])
@@ -241,10 +221,9 @@ def update_rows(
     If a peer's gradients have not ``arrived``, gradients are NaN, and rows stay as they are.
     """
     DTYPE: tl.constexpr = VECTORS.table_dtype
-    ALIGN: tl.constexpr = VECTORS.align
     pointers, states, weight, state = loaded
     column = tl.arange(0, VECTORS.width)
-    width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
+    width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), VECTORS.align)
     mask = mask & (tl.load(entry + TARGET) >= 0)
     if UPDATE == "store":
         value = tl.where((arrived + column * 0)[None, :] > 0, total, float("nan"))

@@ -204,10 +204,9 @@ def _tiles_of(lists, tiles_n, TILES: tl.constexpr):
     An expert's last tile has ``TILES.tail`` rows more than the others.
     """
     BLOCK_M: tl.constexpr = TILES.tiling.block_m
-    TAIL: tl.constexpr = TILES.tail
     lanes = tl.arange(0, TILES.local_lanes)
     rows = tl.load(lists.counts + lanes, mask=lanes < lists.L, other=0)
-    tiles_m = (tl.maximum(rows - TAIL, tl.minimum(rows, 1)) + BLOCK_M - 1) // BLOCK_M
+    tiles_m = (tl.maximum(rows - TILES.tail, tl.minimum(rows, 1)) + BLOCK_M - 1) // BLOCK_M
     return rows, tl.cumsum(rows, 0) - rows, tiles_m, tl.cumsum(tiles_m * tiles_n, 0)
 
 
@@ -300,10 +299,30 @@ def _store(product, acc, rows, column, group, DTYPE: tl.constexpr, FORM: tl.cons
     Args:
         acc: float32 ``[n, block_n]``, from line ``column`` of the weight on.
     """
+    SIZE: tl.constexpr = acc.shape[0]
+    LINES: tl.constexpr = acc.shape[1]
     if FORM is None:
-        _return(product, acc, rows, column, group, DTYPE)
+        if product.bias is not None:
+            acc = add_bias(acc, product.bias, column, product.lines)
+        columns = column + tl.arange(0, LINES)[None, :]
+        slot = (rows.entry % product.slots).to(tl.int64)[:, None]
+        pointers = product.target + slot * product.lines + columns
+        mask = rows.exists[:, None] & (columns < product.lines)
+        il.put(pointers, acc.to(DTYPE), (rows.entry // product.slots)[:, None], group, mask)
     else:
-        _store_active(product, acc, rows, column, DTYPE, FORM)
+        ffn = product.lines // FORM.gates
+        if product.bias is not None:
+            numbers = column + tl.arange(0, LINES)
+            added = product.bias + _line_in_memory(numbers, product)
+            acc += tl.load(added, mask=numbers < product.lines, other=0.0).to(tl.float32)[None, :]
+        if FORM.gates == 1:
+            value = activate(acc, None, FORM)
+        else:
+            gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
+            value = activate(gate, up, FORM)
+        columns = column // FORM.gates + tl.arange(0, LINES // FORM.gates)[None, :]
+        pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns
+        tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
 
 
 @triton.jit
@@ -332,7 +351,6 @@ def _multiply(
             well; or None.
         column: The first line.
     """
-    BLOCK_M: tl.constexpr = TILES.tiling.block_m
     BLOCK_N: tl.constexpr = TILES.tiling.block_n
     BLOCK_K: tl.constexpr = TILES.tiling.block_k
     W_ALONG_K: tl.constexpr = TILES.tiling.w_along_k
@@ -347,7 +365,7 @@ def _multiply(
         # A thread loads neighbouring lines at once, so lines beyond the last one are masked.
         has_line = (numbers < product.lines)[:, None]
         left_lines = product.weights + _line_in_memory(numbers, product)[:, None]
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_N, TILES.tiling.block_m], tl.float32)
     if tail_lines is not None:
         tail = tl.zeros([BLOCK_N, tail_lines.shape[0]], tl.float32)
     for k in range(0, inner, BLOCK_K):
@@ -411,29 +429,6 @@ def decode_first_gemm(
     )
     lists = Lists(entries, counts, L, length)
     _multiply_tiles(product, lists, tl.num_programs(0), group, DTYPE, SHARES, TILES, FORM)
-
-
-@triton.jit
-def _store_active(product, acc, rows, column, DTYPE: tl.constexpr, FORM: tl.constexpr):
-    """Add the bias to gates and ups in turn, or to gates alone, and store the activation ``[rows,
-    F]``.
-    """
-    SIZE: tl.constexpr = acc.shape[0]
-    LINES: tl.constexpr = acc.shape[1]
-    GATES: tl.constexpr = FORM.gates
-    ffn = product.lines // GATES
-    if product.bias is not None:
-        numbers = column + tl.arange(0, LINES)
-        added = product.bias + _line_in_memory(numbers, product)
-        acc += tl.load(added, mask=numbers < product.lines, other=0.0).to(tl.float32)[None, :]
-    if GATES == 1:
-        value = activate(acc, None, FORM)
-    else:
-        gate, up = tl.split(tl.reshape(acc, [SIZE, LINES // 2, 2]))
-        value = activate(gate, up, FORM)
-    columns = column // GATES + tl.arange(0, LINES // GATES)[None, :]
-    pointers = product.target + rows.row.to(tl.int64)[:, None] * ffn + columns
-    tl.store(pointers, value.to(DTYPE), mask=rows.exists[:, None] & (columns < ffn))
 
 
 @triton.jit(do_not_specialize=["call", "L", "length", "tokens", "hidden_groups", "ffn_groups"])
@@ -510,15 +505,3 @@ def decode_second_gemm(
     # Signals of long ago would look like new ones when epochs' numbers come again.
     il.clear_old(flags, DECODE_FINISHED, epoch, group)
     il.advance_epoch(epochs, epoch)
-
-
-@triton.jit
-def _return(product, acc, rows, column, group, DTYPE: tl.constexpr):
-    """Add the bias to a tile of rows, and put each into its slot of its source."""
-    if product.bias is not None:
-        acc = add_bias(acc, product.bias, column, product.lines)
-    columns = column + tl.arange(0, acc.shape[1])[None, :]
-    slot = (rows.entry % product.slots).to(tl.int64)[:, None]
-    pointers = product.target + slot * product.lines + columns
-    mask = rows.exists[:, None] & (columns < product.lines)
-    il.put(pointers, acc.to(DTYPE), (rows.entry // product.slots)[:, None], group, mask)

@@ -12,10 +12,9 @@ before anything is timed, eager and as CUDA graphs.
                F.linear and the collective; auto: one of the two
     product, exchange
                each of the two alone
-    bmm_all_to_all, all_to_all_bmm, mixture_of_experts
-               chunked, auto and the pair (of experts, both pairs), with so wide products that they
-               take as long as the pair's exchange; experts in training as well, forward and
-               backward
+    mixture_of_experts
+               chunked, auto and both pairs, with so wide products that they take as long as the
+               pair's exchange; in training as well, forward and backward
     backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, and beside the
                update of the first tables if a call takes slices by the measured network; unfused:
                all_to_all_single, the sort, the update; last with so many lookups that sort and
@@ -50,7 +49,6 @@ from between_nodes import (
 )
 
 import interlace
-from interlace.comm import default_name
 from interlace.gemm import reference
 from interlace.gemm.implementations import network
 from interlace.nn import EmbeddingTable
@@ -61,7 +59,7 @@ from interlace_dlrm.training import compute_alone
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (4, 20, 64)
 SLICES = (2, 4, 8)
-BATCH_COLUMNS, FIRST_WIDTH = 2048, 8192
+FIRST_WIDTH = 8192
 TOLERANCE = 0.02
 """Of the largest element: with fewer rows the library may take other tiles, and round otherwise."""
 
@@ -203,31 +201,6 @@ parts of the pair's.
 """
 
 
-def batches_before_an_exchange(width: int) -> Calls:
-    """Eight products whose rows go to all ranks; K is the width."""
-    x, w = _batches(width, BATCH_COLUMNS)
-    ranks, name = dist.get_world_size(), default_name(None)
-    products = x @ w
-    rows = torch.empty_like(products).view(ranks, -1)
-    calls = _by_implementation(
-        lambda impl: torch.ops.interlace.bmm_all_to_all(x, w, name, impl), ("unfused",)
-    )
-    return calls | {
-        "product": lambda: torch.bmm(x, w),
-        "exchange": lambda: _exchanged(rows),
-    }
-
-
-def batches_after_an_exchange(width: int) -> Calls:
-    """Eight products of rows that come from all ranks; N is the width."""
-    rows, w = _batches(BATCH_COLUMNS, width)
-    x, name = rows.flatten(0, 1), default_name(None)
-    calls = _by_implementation(
-        lambda impl: torch.ops.interlace.all_to_all_bmm(x, w, name, impl)[0], ("unfused",)
-    )
-    return calls | {"product": lambda: torch.bmm(rows, w), "exchange": lambda: _exchanged(x)}
-
-
 def experts(width: int, trains: bool = False) -> Calls:
     """A layer of eight experts a rank, of which a token has two; F is the width.
 
@@ -287,27 +260,7 @@ def _by_implementation(call: Callable[[str], torch.Tensor], pairs: Sequence[str]
     return {impl: lambda impl=impl: call(impl) for impl in (*pairs, "chunked", "auto")}
 
 
-def _batches(inner: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return eight matrices of this rank's rows, and as many weights."""
-    device = interlace.group_of().device
-    generator = torch.Generator(device).manual_seed(dist.get_rank())
-    rows = (512 if device.type == "cuda" else 4) * dist.get_world_size()
-    x, w = (
-        torch.randn(size, device=device, generator=generator, dtype=torch.bfloat16)
-        for size in ((8, rows, inner), (8, inner, columns))
-    )
-    return x, w
-
-
-def _exchanged(rows: torch.Tensor) -> torch.Tensor:
-    received = torch.empty_like(rows)
-    dist.all_to_all_single(received, rows)
-    return received
-
-
 LAYERS = {
-    "bmm_all_to_all": batches_before_an_exchange,
-    "all_to_all_bmm": batches_after_an_exchange,
     "mixture_of_experts": experts,
     "mixture_of_experts, forward and backward": experts_in_training,
 }

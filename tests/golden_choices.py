@@ -26,7 +26,7 @@ from interlace.costs.known_profiles import profiled_gpus
 from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts.choice import ExpertTerms
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
-from interlace.registry import operator_named
+from interlace.registry import find_operator, operator_named
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 
@@ -40,8 +40,10 @@ def recorded_calls() -> dict[str, list[Call]]:
         for result in json.loads(file.read_text()).get("results", ()):
             if "operator" not in result or "world_size" not in result:
                 continue
-            sizes = operator_named(result["operator"]).sizes
-            if all(size in result for size in sizes):
+            operator = find_operator(result["operator"])
+            # Some operators that were measured are gone.
+            sizes = operator.sizes if operator else ()
+            if operator and all(size in result for size in sizes):
                 values = tuple(result[size] for size in sizes)
                 call = values, result["dtype"], result["world_size"]
                 calls.setdefault(result["operator"], set()).add(call)

@@ -10,7 +10,6 @@ from typing import Any
 from interlace.costs.gemm import (
     ProductCost,
     all_gather_gemm,
-    all_to_all_bmm,
     gemm_all_reduce,
     gemm_all_to_all,
     gemm_reduce_scatter,
@@ -61,15 +60,6 @@ def test_all_gather() -> None:
     assert all_gather_gemm(**SIZES, world_size=4) == ProductCost(
         FLOPS, MEMORY + 6 * 16, 6 * 16, 0, 8 * 16
     )
-
-
-def test_a_batch_after_an_all_to_all() -> None:
-    """Two of three products' eight rows are here; six of each come, are written, and read: 8 bytes
-    each, which travel as 16.
-    """
-    cost = all_to_all_bmm(batch=3, **SIZES, world_size=4)
-    assert cost == ProductCost(3 * FLOPS, 3 * (MEMORY + 6 * 16), 3 * 6 * 16, 0, 3 * 8 * 16)
-    assert all_to_all_bmm(batch=3, **SIZES, world_size=1).link_bytes == 0
 
 
 def test_one_rank_sends_nothing() -> None:

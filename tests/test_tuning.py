@@ -56,19 +56,6 @@ def test_every_entry_of_a_table_can_be_run(name):
         assert (found.impl, found.config) == (entry["impl"], entry["config"])
 
 
-def test_what_is_faster_than_the_pair():
-    """Of 32 products of 960 rows cuBLAS in parts is, and the fused kernel is not; of few rows
-    neither.
-    """
-
-    def faster(rows, inner):
-        place = tuning.Point(2, "bfloat16", {"rows": 32 * rows, "columns": 2048, "inner": inner})
-        return tuning.nearest("bmm_all_to_all", H200, place).faster
-
-    assert faster(960, 1408) == ("chunked",)
-    assert faster(120, 1408) == ()
-
-
 def test_a_size_between_takes_the_nearer_entry():
     assert nearest(rows=3).config == nearest(rows=4).config  # log2(4/3) < log2(3/2)
     assert "rows 8" in nearest(rows=7).reason

@@ -44,11 +44,10 @@ class Implementation:
             did not ask for it by name.
         refusal: Returns what a call must have for this implementation and has not, or None.
         schedule: How it computes its product, for predictions of its time (see
-            :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"batch"``, a
-            batch of them, one for each rank's rows; ``"by_rank"``, one after another for each
-            rank's rows; ``"tiled"``, the tiles of its own kernel; ``"to_all"``, one product of the
-            library, which an all-reduce sends to all peers; and of layers of experts, which rows
-            travel.
+            :mod:`interlace.costs.time`): ``"whole"``, one product of the library; ``"by_rank"``,
+            one after another for each rank's rows; ``"tiled"``, the tiles of its own kernel;
+            ``"to_all"``, one product of the library, which an all-reduce sends to all peers; and of
+            layers of experts, which rows travel.
         is_stock: Whether it is a pair of PyTorch's own operators, without a kernel of Interlace.
         spans_nodes: Whether it runs on groups of several nodes, whose ranks do not all share
             memory.
@@ -69,9 +68,9 @@ class Implementation:
     summary: str
     run: Callable[[Any], Any]
     refusal: Callable[[Any], str | None] = lambda _: None
-    schedule: Literal[
-        "whole", "batch", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"
-    ] = "whole"
+    schedule: Literal["whole", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"] = (
+        "whole"
+    )
     is_stock: bool = False
     spans_nodes: bool = False
     is_batch_invariant: bool = False

@@ -478,14 +478,6 @@ def test_doctor_says_whether_nccl_may_send_results_on(
     assert ("waits for ever" in row.meaning) == (status != "ok")
 
 
-@pytest.mark.parametrize("command", ["bench", "tune"])
-def test_batches_have_four_sizes(command: str) -> None:
-    more = ["--table", "table.json"] if command == "tune" else []
-    done = CliRunner().invoke(app, [command, "all_to_all_bmm", "--shape", "2x3x4", *more])
-    assert done.exit_code == 1
-    assert "a shape must be BxMxNxK, the sizes of one rank's products; got '2x3x4'." in done.output
-
-
 def test_an_operator_of_another_package_has_commands(tmp_path: Path) -> None:
     """Its declaration and its entry point are enough: nothing here names it, and nobody imports
     it. Packages that are broken are named, and nothing else is missing.

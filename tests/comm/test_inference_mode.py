@@ -21,8 +21,9 @@ def _evaluate_then_train() -> list[str]:
     lookups = torch.arange(8), torch.arange(0, 9, 2)
     shape = {"shape": (64, 64), "dtype": torch.float32, "group": process_group}
     with torch.inference_mode():
-        for impl in ("fused", "chunked", "remote_stores"):
+        for impl in ("fused", "chunked"):
             interlace.gemm_reduce_scatter(x, w, group=process_group, impl=impl)
+        interlace.gemm_all_reduce(x, w, group=process_group, impl="remote_stores")
         for impl in ("fused", "chunked", "pushed"):
             interlace.all_gather_gemm(x, w, group=process_group, impl=impl)
         interlace.gemm_all_to_all(x, w, group=process_group)
@@ -49,8 +50,10 @@ def _evaluate_then_train() -> list[str]:
         if tensor.is_inference()
     ]
     interlace.set_deadline(100.0, process_group)
-    for impl in ("fused", "chunked", "remote_stores"):
+    for impl in ("fused", "chunked"):
         interlace.gemm_reduce_scatter(x, weight, group=process_group, impl=impl).sum().backward()
+    y = interlace.gemm_all_reduce(x, weight, group=process_group, impl="remote_stores")
+    y.sum().backward()
     for impl in ("fused", "chunked", "pushed"):
         interlace.all_gather_gemm(x, weight, group=process_group, impl=impl).sum().backward()
     interlace.gemm_all_to_all(x, weight, group=process_group).sum().backward()

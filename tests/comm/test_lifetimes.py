@@ -45,7 +45,7 @@ def _groups_come_and_go(release: bool, impl: str) -> tuple[int, int, list[bool]]
         process_group = dist.new_group()
         group = weakref.ref(interlace.group_of(process_group))
         x = torch.randn(64, 16)
-        interlace.gemm_reduce_scatter(x, torch.randn(64, 16), group=process_group, impl=impl)
+        interlace.gemm_all_reduce(x, torch.randn(64, 16), group=process_group, impl=impl)
         if release:
             group().release()
         dist.barrier()

@@ -32,7 +32,7 @@ class _Program:
         def integers(*shape: int) -> torch.Tensor:
             return torch.randint(-4, 5, shape, generator=generator).float()
 
-        self.x, self.w, self.batch = integers(8 * ranks, 16), integers(32, 16), integers(2, 16, 24)
+        self.x, self.w = integers(8 * ranks, 16), integers(32, 16)
         self.table, self.lookups = (
             integers(8, 16),
             torch.randint(0, 8, (4 * ranks,), generator=generator),
@@ -47,18 +47,13 @@ class _Program:
     def results(self) -> list[torch.Tensor]:
         """Of one call each; the same in every round."""
         found, group = [], {"group": self.process_group}
-        for impl in ("fused", "chunked", "remote_stores"):
+        for impl in ("fused", "chunked"):
             for call in (interlace.gemm_reduce_scatter, interlace.gemm_all_to_all):
                 found.append(call(self.x, self.w, impl=impl, **group))
         for impl in ("fused", "remote_stores"):
             found.append(interlace.gemm_all_reduce(self.x, self.w, impl=impl, **group))
         for impl in ("fused", "chunked", "pushed"):
             found.append(interlace.all_gather_gemm(self.x, self.w, impl=impl, **group))
-        for impl in ("chunked", "pushed"):
-            name = self.process_group.group_name
-            found += torch.ops.interlace.all_to_all_bmm(
-                self.x.new_ones(2 * len(self.x), 16), self.batch, name, impl
-            )
         found.append(interlace.gemv_all_reduce(self.x[:2], self.w, impl="gemv", **group))
         table = self.table.clone().requires_grad_()
         offsets = torch.arange(len(self.lookups) + 1)
@@ -96,7 +91,7 @@ class _Program:
     def absent(self) -> None:
         """From an exchange on the host, in the middle of making an output."""
         if self.rank == 0:
-            interlace.gemm_reduce_scatter(
+            interlace.gemm_all_reduce(
                 self.x[:, :8], self.w[:, :8], group=self.process_group, impl="remote_stores"
             )
 

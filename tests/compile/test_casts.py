@@ -67,36 +67,10 @@ MOVED: dict[str, tuple[Program, list[tuple[tuple[int, ...], torch.dtype]], str]]
         [((FEW, K), F32), ((N, K), BF16)],
         "all_gather_gemm",
     ),
-    "received": (
-        lambda x, w: (lambda a: (a @ w.t(), a))(all_to_all(x).bfloat16()),
-        [((FEW, K), F32), ((N, K), BF16)],
-        "all_to_all_bmm",
-    ),
-    "a batch received": (
-        lambda x, w: (lambda a: (torch.bmm(a, w), a))(
-            all_to_all(x).view(2, 3, -1, K).transpose(0, 1).bfloat16().flatten(1, 2)
-        ),
-        [((12, K), F32), ((3, K, COLUMNS), BF16)],
-        "all_to_all_bmm",
-    ),
     "sent": (
         lambda x, w: (all_to_all((x @ w.t()).float()),),
         [((FEW, K), BF16), ((N, K), BF16)],
         "gemm_all_to_all",
-    ),
-    "a batch sent": (
-        lambda x, w: (
-            all_to_all(
-                torch.bmm(x, w)
-                .unflatten(1, (2, -1))
-                .float()
-                .transpose(0, 1)
-                .contiguous()
-                .flatten(0, 2)
-            ),
-        ),
-        [((2, 6, K), BF16), ((2, K, COLUMNS), BF16)],
-        "bmm_all_to_all",
     ),
 }
 
@@ -316,10 +290,10 @@ LEFT: dict[str, tuple[Program, list[tuple[tuple[int, ...], torch.dtype]], str]] 
         W,
         "_to_copy casts what it brings to torch.float16 in between",
     ),
-    "received, and used before the cast": (
-        lambda x, w: (lambda a: (a.bfloat16() @ w.t(), a.exp()))(all_to_all(x)),
+    "received": (
+        lambda x, w: all_to_all(x).bfloat16() @ w.t(),
         W,
-        "exp uses what it brings before _to_copy casts it to torch.bfloat16",
+        "what goes into it is x_1, not a product",
     ),
     "added in float64": (
         lambda x, w: reduce_scatter((x @ w.t()).double()),
@@ -345,7 +319,7 @@ LEFT: dict[str, tuple[Program, list[tuple[tuple[int, ...], torch.dtype]], str]] 
     "a sum sent": (
         lambda x, w: all_to_all((x @ w.t()).float() + (x @ (2 * w).t()).float()),
         HALF,
-        "casts a part of the sum, which no operator does before it",
+        "it is a sum of products, which no operator sends by an all-to-all",
     ),
     "narrowed, then sent": (
         lambda x, w: all_to_all((x @ w.t()).bfloat16()),

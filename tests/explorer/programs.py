@@ -89,13 +89,11 @@ def _rows(rank: Rank, impl: str) -> int:
 
 
 def reduce_scatter(rank: Rank, impl: str = "fused", empty: bool = False) -> None:
-    """Ranks get different numbers of rows, but for mapped outputs and pushed rows; ``empty``: the
-    last rank gets none.
-    """
+    """Ranks get different numbers of rows, but of pushed ones; ``empty``: the last gets none."""
     config = interlace.GemmReduceScatterConfig(**_TILES)
     splits = (
         [_rows(rank, impl) // rank.world_size] * rank.world_size
-        if impl in ("remote_stores", "pushed")
+        if impl == "pushed"
         else [36, 4, 20][: rank.world_size]
     )
     splits[-1] *= not empty
@@ -189,24 +187,6 @@ def all_gather(rank: Rank, impl: str = "fused") -> None:
         return call, (torch.cat(xs) @ w.T, torch.cat(xs))
 
     _rounds(rank, make)
-
-
-def to_all_bmm(rank: Rank, impl: str = "chunked") -> None:
-
-    def make(kind: int, turn: int) -> Call:
-        count, inner, share = 2, 16, (4, 8)[kind]
-        rows = rank.world_size * count * share
-        xs = _everyones(rank, rows, inner, seed=turn)
-        w = _numbers(rank.rank, count, inner, 16, seed=9)
-        whole = torch.cat([x.view(rank.world_size, count, share, inner)[rank.rank] for x in xs], 1)
-        return functools.partial(_bmm, xs[rank.rank], w, impl), whole @ w
-
-    _rounds(rank, make)
-
-
-def _bmm(x: torch.Tensor, w: torch.Tensor, impl: str) -> torch.Tensor:
-    y: torch.Tensor = torch.ops.interlace.all_to_all_bmm(x, w, "", impl)[0]
-    return y
 
 
 # Embeddings
@@ -445,7 +425,6 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemm_reduce_scatter, fused": reduce_scatter,
     "gemm_reduce_scatter, fused, no rows": functools.partial(reduce_scatter, empty=True),
     "gemm_reduce_scatter, chunked": functools.partial(reduce_scatter, impl="chunked"),
-    "gemm_reduce_scatter, remote_stores": functools.partial(reduce_scatter, impl="remote_stores"),
     "gemm_reduce_scatter, pushed": functools.partial(reduce_scatter, impl="pushed"),
     "gemm_all_reduce, fused": all_reduce,
     "gemm_all_reduce, remote_stores": functools.partial(all_reduce, impl="remote_stores"),
@@ -453,13 +432,10 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemm_all_reduce_norm, fused": normed,
     "gemm_all_reduce_norm, pushed": functools.partial(normed, impl="pushed", dtype=torch.bfloat16),
     "gemm_all_to_all, fused": all_to_all,
-    "gemm_all_to_all, remote_stores": functools.partial(all_to_all, impl="remote_stores"),
     "gemm_all_to_all, pushed": functools.partial(all_to_all, impl="pushed"),
     "all_gather_gemm, fused": all_gather,
     "all_gather_gemm, chunked": functools.partial(all_gather, impl="chunked"),
     "all_gather_gemm, pushed": functools.partial(all_gather, impl="pushed"),
-    "all_to_all_bmm, chunked": to_all_bmm,
-    "all_to_all_bmm, pushed": functools.partial(to_all_bmm, impl="pushed"),
     "embedding forward, direct": embedding_forward,
     "embedding forward, between nodes": embedding_forward,
     "embedding backward, between nodes": embedding_backward,

@@ -29,23 +29,6 @@ def _all_to_all(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.T
     return _returned(interlace.gemm_all_to_all(_padded(x), w, bias), len(x))
 
 
-def _batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A batch of one product."""
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    received = torch.ops.interlace.bmm_all_to_all(_padded(x)[None], w.T[None], name, "auto")
-    return _returned(received, len(x))
-
-
-def _received_batch(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """A batch of one product; for each row, the products of all ranks' rows of that number."""
-    ranks, rows = dist.get_world_size(), len(x)
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    y, _ = torch.ops.interlace.all_to_all_bmm(x.repeat(ranks, 1), w.T[None], name, "auto")
-    return y[0].view(ranks, rows, -1).transpose(0, 1).reshape(rows, -1)
-
-
 def _normed(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     y, residual, _ = torch.ops.interlace.gemm_all_reduce_norm(
         x, w, bias, None, None, None, "rms", 1e-5, None, None, "", "auto", ""
@@ -61,8 +44,6 @@ OPERATORS: dict[str, Run] = {
     "gemv_all_reduce": lambda x, w, bias: interlace.gemv_all_reduce(x, w, bias),
     "gemm_all_reduce": lambda x, w, bias: interlace.gemm_all_reduce(x, w, bias),
     "gemm_all_to_all": _all_to_all,
-    "bmm_all_to_all": _batch,
-    "all_to_all_bmm": _received_batch,
     "gemm_all_reduce_norm": _normed,
 }
 """Calls of x, weight and bias by operator. Operators that share rows out among ranks are not here:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from interlace.bench import report, tuned
+from interlace.bench import report
 from interlace.registry import operator_named
 from tests.untimed import untimed
 
@@ -69,41 +69,6 @@ def test_few_rows(ranks):
         summary = report.summarise(result)
         assert summary.unfused[0] == "cuBLAS + NCCL"
         assert result["shape"] == "1 x 16 x 24"
-
-
-def _bench_batch(operator):
-    from interlace.bench import batches
-
-    with untimed():
-        shape = batches.BatchShape(operator, 8, 16, 24, torch.float32, batch=3)
-        case = batches.case_of(shape)
-        case.pair(0)
-        found = case.received if operator == "bmm_all_to_all" else case.product
-        ways = [way.call for way in case.ways() if way.role == "ours"]
-        same = [bool(torch.allclose(way(0).view(found.shape), found, atol=1e-4)) for way in ways]
-        return batches.bench(shape), same
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("operator", "columns", "ways"), [("bmm_all_to_all", 16, 3), ("all_to_all_bmm", 24, 2)]
-)
-def test_a_batch(ranks, operator, columns, ways):
-    for result, same in ranks(2).run(_bench_batch, operator):
-        assert same == [True] * ways
-        summary = report.summarise(result)
-        assert (summary.unfused[0], summary.compute[0], summary.communication[0]) == (
-            "cuBLAS + NCCL",
-            "cuBLAS alone",
-            "NCCL alone",
-        )
-        assert result["flops"] == 3 * 2 * 8 * 16 * 24
-        assert result["link_bytes"] == 3 * 4 * columns * 4
-        assert report.fastest_impl(result)[0] in ("fused", "chunked", "pushed", "unfused")
-        assert report.title(operator, result) == f"{operator}: 3 x 8 x 16 x 24, float32, 2 ranks"
-        assert report.table(operator, result).row_count == len(result["times"]) + 1
-        entry = tuned.entry(result)
-        assert (entry["rows"], entry["columns"], entry["inner"]) == (24, 16, 24)
 
 
 def _compare(operator):

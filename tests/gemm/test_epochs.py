@@ -142,7 +142,7 @@ def _operators(rank):
         )
 
     def remote_stores(rows):
-        return interlace.gemm_reduce_scatter(
+        return interlace.gemm_all_reduce(
             random(2 * rows, 16), random(1024, 16), impl="remote_stores"
         )
 

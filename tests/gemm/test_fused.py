@@ -314,19 +314,6 @@ def test_rows_that_do_not_come_are_gathered_as_nan(ranks, impl):
     assert outcomes == [([True, True], True), (None, False)]
 
 
-def _gathered_batch(name, impl):
-    y, received = torch.ops.interlace.all_to_all_bmm(
-        torch.ones(8, 4), torch.ones(2, 4, 3), name, impl
-    )
-    return y[:, 2:], received[:, 2:]
-
-
-@pytest.mark.parametrize("impl", ["chunked", "pushed"])
-def test_a_batch_that_does_not_come_is_nan(ranks, impl):
-    outcomes = ranks(2).run(_left_by_an_absent_peer, functools.partial(_gathered_batch, impl=impl))
-    assert outcomes == [([True, True], True), (None, False)]
-
-
 def _padding_that_libraries_see(call, module, product):
     """Whether rows are padded where a library multiplies them, and what is in the padding, in all
     calls.
@@ -364,32 +351,20 @@ def _padded_gather(name, impl):
         assert torch.equal(y, torch.full_like(y, inner))
 
 
-def _padded_batch(name, impl):
-    for inner in (13, 5):
-        operands = torch.ones(16, inner).bfloat16(), torch.ones(2, inner, 3).bfloat16()
-        y, _ = torch.ops.interlace.all_to_all_bmm(*operands, name, impl)
-        assert torch.equal(y, torch.full_like(y, inner))
-
-
-def _padding(kind, impl):
+def _padding(impl):
     from interlace.gemm.implementations import pushed
     from interlace.operators.all_gather_gemm import fused
 
-    if kind == "gather":
-        module = pushed if impl == "pushed" else fused
-        call = functools.partial(_padded_gather, impl=impl)
-        return _padding_that_libraries_see(call, module, "multiply_into")
-    return _padding_that_libraries_see(functools.partial(_padded_batch, impl=impl), torch, "bmm")
+    module = pushed if impl == "pushed" else fused
+    call = functools.partial(_padded_gather, impl=impl)
+    return _padding_that_libraries_see(call, module, "multiply_into")
 
 
-@pytest.mark.parametrize(
-    ("kind", "impl"),
-    [("gather", "chunked"), ("gather", "pushed"), ("batch", "chunked"), ("batch", "pushed")],
-)
-def test_padding_beside_what_a_library_reads_is_zero(ranks, kind, impl):
+@pytest.mark.parametrize("impl", ["chunked", "pushed"])
+def test_padding_beside_what_a_library_reads_is_zero(ranks, impl):
     """A product of bfloat16 may multiply it by zero (AMX does), which turns memory that nobody
     wrote into NaN.
     """
-    for outcomes in ranks(4).run(_padding, kind, impl):
+    for outcomes in ranks(4).run(_padding, impl):
         assert outcomes
         assert all(outcomes)

@@ -135,10 +135,6 @@ def test_kernels_hand_over_on_one_rank(ranks: Any) -> None:
     assert products > 0
 
 
-def test_a_batch_on_one_rank(ranks: Any) -> None:
-    assert ranks(1).run(_differing, "all_to_all_bmm", torch.float32) == [[]]
-
-
 def _named() -> tuple[bool, str]:
     """Whether an implementation that is named in the mode runs, and what is said where it may give
     other bits.
@@ -205,11 +201,9 @@ def test_the_test_would_notice(ranks: Any) -> None:
 def _refusals() -> list[str]:
     x, w = torch.ones(4, 32), torch.ones(8, 32)
     messages = []
-    batches = torch.ones(2, 4, 32), torch.ones(2, 32, 8)
     calls: list[Callable[[], object]] = [
         lambda: interlace.gemm_all_reduce(x, w, impl="chunked"),
         lambda: interlace.gemv_all_reduce(x, w, impl="unfused"),
-        lambda: torch.ops.interlace.bmm_sum_all_to_all([batches[0]], [batches[1]], ""),
         lambda: torch.ops.interlace.gemm_sum_reduce_scatter([x], [w], ""),
     ]
     with interlace.batch_invariant():
@@ -322,8 +316,6 @@ def test_what_is_declared_invariant() -> None:
     }
     assert {name: names for name, names in found.items() if names} == {
         "all_gather_gemm": ["fused", "pushed"],
-        "all_to_all_bmm": ["pushed"],
-        "bmm_all_to_all": ["fused"],
         "gemm_all_reduce": ["fused", "gemv", "pushed"],
         "gemm_all_reduce_norm": ["gemm"],
         "gemm_all_to_all": ["fused", "pushed"],

@@ -46,9 +46,10 @@ def _groups_come_and_go(release: bool) -> tuple[list[bool], float, float]:
         group = weakref.ref(interlace.group_of(process_group))
         symmetric = interlace.empty_symmetric((256 * MIB,), dtype=torch.uint8, group=process_group)
         x, w = _operands()
-        for impl in ("fused", "remote_stores", "chunked"):
-            for _ in range(3):
+        for _ in range(3):
+            for impl in ("fused", "chunked"):
                 interlace.gemm_reduce_scatter(x, w, group=process_group, impl=impl)
+            interlace.gemm_all_reduce(x, w, group=process_group, impl="remote_stores")
         torch.cuda.synchronize()
         dist.all_reduce(torch.zeros(1))
         del symmetric

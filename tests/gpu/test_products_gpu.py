@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.parametrize("operator", list(IMPLS))]
 AT_ONCE = {
     operator: [
         "fused",
-        "pushed" if operator == "all_gather_gemm" else "remote_stores",
+        "remote_stores" if operator == "gemm_all_reduce" else "pushed",
         *(["chunked"] if (operator, "chunked") in ANY_ROWS else []),
     ]
     for operator in IMPLS

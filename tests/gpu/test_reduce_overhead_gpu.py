@@ -37,7 +37,7 @@ IMPLEMENTATIONS = {
     "measured": dict.fromkeys(_GEMMS, "measured"),
     "fused": dict.fromkeys(_GEMMS, "fused") | {"gemv": "gemv"},
     "chunked": dict.fromkeys(_GEMMS, "chunked"),
-    "stores": dict.fromkeys(_GEMMS, "remote_stores") | {"all_gather": "pushed"},
+    "stores": dict.fromkeys(_GEMMS, "pushed") | {"all_reduce": "remote_stores"},
     "unfused": dict.fromkeys(_GEMMS, "unfused"),
 }
 """What runs each operator; ``"auto"`` where nothing is said."""

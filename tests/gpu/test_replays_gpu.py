@@ -34,14 +34,8 @@ def _calls(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor) -> list[torch.T
         interlace.gemm_all_to_all(x, w, bias, impl="fused"),
     ]
     found.append(interlace.gemv_all_reduce(mine[:2], w, bias, impl="gemv"))
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    for impl in ("chunked", "pushed"):
-        found += torch.ops.interlace.all_to_all_bmm(x, w.T[None], name, impl)
-    found.append(torch.ops.interlace.bmm_all_to_all(x[None], w.T[None], name, "chunked"))
-    found += [interlace.gemm_all_to_all(x, w, impl=impl) for impl in ("remote_stores", "chunked")]
     found += [interlace.gemm_all_reduce(x, w, impl=impl) for impl in ("remote_stores", "chunked")]
-    return [*found, interlace.gemm_reduce_scatter(x, w, impl="remote_stores")]
+    return [*found, interlace.gemm_all_to_all(x, w, impl="chunked")]
 
 
 def _operands(seed: int, rows: int = ROWS) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -231,8 +225,8 @@ def _host(impls: dict[str, tuple[str, ...]]) -> dict[str, int]:
 _IMPLS = {
     "all_gather_gemm": ("fused", "chunked", "pushed"),
     "gemm_all_reduce": ("fused", "chunked", "pushed", "remote_stores", "gemv"),
-    "gemm_all_to_all": ("fused", "chunked", "pushed", "remote_stores"),
-    "gemm_reduce_scatter": ("fused", "chunked", "pushed", "remote_stores"),
+    "gemm_all_to_all": ("fused", "chunked", "pushed"),
+    "gemm_reduce_scatter": ("fused", "chunked", "pushed"),
 }
 
 

@@ -181,9 +181,7 @@ def _wrong_elements(operator, nodes):
 
 
 @pytest.mark.parametrize(("world_size", "nodes"), SHAPES)
-@pytest.mark.parametrize(
-    "operator", [*operators(), "bmm_sum_all_to_all", "gemm_sum_reduce_scatter"]
-)
+@pytest.mark.parametrize("operator", [*operators(), "gemm_sum_reduce_scatter"])
 def test_every_operator_runs_between_nodes(ranks, operator, world_size, nodes):
     """Forward and backward, chosen by ``auto``: the results of one node."""
     for results in ranks(world_size).run(_wrong_elements, operator, nodes):
@@ -215,7 +213,6 @@ def _refused(operator, impl):
         ),
         ("mixture_of_experts", "fused", "'auto', 'chunked' or 'unfused'"),
         ("mixture_of_experts", "decode", "'auto', 'chunked' or 'unfused'"),
-        ("all_to_all_bmm", "pushed", "'auto', 'chunked' or 'unfused'"),
     ],
 )
 def test_an_implementation_that_needs_shared_memory_is_refused_on_all_ranks(

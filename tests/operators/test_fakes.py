@@ -102,13 +102,6 @@ def _calls(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
         yield lambda x=x, w=w: OPS.gemm_sum_reduce_scatter([x, x], [w, w], name)
         yield lambda x=x, w=w, bias=bias: OPS.linears(x, [w, w], [bias, bias])
         yield lambda x=x, w=w: OPS.linears(x.bfloat16(), [w.bfloat16()], [None])
-        several = new(3, rows, K), new(3, K, N)
-        yield lambda several=several: OPS.bmm_all_to_all(*several, name, "auto")
-        yield lambda several=several: OPS.bmm_sum_all_to_all(
-            [several[0]] * 2, [several[1]] * 2, name
-        )
-        sent = new(6 * rows, K)
-        yield lambda sent=sent, several=several: OPS.all_to_all_bmm(sent, several[1], name, "auto")
     yield from _calls_of_experts(group)
     yield from _calls_of_tables(group)
 

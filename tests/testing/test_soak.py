@@ -15,7 +15,7 @@ from interlace.cli.app import app
 from interlace.testing.cases import Prepared, between_nodes
 from interlace.testing.soak import ROUND_CALLS, SoakPlan, make_round, run_rank
 
-QUICK = ("gemv_all_reduce", "put_signal kernel", "bmm_all_to_all")
+QUICK = ("gemv_all_reduce", "put_signal kernel", "gemm_sum_reduce_scatter")
 """Operators whose calls take Triton's interpreter milliseconds."""
 
 

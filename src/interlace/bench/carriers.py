@@ -16,6 +16,7 @@ from interlace.comm.groups.process_groups import gather, scatter
 from interlace.gemm.implementations.chunked import multiply_in_chunks
 from interlace.gemm.implementations.stock import ONE_SHOT_BYTES
 from interlace.gemm.operands import Operands
+from interlace.mapped import COLLECTIVES as MAPPED_COLLECTIVES
 from interlace.mapped import Fused, empty_rotating, fuse
 from interlace.mapped.layout import stride_of_rows
 from interlace.mapped.output import ORDERS
@@ -79,7 +80,7 @@ def alone(case: TimedProduct) -> list[Way]:
 def carriers(case: TimedProduct) -> list[Way]:
     """Return every way that an operator has whose product may be written straight to the peers."""
     shape, owner = case.shape, case.owner
-    if "remote_stores" not in case.operator.words or shape.rows % owner.world_size:
+    if case.operator.collective not in MAPPED_COLLECTIVES or shape.rows % owner.world_size:
         return []
     ways = [chunked_way(case)]
     rows_of_rank, itemsize = shape.rows // owner.world_size, shape.dtype.itemsize

@@ -58,8 +58,6 @@ def run_tune(
     work: Sequence[Any],
     measure: Callable[..., Any],
     run: Run,
-    *,
-    verb: str = "Tuning",
 ) -> None:
     """Measure an operator for ``interlace tune``, and put its results into the tuned table.
 
@@ -69,7 +67,7 @@ def run_tune(
     assert outputs.table is not None
     # A table that cannot be extended is refused before minutes are spent on measuring.
     old_table = tuned.read(outputs.table, operator)
-    document = measure_on_gpus("tune", f"{verb} {operator}", work, measure, run)
+    document = measure_on_gpus("tune", f"Tuning {operator}", work, measure, run)
     machine, results = document["machine"], document["results"]
     entries = [tuned.entry(result) for result in results]
     console = make_console()

@@ -1,16 +1,16 @@
-"""``interlace bench`` and ``interlace tune`` of the operators around matrix products: one
-product, one with few rows, or a batch.
+"""``interlace bench`` and ``interlace tune`` of the operators around a matrix product, also of few
+rows.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
-from interlace.bench import batches, gemv_all_reduce, products
+from interlace.bench import gemv_all_reduce, products
 from interlace.cli import bench, scripts
 from interlace.cli.operator_commands import title_of
 from interlace.cli.options import Dtype, HalfDtype, JsonFile, Ranks, Run, TableFile, shape_option
@@ -33,9 +33,6 @@ _COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can
 _PRODUCTS = shape_option(
     "MxNxK", "One rank's product, say 8192x8192x2048; several times. \\[default: eight]"
 )
-_BATCHES = shape_option(
-    "BxMxNxK", "One rank's products, say 2x512x4096x1408; several times. \\[default: three]"
-)
 _WEIGHTS = shape_option(
     "NxK",
     "Rows and columns of one rank's weight, say 8192x2048; several times. \\[default: seven]",
@@ -45,23 +42,14 @@ Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by co
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
     """Add an operator's commands, and those for few rows by the name of their function."""
-    if operator.computation == "gemm":
-        _add_product_commands(operator, bench_app, tune_app)
-    elif operator.pattern in batches.CASES:
-        _add_batch_commands(operator, bench_app, tune_app)
-    if operator.vector_name:
-        bench_app.command(operator.vector_name)(bench_few_rows)
-        tune_app.command(operator.vector_name)(tune_few_rows)
-
-
-def _add_product_commands(
-    operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer
-) -> None:
     title = title_of(operator)
 
     def parse(shapes: Sequence[str] | None, dtype: str) -> list[tuple[Any, ...]]:
+        bench.require_dtype(dtype, DTYPES)
         meaning, example = "MxNxK, the sizes of one rank's product", "4096x4096x4096"
-        return _parse(operator, shapes or SHAPES, dtype, meaning, example)
+        return [
+            (operator.name, *bench.parse_sizes(each, meaning, example)) for each in shapes or SHAPES
+        ]
 
     @bench_app.command(
         operator.name,
@@ -94,73 +82,12 @@ def _add_product_commands(
             measure = functools.partial(products.measure, tunes=tune)
             bench.run_bench(operator.name, work, measure, run)
 
-    _add_tune_command(
-        tune_app,
+    @tune_app.command(
         operator.name,
-        f"{title}: find good configurations and write each shape's to the tuned table.",
-        _PRODUCTS,
-        parse,
-        functools.partial(products.measure, tunes=True),
+        help=f"{title}: find good configurations and write each shape's to the tuned table.",
     )
-
-
-def _add_batch_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
-    title, default = title_of(operator), batches.CASES[operator.pattern].default_shapes
-
-    def parse(shapes: Sequence[str] | None, dtype: str) -> list[tuple[Any, ...]]:
-        meaning, example = "BxMxNxK, the sizes of one rank's products", "2x4096x4096x4096"
-        return _parse(operator, shapes or default, dtype, meaning, example)
-
-    @bench_app.command(
-        operator.name,
-        help=f"{title}, as of experts: fused, the unfused pair, each alone, and the floor.",
-    )
-    def bench_operator(
-        shape: list[str] | None = _BATCHES,
-        world_size: Ranks = None,
-        dtype: HalfDtype = "bfloat16",
-        json_file: JsonFile = None,
-    ) -> None:
-        run = Run(world_size, dtype, Outputs(json=json_file))
-        bench.run_bench(operator.name, parse(shape, dtype), batches.measure, run)
-
-    # These operators have no configurations to search, so the table says which way is the fastest.
-    _add_tune_command(
-        tune_app,
-        operator.name,
-        f"{title}: measure each shape and write to the tuned table which way is the fastest.",
-        _BATCHES,
-        parse,
-        batches.measure,
-        verb="Measuring",
-    )
-
-
-def _add_tune_command(
-    app: typer.Typer,
-    operator: str,
-    description: str,
-    shapes: Any,
-    parse: Callable[[list[str] | None, str], list[tuple[Any, ...]]],
-    measure: Callable[..., list[dict[str, Any]]],
-    *,
-    verb: str = "Tuning",
-) -> None:
-    """Add ``interlace tune`` of an operator.
-
-    Args:
-        app: The group of the command.
-        operator: The operator's name.
-        description: The command's help.
-        shapes: The option that :func:`shape_option` has made.
-        parse: Function of the shapes and the dtype that returns the work.
-        measure: Function that measures one piece of work with a ``dtype``, on every rank.
-        verb: First word of the progress bar.
-    """
-
-    @app.command(operator, help=description)
     def tune_operator(
-        shape: list[str] | None = shapes,
+        shape: list[str] | None = _PRODUCTS,
         world_size: Ranks = None,
         dtype: HalfDtype = "bfloat16",
         json_file: JsonFile = None,
@@ -168,7 +95,12 @@ def _add_tune_command(
         table: TableFile,
     ) -> None:
         run = Run(world_size, dtype, Outputs(json=json_file, table=table))
-        bench.run_tune(operator, parse(shape, dtype), measure, run, verb=verb)
+        measure = functools.partial(products.measure, tunes=True)
+        bench.run_tune(operator.name, parse(shape, dtype), measure, run)
+
+    if operator.vector_name:
+        bench_app.command(operator.vector_name)(bench_few_rows)
+        tune_app.command(operator.vector_name)(tune_few_rows)
 
 
 def bench_few_rows(
@@ -224,14 +156,6 @@ def _require_transports(operator: str) -> None:
         raise ArgumentError(
             f"--transports must be of one of {' and '.join(compared)}; got {operator}."
         )
-
-
-def _parse(
-    operator: Operator, shapes: Sequence[str], dtype: str, meaning: str, example: str
-) -> list[tuple[Any, ...]]:
-    """Return the operator's name and the sizes of every shape; see ``bench.parse_sizes``."""
-    bench.require_dtype(dtype, DTYPES)
-    return [(operator.name, *bench.parse_sizes(shape, meaning, example)) for shape in shapes]
 
 
 def parse_weights(tokens: str, shapes: Sequence[str], dtype: str) -> list[tuple[int, int, int]]:

@@ -1,7 +1,7 @@
 """``interlace bench OPERATOR`` and ``interlace tune OPERATOR``, made from the registry.
 
-An operator's declaration names the module that adds its commands; those of a family, matrix
-products or batches of them, share one.
+An operator's declaration names the module that adds its commands; those around a matrix product
+share one.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _all_commands() -> dict[str, dict[str, Any]]:
     return {verb: dict(typer.main.get_group(app).commands) for verb, app in apps.items()}
 
 
-_WORDS = {"gemm": "GEMM", "bmm": "batch of GEMMs", "all_to_all": "All-to-All"}
+_WORDS = {"gemm": "GEMM", "all_to_all": "All-to-All"}
 
 
 def title_of(operator: Operator) -> str:

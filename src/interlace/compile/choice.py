@@ -20,7 +20,6 @@ from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.errors import GroupError
 from interlace.gemm import invariance
-from interlace.gemm.batch import BatchOperator
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.choice import MAX_RANKS
 from interlace.gemm.terms import Terms
@@ -176,7 +175,7 @@ def choose(
     """Return the reason why ``operator`` is the faster way to compute this product.
 
     Args:
-        rows: M. For an all-gather, the rows of all ranks; for a batch, those of all its products.
+        rows: M. For an all-gather, the rows of all ranks.
         nodes: Number of nodes that the ranks are on.
         out_dtype: The dtype of the result, if it is not the product's.
 
@@ -287,7 +286,7 @@ def choose_sum(
     alternative keeps the products apart and adds them up in parts, rank by rank.
 
     Args:
-        rows: M; for batches, the rows of all products.
+        rows: M.
         out_dtype: The dtype of the result, if it is not the products'. Then operands must be
             concatenated.
 
@@ -302,9 +301,7 @@ def choose_sum(
     converts = {} if out_dtype in (None, first.dtype) else {"out_dtype": out_dtype}
     call = {"dtype": first.dtype, "world_size": ranks, "device": first.device, **converts}
     choice = operator.choose(**sizes, **call)
-    batches = isinstance(operator, BatchOperator)
-    # A batch has no operands to lay side by side.
-    one_product = not (batches or choice.impl == "chunked" or operator.is_pair(choice.impl))
+    one_product = not (choice.impl == "chunked" or operator.is_pair(choice.impl))
     side_by_side = one_product and are_small(products, rows)
     # Where operands are too large to be copied, chunks need only be faster than the pair.
     in_parts = bool(operator.sum_name and not converts) and (

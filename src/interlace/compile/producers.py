@@ -38,13 +38,13 @@ _WORK = (
 
 @dataclasses.dataclass(frozen=True)
 class Product:
-    """A matrix product of a graph, or a batch of them.
+    """A matrix product of a graph.
 
     Attributes:
-        node: The call, whose result is ``[..., N]``, or ``[B, M, N]`` for a batch.
+        node: The call, whose result is ``[..., N]``.
         x: The left operand, ``[..., K]``.
-        w: The weight: ``[N, K]`` if ``by_columns`` is False; else ``[K, N]``, or ``[B, K, N]`` for
-            a batch.
+        w: The weight: ``[N, K]`` if ``by_columns`` is False; else ``[K, N]``, or ``[1, K, N]`` for
+            a batch of one.
         by_columns: Whether the weight's last dimension is N.
         bias: The vector ``[N]`` that is added to every row, or None.
     """
@@ -72,11 +72,6 @@ class Product:
         return bool((w.mT if self.by_columns else w).stride(-1) == 1)
 
     @property
-    def batch(self) -> int:
-        """B, the number of products, each with a weight of its own; 1 without a batch."""
-        return int(value(self.w).shape[0]) if value(self.w).dim() == 3 else 1
-
-    @property
     def dtype(self) -> torch.dtype:
         return value(self.node).dtype
 
@@ -96,7 +91,7 @@ class Product:
         return writer.reshape(self.x, [-1, self.inner])
 
     def weight(self, writer: Writer) -> Node:
-        """Return the weight as ``[N, K]``; for a batch, the weight of its first product.
+        """Return the weight as ``[N, K]``.
 
         It is the tensor that the program transposed, if it did so, or else a view of the weight.
         """
@@ -104,13 +99,6 @@ class Product:
         if value(w).dim() == 3:
             w = writer.call(aten.select.int, w, 0, 0)
         return w if by_rows else writer.call(aten.permute.default, w, [1, 0])
-
-    def weights(self, writer: Writer) -> Node:
-        """Return the weights of all products of the batch, ``[B, K, N]``, as a view."""
-        w, by_rows = _untransposed(self)
-        if value(w).dim() == 2:
-            w = writer.call(aten.unsqueeze.default, w, 0)
-        return writer.call(aten.permute.default, w, [0, 2, 1]) if by_rows else w
 
 
 def rows_of(product: Product) -> int:
@@ -143,17 +131,10 @@ def product_of(node: Node) -> Product | None:
     return Product(node, given[x], given[w], by_columns, given.get(bias))
 
 
-def require_suitable(product: Product, batches: bool = False) -> None:
-    """Raise :class:`LeftAlone` if no operator can compute this product.
-
-    Args:
-        product: The product to check.
-        batches: Whether a batch of several products is accepted.
-    """
+def require_suitable(product: Product) -> None:
+    """Raise :class:`LeftAlone` if no operator can compute this product."""
     node, x, w = product.node, value(product.x), value(product.w)
-    if node.target is aten.bmm.default and (
-        not is_static(*x.shape) or (x.shape[0] != 1 and not batches)
-    ):
+    if node.target is aten.bmm.default and (not is_static(*x.shape) or x.shape[0] != 1):
         raise LeftAlone(f"{node.name} is a batch of products")
     if node.target is aten.addmm.default and (
         node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
@@ -183,8 +164,6 @@ def require_suitable(product: Product, batches: bool = False) -> None:
     if dimension is None:
         raise LeftAlone("the weight is contiguous along neither dimension")
     distances = [w.stride(-2 if dimension == 1 else -1)] if min(w.shape[-2:]) > 1 else []
-    if product.batch > 1:
-        distances.append(w.stride(0))
     if any(distance * w.itemsize % ALIGNMENT_BYTES for distance in distances):
         raise LeftAlone(
             f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused "

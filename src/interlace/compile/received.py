@@ -1,4 +1,4 @@
-"""Fusion of collectives whose result goes into a product: all-gather and all-to-all."""
+"""Fusion of all-gathers, whose result goes into a product."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from interlace.compile.collectives import Collective
 from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
     Writer,
-    aten,
     erase_unused,
     evaluate,
     require_unchanged,
@@ -81,63 +80,8 @@ def _put_gathered(
     erase_unused([collected, gathered])
 
 
-def all_to_all(collective: Collective) -> tuple[str, str]:
-    """Replace an all-to-all and the product, or batch, of the received rows by a fused operator.
-
-    Each rank sends an even share of the rows of each product.
-
-    Returns:
-        The operator's name, and why it is faster.
-
-    Raises:
-        LeftAlone: The pair cannot be fused, or is faster.
-    """
-    product = _product_after(collective, batches=True)
-    collective.require_waiting()
-    require_unchanged(collective.node, product.node)
-    ranks = usable_ranks(collective.group_name, product.device)
-    collective.require_even_splits(ranks)
-    wait = collective.waits[0]
-    by_products = rows.by_products(wait, rows.region(wait, product.x), product.batch, ranks)
-    if product.x not in by_products:
-        raise LeftAlone(
-            f"the rows of {product.node.name} are not those from one rank after the other"
-        )
-    if product.bias is not None:
-        raise LeftAlone(f"{product.node.name} adds a bias, which cuBLAS does not do for a batch")
-    fused = operator_matching("all_to_all", "bmm")
-    reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
-    collective, product, note = casts.move_before(collective, product)
-    nodes = rows.region(wait, product.x)
-    by_products = rows.by_products(wait, nodes, product.batch, ranks)
-    writer = _writer_before_use(collective, product)
-    x = writer.reshape(collective.input, [rows_of(product), product.inner])
-    pair = writer.call(
-        overload(fused.name),
-        x,
-        product.weights(writer),
-        collective.group_name,
-        "auto",
-    )
-    y, received = (writer.call(operator.getitem, pair, index) for index in (0, 1))
-    _put_product(product, writer, y)
-    _put_rows(collective, by_products, nodes, writer, received)
-    # The operator returns received rows sorted by product; other uses expect them by source.
-    by_source = writer.reshape(received, [product.batch, ranks, -1, product.inner])
-    by_product = writer.call(aten.permute.default, by_source, [1, 0, 2, 3])
-    ordered = writer.reshape(by_product, value(wait).shape)
-    erase_unused(nodes)
-    collective.replace(ordered)
-    erase_unused([*rows.upstream(ordered)][:-1])
-    return fused.name, reason + note
-
-
-def _product_after(collective: Collective, batches: bool = False) -> Product:
+def _product_after(collective: Collective) -> Product:
     """Return the product of the collective's rows that has most columns.
-
-    Args:
-        collective: The collective that brings the rows.
-        batches: Whether a batch of several products is accepted.
 
     Raises:
         LeftAlone: No product of these rows can be fused.
@@ -152,7 +96,7 @@ def _product_after(collective: Collective, batches: bool = False) -> Product:
         try:
             if collective.waits[0] not in rows.upstream(product.x):
                 raise LeftAlone(f"it brings the weight of {node.name}, or a part of it")
-            require_suitable(product, batches)
+            require_suitable(product)
             casts.require_movable(collective, product)
             # The operator takes the collective's position in the graph, so weight and bias must
             # be computed before the first use of the collective's result.

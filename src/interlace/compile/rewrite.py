@@ -152,21 +152,9 @@ def _consider(node: Node, description: dict[str, Any]) -> Finding:
     return Finding(**description, operator=name, reason=reason)
 
 
-def _all_to_all(collective: Collective) -> tuple[str, str]:
-    """Fuse an all-to-all with the product before it or, failing that, with the one after it."""
-    # A product between two all-to-alls can be fused with either; the first one is read first.
-    try:
-        return sent.all_to_all(collective)
-    except LeftAlone as refusal:
-        try:
-            return received.all_to_all(collective)
-        except LeftAlone as refusal_after:
-            raise LeftAlone(f"{refusal}; {refusal_after}") from None
-
-
 _FUSE: dict[Any, Callable[[Collective], tuple[str, str]]] = {
     collectives.ALL_REDUCE: sent.all_reduce,
     collectives.REDUCE_SCATTER: sent.reduce_scatter,
-    collectives.ALL_TO_ALL: _all_to_all,
+    collectives.ALL_TO_ALL: sent.all_to_all,
     collectives.ALL_GATHER: received.all_gather,
 }

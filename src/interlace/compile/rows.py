@@ -10,7 +10,7 @@ mixed precision puts them between, leave every row in its place, so they count a
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -151,54 +151,6 @@ def in_order(start: Node, nodes: list[Node]) -> list[Node]:
     order = _order(start, nodes)
     with unset_fake_temporarily():
         return [node for node, rows in order.items() if torch.equal(rows, order[start])]
-
-
-def is_by_ranks(moves: Sequence[tuple[Node, list[Node]]], ranks: int) -> bool:
-    """Return whether a batch ``[B, R * share, N]`` is moved into the order ``[R, B, share, N]``.
-
-    Each rank in turn then has an even share of the rows of each product, in order. Experts send
-    their results back to the ranks of the tokens in this order.
-
-    Args:
-        moves: Steps that follow each other: the node at which rows start, and the calls that move
-            them from there. The first step starts at the batch.
-        ranks: R.
-    """
-    batch, rows = value(moves[0][0]).shape[:2]
-    if rows % ranks:
-        return False
-    with unset_fake_temporarily():
-        order = torch.arange(batch * rows, device="cpu")
-        for start, nodes in moves:
-            if nodes:
-                order = order[_order(start, nodes)[nodes[-1]]]
-        return torch.equal(order, _transposed(batch * rows, batch, ranks))
-
-
-def by_products(start: Node, nodes: list[Node], batch: int, ranks: int) -> list[Node]:
-    """Return the nodes that hold the rows of ``start [R * B * share, K]`` as ``[B, R * share, K]``.
-
-    Each product of the batch in turn then has an even share of each rank's rows; these are the
-    tokens of each expert.
-
-    Args:
-        start: The received rows.
-        nodes: The calls that move them.
-        batch: B.
-        ranks: R.
-    """
-    order = _order(start, nodes)
-    if len(order[start]) % (batch * ranks):
-        return []
-    with unset_fake_temporarily():
-        expected = _transposed(len(order[start]), ranks, batch)
-        return [node for node, actual in order.items() if torch.equal(actual, expected)]
-
-
-def _transposed(count: int, first: int, second: int) -> torch.Tensor:
-    """Return row numbers of ``[first, second, share]`` in the order ``[second, first, share]``."""
-    numbers = torch.arange(count, device="cpu").view(first, second, -1)
-    return numbers.transpose(0, 1).flatten()
 
 
 def _order(start: Node, nodes: list[Node]) -> dict[Node, torch.Tensor]:

@@ -171,50 +171,39 @@ def reduce_scatter(collective: Collective) -> tuple[str, str]:
 
 
 def all_to_all(collective: Collective) -> tuple[str, str]:
-    """Replace a product, a batch or a sum of either and its all-to-all by a fused operator.
+    """Replace a product and its all-to-all by a fused operator.
 
     Returns:
         The operator's name, and why it is faster.
     """
-    terms = _terms_of(collective, batches=True)
+    terms = _terms_of(collective)
+    if len(terms) > 1:
+        raise LeftAlone("it is a sum of products, which no operator sends by an all-to-all")
     nodes, ranks = _way(collective, terms)
     collective.require_even_splits(ranks)
-    product, is_sum = terms[0].product, len(terms) > 1
-    for cast in filter(is_cast, nodes if is_sum else ()):
-        raise LeftAlone(f"{cast.name} casts a part of the sum, which no operator does before it")
+    product = terms[0].product
     dtype = casts.sent_dtype(product, nodes, collective)
     if dtype.itemsize < product.dtype.itemsize:
         raise LeftAlone(
             f"the product is cast to {dtype} before it is sent, and would take more bytes as "
             f"{product.dtype}"
         )
-    batch = product.batch
-    if any(term.product.batch != batch for term in terms):
-        raise LeftAlone("it is a sum of batches of several sizes")
-    if batch > 1 and not all(rows.is_by_ranks(term.moves, ranks) for term in terms):
-        kind = "it is a sum of batches" if is_sum else f"{product.node.name} is a batch of products"
-        raise LeftAlone(f"{kind}, and its rows are not for one rank after the other")
-    fused = operator_matching("bmm" if is_sum or batch > 1 else "gemm", "all_to_all")
-    _, reason = _choose(fused, terms, ranks, collective)
-    writer, group_name = Writer(collective.node, collective.node), collective.group_name
-    name = fused.name
-    if is_sum:
-        name = fused.sum_name
-        xs = [
-            term.product.x if batch > 1 else writer.call(aten.unsqueeze.default, term.x(writer), 0)
-            for term in terms
-        ]
-        ws = [term.product.weights(writer) for term in terms]
-        y = writer.call(overload(name), xs, ws, group_name)
-    elif batch > 1:
-        y = writer.call(overload(name), product.x, product.w, group_name, "auto")
-        reason = f"a batch of {batch}: {reason}"
-    else:
-        options = [product.bias, None, None, None, None, product.dtype, group_name, "auto", ""]
-        y = writer.call(overload(name), terms[0].x(writer), product.weight(writer), *options)
+    fused = operator_matching("gemm", "all_to_all")
+    reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
+    writer = Writer(collective.node, collective.node)
+    options = [product.bias, None, None, None, None, product.dtype]
+    y = writer.call(
+        overload(fused.name),
+        terms[0].x(writer),
+        product.weight(writer),
+        *options,
+        collective.group_name,
+        "auto",
+        "",
+    )
     # Elements only move, so a cast may come after the exchange as well, and fewer bytes are sent.
     collective.become(casts.cast_to(dtype, y, writer), writer, nodes)
-    return name, reason
+    return fused.name, reason
 
 
 def merge_all_reduces(graph: Graph) -> dict[Node, str]:
@@ -281,14 +270,11 @@ def _merge(add: Node) -> tuple[Node, Node]:
     return first.node, second.node
 
 
-def _terms_of(
-    collective: Collective, *, batches: bool = False, is_part: bool = False
-) -> list[_Term]:
+def _terms_of(collective: Collective, *, is_part: bool = False) -> list[_Term]:
     """Return the product that a collective takes, or the terms of the sum, checked.
 
     Args:
         collective: The collective.
-        batches: Whether batches of several products are accepted.
         is_part: Whether it is to become a part of a sum.
 
     Returns:
@@ -308,7 +294,7 @@ def _terms_of(
     nodes = {node for term in terms for _, end in term.steps for node in rows.upstream(end)}
     collective.require_no_other_use(sorted(nodes), "a part of the sum" if is_sum else "the product")
     for product in products:
-        require_suitable(product, batches)
+        require_suitable(product)
         if is_sum and product.bias is not None:
             raise LeftAlone(f"{product.node.name} adds a bias to a part of the sum")
         if is_sum and not is_static(*value(product.x).shape):
@@ -366,7 +352,7 @@ def _choose(
     terms: list[_Term],
     ranks: int,
     collective: Collective,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype,
 ) -> tuple[bool, str]:
     """Return whether an operator takes the terms as one product, and why it is faster.
 

@@ -59,12 +59,12 @@ sectors: with K = 5400, all-to-all, all-reduce, reduce-scatter and all-gather of
 """
 
 
-Schedule = Literal["whole", "batch", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"]
-"""How an implementation computes its product: one product of the library; one batch of the
-library's products, a product for each rank's rows; one product of the library after another, for
-each rank's rows; the same for the peers' rows, and tiles of its own kernel for the rank's own; or
-tiles of its own kernel, none of which covers two ranks' rows. The last three are of layers of
-experts and say which rows travel (:class:`interlace.costs.mixture_of_experts.ExpertsCall`).
+Schedule = Literal["whole", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"]
+"""How an implementation computes its product: one product of the library; one product of the
+library after another, for each rank's rows; the same for the peers' rows, and tiles of its own
+kernel for the rank's own; or tiles of its own kernel, none of which covers two ranks' rows. The
+last three are of layers of experts and say which rows travel
+(:class:`interlace.costs.mixture_of_experts.ExpertsCall`).
 """
 
 
@@ -136,8 +136,6 @@ class SizedCall:
         rows_of_rank = ceil_div(self.rows, self.world_size)
         if schedule == "tiled":
             product = profile.own_product_us(self, tile)
-        elif schedule == "batch":
-            product = profile.library_product_us(self, rows_of_rank, self.world_size)
         elif schedule == "by_rank":
             product = self.world_size * profile.library_product_us(self, rows_of_rank)
         elif schedule == "by_peer":

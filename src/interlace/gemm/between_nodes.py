@@ -58,16 +58,14 @@ def times_between_nodes(
     world_size: int,
     device: torch.device,
 ) -> NetworkTimes | None:
-    """Return the predicted time of each implementation of an operator around one product, or a
-    batch of products, which stands for one product of all their rows.
+    """Return the predicted time of each implementation of an operator around one product.
 
     The nodes are taken to have equally many consecutive ranks, so that all ranks predict alike.
 
     Args:
         operator: The operator's name.
         nodes: Number of nodes.
-        rows, columns, inner: M, N and K of this rank's product, the same on every rank; of a batch,
-            the rows of all products.
+        rows, columns, inner: M, N and K of this rank's product, the same on every rank.
 
     Returns:
         The times; None if there is one node, or no network was measured.
@@ -89,7 +87,7 @@ def predicted_times(
         return None
     predictions: dict[str, Prediction] = {}
     # Costs of other computations have other sizes.
-    is_product = declared is not None and declared.computation in ("GEMM", "batched GEMM")
+    is_product = declared is not None and declared.computation == "GEMM"
     for each in operator_named(operator).implementations if is_product else ():
         prediction = _predicted(profile, operator, each, call, even_nodes(call.world_size, nodes))
         if prediction is not None:

@@ -75,41 +75,17 @@ def offset_behind(nbytes: int) -> int:
 
 
 class Piece(NamedTuple):
-    """A strided copy of staged rows from a peer to this rank: ``times`` blocks of ``nbytes`` each.
+    """A copy from a peer's staged memory to this rank.
 
     Attributes:
-        offset: Bytes from the begin of the peer's staged memory to the first block.
-        target: The address on this rank that the first block is copied to.
-        nbytes: The bytes of a block.
-        times: The number of blocks.
-        distance: Bytes from one block to the next at the target.
+        offset: Bytes from the begin of the peer's staged memory.
+        target: The address on this rank.
+        nbytes: The bytes to copy.
     """
 
     offset: int
     target: int
     nbytes: int
-    times: int = 1
-    distance: int = 0
-
-
-class OwnRows(NamedTuple):
-    """Rows of this rank that the staging kernel also copies to where the peers' rows arrive.
-
-    Attributes:
-        first: The index of the first of these rows in x.
-        rows: The number of rows.
-        target: The address that the first row goes to.
-        share: The number of rows that lie together at the target.
-        distance: Rows at the target from one share to the next.
-        staged: Whether peers fetch these rows, too.
-    """
-
-    first: int
-    rows: int
-    target: int
-    share: int
-    distance: int
-    staged: bool
 
 
 Arrivals = dict[int, torch.cuda.Event | None]
@@ -127,7 +103,7 @@ def begin(
     pieces: Mapping[int, Sequence[Piece]],
     mark: int,
     *,
-    own_rows: OwnRows | None = None,
+    own_address: int | None = None,
     signal: bool,
 ) -> Arrivals:
     """Enqueue the copies that fetch the peers' rows, to run beside the current stream's next work.
@@ -145,7 +121,7 @@ def begin(
             if a peer's rows did not arrive.
         pieces: The copies from each peer, in the order in which they are enqueued.
         mark: The number from the ranks' agreement.
-        own_rows: Rows of x that are copied to ``gathered`` as well; None for no rows.
+        own_address: The address in ``gathered`` that x is copied to as well; None for no copy.
         signal: Whether to set the product's signals after each source's rows.
     """
     from interlace.gemm.kernels import staged
@@ -157,17 +133,12 @@ def begin(
         workspace.notes,
     )
     align = ALIGNMENT_BYTES // x.dtype.itemsize
-    own_part = own_rows or OwnRows(0, 0, 0, 1, 0, staged=True)
     arguments = {
         "x": x,
         "x_scale": x_scale,
         "staged_address": workspace.data.address,
         "scale_offset": staging.scale_offset,
-        "own_address": own_part.target,
-        "own_first": own_part.first,
-        "own_rows": own_part.rows,
-        "own_share": max(own_part.share, 1),
-        "own_distance": own_part.distance,
+        "own_address": own_address or 0,
         "signals": signals,
         "epochs": workspace.side_epochs,
         "ctx": context,
@@ -180,7 +151,7 @@ def begin(
     }
     constants = {
         "WORLD_SIZE": ranks,
-        "OWN": None if own_rows is None else "too" if own_rows.staged else "only",
+        "OWN": own_address is not None,
         "INNER_ALIGN": align,
         "FACTOR": known_factor(x.shape[1], row_stride(x)),
     }
@@ -202,15 +173,7 @@ def begin(
         for source, parts in pieces.items():
             staged_address = workspace.data.address + source * group.stride
             for part in parts:
-                copies.fetch(
-                    group,
-                    part.target,
-                    staged_address + part.offset,
-                    part.nbytes,
-                    source,
-                    count=part.times,
-                    distance=part.distance,
-                )
+                copies.fetch(group, part.target, staged_address + part.offset, part.nbytes, source)
             if signal and parts:
                 flag = signals + group.rank * group.stride + 4 * (layout.HEADER + source)
                 copies.fetch(group, flag, notes.data_ptr() + 4, 4, group.rank)

@@ -10,11 +10,9 @@ from interlace.registry import load_entry_points
 
 _MODULES = (
     "all_gather_gemm",
-    "all_to_all_bmm",
     "embedding_all_to_all",
     "gemm_all_reduce",
     "gemm_all_to_all",
-    "gemm_all_to_all.batches",
     "gemm_reduce_scatter",
     "gemm_reduce_scatter.sums",
     "linears",

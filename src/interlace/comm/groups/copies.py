@@ -75,60 +75,31 @@ def wait_for(group: Group, event: torch.cuda.Event | None) -> None:
         group.streams.current().wait_event(event)
 
 
-def fetch(
-    group: Group,
-    target: int,
-    source: int,
-    nbytes: int,
-    peer: int,
-    *,
-    count: int = 1,
-    distance: int = 0,
-) -> None:
+def fetch(group: Group, target: int, source: int, nbytes: int, peer: int) -> None:
     """Copy from ``peer``'s memory to this rank's on the current stream.
 
     Args:
         group: The group of both ranks.
-        target: Address of the first copy, mapped in this process.
+        target: Address of the copy, mapped in this process.
         source: Address of the data in ``peer``'s memory, mapped in this process.
-        nbytes: Bytes of one piece.
+        nbytes: Bytes to copy.
         peer: Rank that owns the source.
-        count: Number of pieces, which are contiguous in the source.
-        distance: Bytes between the starts of two pieces in the target.
 
     Raises:
         BackendError: The driver refuses the copy.
     """
     if group.backend == "cpu":
-        for i in range(count):
-            cpu_faults.move(target + i * distance, source + i * nbytes, nbytes)
+        cpu_faults.move(target, source, nbytes)
         if peer != group.rank:
-            cpu_faults.traffic().count_fetch(peer, count * nbytes)
-    elif count == 1:
-        _copy(target, source, nbytes, group.streams.current())
+            cpu_faults.traffic().count_fetch(peer, nbytes)
     else:
-        _copy_strided(target, source, nbytes, count, distance, group.streams.current())
+        _copy(target, source, nbytes, group.streams.current())
 
 
 def _copy(target: int, source: int, nbytes: int, stream: torch.cuda.Stream) -> None:
     """Enqueue a copy of ``nbytes`` on ``stream``."""
     result = driver().cuMemcpyDtoDAsync(target, source, nbytes, stream.cuda_stream)
     require_enqueued(result, "a copy of %d bytes", nbytes)
-
-
-def _copy_strided(
-    target: int, source: int, nbytes: int, count: int, distance: int, stream: torch.cuda.Stream
-) -> None:
-    """Enqueue one copy of ``count`` pieces that are ``distance`` bytes apart in the target."""
-    cu = driver()
-    # One two-dimensional copy: a copy engine takes longer to begin a small piece than to move it.
-    copy = cu.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    copy.srcDevice, copy.srcPitch = source, nbytes
-    copy.dstDevice, copy.dstPitch = target, distance
-    copy.WidthInBytes, copy.Height = nbytes, count
-    result = cu.cuMemcpy2DAsync(copy, stream.cuda_stream)
-    require_enqueued(result, "a copy of %d times %d bytes", count, nbytes)
 
 
 # Copies to peers, concurrent with kernels

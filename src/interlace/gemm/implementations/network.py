@@ -65,7 +65,7 @@ def across_nodes(
 
 
 class SlicedCall(Protocol):
-    """A call whose rows may be exchanged in slices: of one product, or of a batch of them.
+    """A call whose rows may be exchanged in slices: of one product, or of a layer of experts.
 
     Attributes:
         operator: The operator's declaration.
@@ -85,18 +85,7 @@ class SlicedCall(Protocol):
         ...
 
 
-class PredictedCall(SlicedCall, Protocol):
-    """A call around products, whose time between nodes is predicted.
-
-    Attributes:
-        sizes: The sizes by which it is.
-    """
-
-    @property
-    def sizes(self) -> dict[str, Any]: ...
-
-
-def slice_count(call: PredictedCall, rows: int, row_bytes: int) -> int:
+def slice_count(call: GemmCall, rows: int, row_bytes: int) -> int:
     """Return the number of slices that ``impl="chunked"`` cuts of so many rows for one peer, alike
     on every rank.
 
@@ -223,37 +212,10 @@ def run_all_to_all(call: GemmCall) -> torch.Tensor:
     Returns:
         The rows that all ranks have computed for this one, ``[rows, N]``.
     """
-    operands, sent = call.operands, call.rows.sent
-    x, weight, bias = operands.x.split(list(sent[call.group.rank])), operands.w.T, operands.bias
-
-    def multiply(rank: int, out: torch.Tensor, first: int) -> None:
-        if len(out):
-            multiply_into(out, x[rank][first : first + len(out)], weight, bias)
-
-    y = operands.x.new_empty([call.rows.result, operands.columns], dtype=operands.out_dtype)
-    send_products(call, sent, y, multiply)
-    return y
-
-
-def send_products(
-    call: PredictedCall,
-    sent: Sequence[Sequence[int]],
-    y: torch.Tensor,
-    multiply: Callable[[int, torch.Tensor, int], None],
-) -> None:
-    """Compute the rows for the peers slice by slice, this rank's own last, and send each slice.
-
-    Collective in the group's first call.
-
-    Args:
-        call: The call.
-        sent: ``sent[s][d]``: rows that go from rank s to rank d.
-        y: ``[rows, N]``, where the rows that ranks compute for this one arrive, in their order.
-        multiply: Given a rank, memory for a slice of the rows that go to it, and the number of
-            the slice's first row among them, computes the slice.
-    """
-    group, columns = call.group, y.shape[1]
-    rank, peers = group.rank, peers_in_turn(group)
+    group, operands, sent = call.group, call.operands, call.rows.sent
+    rank, peers, columns = group.rank, peers_in_turn(group), operands.columns
+    x, weight, bias = operands.x.split(list(sent[rank])), operands.w.T, operands.bias
+    y = operands.x.new_empty([call.rows.result, columns], dtype=operands.out_dtype)
     received = [counts[rank] for counts in sent]
     most_rows = max(
         (rows for s, counts in enumerate(sent) for d, rows in enumerate(counts) if s != d),
@@ -267,7 +229,9 @@ def send_products(
     ]
 
     def multiply_slice(to: int, slices: Sequence[torch.Tensor], number: int) -> None:
-        multiply(to, slices[number], sum(map(len, slices[:number])))
+        out, first = slices[number], sum(map(len, slices[:number]))
+        if len(out):
+            multiply_into(out, x[to][first : first + len(out)], weight, bias)
 
     def enqueue() -> None:
         products = cut_all(staged, count)
@@ -284,35 +248,7 @@ def send_products(
                 multiply_slice(rank, own, number)
 
     run_products(call, count, enqueue, y, *staged.values())
-
-
-def pieces_of_batch(
-    rows: torch.Tensor, first: int, share: int
-) -> Iterator[tuple[slice, torch.Tensor, int, int]]:
-    """Cut a slice of a rank's rows, ``share`` of each product of a batch, into batches of equal
-    rows.
-
-    A rank's rows are one piece of memory, product after product, so a slice may begin and end
-    within a product.
-
-    Args:
-        rows: The slice, contiguous.
-        first: The row at which it begins.
-        share: Rows of one product.
-
-    Yields:
-        The products, their part of ``rows`` as ``[products, rows, columns]``, and the rows of each
-        product, from the first to before the last one.
-    """
-    at, end = first, first + len(rows)
-    while at < end:
-        product, begin = divmod(at, share)
-        # Whole products go together; a slice may begin and end with a part of one.
-        whole = 1 if begin else max(1, (end - at) // share)
-        last = min(share, begin + end - at)
-        part = rows[at - first : at - first + whole * (last - begin)]
-        yield slice(product, product + whole), part.unflatten(0, (whole, -1)), begin, last
-        at += whole * (last - begin)
+    return y
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -72,17 +72,37 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> D
         BackendError: The caller has asked for it, and the driver cannot map memory or let copies
             wait.
     """
-    product = kept_output(output, call.group, call.group_name, replace=call.is_explicit)
+    product = _kept_output(output, call.group, call.group_name, replace=call.is_explicit)
     if product is None:
         return None
+    mapped = product.output
     operands, rows = call.operands, call.rows.result
     # An all-reduce gives every rank as many rows to sum, also where the last ones are no rows of x.
     padded_rows = math.prod(output.shape[:-1]) if output.collective == "all_reduce" else rows
     new = New(operands.x.device, (([padded_rows, operands.columns], operands.out_dtype),))
-    return product_work(product, output, new, rows, arguments, operands.memory())
+
+    def prepare(y: torch.Tensor) -> Callable[[], None]:
+        place = mapped.place
+
+        def enqueue() -> None:
+            mapped.go_back(place)  # where an epoch was captured and there is no graph
+            product.run_into(y, *arguments)
+
+        return enqueue
+
+    # What is deferred outlives the call, and must not be what keeps the output.
+    reference = weakref.ref(mapped)
+    return DeferredCall(
+        (output.implementation, output.collective, operands.memory()),
+        new,
+        prepare,
+        functools.partial(_first_rows, rows=rows),
+        where=functools.partial(_place, reference),
+        replayed=functools.partial(_advance, reference, output.key),
+    )
 
 
-def kept_output(
+def _kept_output(
     output: KeptOutput, group: Group, group_name: str, *, replace: bool
 ) -> Fused | None:
     """Return the producer with the output that the group keeps for it; None if there is none.
@@ -162,47 +182,6 @@ def _make_output(
     for key in given_up:
         del group.kept[key]
     return product
-
-
-def product_work(
-    product: Fused,
-    kept: KeptOutput,
-    new: New,
-    rows: int,
-    arguments: tuple[object, ...],
-    operands: tuple[Hashable, ...],
-) -> DeferredCall:
-    """Return the work of a producer and its collective, whose result is the first ``rows`` of a new
-    tensor.
-
-    Args:
-        product: The producer with its output.
-        kept: What the group keeps it as.
-        new: Allocates the tensor.
-        arguments: What the producer is called with.
-        operands: The places of its operands.
-    """
-    output = product.output
-
-    def prepare(y: torch.Tensor) -> Callable[[], None]:
-        place = output.place
-
-        def enqueue() -> None:
-            output.go_back(place)  # where an epoch was captured and there is no graph
-            product.run_into(y, *arguments)
-
-        return enqueue
-
-    # What is deferred outlives the call, and must not be what keeps the output.
-    reference = weakref.ref(output)
-    return DeferredCall(
-        (kept.implementation, kept.collective, operands),
-        new,
-        prepare,
-        functools.partial(_first_rows, rows=rows),
-        where=functools.partial(_place, reference),
-        replayed=functools.partial(_advance, reference, kept.key),
-    )
 
 
 def _first_rows(y: torch.Tensor, *, rows: int) -> torch.Tensor:

@@ -48,8 +48,7 @@ def push_rows(
     rows: Sequence[int],
     mark: int,
     *,
-    share: int | None = None,
-    distance: int = 0,
+    scatter: bool = False,
     offsets: Sequence[int] | None = None,
 ) -> Callable[[], None]:
     """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
@@ -64,12 +63,10 @@ def push_rows(
             not come.
         rows: The number of rows that each rank gives to each.
         mark: The number from ``Group.agree``.
-        share: None for a gather: every rank gets all of x, and rank r's rows lie behind those of
-            the ranks before it. Else x has ``rows`` for rank 0, then for rank 1; each ``share`` of
-            them lie together, and rank r's begin at row ``r * share``.
-        distance: Rows from one share to the next.
-        offsets: The row at which each rank's rows arrive, of a gather; default: behind those of the
-            ranks before it.
+        scatter: Whether x has ``rows`` for rank 0, then as many for rank 1, and so on; else every
+            rank gets all of x.
+        offsets: The row at which each rank's rows arrive; default: behind those of the ranks before
+            it.
     """
     ranks, columns = group.world_size, x.shape[1]
     slot_bytes = ceil_div(gathered.nbytes, ranks)
@@ -79,25 +76,20 @@ def push_rows(
         from interlace.gemm.kernels import staged
 
         # A route is the row at which a source's rows begin in ``gathered``, and their number.
-        starts = offsets
-        if starts is None:
-            starts = [rank * share if share else sum(rows[:rank]) for rank in range(ranks)]
+        starts = offsets or [sum(rows[:rank]) for rank in range(ranks)]
         routes = [(start, count, 0) for start, count in zip(starts, rows, strict=True)]
         programs, tile = cut_rows(max(rows), columns, group)
         arguments = memory | {
             "x": x,
             "gathered": gathered,
             "routes": group.cache.tables.on_device(routes),
-            "share": share or max(*rows, 1),
-            "distance": distance,
             "K": columns,
             "x_stride": row_stride(x),
             "gathered_stride": gathered.shape[-1],
             "cells": gathered.numel(),
         }
-        # With a share every rank gets other rows of x; without, every rank gets all rows.
         factor = known_factor(columns, row_stride(x), gathered.shape[-1])
-        constants = {"WORLD_SIZE": ranks, "SCATTER": share is not None, "FACTOR": factor, **tile}
+        constants = {"WORLD_SIZE": ranks, "SCATTER": scatter, "FACTOR": factor, **tile}
         # The program behind them finds out whether the ranks are in the same call.
         Launch(staged.spread_rows, (programs + 1,), arguments, constants)()
 
@@ -233,9 +225,8 @@ def _run(call: GemmCall, push: Push) -> torch.Tensor | DeferredCall:
 
 def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
     group = call.group
-    share = len(product) // group.world_size
-    rows = [share] * group.world_size
-    return push_rows(group, call.operator.name, product, y, rows, call.mark, share=share)
+    rows = [len(product) // group.world_size] * group.world_size
+    return push_rows(group, call.operator.name, product, y, rows, call.mark, scatter=True)
 
 
 def _push_sum(

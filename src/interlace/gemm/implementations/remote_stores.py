@@ -1,4 +1,6 @@
-"""``impl="remote_stores"``: cuBLAS, whose stores go straight to the peers' memory."""
+"""``impl="remote_stores"`` of an all-reduce: cuBLAS, whose stores go straight to the peers'
+memory.
+"""
 
 from __future__ import annotations
 
@@ -40,9 +42,8 @@ def _shape(call: GemmCall, ranks: int, granularity: int) -> tuple[int, ...]:
     """
     operands = call.operands
     rows, columns = ceil_div(operands.rows, ranks), operands.columns
-    if rows <= _FEW_ROWS and call.operator.collective == "all_reduce":
-        # Which rank sums which rows is nobody's business, so some ranks may have fewer. Powers of 2
-        # need little padding.
+    if rows <= _FEW_ROWS:
+        # Some ranks may sum fewer rows than others. Powers of 2 need little padding.
         return ranks * next_power_of_2(rows), columns
     if rows * columns * operands.out_dtype.itemsize % granularity == 0:
         return ranks * rows, columns
@@ -74,6 +75,6 @@ REMOTE_STORES = Implementation(
     "remote_stores",
     "a product by cuBLAS, with the peers' memory as its output",
     run,
-    needs(even_rows=True, same_dtype=True, no_bias=True),
-    schedule="batch",
+    # It does not matter which rank sums which rows, so they need not divide evenly.
+    needs(same_dtype=True, no_bias=True),
 )

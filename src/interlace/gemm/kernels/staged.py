@@ -19,15 +19,14 @@ from interlace.gemm.kernels.words import agree, announce
 
 @triton.jit(
     do_not_specialize=[
-        "staged_address", "scale_offset", "own_address", "own_first", "own_rows", "own_share",
-        "own_distance", "signals", "call", "rows", "x_scale_stride", "inner_groups",
+        "staged_address", "scale_offset", "own_address", "signals", "call", "rows",
+        "x_scale_stride", "inner_groups",
     ]
 )
 def stage_rows(
-    x, x_scale, staged_address, scale_offset, own_address, own_first, own_rows, own_share,
-    own_distance, signals, epochs, ctx, call, rows, K, x_stride, x_scale_stride, inner_groups,
-    WORLD_SIZE: tl.constexpr, OWN: tl.constexpr, INNER_ALIGN: tl.constexpr, FACTOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, x_scale, staged_address, scale_offset, own_address, signals, epochs, ctx, call, rows, K,
+    x_stride, x_scale_stride, inner_groups, WORLD_SIZE: tl.constexpr, OWN: tl.constexpr,
+    INNER_ALIGN: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
 ):
     """Copy this rank's rows to where peers may fetch them, and tell them.
 
@@ -35,9 +34,7 @@ def stage_rows(
     ``[DONE]`` in the previous call's set), copy, and set this rank's signal at every peer. One set
     of these signals suffices: a signal is set again only after DONE of its reader.
 
-    ``own_rows`` rows from ``own_first`` on are also copied to ``own_address``, in shares of
-    ``own_share`` rows that lie ``own_distance`` rows apart. Peers fetch these rows as well if
-    ``OWN`` is ``"too"``, and do not if it is ``"only"``.
+    With ``OWN``, the rows are also copied to ``own_address``.
 
     Example: two ranks; rank 1's third call finds 2 in the signal that rank 0 sets, copies its rows,
     and sets 3 on rank 0.
@@ -59,20 +56,16 @@ def stage_rows(
     lines, columns = tl.arange(0, ROWS), tl.arange(0, COLS)
     for first in range(program * ROWS, rows, tl.num_programs(0) * ROWS):
         m = (first + lines).to(tl.int64)[:, None]
-        own_row = m - own_first
-        is_own = (own_row >= 0) & (own_row < own_rows)
         for start in range(0, K, COLS):
             k = start + columns[None, :]
             value = tl.load(x + m * x_stride + k, mask=(m < rows) & (k < K), other=0.0)
             # Libraries read the padding beyond K as well, so it is stored as zeros.
             inside = (m < rows) & (k < K_padded)
-            if OWN is not None:
+            if OWN:
                 own_target = il.pointer(own_address, x.dtype.element_ty)
-                line = own_row // own_share * own_distance + own_row % own_share
                 own_value = il.nan_unless(free, value)
-                tl.store(own_target + line * K_padded + k, own_value, mask=inside & is_own)
-            staged = inside & ~is_own if OWN == "only" else inside
-            tl.store(target + m * K_padded + k, value, mask=staged & (free + m * 0 > 0))
+                tl.store(own_target + m * K_padded + k, own_value, mask=inside)
+            tl.store(target + m * K_padded + k, value, mask=inside & (free + m * 0 > 0))
         if x_scale is not None:
             line = first + lines
             scale = tl.load(x_scale + line * x_scale_stride, mask=line < rows, other=0.0)
@@ -147,16 +140,16 @@ def settle_products(y, epochs, notes, call, blocks, cells, BLOCK: tl.constexpr):
     il.advance_epoch(epochs, epoch)
 
 
-@triton.jit(do_not_specialize=["words", "call", "half", "share", "distance", "cells"])
+@triton.jit(do_not_specialize=["words", "call", "half", "cells"])
 def spread_rows(
-    x, gathered, words, epochs, ctx, routes, call, half, share, distance, K, x_stride,
-    gathered_stride, cells, WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, FACTOR: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
+    x, gathered, words, epochs, ctx, routes, call, half, K, x_stride, gathered_stride, cells,
+    WORLD_SIZE: tl.constexpr, SCATTER: tl.constexpr, FACTOR: tl.constexpr, ROWS: tl.constexpr,
+    COLS: tl.constexpr,
 ):
     """Store this rank's rows in every rank's memory, and gather what the peers store here.
 
-    Row m of the rows that rank s sends to a rank goes to row ``routes[s] + m // share * distance +
-    m % share``. Every rank gets the same rows, or with ``SCATTER`` rank r gets the r-th part of x.
+    Row m of the rows that rank s sends to a rank goes to row ``routes[s] + m``. Every rank gets the
+    same rows, or with ``SCATTER`` rank r gets the r-th part of x.
 
     Protocol: program p has the tiles p, p + programs, ... It puts them into the slots of every
     peer, and then copies the peers' tiles of the same numbers into ``gathered``, an ordinary tensor
@@ -183,7 +176,7 @@ def spread_rows(
         # send to the same peer at a time.
         for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
             m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
-            place = (first + m // share * distance + m % share) * gathered_stride + k
+            place = (first + m) * gathered_stride + k
             if not SCATTER:
                 value = tl.load(x + m * x_stride + k, mask=inside, other=0.0)
             for step in tl.static_range(WORLD_SIZE):
@@ -201,7 +194,7 @@ def spread_rows(
             rows = tl.load(routes + source * ROUTE + ROWS_SENT).to(tl.int32)
             for tile in range(program, tiles_of(rows, K, ROWS, COLS), programs):
                 m, k, inside = tile_at(tile, rows, K, ROWS, COLS)
-                place = (first + m // share * distance + m % share) * gathered_stride + k
+                place = (first + m) * gathered_stride + k
                 value = il.get_lamport(slots + place, stamp, source, tile, group, inside)
                 value = value.to(gathered.dtype.element_ty)
                 tl.store(gathered + place, value, mask=(m < rows) & (k < gathered_stride))

@@ -18,7 +18,7 @@ from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.fetch import OwnRows, Piece, Staging, offset_behind
+from interlace.gemm.fetch import Piece, Staging, offset_behind
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.pushed import laid_out, multiply, push_rows
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
@@ -149,11 +149,9 @@ def _begin(
     :func:`interlace.gemm.fetch.begin`.
     """
     group, rows = call.group, call.rows.by_rank
-    own_rows = None
+    own_address = None
     if call.gather:
-        count, first = rows[group.rank], sum(rows[: group.rank])
-        target = gathered.data_ptr() + first * staging.row_bytes
-        own_rows = OwnRows(0, count, target, count, count, staged=True)
+        own_address = gathered.data_ptr() + sum(rows[: group.rank]) * staging.row_bytes
     return fetch.begin(
         group,
         staging,
@@ -162,7 +160,7 @@ def _begin(
         gathered,
         _pieces(group, staging, rows, gathered),
         call.mark,
-        own_rows=own_rows,
+        own_address=own_address,
         signal=signal,
     )
 

@@ -49,10 +49,7 @@ class GemmAllReduce(GemmOperator):
     implementations = (
         dataclasses.replace(FUSED, is_batch_invariant=True),
         gemv.GEMV,
-        # Which rank sums which rows is nobody's business, so they need not divide evenly.
-        dataclasses.replace(
-            REMOTE_STORES, refusal=needs(same_dtype=True, no_bias=True), schedule="whole"
-        ),
+        REMOTE_STORES,
         PUSHED_ALL_REDUCE,
         network.across_nodes(
             dataclasses.replace(CHUNKED, refusal=needs(same_dtype=True)),

@@ -20,7 +20,6 @@ from interlace.gemm.implementations import network
 from interlace.gemm.implementations.chunked import CHUNKED
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
-from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
@@ -45,7 +44,6 @@ class GemmAllToAll(GemmOperator):
     split_names = ("input_splits", "output_splits")
     implementations = (
         dataclasses.replace(FUSED, is_batch_invariant=True),
-        REMOTE_STORES,
         PUSHED_ALL_TO_ALL,
         network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
         UNFUSED,
@@ -222,16 +220,15 @@ def gemm_all_to_all(
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
             sends slices over the network and ``"unfused"`` takes any call; default: the default
             process group.
-        impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
-            ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
-            ``"chunked"`` is ``torch.mm`` for each rank's rows, which copy engines send (rows split
-            evenly). ``"pushed"`` is a product, then a kernel that stores the rows at the peers
-            (rows split evenly). ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
-            ``all_to_all_single``. ``"auto"`` is the one of these that is predicted to be the
-            fastest; :func:`interlace.explain` says which it is and why. ``"measured"`` is the one
-            that the first call of a kind measures to be the fastest (:func:`interlace.autotune`).
-            ``"batch_invariant"`` gives a row the same bits in every
-            batch (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
+        impl: The implementation. ``"fused"`` is a single kernel. ``"chunked"`` is ``torch.mm`` for
+            each rank's rows, which copy engines send (rows split evenly). ``"pushed"`` is a
+            product, then a kernel that stores the rows at the peers (rows split evenly).
+            ``"unfused"`` or ``"nccl"`` is ``F.linear``, then ``all_to_all_single``. ``"auto"`` is
+            the one of these that is predicted to be the fastest; :func:`interlace.explain` says
+            which it is and why. ``"measured"`` is the one that the first call of a kind measures
+            to be the fastest (:func:`interlace.autotune`). ``"batch_invariant"`` gives a row the
+            same bits in every batch (:func:`interlace.batch_invariant`). An explicit choice is
+            never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

@@ -1,8 +1,7 @@
-"""The launch of the fused kernel of ``gemm_all_to_all``, of one product or of a batch."""
+"""The launch of the fused kernel of ``gemm_all_to_all``."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch
@@ -22,66 +21,28 @@ from interlace.units import ceil_div
 NAME = "gemm_all_to_all"
 
 Sent = Sequence[Sequence[int]]
-"""``sent[s][d]``: rows that go from rank s to rank d; of a batch, of each product."""
+"""``sent[s][d]``: rows that go from rank s to rank d."""
 
 
 def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return the rows for this rank, ``[rows, N]``, by one kernel."""
-    operands = call.operands.for_kernel()
-    return multiply_and_send(
-        operands, call.rows.sent, call.group, call.config, call.mark,
-        is_of_operands=operands is call.operands,
-    )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class BatchedProducts:
-    """Products whose operands lie one behind the other.
-
-    Attributes:
-        count: The number of products.
-        rows, columns: M and N of each product.
-    """
-
-    count: int
-    rows: int
-    columns: int
-
-
-def multiply_and_send(
-    operands: Operands,
-    sent: Sent,
-    group: Group,
-    config: GemmConfig,
-    mark: int,
-    batch: BatchedProducts | None = None,
-    *,
-    is_of_operands: bool = False,
-) -> DeferredCall | torch.Tensor:
-    """Return ``[rows for this rank, N]``, computed by one kernel.
-
-    Args:
-        operands: As :meth:`Operands.for_kernel` returns them.
-        batch: What the operands consist of; default: one product.
-        is_of_operands: Whether the operands are the call's, and no copies.
-    """
-    batch = batch or BatchedProducts(1, operands.rows, operands.columns)
-    received = _received(sent, batch)
+    operands, group, sent = call.operands.for_kernel(), call.group, call.rows.sent
+    received = _received(sent)
     return launch.run_into_peers(
         group,
         operands,
         received[group.rank],
-        batch.columns,
+        operands.columns,
         max(received),
-        (NAME, config, mark, tuple(map(tuple, sent)), batch),
-        lambda destination: prepare(group, operands, sent, config, mark, destination, batch=batch),
-        is_of_operands=is_of_operands,
+        (NAME, call.config, call.mark, sent),
+        lambda destination: prepare(group, operands, sent, call.config, call.mark, destination),
+        is_of_operands=operands is call.operands,
     )
 
 
-def _received(sent: Sent, batch: BatchedProducts) -> list[int]:
+def _received(sent: Sent) -> list[int]:
     """Return the rows that each rank receives."""
-    return [batch.count * sum(counts) for counts in zip(*sent, strict=True)]
+    return [sum(counts) for counts in zip(*sent, strict=True)]
 
 
 def prepare(
@@ -92,7 +53,6 @@ def prepare(
     mark: int,
     destination: Destination,
     *,
-    batch: BatchedProducts | None = None,
     tile_stores: bool = True,
 ) -> Launch:
     """Return the launch. Collective when the workspace must grow.
@@ -100,7 +60,6 @@ def prepare(
     Args:
         mark: The number from the ranks' agreement.
         destination: The output buffer that this rank's result goes to.
-        batch: What the operands consist of; default: one product.
         tile_stores: Whether tiles travel by copies out of shared memory where the GPU has them;
             else by ordinary stores.
     """
@@ -109,19 +68,18 @@ def prepare(
     from interlace.operators.gemm_all_to_all import kernel
 
     ranks, me = group.world_size, group.rank
-    batch = batch or BatchedProducts(1, operands.rows, operands.columns)
     # Tiles go straight into results, so the workspace is there for its signals.
     workspace = group.workspace(NAME, 4096, layout.HEADER)
     # Rows for a rank come one rank after the other in x; in that rank's result they follow those of
     # the sources before this one.
     routes, first = [], 0
     for dest in range(ranks):
-        before = batch.count * sum(sent[source][dest] for source in range(me))
+        before = sum(sent[source][dest] for source in range(me))
         routes.append((first, sent[me][dest], before))
         first += sent[me][dest]
     dtype = operands.out_dtype
-    stride = launch.padded_columns(batch.columns, dtype)
-    received = _received(sent, batch)
+    stride = launch.padded_columns(operands.columns, dtype)
+    received = _received(sent)
     descriptors = launch.has_descriptors(group) and group.stride % 16 == 0
     part_rows = _part_rows(sent, max(received), config.block_m)
     tiles = None
@@ -131,7 +89,7 @@ def prepare(
             (BUFFERS + 1, destination.buffer_bytes // dtype.itemsize),
             (ceil_div(max(received), part_rows), part_rows * stride),
             (part_rows, stride),
-            (batch.columns, 1),
+            (operands.columns, 1),
         ]
         tiles = describe_ranks(
             group, destination.address, dtype, sizes, [config.block_m, config.block_n]
@@ -148,18 +106,15 @@ def prepare(
         "most_rows": max(max(counts) for counts in sent),
         "own_rows": received[me],
         "part_rows": part_rows or 1,
-        "product_rows": batch.rows,
-        "N": batch.columns,
         "spread_ns": launch.spread_ns(config, operands.inner),
     }
-    shared = launch.constants(
-        operands, config, group, descriptors=descriptors, tile_stores=tiles is not None
-    )
     return Launch(
         kernel.gemm_all_to_all,
         (launch.programs(group, config),),
         arguments,
-        shared | {"BATCH": batch.count},
+        launch.constants(
+            operands, config, group, descriptors=descriptors, tile_stores=tiles is not None
+        ),
         (operands,),
     )
 
@@ -169,7 +124,7 @@ def _part_rows(sent: Sent, most_received: int, block_m: int) -> int:
     such parts.
     """
     counts = {count for of_source in sent for count in of_source}
-    # As many rows from every source: a part for each, of each product.
+    # As many rows from every source: a part for each.
     if len(counts) == 1:
         return max(counts)
     # Tiles end where the source's rows end, so the output may be a single part.

@@ -9,21 +9,20 @@ from interlace.gemm.kernels.grants import (
 )
 from interlace.gemm.kernels.places import FIRST_ROW, PLACE, ROUTE, ROWS_SENT
 from interlace.gemm.kernels.tiles import (
-    Matrices, cells_of, finish_tile, multiply_tile, multiply_tile_of, padded_stride,
-    start_in_turn, tile_place,
+    Matrices, cells_of, finish_tile, multiply_tile, padded_stride, start_in_turn, tile_place,
 )
 
 
 @triton.jit(
     do_not_specialize=[
-        "own_buffer", "signals", "call", "most_rows", "own_rows", "part_rows", "product_rows", "N",
-        "K", "x_stride", "w_stride", "spread_ns",
+        "own_buffer", "signals", "call", "most_rows", "own_rows", "part_rows", "N", "K",
+        "x_stride", "w_stride", "spread_ns",
     ]
 )
 def gemm_all_to_all(
     x, w, bias, scales, tiles, buffers, own_buffer, signals, epochs, ctx, routes, call, most_rows,
-    own_rows, part_rows, product_rows, N, K, x_stride, w_stride, spread_ns, BATCH: tl.constexpr,
-    SENDING: tl.constexpr, TILING: tl.constexpr,
+    own_rows, part_rows, N, K, x_stride, w_stride, spread_ns, SENDING: tl.constexpr,
+    TILING: tl.constexpr,
 ):
     """Multiply, tile by tile, each tile straight into its place in its owner's output.
 
@@ -39,9 +38,7 @@ def gemm_all_to_all(
     No program waits for a program that waits, except for program 0's grants, which are sent first.
 
     With tile stores, ``tiles`` describes ``[rank, buffer, part, row, column]``, with ``part_rows``
-    rows in each part of an output. For a batch, x and w hold the ``product_rows`` rows and the
-    weights of ``BATCH`` products, one after the other. Routes describe the first product's rows; a
-    destination's rows of the other products follow those of the first.
+    rows in each part of an output.
 
     Example: two ranks, two rows each, split evenly: products [a0, a1] on rank 0 and [b0, b1] on
     rank 1. Rank 0 writes a1 to row 0 of rank 1's output, then a0 to row 0 of its own; rank 1 writes
@@ -75,7 +72,7 @@ def gemm_all_to_all(
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
     tiles_m = (most_rows + BLOCK_M - 1) // BLOCK_M
     # Whole turns of INTERLEAVE tiles for each rank; tiles beyond the last are skipped.
-    tasks = (BATCH * tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
+    tasks = (tiles_m * tiles_n + INTERLEAVE - 1) // INTERLEAVE * INTERLEAVE
     # 2. Each tile goes straight to its place in its owner's buffer.
     for task in tl.range(program, tl.where(granted, tasks * WORLD_SIZE, 0), programs):
         dest = (me + 1 + task // INTERLEAVE % WORLD_SIZE) % WORLD_SIZE
@@ -83,22 +80,11 @@ def gemm_all_to_all(
         first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
         offset = tl.load(routes + dest * ROUTE + PLACE).to(tl.int32)
-        tile_m, tile_n = tile_place(tile, BATCH * tiles_m, tiles_n, GROUP_M)
-        product = tile_m // tiles_m
-        if BATCH > 1:
-            first += product * product_rows
-            offset += product * rows
-            # There are no rows beyond the last product's.
-            tile_m = tl.where(product < BATCH, tile_m % tiles_m, tiles_m)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
             il.record("tile", tile, group)
-            if BATCH > 1:
-                total = multiply_tile_of(
-                    product, matrices, first + row, column, first + rows, TILING
-                )
-            else:
-                total = multiply_tile(matrices, first + row, column, first + rows, TILING)
+            total = multiply_tile(matrices, first + row, column, first + rows, TILING)
             total = finish_tile(total, scales, bias, first + row, column, first + rows, N)
             il.record("computed", tile, group)
             value = total.to(OUT)

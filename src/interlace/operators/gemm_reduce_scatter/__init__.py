@@ -18,7 +18,6 @@ from interlace.gemm.implementations import network, two_levels
 from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_REDUCE_SCATTER
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
@@ -42,7 +41,6 @@ class GemmReduceScatter(GemmOperator):
     sum_name = "gemm_sum_reduce_scatter"
     implementations = (
         dataclasses.replace(FUSED, is_batch_invariant=True),
-        REMOTE_STORES,
         PUSHED_REDUCE_SCATTER,
         network.across_nodes(
             Implementation(
@@ -164,17 +162,15 @@ def gemm_reduce_scatter(
         group: 1 to 8 ranks of one node, or ranks of several nodes, between which ``"chunked"``
             sends slices over the network and ``"unfused"`` takes any call; default: the default
             process group.
-        impl: The implementation. ``"fused"`` is a single kernel. ``"remote_stores"`` is
-            ``torch.mm`` with the peers' memory as its output (rows split evenly, no bias).
-            ``"chunked"`` is ``torch.mm`` for the peers' rows, which copy engines send, and a kernel
-            for this rank's own rows. ``"pushed"`` is a product, then a kernel that stores the
-            rows at their owners and adds them there (rows split evenly). ``"unfused"`` or
-            ``"nccl"`` is ``F.linear``, then ``reduce_scatter``. ``"async_tp"`` is PyTorch's own
-            pair, on GPUs. ``"auto"`` is the one of these that is predicted to be the fastest;
-            :func:`interlace.explain` says which it is and why. ``"measured"`` is the one that the
-            first call of a kind measures to be the fastest (:func:`interlace.autotune`).
-            ``"batch_invariant"`` gives a row the same bits in every batch
-            (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
+        impl: The implementation. ``"fused"`` is a single kernel. ``"chunked"`` is ``torch.mm`` for
+            the peers' rows, which copy engines send, and a kernel for this rank's own rows.
+            ``"pushed"`` is a product, then a kernel that stores the rows at their owners and adds
+            them there (rows split evenly). ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
+            ``reduce_scatter``. ``"async_tp"`` is PyTorch's own pair, on GPUs. ``"auto"`` is the one
+            of these that is predicted to be the fastest; :func:`interlace.explain` says which it is
+            and why. ``"measured"`` is the one that the first call of a kind measures to be the
+            fastest (:func:`interlace.autotune`). ``"batch_invariant"`` gives a row the same bits in
+            every batch (:func:`interlace.batch_invariant`). An explicit choice is never replaced.
         config: The fused kernel's configuration, the same on every rank; default: the tuned
             table's.
 

@@ -111,13 +111,14 @@ def points_of(
                     continue
                 rows, columns, inner = (int(result[name]) for name in declaration.sizes)
                 dtype, ranks = str(result["dtype"]), int(result["world_size"])
-                call = SizedCall.of_dtype(dtype, rows, columns, inner, ranks)
+                w_along_k = bool(result.get("w_along_k", True))
+                call = SizedCall.of_dtype(dtype, rows, columns, inner, ranks, w_along_k=w_along_k)
                 tile = tile_of(str(result["config"]))
                 # Nothing is fitted where nothing is predicted: by kernels for few rows, with more
                 # rows or with a weight that they copy.
                 terms = dataclasses.replace(
                     Terms.of_sizes(rows, columns, getattr(torch, dtype), "cuda"),
-                    w_along_k=result.get("w_along_k", True),
+                    w_along_k=w_along_k,
                 )
                 implementations = tuple(
                     each for each in implementations if each.is_predictable(terms)

@@ -58,6 +58,18 @@ sectors: with K = 5400, all-to-all, all-reduce, reduce-scatter and all-gather of
 (decision 0029).
 """
 
+_PARTS_ACROSS_SECTORS = 1.15
+"""How much longer the library takes for a part of a product's rows where rows do not begin at such
+sectors: for both halves 0.96 to 1.7 times what it takes for the whole, in ten cases on an H100. A
+profile with 1.15 chooses best at calls that it has not seen, with 1 and 1.3 worse.
+"""
+
+
+_NARROW_COLUMNS = 16
+"""Columns of the result, which are rows of w, that a program of a kernel for few rows computes at
+least; it reads w no faster than one processor can.
+"""
+
 
 Schedule = Literal["whole", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"]
 """How an implementation computes its product: one product of the library; one product of the
@@ -101,6 +113,7 @@ class SizedCall:
         world_size: Number of ranks.
         output_itemsize: Bytes of an element of the result; ``itemsize`` if it is None.
         is_exact: Whether the product is of float32 without tensor cores.
+        w_along_k: Whether w is contiguous along K; else it is along N.
     """
 
     rows: int
@@ -110,6 +123,7 @@ class SizedCall:
     world_size: int
     output_itemsize: int | None = None
     is_exact: bool = False
+    w_along_k: bool = True
 
     @property
     def size(self) -> tuple[int, ...]:
@@ -125,8 +139,10 @@ class SizedCall:
         first; ``product`` and ``link``, the times of the product and of the link, each alone;
         ``longer``, the longer one of them; ``ramp``, the square root of the link's time, since
         transfers reach the link's rate by and by; ``memory``, the time to read x and w once, which
-        kernels for few rows are limited by; ``uneven``, the product's time again where ranks do not
-        get equally many rows, because parts of odd sizes are multiplied and sent less well.
+        kernels for few rows are limited by; ``narrow``, how much longer such a kernel reads where w
+        has fewer columns than its programs could share; ``uneven``, the product's time again where
+        ranks do not get equally many rows, because parts of odd sizes are multiplied and sent less
+        well.
         """
         link = profile.link_us(operator, self)
         if schedule == "to_all":
@@ -143,6 +159,8 @@ class SizedCall:
             product = products + profile.own_product_us(self, tile, ranks=1)
         else:
             product = profile.library_product_us(self)
+        memory = self.itemsize * (self.rows + self.columns) * self.inner / bytes_per_us
+        idle = max(_NARROW_COLUMNS * profile.processors / max(self.columns, 1) - 1, 0.0)
         return {
             "fixed": 1.0,
             "peers": self.world_size - 2.0,
@@ -150,19 +168,35 @@ class SizedCall:
             "link": link,
             "longer": max(product, link),
             "ramp": math.sqrt(link),
-            "memory": self.itemsize * (self.rows + self.columns) * self.inner / bytes_per_us,
+            "memory": memory,
+            "narrow": memory * idle,
             "uneven": product if self.rows % self.world_size else 0.0,
         }
 
     @staticmethod
-    def of_dtype(dtype: str, rows: int, columns: int, inner: int, world_size: int) -> SizedCall:
+    def of_dtype(
+        dtype: str,
+        rows: int,
+        columns: int,
+        inner: int,
+        world_size: int,
+        *,
+        w_along_k: bool = True,
+    ) -> SizedCall:
         """Return a call whose operands have a dtype, such as ``"bfloat16"``, and whose result has
         the one that comes by default.
         """
         itemsize = {"float8_e4m3fn": 1, "float32": 4}.get(dtype, 2)
         output_itemsize = 2 if itemsize == 1 else None
         return SizedCall(
-            rows, columns, inner, itemsize, world_size, output_itemsize, is_exact=itemsize == 4
+            rows,
+            columns,
+            inner,
+            itemsize,
+            world_size,
+            output_itemsize,
+            is_exact=itemsize == 4,
+            w_along_k=w_along_k,
         )
 
 
@@ -385,7 +419,10 @@ class MachineProfile:
         read_elements = products * (rows + columns) * inner
         output_itemsize = call.output_itemsize or call.itemsize
         moved_bytes = call.itemsize * read_elements + output_itemsize * results
-        return self.product.launch_us + max(shortest, moved_bytes / bytes_per_us)
+        us = max(shortest, moved_bytes / bytes_per_us)
+        if rows != call.rows and inner * call.itemsize % _SECTOR_BYTES:
+            us *= _PARTS_ACROSS_SECTORS
+        return self.product.launch_us + us
 
     def _library_tiles(self, inner: int, flops_per_s: float) -> list[tuple[int, int, int, float]]:
         """Return rows, columns, split of K and microseconds of each tile that the library may take
@@ -424,7 +461,8 @@ class MachineProfile:
         tiles = products * ranks * tiles_of_rank * ceil_div(call.columns, block_n)
         waves = ceil_div(tiles, self.processors)
         flops_per_s = self.flops_per_s(call, own=True)
-        if call.inner * call.itemsize % _SECTOR_BYTES:
+        rows_of_operands = call.inner, call.inner if call.w_along_k else call.columns
+        if any(elements * call.itemsize % _SECTOR_BYTES for elements in rows_of_operands):
             flops_per_s /= _ACROSS_SECTORS
         return waves * self.tile_us(block_m, block_n, call.inner, flops_per_s)
 

@@ -135,7 +135,9 @@ def choose_on(
     tabulated = by_table(operator, gpu.name, sizes, dtype, world_size, start, default)
     if world_size > 1:
         profile, config = profile_of(gpu.name, gpu.processors), tabulated.config
-        call = SizedCall.of_dtype(str(dtype).removeprefix("torch."), **sizes, world_size=world_size)
+        call = SizedCall.of_dtype(
+            str(dtype).removeprefix("torch."), **sizes, world_size=world_size, w_along_k=w_along_k
+        )
         terms = Terms.of_sizes(rows, columns, dtype, "cuda")
         # Float8 has a wider result.
         converts = dtype.itemsize == 1 if out_dtype is None else out_dtype != dtype

@@ -44,12 +44,13 @@ def pool(lookups, B, table, first, count, POOLING: tl.constexpr, VECTORS: tl.con
     """
     BAGS: tl.constexpr = POOLING.bags
     STAGES: tl.constexpr = POOLING.stages
+    DTYPE: tl.constexpr = VECTORS.table_dtype
     WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
     indices, weights = lookups.indices, lookups.weights
     entry = lookups.tables + table * FIELDS
     stride = tl.multiple_of(tl.load(entry + STRIDE), ALIGN)
-    base = vectors_at(tl.load(entry + ADDRESS), VECTORS.table_dtype, ALIGN)
+    base = vectors_at(tl.load(entry + ADDRESS), DTYPE, ALIGN)
     bag = tl.arange(0, BAGS)
     columns = tl.arange(0, WIDTH)
     bounds = lookups.offsets + (B.to(tl.int64) * table + first) + bag

@@ -68,6 +68,7 @@ def push_gradients(
     """
     ROWS: tl.constexpr = PUSHING.rows
     BLOCKS: tl.constexpr = PUSHING.blocks
+    WIDTH: tl.constexpr = PUSHING.width
     OUT: tl.constexpr = VECTORS.out_dtype
     ALIGN: tl.constexpr = VECTORS.align
     rank, chunk, columns = gradients.rank, gradients.chunk, gradients.columns
@@ -75,7 +76,7 @@ def push_gradients(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     counts = tl.load(owners + 3 * peers, mask=peers < WORLD_SIZE, other=0)
     spans = owners + 3 * WORLD_SIZE
-    line, column = tl.arange(0, ROWS), tl.arange(0, PUSHING.width)
+    line, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     samples = samples_of(rank, gradients.B, chunk)
     blocks = (samples + ROWS - 1) // ROWS
     pieces = tl.maximum(tl.minimum((blocks + BLOCKS - 1) // BLOCKS, _MAX_PIECES), 1)
@@ -191,6 +192,7 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
 
     They are asked for before the gradients arrive.
     """
+    DTYPE: tl.constexpr = VECTORS.table_dtype
     WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
     column = tl.arange(0, WIDTH)
@@ -199,7 +201,7 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
     offset = tl.load(entry + TARGET)
     # A negative offset marks a table that is not trained.
     mask = mask & (offset >= 0)
-    first = vectors_at(target + offset, VECTORS.table_dtype, ALIGN)[:, None]
+    first = vectors_at(target + offset, DTYPE, ALIGN)[:, None]
     pointers = first + row[:, None] * stride[:, None] + column[None, :]
     states = tl.load(entry + STATE).to(tl.pointer_type(tl.float32)) + row
     cells = mask[:, None] & (column[None, :] < width[:, None])
@@ -221,9 +223,10 @@ def update_rows(
     If a peer's gradients have not ``arrived``, gradients are NaN, and rows stay as they are.
     """
     DTYPE: tl.constexpr = VECTORS.table_dtype
+    ALIGN: tl.constexpr = VECTORS.align
     pointers, states, weight, state = loaded
     column = tl.arange(0, VECTORS.width)
-    width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), VECTORS.align)
+    width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
     mask = mask & (tl.load(entry + TARGET) >= 0)
     if UPDATE == "store":
         value = tl.where((arrived + column * 0)[None, :] > 0, total, float("nan"))

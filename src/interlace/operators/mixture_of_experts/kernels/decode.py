@@ -204,9 +204,10 @@ def _tiles_of(lists, tiles_n, TILES: tl.constexpr):
     An expert's last tile has ``TILES.tail`` rows more than the others.
     """
     BLOCK_M: tl.constexpr = TILES.tiling.block_m
+    TAIL: tl.constexpr = TILES.tail
     lanes = tl.arange(0, TILES.local_lanes)
     rows = tl.load(lists.counts + lanes, mask=lanes < lists.L, other=0)
-    tiles_m = (tl.maximum(rows - TILES.tail, tl.minimum(rows, 1)) + BLOCK_M - 1) // BLOCK_M
+    tiles_m = (tl.maximum(rows - TAIL, tl.minimum(rows, 1)) + BLOCK_M - 1) // BLOCK_M
     return rows, tl.cumsum(rows, 0) - rows, tiles_m, tl.cumsum(tiles_m * tiles_n, 0)
 
 
@@ -351,6 +352,7 @@ def _multiply(
             well; or None.
         column: The first line.
     """
+    BLOCK_M: tl.constexpr = TILES.tiling.block_m
     BLOCK_N: tl.constexpr = TILES.tiling.block_n
     BLOCK_K: tl.constexpr = TILES.tiling.block_k
     W_ALONG_K: tl.constexpr = TILES.tiling.w_along_k
@@ -365,7 +367,7 @@ def _multiply(
         # A thread loads neighbouring lines at once, so lines beyond the last one are masked.
         has_line = (numbers < product.lines)[:, None]
         left_lines = product.weights + _line_in_memory(numbers, product)[:, None]
-    acc = tl.zeros([BLOCK_N, TILES.tiling.block_m], tl.float32)
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     if tail_lines is not None:
         tail = tl.zeros([BLOCK_N, tail_lines.shape[0]], tl.float32)
     for k in range(0, inner, BLOCK_K):

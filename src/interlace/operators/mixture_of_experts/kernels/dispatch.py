@@ -218,6 +218,7 @@ def _activate_tile(
     FORM: tl.constexpr,
 ):
     """Compute a tile of gate and up, and store it, unless ``kept`` is None, and its activation."""
+    BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     DESCRIPTORS: tl.constexpr = TILING.descriptors
     GATES: tl.constexpr = FORM.gates
@@ -243,7 +244,7 @@ def _activate_tile(
     if GATES == 1:
         gate, up = acc, None
     elif not FORM.halves:
-        gate, up = tl.split(tl.reshape(acc, [TILING.block_m, BLOCK_N // 2, 2]))
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
     active = activate(gate, up, FORM)
     if product.kept is not None:
         store_rows(product.kept, row, end, column, width, gate.to(DTYPE), DESCRIPTORS)

@@ -57,7 +57,11 @@ def test_the_tree_of_errors_is_that_of_the_module() -> None:
 
 def test_errors_of_the_packages_beside_it_are_caught_as_well() -> None:
     named = re.findall(r"`(interlace_\w+)\.(\w+Error)`", REFERENCE)
-    assert sorted(name for _, name in named) == ["DataError", "ProtocolError"]
+    assert sorted(name for _, name in named) == [
+        "DataError",
+        "ProtocolError",
+        "UnphysicalError",
+    ]
     for package, name in named:
         assert issubclass(getattr(importlib.import_module(package), name), interlace.InterlaceError)
 

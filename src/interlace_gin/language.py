@@ -31,8 +31,6 @@ _RELAXED, _ACQUIRE = tl.constexpr(0), tl.constexpr(2)  # numbers of C++
 _SIGNAL, _COUNTER = tl.constexpr(0), tl.constexpr(1)
 _PUT = tl.constexpr(context.PUT)
 
-__all__ = ["gin_arrived", "gin_put", "gin_sent", "gin_wait"]
-
 
 @triton.jit
 def gin_put(
@@ -184,3 +182,6 @@ def _shadow(gin, signal):
     """Return a pointer to the number of puts that waits have taken from a signal (int64)."""
     address = shadow_address(tl.cast(gin, tl.int64), tl.cast(signal, tl.int32))
     return address.to(tl.pointer_type(tl.int64))
+
+
+__all__ = ["gin_arrived", "gin_put", "gin_sent", "gin_wait"]

@@ -103,8 +103,8 @@ NCCL_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/interlace/$(NCCL)
 test-gin: setup
 	@test -e "$(NCCL_CACHE)/nvidia/nccl/lib/libnccl_device.bc" || \
 		$(BIN)/python -m pip install --quiet --no-deps --no-compile --target "$(NCCL_CACHE)" $(NCCL)
-	INTERLACE_NCCL="$(NCCL_CACHE)/nvidia/nccl" $(BIN)/python -m pytest -n 2 --dist worksteal tests/comm/test_nccl.py \
-		tests/language/test_gin_compiled.py
+	INTERLACE_NCCL="$(NCCL_CACHE)/nvidia/nccl" $(BIN)/python -m pytest -n 2 --dist worksteal tests/gin/test_nccl.py \
+		tests/gin/test_compiled.py
 
 # Every kernel is compiled by the oldest Triton that the package allows, too, 190 MB, kept where NCCL's wheel is:
 # it refuses some programs that later ones compile. Not for AMD's GPUs, where it compiles no compare-and-swap of a tile

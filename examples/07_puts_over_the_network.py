@@ -1,9 +1,9 @@
 """A kernel puts its slices over the network itself, to ranks that share no memory with it.
 
 The program that completes a slice puts it, and a signal behind it; nothing passes through the host.
-On GPUs this is NCCL's device API, by ``interlace.open_gin``. **That has been compiled and never
-run**: it needs a network card that NCCL can drive from the GPU. On the CPU backend messages of Gloo
-carry the same puts, so this example runs there, on two ranks that count as two nodes.
+On GPUs this is NCCL's device API, by the package ``interlace_gin``. **That has been compiled and
+never run**: it needs a network card that NCCL can drive from the GPU. On the CPU backend messages
+of Gloo carry the same puts, so this example runs there, on two ranks that count as two nodes.
 
 On two machines: ``torchrun --nnodes 2 --nproc-per-node 1 --rdzv-backend c10d --rdzv-endpoint
 HOST0:29500 examples/07_puts_over_the_network.py``.
@@ -18,6 +18,8 @@ import triton.language as tl
 
 import interlace
 import interlace.language as il
+from interlace_gin import open_gin
+from interlace_gin.language import gin_put, gin_wait
 
 SLICES, BLOCKS, BLOCK, CALLS = 4, 2, 256, 3
 """Slices for each peer, blocks of a slice, elements of a block, calls."""
@@ -48,7 +50,7 @@ def double_and_put(
     offset = half * WORLD_SIZE * SLICES * BLOCKS * BLOCK
     tl.store(il.pointer(staging, tl.float32) + offset + i, 2 * tl.load(x + i))
     if il.arrive_last(counters + peer * SLICES + slice, block, BLOCKS):
-        il.gin_put(
+        gin_put(
             gin, landing, (offset + (me * SLICES + slice) * BLOCKS * BLOCK) * 4,
             source, (offset + start) * 4, BLOCKS * BLOCK * 4, peer, me * SLICES + slice, group,
         )  # fmt: skip
@@ -65,7 +67,7 @@ def collect(
     slice = tl.program_id(0) % SLICES
     peer = (il.rank(group) + 1 + step) % WORLD_SIZE
     i = (peer * SLICES + slice) * SIZE + tl.arange(0, SIZE)
-    arrived = il.gin_wait(gin, peer * SLICES + slice, 1, peer, slice, group)
+    arrived = gin_wait(gin, peer * SLICES + slice, 1, peer, slice, group)
     landed = il.pointer(landing, tl.float32) + half * WORLD_SIZE * SLICES * SIZE + i
     # What the network has brought is not in a cache that may be old.
     tl.store(y + i, il.nan_unless(arrived.to(tl.int32), tl.load(landed, cache_modifier=".cg")))
@@ -75,7 +77,7 @@ def worker() -> list[float]:
     """Exchange doubled rows in several calls; return the largest error of each."""
     group = interlace.group_of()
     me, ranks, size = group.rank, group.world_size, SLICES * BLOCKS * BLOCK
-    gin = interlace.open_gin(signals=ranks * SLICES)
+    gin = open_gin(signals=ranks * SLICES)
     staging, landing = (gin.window(2 * ranks * size * 4) for _ in range(2))
     counters = torch.zeros(ranks * SLICES, dtype=torch.int32, device=group.device)
     context = group.context("example")

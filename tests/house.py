@@ -1,8 +1,9 @@
-"""Count how much there is to know in the package.
+"""Count how much there is to know in the package, and in those beside it.
 
     python -m tests.house
 
-prints a table of the sources, in statements of Python's grammar; with ``--wheel FILE`` also the
+prints a table of the package's sources, in statements of Python's grammar, and a line for each
+package beside it; with ``--wheel FILE`` also the
 size of a wheel and the time that ``import interlace`` takes.
 """
 
@@ -22,6 +23,8 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "src" / "interlace"
+OTHER_PACKAGES = sorted(file.parent for file in PACKAGE.parent.glob("*/__init__.py"))
+OTHER_PACKAGES.remove(PACKAGE)
 
 
 class Kernel(NamedTuple):
@@ -48,16 +51,14 @@ def main() -> None:
 
 def figures() -> dict[str, str]:
     """Return what is counted, by name, in the order of the table."""
-    trees = {file: ast.parse(file.read_text()) for file in sorted(PACKAGE.rglob("*.py"))}
+    trees = trees_of(PACKAGE)
     lines = {file: len(file.read_text().splitlines()) for file in trees}
     kernels = list(_kernels(trees))
     most, longest = max(kernels, key=lambda k: k.parameters), max(kernels, key=lambda k: k.lines)
-    repeated = repeated_classes(trees)
+    repeated = repeated_classes(PACKAGE)
     declared = operators()
     return {
-        "statements": str(
-            sum(isinstance(n, ast.stmt) for t in trees.values() for n in ast.walk(t))
-        ),
+        "statements": str(_statements(PACKAGE)),
         "files": str(len(trees)),
         "median file, lines": f"{statistics.median(lines.values()):.0f}",
         "operators": str(len(declared)),
@@ -67,16 +68,27 @@ def figures() -> dict[str, str]:
         "longest kernel, lines": f"{longest.lines} ({longest.name})",
         "lines of cli": str(sum(n for file, n in lines.items() if "cli" in file.parts)),
         "base dependencies": str(len(_project()["dependencies"])),
+        **{f"statements of {other.name}": str(_statements(other)) for other in OTHER_PACKAGES},
     }
 
 
-def repeated_classes(trees: dict[Path, ast.Module]) -> dict[str, list[str]]:
-    """Return the files of each class name that several classes have."""
+def trees_of(package: Path) -> dict[Path, ast.Module]:
+    """Return the syntax tree of each file of a package."""
+    return {file: ast.parse(file.read_text()) for file in sorted(package.rglob("*.py"))}
+
+
+def _statements(package: Path) -> int:
+    nodes = (node for tree in trees_of(package).values() for node in ast.walk(tree))
+    return sum(isinstance(node, ast.stmt) for node in nodes)
+
+
+def repeated_classes(package: Path) -> dict[str, list[str]]:
+    """Return the files of each class name that several classes of a package have."""
     files = collections.defaultdict(list)
-    for file, tree in trees.items():
+    for file, tree in trees_of(package).items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
-                files[node.name].append(str(file.relative_to(PACKAGE)))
+                files[node.name].append(str(file.relative_to(package)))
     return {name: found for name, found in sorted(files.items()) if len(found) > 1}
 
 

@@ -268,10 +268,10 @@ MUTANTS = [
     ),
     # gin
     Mutant(
-        "interlace/gin/gin_cpu.py",
+        "interlace_gin/engine_cpu.py",
         "start + put.nbytes > window.numel()",
         "start > window.numel()",
-        "language/test_gin.py::test_what_a_card_would_answer_with_damage_is_refused",
+        "gin/test_puts.py::test_what_a_card_would_answer_with_damage_is_refused",
     ),
     # integrations
     Mutant(

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-_PACKAGES = ("interlace", "interlace_dlrm", "interlace_explorer", "interlace_sim")
+_PACKAGES = ("interlace", "interlace_dlrm", "interlace_explorer", "interlace_gin", "interlace_sim")
 # Imports neither torch nor Triton, and reads data files as an installed package does.
 _COMMANDS = [
     ["doctor"],

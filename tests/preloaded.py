@@ -18,13 +18,14 @@ from triton.runtime.interpreter import InterpretedFunction
 
 import interlace.operators
 import interlace_dlrm
+import interlace_gin
 import tests.pool
 
 __all__ = ["hypothesis", "pytest", "tests", "torch"]
 
 for module in pkgutil.walk_packages(interlace.operators.__path__, "interlace.operators."):
     importlib.import_module(module.name)
-for package in (interlace, interlace_dlrm):
+for package in (interlace, interlace_dlrm, interlace_gin):
     for name in package.__all__:
         getattr(package, name)
 

@@ -22,7 +22,7 @@ from interlace import errors
 ROOT = Path(__file__).parents[1]
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
 RESULTS = ROOT / "benchmarks" / "results"
-LANGUAGE = ROOT / "src" / "interlace" / "language"
+SOURCES = ROOT / "src"
 
 
 def _first_cells(heading: str) -> list[str]:
@@ -57,7 +57,11 @@ def test_the_tree_of_errors_is_that_of_the_module() -> None:
 
 def test_errors_of_the_packages_beside_it_are_caught_as_well() -> None:
     named = re.findall(r"`(interlace_\w+)\.(\w+Error)`", REFERENCE)
-    assert sorted(name for _, name in named) == ["DataError", "ProtocolError"]
+    assert sorted(name for _, name in named) == [
+        "DataError",
+        "ProtocolError",
+        "UnphysicalError",
+    ]
     for package, name in named:
         assert issubclass(getattr(importlib.import_module(package), name), interlace.InterlaceError)
 
@@ -66,19 +70,23 @@ def test_every_field_of_faults_has_its_line() -> None:
     assert _first_cells("Fault injection") == list(interlace.Faults.__dataclass_fields__)
 
 
-def test_signatures_of_the_language() -> None:
+@pytest.mark.parametrize(
+    ("folder", "module", "prefix"),
+    [("interlace/language", "__init__.py", "il."), ("interlace_gin", "language.py", "")],
+)
+def test_signatures_of_the_language(folder: str, module: str, prefix: str) -> None:
     """The README has the signature of every public primitive, as the source has it."""
     from_source = {}
-    for file in LANGUAGE.glob("*.py"):
+    for file in (SOURCES / folder).glob("*.py"):
         # The interpreter's twins of instructions have the same signatures.
         for node in ast.parse(file.read_text(encoding="utf-8")).body:
             if isinstance(node, ast.FunctionDef):
                 from_source[node.name] = ast.unparse(node.args)
-    text = (LANGUAGE / "README.md").read_text(encoding="utf-8")
+    text = (SOURCES / folder / "README.md").read_text(encoding="utf-8")
     block = text.split("## Signatures\n")[1].split("```\n")[1]
     block = re.sub(r"\n +", " ", block)
-    listed = dict(re.findall(r"^il\.(\w+)\((.*)\)$", block, flags=re.MULTILINE))
-    public = ast.literal_eval((LANGUAGE / "__init__.py").read_text().split("__all__ = ")[1])
+    listed = dict(re.findall(rf"^{re.escape(prefix)}(\w+)\((.*)\)$", block, flags=re.MULTILINE))
+    public = ast.literal_eval((SOURCES / folder / module).read_text().split("__all__ = ")[1])
     assert sorted(listed) == public
     for name, arguments in listed.items():
         expected = from_source[name].replace("_RELEASE", "'release'")

@@ -61,6 +61,7 @@ WITHOUT_TRITON = [
     "import interlace; interlace.launch, interlace.empty_symmetric",
     "import interlace; interlace.embedding_all_to_all",
     "import interlace_dlrm; interlace_dlrm.DLRM, interlace_dlrm.Trainer",
+    "import interlace_gin",
     "import interlace.nn",
     (
         "import interlace; interlace.gemv_all_reduce; import torch; "

@@ -47,6 +47,8 @@ def test_what_a_wheel_must_have() -> None:
         "interlace/language/README.md",
         "interlace_dlrm/py.typed",
         "interlace_explorer/py.typed",
+        "interlace_gin/gin.ll",
+        "interlace_gin/py.typed",
         "interlace_sim/presets/machines/h200-node.yaml",
         "interlace/tuning/tables/gemm_reduce_scatter.nvidia_h200.json",
     } <= files_of_package().keys()

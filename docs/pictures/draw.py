@@ -178,7 +178,6 @@ def architecture() -> None:
         ((44, "gemm\ncall, schema, dispatch, implementations, kernels", SHADES[0]),),
         ((26, "mapped\noutputs on peers, and copies to them", SHADES[0]), (17, "tracing\ntimelines of kernels", SHADES[0])),
         ((26, "language\nTriton primitives", SHADES[0]), (17, "tuning\nsizes → config", SHADES[0])),
-        ((44, "gin\nputs over the network that a kernel starts", SHADES[2]),),
         ((44, "comm\nlaunching, groups, host, replay, runtime, cpu", SHADES[2]),),
         ((21.5, "registry\noperators", SHADES[1]), (21.5, "costs\npure Python", SHADES[1])),
         ((14, "cache_folder", PALE), (14, "environment", PALE), (14, "figure, units", PALE)),
@@ -209,6 +208,7 @@ def architecture() -> None:
         ("interlace_dlrm\nclick logs, DLRM, training", "uses public names of the", "library: nn and errors", SHADES[3]),
         ("interlace_explorer\nchecks protocols", "knows language and comm,", "and no operator", SHADES[3]),
         ("interlace_sim\nmany nodes; no torch", "knows operators by", "their costs", SHADES[1]),
+        ("interlace_gin\nputs over a network", "knows language and comm,", "and no operator", SHADES[2]),
     )
     for i, (text, first, second, fill) in enumerate(packages):
         y = -3.7 - 6.2 * i

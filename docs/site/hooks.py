@@ -37,6 +37,13 @@ _MORE_API = {
     "explorer": ("Explorer of interleavings", ["interlace_explorer"]),
     "dlrm": ("DLRM", ["interlace_dlrm"]),
     "simulator": ("Simulator", ["interlace_sim"]),
+    "gin": ("GPU-initiated puts", ["interlace_gin", "interlace_gin.language"]),
+}
+
+# Pages whose addresses do not say in which folder of the sources they are.
+_NAMED_PAGES = {
+    "src/interlace/language/README.md": "memory-model.html",
+    "src/interlace_gin/README.md": "gpu-initiated-puts.html",
 }
 
 
@@ -155,8 +162,8 @@ def _notebooks(config: MkDocsConfig) -> Iterator[File]:
 
 def _target(name: str) -> str:
     """Return where the site has a file of the repository: a page, a picture, or measurements."""
-    if name == "src/interlace/language/README.md":
-        return "memory-model.html"
+    if name in _NAMED_PAGES:
+        return _NAMED_PAGES[name]
     name = name.removeprefix("docs/site/")
     name = re.sub(r"^src/interlace/operators/(\w+)/README\.md$", r"operators/\1.md", name)
     name = name.removeprefix("docs/").replace("benchmarks/results/", "measurements/")

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from interlace.gemm.autotune import autotune
     from interlace.gemm.epilogue import Normed
     from interlace.gemm.invariance import batch_invariant
-    from interlace.gin.gin import open_gin
     from interlace.mapped import MappedOutput, TriggeredTransfers, fuse
     from interlace.operators.all_gather_gemm import AllGatherGemmConfig, all_gather_gemm
     from interlace.operators.embedding_all_to_all import embedding_all_to_all
@@ -66,7 +65,6 @@ _PUBLIC = {
     "group_of": "interlace.comm",
     "inject": "interlace.comm",
     "launch": "interlace.comm",
-    "open_gin": "interlace.gin.gin",
     "recover": "interlace.comm",
     "set_deadline": "interlace.comm",
     "synchronize": "interlace.comm",
@@ -154,7 +152,6 @@ __all__ = [
     "mapped",
     "mixture_of_experts",
     "nn",
-    "open_gin",
     "operator",
     "optim",
     "recover",

@@ -5,7 +5,6 @@
     InterlaceError
     ├── ArgumentError (ValueError)        an argument breaks a rule of the call
     │   └── ConfigError                   a configuration file, trace or model parameter breaks one
-    ├── UnphysicalError                   a simulated result lies under its physical lower bound
     ├── RankMismatchError                 ranks called the same operator with different arguments
     ├── GroupError                        this process group cannot be used
     ├── BackendError                      the machine, its driver or a package lacks something
@@ -51,13 +50,6 @@ class ConfigError(ArgumentError):
     """A configuration file, a trace or a parameter of a model breaks a rule.
 
     The message names the file and the key.
-    """
-
-
-class UnphysicalError(InterlaceError):
-    """A simulated result lies under its physical lower bound.
-
-    The model is wrong, or the mode that the simulation was asked for.
     """
 
 

@@ -39,6 +39,14 @@ def format_bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def format_binary_bytes(count: int) -> str:
+    """Format a power of two of bytes with a power of two: ``65_536`` -> ``"64 KiB"``."""
+    for size, name in ((MIB, "MiB"), (KIB, "KiB")):
+        if count >= size:
+            return f"{count // size} {name}"
+    return f"{count} B"
+
+
 def format_ns(nanoseconds: float) -> str:
     """Format a time in nanoseconds: ``12_600`` -> ``"12.6 us"``."""
     for size, name in ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us")):

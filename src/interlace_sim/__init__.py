@@ -29,6 +29,7 @@ from interlace.extras import needing
 
 if TYPE_CHECKING:
     from interlace_sim.engine import Engine, Join, Server
+    from interlace_sim.errors import UnphysicalError
     from interlace_sim.fabric import Fabric
     from interlace_sim.machine import Machine, load_machine
     from interlace_sim.results import Result
@@ -61,6 +62,7 @@ _PUBLIC = {
     "Scenario": "scenario",
     "Server": "engine",
     "Task": "work",
+    "UnphysicalError": "errors",
     "load_machine": "machine",
     "matrix_product": "work",
     "run": "step",
@@ -82,6 +84,7 @@ __all__ = [
     "Scenario",
     "Server",
     "Task",
+    "UnphysicalError",
     "load_machine",
     "matrix_product",
     "run",

@@ -11,8 +11,8 @@ import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 
-from interlace.errors import UnphysicalError
 from interlace_sim.collectives import Group, least_sent_bytes
+from interlace_sim.errors import UnphysicalError
 from interlace_sim.machine import Machine
 from interlace_sim.topology import Hierarchical, Topology
 from interlace_sim.work import COMPUTE, Collective, Consuming, Fused, HostCopy, Kernel, Task, Work

@@ -11,6 +11,7 @@ import torch
 
 import interlace
 from interlace_explorer import Rank, Report, explore
+from interlace_gin import open_gin
 
 
 def _memory() -> tuple[Any, Any]:
@@ -264,7 +265,7 @@ def test_refusals(ranks: Any) -> None:
 
 
 def _opening_gin(rank: Rank) -> None:
-    interlace.open_gin(signals=1)
+    open_gin(signals=1)
 
 
 def _tracing(rank: Rank) -> None:

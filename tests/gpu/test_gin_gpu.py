@@ -10,8 +10,8 @@ import warnings
 import pytest
 
 import interlace
-from interlace.testing.gin_check import try_gin
-from tests.wheels import nccl_folder
+from interlace_gin.self_test import try_gin
+from tests.gin.wheels import nccl_folder
 
 pytestmark = pytest.mark.gpu
 

@@ -12,10 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from interlace.errors import ConfigError, UnphysicalError
+from interlace.errors import ConfigError
 from interlace_sim.bounds import Bound
 from interlace_sim.collectives import ALGORITHMS, Group, schedule
 from interlace_sim.engine import Engine
+from interlace_sim.errors import UnphysicalError
 from interlace_sim.fabric import Fabric
 from interlace_sim.results import LinkUse, LinkUses, Result
 from interlace_sim.step import run

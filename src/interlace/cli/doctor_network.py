@@ -25,10 +25,12 @@ from interlace.cli import machine
 from interlace.cli.console import make_console, make_table, run_ranks
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
-from interlace.comm import Group, group_of
+from interlace.comm import group_of
 from interlace.comm.groups.network_rates import SIZES, TOGETHER, ExchangeTime, measure_exchanges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import profile_on
+from interlace.units import format_binary_bytes
+from interlace_gin.self_test import puts_sentences, try_puts
 
 _LOG = {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET,ENV"}
 
@@ -208,7 +210,7 @@ def times_table(times: Sequence[ExchangeTime], networks: Sequence[str]) -> Table
     for nbytes, messages in by_size:
         if messages > 1:
             continue
-        cells = [_size(nbytes)]
+        cells = [format_binary_bytes(nbytes)]
         for count in (1, TOGETHER):
             time = by_size.get((nbytes, count))
             cells += ["", ""] if time is None else _cells(time)
@@ -251,47 +253,3 @@ def _missing(document: dict[str, Any]) -> list[str]:
             "Measure it: interlace tune machine, started as this command was."
         )
     return sentences
-
-
-# GPU-initiated puts (gin)
-
-
-def try_puts(group: Group) -> dict[str, Any] | None:
-    """Run the self-test on a rank, in a process of its own. Collective.
-
-    Returns:
-        The outcome of all ranks, for :func:`puts_sentences`; None on the CPU backend and on one
-        node, where there is nothing to try.
-    """
-    if group.backend == "cpu" or not group.spans_nodes:
-        return None
-    from interlace.testing.gin_check import try_gin  # imports Triton
-
-    return dataclasses.asdict(try_gin(group))
-
-
-def puts_sentences(outcome: dict[str, Any] | None) -> list[str]:
-    """Return what the self-test has shown, in one sentence; none if it was not run."""
-    if outcome is None:
-        return []
-    if not outcome["passed"]:
-        return [
-            f"GPU-initiated puts (gin) cannot be used here: {outcome['reason'].rstrip('.')}. "
-            "Nothing uses them unless it is asked to."
-        ]
-    times = ", ".join(
-        f"{_size(int(nbytes))} in {us:.0f} us" for nbytes, us in outcome["exchange_us"].items()
-    )
-    return [
-        f"GPU-initiated puts (gin) passed their self-test, by {outcome['carrier']}: one exchange "
-        f"with every remote rank {times}. Nothing uses them unless it is asked to "
-        "(interlace.open_gin). Please report it: they have run nowhere else."
-    ]
-
-
-def _size(nbytes: int) -> str:
-    """Return a power of two of bytes in words."""
-    for unit, unit_bytes in (("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= unit_bytes:
-            return f"{nbytes // unit_bytes} {unit}"
-    return f"{nbytes} B"

@@ -33,7 +33,6 @@ from interlace.language.epochs import (
     previous_epoch,
     unmarked,
 )
-from interlace.language.gin import gin_arrived, gin_put, gin_sent, gin_wait
 from interlace.language.lamport import get_lamport, put_lamport, sum_lamport
 from interlace.language.packed import get_packed, put_packed, sum_packed
 from interlace.language.primitives import barrier, fence, get, put, put_signal, signal, wait
@@ -56,10 +55,6 @@ __all__ = [
     "get",
     "get_lamport",
     "get_packed",
-    "gin_arrived",
-    "gin_put",
-    "gin_sent",
-    "gin_wait",
     "in_turn",
     "is_broken",
     "join",

@@ -93,12 +93,6 @@ def append_put(value, peer, group):
 
 
 @triton.jit
-def append_range(nbytes, peer, group):
-    """Record that a range of ``nbytes`` bytes (int scalar) leaves for ``peer``."""
-    append(tl.zeros([], tl.int32), _PUT, peer, nbytes, group)
-
-
-@triton.jit
 def append_signal(ptr, peer, mask, group):
     """Record that the signals ``ptr`` have been set at ``peer``."""
     if is_tile(ptr):

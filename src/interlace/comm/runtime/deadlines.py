@@ -26,7 +26,6 @@ INTERRUPT_S = 0.5  # that Ctrl-C may have to wait for the store
 LEAST_CONNECT_S = 60.0  # in which NCCL has connected, at least: many ranks take some seconds
 ABORT_S = 10.0  # in which NCCL has ended a communicator, unless a graph has its kernels
 FAILED_S = 5.0  # in which kernels that wait have ended, once a call has failed
-GOODBYE_S = 5.0  # in which peers that close a connection, too, have said so
 KERNELS_ABORT_S = 0.2  # in which an abort has reached NCCL's kernels
 
 
@@ -80,13 +79,6 @@ def accusation_s(deadline_s: float) -> float:
     own wait may have begun later.
     """
     return max(ANSWER_S, deadline_s / 4)
-
-
-def library_call_s(deadline_s: float) -> float:
-    """Return the seconds in which a library's collective call must be complete: a rank on which it
-    has failed waits for the others in an exchange.
-    """
-    return deadline_s / 2
 
 
 def watch_pause_s(deadline_s: float) -> float:

@@ -138,7 +138,7 @@ def _send_parts(
 
 
 def _double(x: torch.Tensor, *, out: torch.Tensor, counters: torch.Tensor) -> None:
-    from interlace.testing.kernels import double_and_count
+    from interlace.testing.cases.kernels import double_and_count
 
     parts, rows, columns = x.shape
     double_and_count[(parts * rows,)](
@@ -183,7 +183,7 @@ class KernelCase(Case):
         return [[torch.stack([call["x"] for call in inputs]).sum(0)]] * len(inputs)
 
     def open(self, group: dist.ProcessGroup | None) -> Make:
-        from interlace.testing.kernels import put_signal_sum
+        from interlace.testing.cases.kernels import put_signal_sum
 
         owner = group_of(group)
         ranks = owner.world_size

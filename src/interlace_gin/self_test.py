@@ -17,14 +17,15 @@ import statistics
 import subprocess
 import sys
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import interlace
-from interlace.comm.groups.group import Group
+from interlace.comm.groups.group import Group, group_of
 from interlace.errors import BackendError, InterlaceError, PeerTimeoutError
-from interlace.gin.gin import Gin, Window, open_gin
+from interlace.units import format_binary_bytes
+from interlace_gin.gin import Gin, Window, open_gin
 
 SIZES = (64, 65536, 4 * 2**20)
 """Bytes of the ranges that are put; every size is compared, and timed on GPUs."""
@@ -32,7 +33,7 @@ SIZES = (64, 65536, 4 * 2**20)
 _ROUNDS = 20  # exchanges of one timed launch
 _LAUNCHES = 5  # timed launches, of which the median counts
 _SHORT_DEADLINE_S = 1.0  # of the wait that must expire
-_RESULT = "gin_check: "  # precedes the result in what a process prints
+_RESULT = "self-test of gin: "  # precedes the result in what a process prints
 _MODULUS = 251  # a prime, so that no pattern equals a shifted one
 
 
@@ -53,6 +54,38 @@ class Outcome:
     reason: str = ""
 
 
+def try_puts(group: Group) -> dict[str, Any] | None:
+    """Run the self-test on a rank for ``interlace doctor --network``. Collective.
+
+    Returns:
+        The outcome of all ranks, for :func:`puts_sentences`; None on the CPU backend and on one
+        node, where there is nothing to try.
+    """
+    if group.backend == "cpu" or not group.spans_nodes:
+        return None
+    return dataclasses.asdict(try_gin(group))
+
+
+def puts_sentences(outcome: dict[str, Any] | None) -> list[str]:
+    """Return what the self-test has shown, in one sentence; none if it was not run."""
+    if outcome is None:
+        return []
+    if not outcome["passed"]:
+        return [
+            f"GPU-initiated puts (gin) cannot be used here: {outcome['reason'].rstrip('.')}. "
+            "Nothing uses them unless it is asked to."
+        ]
+    times = ", ".join(
+        f"{format_binary_bytes(int(nbytes))} in {us:.0f} us"
+        for nbytes, us in outcome["exchange_us"].items()
+    )
+    return [
+        f"GPU-initiated puts (gin) passed their self-test, by {outcome['carrier']}: one exchange "
+        f"with every remote rank {times}. Nothing uses them unless it is asked to "
+        "(interlace_gin.open_gin). Please report it: they have run nowhere else."
+    ]
+
+
 def try_gin(group: Group, limit_s: float = 120.0) -> Outcome:
     """Run the self-test on all ranks of a group. Collective.
 
@@ -66,7 +99,7 @@ def try_gin(group: Group, limit_s: float = 120.0) -> Outcome:
     place = [_own_host(), _free_port()] if group.rank == 0 else None
     host, port = group.exchange("self-test of gin", place)[0]
     command = [
-        *(sys.executable, "-m", "interlace.testing.gin_check", host, str(port)),
+        *(sys.executable, "-m", "interlace_gin.self_test", host, str(port)),
         *(str(group.rank), str(group.world_size), str(group.device), str(limit_s)),
     ]
     told = group.exchange(
@@ -126,7 +159,7 @@ def main(
     store = dist.TCPStore(host, int(port), ranks, is_master=rank == 0, timeout=patience)
     dist.init_process_group(backend, store=store, rank=rank, world_size=ranks, timeout=patience)
     try:
-        outcome = _check(interlace.group_of(device=device), limit_s)
+        outcome = _check(group_of(device=device), limit_s)
     except InterlaceError as error:
         outcome = Outcome(False, reason=error.line)
     print(_RESULT + json.dumps(dataclasses.asdict(outcome)), flush=True)
@@ -188,7 +221,7 @@ def _exchange(
     peers: tuple[int, ...], rounds: int,
 ) -> list[int]:  # fmt: skip
     """Launch the kernel and return the number of complete rounds by peer."""
-    from interlace.testing import kernels
+    from interlace_gin import kernels
 
     arrived = torch.zeros(len(peers), dtype=torch.int32, device=group.device)
     with group.running():
@@ -225,7 +258,7 @@ def _expire(group: Group, gin: Gin, peer: int) -> None:
     Raises:
         BackendError: The deadline did not end the wait.
     """
-    from interlace.testing import kernels
+    from interlace_gin import kernels
 
     group.deadline_s = _SHORT_DEADLINE_S
     arrived = torch.ones(1, dtype=torch.int32, device=group.device)

@@ -1,8 +1,9 @@
 """Call NCCL's library and find its device code, both from one installed wheel, by ctypes.
 
-Only GPU-initiated puts (:mod:`interlace.gin.gin`) need this: everything else goes through torch.
+Only GPU-initiated puts (:mod:`interlace_gin.engine_nccl`) need this: everything else goes through
+torch.
 Library and device code must be of one version, as one writes structures that the other reads.
-Structures here are those of NCCL 2.30.7; ``tests/comm/test_nccl.py`` compares each field, constant
+Structures here are those of NCCL 2.30.7; ``tests/gin/test_nccl.py`` compares each field, constant
 and function with the headers of a wheel.
 """
 

@@ -6,7 +6,7 @@ import dataclasses
 import time
 
 import interlace
-from interlace.testing.gin_check import Outcome, try_gin
+from interlace_gin.self_test import Outcome, try_gin
 from tests.nodes.groups import process_group_of
 
 

@@ -16,13 +16,12 @@ import torch
 
 from interlace.comm.groups.group import Group
 from interlace.comm.replay.memory import call_when_gone
-from interlace.comm.runtime.deadlines import library_call_s
 from interlace.comm.runtime.dlpack import bytes_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import BackendError, WorkspaceError
-from interlace.gin import nccl
-from interlace.gin.gin import Window
 from interlace.units import format_bytes, round_up
+from interlace_gin import nccl
+from interlace_gin.gin import Window
 
 _abandoned: list[Any] = []  # what calls of NCCL that did not complete may still use, for ever
 
@@ -64,7 +63,7 @@ class NcclEngine:
         self.address = self._device_communicator.data_ptr()
         version, back_end = nccl.in_words(self._nccl.version), self._communicator.back_end
         self.carrier = f"NCCL {version}, {back_end}"
-        text = importlib.resources.files("interlace.language") / "gin.ll"
+        text = importlib.resources.files("interlace_gin") / "gin.ll"
         # In this order: the second resolves what the first refers to. Pairs, as Launch needs
         # options that can be a key.
         libraries = (("interlace_gin", str(text)), ("nccl", str(self._nccl.device_code)))
@@ -104,7 +103,9 @@ class _Communicator:
             BackendError: It fails, or a rank is late.
         """
         self._nccl, self._handle, self.back_end = library, ctypes.c_void_p(), ""
-        self._patience_s = library_call_s(group.deadline_s)
+        # A rank on which a call has failed waits for the others in an exchange, whose deadline is
+        # the group's.
+        self._patience_s = group.deadline_s / 2
         self._device_communicator: Any = None
         self._windows: list[tuple[ctypes.c_void_p, _NcclMemory]] = []
         self._is_stuck = False

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.gin.gin import open_gin
-from interlace.gin.gin_cpu import Put, engine_at
+from interlace_gin import open_gin
+from interlace_gin.engine_cpu import Put, engine_at
 from tests.errors import error_of
 from tests.nodes.groups import process_group_of
 
@@ -23,7 +23,7 @@ PART, SENT = 4096, 1000
 
 def _exchanged(nodes):
     """Every rank puts to every other in two rounds; what is wrong, and what was counted."""
-    from interlace.testing import kernels
+    from interlace_gin import kernels
 
     with process_group_of(nodes) as process_group:
         group = interlace.group_of(process_group)
@@ -63,7 +63,7 @@ def test_ranges_arrive_at_every_rank_of_every_node(ranks, count, nodes):
 
 
 def _counted():
-    from tests.language import gin_kernels
+    from tests.gin import kernels
 
     with process_group_of(2) as process_group:
         group = interlace.group_of(process_group)
@@ -71,11 +71,11 @@ def _counted():
         window = gin.window(PART)
         found = torch.full((2,), -9, dtype=torch.int32)
         with group.running():
-            gin_kernels.put_some[(1,)](
+            kernels.put_some[(1,)](
                 gin.address, window.handle, 0, 8, 1 - group.rank, 1, 1, 5, group.context("gin")
             )
-            gin_kernels.await_sent[(1,)](found[:1], gin.address, 1, 5, group.context("gin"))
-            gin_kernels.take[(1,)](
+            kernels.await_sent[(1,)](found[:1], gin.address, 1, 5, group.context("gin"))
+            kernels.take[(1,)](
                 found[1:], gin.address, 1, 2, 3, 1 - group.rank, group.context("gin")
             )
         dist.barrier(process_group)
@@ -90,7 +90,7 @@ def test_a_wait_takes_as_many_puts_as_it_waits_for(ranks):
 
 def _late():
     """Rank 1 puts nothing: rank 0 names it, and both can recover and go on."""
-    from tests.language import gin_kernels
+    from tests.gin import kernels
 
     with process_group_of(2) as process_group:
         group = interlace.group_of(process_group)
@@ -101,7 +101,7 @@ def _late():
             found = torch.zeros(1, dtype=torch.int32)
             try:
                 with group.running():
-                    gin_kernels.take[(1,)](found, gin.address, 0, 1, 1, 1, group.context("takes"))
+                    kernels.take[(1,)](found, gin.address, 0, 1, 1, 1, group.context("takes"))
             except interlace.PeerTimeoutError as error:
                 late = error.operator, error.peer, error.node, error.slice, found.item()
         group.deadline_s = 60.0
@@ -124,7 +124,7 @@ def test_a_late_rank_is_named_and_a_recovered_group_opens_anew(ranks):
 
 def _refused():
     """What is said to calls with something wrong in each."""
-    from tests.language import gin_kernels
+    from tests.gin import kernels
 
     with process_group_of(2) as process_group:
         group = interlace.group_of(process_group)
@@ -137,7 +137,7 @@ def _refused():
 
         def put(address=gin.address, handle=window.handle, start=0, signal=0, counter=-1):
             with group.running():
-                gin_kernels.put_some[(1,)](
+                kernels.put_some[(1,)](
                     *(address, handle, start, 8, 1 - group.rank, signal, counter, 1),
                     group.context("gin"),
                 )

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from interlace.errors import BackendError, WorkspaceError
-from interlace.gin import nccl
-from interlace.gin.gin_nccl import _Communicator, _NcclMemory
+from interlace_gin import nccl
+from interlace_gin.engine_nccl import _Communicator, _NcclMemory
 
 _SOURCE = """
 #include <stdio.h>

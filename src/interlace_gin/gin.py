@@ -1,9 +1,9 @@
 """GPU-initiated puts over the network (GIN), the host's side: windows, signals, communicators.
 
-**Compiled, not run**: on GPUs this calls NCCL's device API, which no GPU at hand could run. Nothing
-of Interlace uses it unless it is asked for; ``interlace doctor --network`` tries it. On the CPU
-backend, messages of Gloo carry the puts (:mod:`interlace.gin.gin_cpu`), so kernels can be written
-and tested there.
+**Compiled, not run**: on GPUs this calls NCCL's device API, which no GPU at hand could run
+(:mod:`interlace_gin.engine_nccl`). ``interlace doctor --network`` tries it. On the CPU backend,
+messages of Gloo carry the puts (:mod:`interlace_gin.engine_cpu`), so kernels can be written and
+tested there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Window:
     """Hold memory that GPU-initiated puts of every rank may read and write.
 
     Attributes:
-        handle: Number of the window, for ``il.gin_put``; an address on a GPU.
+        handle: Number of the window, for ``gin_put``; an address on a GPU.
         data: This rank's memory, uint8 ``[nbytes]``, zero at first. It lives as long as any view.
     """
 
@@ -127,7 +127,7 @@ def open_gin(signals: int, counters: int = 0, group: dist.ProcessGroup | None = 
 
     Args:
         signals: Number of signals of each rank, 1 or more.
-        counters: Number of counters of each rank, for ``il.gin_sent``.
+        counters: Number of counters of each rank, for ``gin_sent``.
         group: Process group. Default: the default process group.
 
     Raises:
@@ -143,9 +143,9 @@ def open_gin(signals: int, counters: int = 0, group: dist.ProcessGroup | None = 
     _refuse_capture(owner)
     owner.agreement.compare("open_gin", {"signals": signals, "counters": counters})
     if owner.backend == "cpu":
-        from interlace.gin.gin_cpu import EmulatedEngine as Chosen
+        from interlace_gin.engine_cpu import EmulatedEngine as Chosen
     else:
-        from interlace.gin.gin_nccl import NcclEngine as Chosen  # type: ignore[assignment]
+        from interlace_gin.engine_nccl import NcclEngine as Chosen  # type: ignore[assignment]
     return Gin(owner, Chosen(owner, signals, counters), signals, counters)
 
 

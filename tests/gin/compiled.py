@@ -1,5 +1,5 @@
 """Compile kernels that put over the network, and say what the assembler made of them; run by
-``test_gin_compiled`` without TRITON_INTERPRET, where a kernel would be a Python function.
+``test_compiled`` without TRITON_INTERPRET, where a kernel would be a Python function.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from interlace.testing.kernels import await_nothing, exchange_ranges
+from interlace_gin.kernels import await_nothing, exchange_ranges
 from tests.compilers import TARGETS
 
 _ROOT = Path(__file__).parents[2]

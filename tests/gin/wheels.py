@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from interlace.errors import BackendError
-from interlace.gin import nccl
+from interlace_gin import nccl
 
 
 def nccl_folder() -> Path:

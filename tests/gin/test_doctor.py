@@ -4,8 +4,7 @@ import dataclasses
 
 import pytest
 
-from interlace.cli.doctor_network import puts_sentences
-from interlace.testing.gin_check import Outcome
+from interlace_gin.self_test import Outcome, puts_sentences
 
 
 @pytest.mark.parametrize(
@@ -15,7 +14,7 @@ from interlace.testing.gin_check import Outcome
             Outcome(True, "NCCL 2.30.7, GDAKI", {64: 9.4, 65536: 20.0, 4 * 2**20: 210.6}),
             "GPU-initiated puts (gin) passed their self-test, by NCCL 2.30.7, GDAKI: one exchange "
             "with every remote rank 64 B in 9 us, 64 KiB in 20 us, 4 MiB in 211 us. Nothing uses "
-            "them unless it is asked to (interlace.open_gin). Please report it: they have run "
+            "them unless it is asked to (interlace_gin.open_gin). Please report it: they have run "
             "nowhere else.",
         ),
         (

@@ -1,4 +1,4 @@
-"""Functions of ``gin.ll`` as Triton calls them; ``_gin_interpreted`` has the same names for the CPU
+"""Functions of ``gin.ll`` as Triton calls them; ``_interpreted`` has the same names for the CPU
 backend.
 """
 

@@ -1,10 +1,10 @@
-"""Functions of ``_gin_device`` for Triton's interpreter: plain Python, called while a kernel runs."""
+"""Functions of ``_device`` for Triton's interpreter: plain Python, called while a kernel runs."""
 
 import numpy as np
 import triton.language as tl
 
-from interlace.gin.gin_cpu import Put, engine_at
 from interlace.language._interpreted import plain
+from interlace_gin.engine_cpu import Put, engine_at
 
 
 def _number(value):

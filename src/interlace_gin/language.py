@@ -2,8 +2,8 @@
 
 A program puts a contiguous range of a registered window into a window of any rank of the group, of
 another node as well, by NCCL's device API. Nothing passes through the host. The put increments a
-signal of that rank, behind the data. ``gin`` is the argument ``interlace.open_gin(...).address`` of
-the kernel, which is launched with that object's ``options``. ``docs/nodes.md`` has an example.
+signal of that rank, behind the data. ``gin`` is the argument ``open_gin(...).address`` of the
+kernel, which is launched with that object's ``options``. ``README.md`` has an example.
 
 On the CPU backend messages of Gloo carry the puts.
 """
@@ -11,23 +11,25 @@ On the CPU backend messages of Gloo carry the puts.
 import triton
 import triton.language as tl
 
+from interlace.comm.runtime import context
 from interlace.comm.runtime.interpreter import interpreting
 from interlace.language._instructions import num_threads, records, require_peers
 from interlace.language.deadlines import LATE, after_look, report
-from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append, append_range
+from interlace.language.recording import SEVERAL, UNPACKED, WAIT, append
 
 # Triton compiles or interprets a function when it is decorated, so the choice is made once for all.
 if interpreting():
-    from interlace.language._gin_interpreted import (
+    from interlace_gin._interpreted import (
         post, read_counter, read_signal, reset_counter, shadow_address,
     )
 else:
-    from interlace.language._gin_device import (
+    from interlace_gin._device import (
         post, read_counter, read_signal, reset_counter, shadow_address,
     )
 
 _RELAXED, _ACQUIRE = tl.constexpr(0), tl.constexpr(2)  # numbers of C++
 _SIGNAL, _COUNTER = tl.constexpr(0), tl.constexpr(1)
+_PUT = tl.constexpr(context.PUT)
 
 
 @triton.jit
@@ -59,7 +61,7 @@ def gin_put(
     require_peers("gin_put", peer, None, group)
     # Recorded first: the peer could see the signal before the record of the put had a time.
     if records(group):
-        append_range(nbytes, peer, group)
+        append(tl.zeros([], tl.int32), _PUT, peer, nbytes, group)
     # One thread puts. The barrier brings the other threads' stores into its past.
     tl.debug_barrier()
     post(
@@ -180,3 +182,6 @@ def _shadow(gin, signal):
     """Return a pointer to the number of puts that waits have taken from a signal (int64)."""
     address = shadow_address(tl.cast(gin, tl.int64), tl.cast(signal, tl.int32))
     return address.to(tl.pointer_type(tl.int64))
+
+
+__all__ = ["gin_arrived", "gin_put", "gin_sent", "gin_wait"]

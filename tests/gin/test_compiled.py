@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-import interlace
-from tests.wheels import nccl_folder
+import interlace_gin
+from tests.gin.wheels import nccl_folder
 
-_TEXT = Path(interlace.__file__).parent / "language" / "gin.ll"
+_TEXT = Path(interlace_gin.__file__).parent / "gin.ll"
 _SCOPES = "i32 10, i32 0)"  # given and required, of ncclGinPut
 
 
@@ -28,7 +28,7 @@ def compiled(tmp_path_factory):
         environment["TRITON_CACHE_DIR"] = str(place / "cache")
         environment["TRITON_DUMP_PTXAS_LOG"] = "1"
         done = subprocess.run(
-            [sys.executable, "-m", "tests.language.compiled_gin", place / "gin.ll", device_code],
+            [sys.executable, "-m", "tests.gin.compiled", place / "gin.ll", device_code],
             env=environment, check=False, capture_output=True, text=True, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-4000:]

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from interlace.errors import BackendError
-from interlace.gin import nccl
+from interlace_gin import nccl
+from tests.gin.wheels import nccl_folder
 from tests.programs import run_program
-from tests.wheels import nccl_folder
 
 # All that NCCL's headers for the host want of CUDA's.
 _CUDA = """
@@ -170,7 +170,7 @@ def test_a_version_that_torch_has_loaded_is_left_alone(tmp_path: Path) -> None:
     _library(tmp_path / "ours", 23007)
     program = tmp_path / "program.py"
     program.write_text(
-        "import ctypes, os; from interlace.gin import nccl\n"
+        "import ctypes, os; from interlace_gin import nccl\n"
         f"os.environ[nccl.FOLDER_VARIABLE] = {str(tmp_path / 'ours')!r}\n"
         f"ctypes.CDLL({str(others)!r}, mode=os.RTLD_NOW | os.RTLD_GLOBAL)\n"
         "print(nccl.nccl().version)"

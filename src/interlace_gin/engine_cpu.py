@@ -1,4 +1,4 @@
-"""Carry the puts of ``interlace.language.gin`` on the CPU backend, by messages of Gloo.
+"""Carry the puts of :mod:`interlace_gin.language` on the CPU backend, by messages of Gloo.
 
 Each put is a message of numbers and one of data. For each peer one thread sends, and one receives:
 it writes the data into the window and then increments the signal, as a network card would. A put
@@ -23,12 +23,13 @@ import torch
 from interlace.comm.cpu import cpu_faults
 from interlace.comm.groups.carrier import Carrier, Message
 from interlace.comm.groups.group import Group
-from interlace.comm.runtime.deadlines import GOODBYE_S, NEVER
+from interlace.comm.runtime.deadlines import NEVER
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, BackendError
-from interlace.gin.gin import Window
+from interlace_gin.gin import Window
 
 _GOODBYE = 0  # no window has this handle
+_GOODBYE_S = 5.0  # in which peers that close their connections, too, have said so
 
 _addresses = itertools.count(1 << 40, 1 << 20)  # of engines, in place of memory addresses
 _engines: weakref.WeakValueDictionary[int, EmulatedEngine] = weakref.WeakValueDictionary()
@@ -226,7 +227,7 @@ def _end_threads(
     """Tell every peer that nothing follows, and wait for them to say so, but not for long."""
     for puts in queues:
         puts.put(None)
-    end = time.monotonic() + GOODBYE_S
+    end = time.monotonic() + _GOODBYE_S
     for thread in threads:
         if thread is not threading.current_thread():
             thread.join(max(0.0, end - time.monotonic()))

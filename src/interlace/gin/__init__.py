@@ -1,1 +1,0 @@
-"""GPU-initiated puts over the network, by NCCL's GIN; on the CPU backend, by the host."""

@@ -15,6 +15,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.mixture_of_experts import (
+    PRODUCT,
+    ExpertCalls,
+    ExpertsShape,
+    forward_launches,
+    least_work,
+)
 from interlace.bench.benchmark import (
     Benchmark,
     LeastWork,
@@ -23,13 +30,6 @@ from interlace.bench.benchmark import (
     changes_along,
     constant,
     relative_error,
-)
-from interlace.bench.mixture_of_experts import (
-    PRODUCT,
-    ExpertCalls,
-    ExpertsShape,
-    forward_launches,
-    least_work,
 )
 from interlace.bench.timing import kernels_of
 from interlace.comm.groups.machine_rates import sets_past_cache

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.kernels import kernels_of
 from benchmarks.mixture_of_experts import (
     PRODUCT,
     ExpertCalls,
@@ -31,7 +32,6 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.bench.timing import kernels_of
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError

@@ -458,7 +458,8 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["backend cpu"].status == "ok", "faults of the GPUs do not concern the cpu backend"
     assert rows["backend cuda"].status == "missing"
     assert "peer access, cuda-bindings" in rows["backend cuda"].meaning
-    assert "tuned tables" in rows
+    assert rows["machine profile"].status == "ok"
+    assert rows["machine profile"].meaning.startswith("impl='auto' predicts times: ")
     assert rows["ranks per GPU"].meaning.startswith(
         "8 + 8 of 8 fit: ranks can share a GPU by time slices"
     )

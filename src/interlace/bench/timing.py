@@ -73,10 +73,8 @@ def measure(
     return _of_all_ranks([_elapsed_us(graph.replay, group) / calls for _ in range(samples)], group)
 
 
-def measure_step(
-    step: Callable[[], object], *, samples: int = 20, group: dist.ProcessGroup | None = None
-) -> Timing:
-    """Time ``step()`` as a program runs it, kernel by kernel, on every rank of ``group`` at once.
+def measure_step(step: Callable[[], object], *, samples: int = 20) -> Timing:
+    """Time ``step()`` as a program runs it, kernel by kernel, on all ranks at once.
 
     It runs ten times untimed, until memory comes again at the same addresses, and then ``samples``
     times, each of which starts as in :func:`measure`. What the host takes beyond the GPU's sleep of
@@ -85,11 +83,11 @@ def measure_step(
     Raises:
         BackendError: ranks share a GPU.
     """
-    group_of(group).require_own_gpus("a measurement")
+    group_of().require_own_gpus("a measurement")
     # The caching allocator and other lazy parts settle within ten steps.
     for _ in range(10):
         step()
-    return _of_all_ranks([_elapsed_us(step, group) for _ in range(samples)], group)
+    return _of_all_ranks([_elapsed_us(step, None) for _ in range(samples)], None)
 
 
 def host_us(

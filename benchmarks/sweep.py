@@ -11,7 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -26,6 +26,9 @@ from interlace.costs.known_profiles import profile_of
 from interlace.figure import open_figure
 from interlace.registry import operator_named
 from interlace.units import round_up
+
+if TYPE_CHECKING:
+    from interlace.bench.products import TimedProduct
 
 _MOST_DRAWS = 4000
 _LOG2_SIDES = (9, 15)
@@ -61,9 +64,6 @@ def run_sweep(
         ]
         document = {**documents[0], "results": results}
     else:
-        # Triton, which tables of results do without.
-        from interlace.bench.sweep import measure_draw
-
         bench.require_dtype(dtype, tuple(MOST_FLOPS))
         draw = draws_of_any_size if any_size else draws
         work = list(itertools.islice(draw(seed, world_size or 2, dtype), _MOST_DRAWS))
@@ -72,7 +72,7 @@ def run_sweep(
                 "bench",
                 "Measuring random calls",
                 work,
-                measure_draw,
+                measure,
                 Run(world_size, dtype, outputs),
                 budget_s,
             )
@@ -86,6 +86,37 @@ def run_sweep(
     console.print(report.machine_line(document["machine"], document["date"]))
     outputs.write_plot(lambda file: draw_curves(ratios, file))
     outputs.say_written(console, "All numbers")
+
+
+def measure(draw: Draw, *, dtype: str) -> list[dict[str, Any]]:
+    """Check and time all implementations of one drawn call; collective.
+
+    Returns:
+        One result, as ``interlace tune machine`` makes it, in which ``measured`` is the
+        implementation that ``impl="auto"`` takes within :func:`interlace.autotune`.
+    """
+    # Triton, which tables of results do without.
+    from interlace.bench.sweep import operands_of, time_implementations
+
+    case = operands_of(draw, dtype)
+    result = time_implementations(case, draw)
+    times_us = _measure_at_first_call(case)
+    case.owner.release()
+    return [{**result, "measured": next(iter(times_us), result["auto"]), "measured_us": times_us}]
+
+
+def _measure_at_first_call(case: TimedProduct) -> dict[str, float]:
+    """Return the times in microseconds that the first call measures, that of the implementation
+    that it then takes first; empty if there is only one implementation worth measuring.
+    """
+    from interlace.gemm.autotune import Measured, autotune
+
+    before = len(case.owner.cache.measured)
+    with autotune():
+        case.call(0, "auto")
+    kinds: list[Measured] = list(case.owner.cache.measured.values())[before:]
+    # A call has one kind, if any.
+    return kinds[0].times_us(case.choice.times_us) if kinds else {}
 
 
 def summary_table(ratios: Ratios, title: str = "", caption: str = "") -> Table:

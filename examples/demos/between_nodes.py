@@ -184,7 +184,6 @@ def _embeddings(group: Group, sizes: SliceSizes) -> dict[str, Any]:
     predicted = None
     if sizes.config is not None:
         cost = forward(
-            protocol="between_nodes",
             rank=group.rank,
             widths=((sizes.width,) * sizes.tables,) * ranks,
             batch=batch,

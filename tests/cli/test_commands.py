@@ -363,7 +363,16 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["bench", "sweep"], ["bench", "table", "x.json"], ["tune", "profile", "x.json"]]
+    "arguments",
+    [
+        ["bench", "sweep"],
+        ["bench", "table", "x.json"],
+        ["tune", "profile", "x.json"],
+        ["bench", "mixture_of_experts"],
+        ["tune", "mixture_of_experts", "--table", "t.json"],
+        ["bench", "embedding_all_to_all"],
+        ["tune", "embedding_all_to_all", "--table", "t.json"],
+    ],
 )
 def test_what_needs_a_source_tree(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -376,7 +385,13 @@ def test_what_needs_a_source_tree(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 @pytest.mark.parametrize(
-    "command", [["bench", "gemv_all_reduce"], ["tune", "gemv_all_reduce", "--table", "t.json"]]
+    "command",
+    [
+        ["bench", "gemv_all_reduce"],
+        ["tune", "gemv_all_reduce", "--table", "t.json"],
+        ["bench", "mixture_of_experts", "--part", "decoding"],
+        ["bench", "embedding_all_to_all", "--backward"],
+    ],
 )
 def test_measuring_needs_a_gpu(command: list[str]) -> None:
     done = run(*command)
@@ -443,7 +458,8 @@ def test_doctor_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rows["backend cpu"].status == "ok", "faults of the GPUs do not concern the cpu backend"
     assert rows["backend cuda"].status == "missing"
     assert "peer access, cuda-bindings" in rows["backend cuda"].meaning
-    assert "tuned tables" in rows
+    assert rows["machine profile"].status == "ok"
+    assert rows["machine profile"].meaning.startswith("impl='auto' predicts times: ")
     assert rows["ranks per GPU"].meaning.startswith(
         "8 + 8 of 8 fit: ranks can share a GPU by time slices"
     )

@@ -94,7 +94,7 @@ def test_every_transport(ranks, operator):
 
 def test_kernels_of_a_trace():
     """Two calls: a product and a copy each, and one odd kernel."""
-    from interlace.bench.timing import Kernel, kernels
+    from benchmarks.kernels import Kernel, kernels
 
     kernel = {"cat": "kernel", "args": {"grid": [132, 1, 1]}}
     copy = {"cat": "gpu_memcpy", "name": "Memcpy PtoP", "args": {}}

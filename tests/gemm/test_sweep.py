@@ -30,6 +30,7 @@ SWEEPS = sorted((Path(__file__).parents[2] / "benchmarks" / "results").glob("*sw
 
 
 def _bench(pattern: tuple[str, str], layout: dict[str, Any]) -> dict[str, Any]:
+    from benchmarks.sweep import measure as measure_call
     from interlace.bench import sweep
     from interlace.bench.timing import Timing
 
@@ -44,7 +45,7 @@ def _bench(pattern: tuple[str, str], layout: dict[str, Any]) -> dict[str, Any]:
         patch.setattr(sweep, "measure", measure)
         patch.setattr(sweep, "_PAUSES_S", (0.0, 0.0, 0.01))
         drawn = Draw(pattern, "a model", "down", 2, 8, 16, 24)
-        return sweep.measure_draw(dataclasses.replace(drawn, **layout), dtype="float32")[0]
+        return measure_call(dataclasses.replace(drawn, **layout), dtype="float32")[0]
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
@@ -77,7 +78,7 @@ def test_a_draw_of_another_layout(ranks: Any, pattern: tuple[str, str]) -> None:
 
 
 def test_what_the_first_call_measures_is_told() -> None:
-    from interlace.bench import sweep
+    from benchmarks import sweep
     from interlace.gemm.autotune import Measured
 
     kinds: dict[str, Measured] = {"an earlier call": Measured(GEMM_ALL_REDUCE, {"gemv": 1.0})}

@@ -115,11 +115,11 @@ def test_captured_calls_are_not_measured(ranks: Any, world_size: int) -> None:
 
 
 def _draw() -> dict[str, Any]:
+    from benchmarks.sweep import measure
     from interlace.bench.draws import Draw
-    from interlace.bench.sweep import measure_draw
 
     drawn = Draw(("gemm", "reduce_scatter"), "a model", "down", 2, ROWS, COLUMNS, INNER)
-    return measure_draw(drawn, dtype="bfloat16")[0]
+    return measure(drawn, dtype="bfloat16")[0]
 
 
 def test_a_drawn_call_tells_what_its_first_call_measures(

@@ -325,9 +325,7 @@ def bench(
     check_ways(case, [way for way in ways if way.impl != "fused"])
     times = case.time(ways)
     host = case.host_times(ways)
-    carried = carriers.carriers(case)
-    check_ways(case, carried)
-    times |= case.time([*carried, *case.parts(chosen)])
+    times |= case.time(case.parts(chosen))
     case.owner.synchronize()
     return {
         "shape": str(shape),

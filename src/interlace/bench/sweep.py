@@ -1,5 +1,5 @@
 """Measurements of random calls for ``interlace tune machine`` and ``interlace bench sweep``: every
-implementation, and what ``impl="auto"`` takes.
+implementation, and what ``impl="auto"`` predicts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from interlace.bench.report import is_disturbed
 from interlace.bench.timing import measure
 from interlace.comm.runtime.driver import has_memory
 from interlace.errors import InterlaceError
-from interlace.gemm.autotune import Measured, autotune, most_bytes
+from interlace.gemm.autotune import most_bytes
 from interlace.registry import operator_matching
 
 _SAMPLES, _GRAPH_US = 5, 600.0
@@ -36,10 +36,16 @@ def measure_draw(draw: Draw, *, dtype: str) -> list[dict[str, Any]]:
     """Check and time all implementations of one drawn call; collective.
 
     Returns:
-        One result, with the times of all implementations that can run the call. ``auto`` is the one
-        that ``impl="auto"`` takes, ``measured`` the one that it takes within
-        :func:`interlace.autotune`, and ``left_out`` says why others were not timed.
+        One result; see :func:`time_implementations`.
     """
+    case = operands_of(draw, dtype)
+    result = time_implementations(case, draw)
+    case.owner.release()
+    return [result]
+
+
+def operands_of(draw: Draw, dtype: str) -> products.TimedProduct:
+    """Return the operands of a drawn call on this rank; collective."""
     operator = operator_matching(*draw.pattern).name
     shape = products.ProductShape(
         operator,
@@ -51,14 +57,23 @@ def measure_draw(draw: Draw, *, dtype: str) -> list[dict[str, Any]]:
         draw.x_padding,
         draw.has_bias,
     )
-    case = products.TimedProduct(shape)
+    return products.TimedProduct(shape)
+
+
+def time_implementations(case: products.TimedProduct, draw: Draw) -> dict[str, Any]:
+    """Check and time all implementations of a call; collective.
+
+    Returns:
+        The times of all implementations that can run the call. ``auto`` is the one that
+        ``impl="auto"`` takes, and ``left_out`` says why others were not timed.
+    """
     # Random calls are too many for products in float64: PyTorch's own pair judges the others.
     expected = case.call(0, "unfused")
     times, worst = {}, 0.0
     left_out = {name: refusal for name, refusal in case.refusals().items() if refusal is not None}
     predicted_us = case.choice.times_us
     least_us = min(predicted_us.values(), default=0.0)
-    nbytes = most_bytes(draw.rows, draw.columns, draw.inner, shape.dtype.itemsize)
+    nbytes = most_bytes(draw.rows, draw.columns, draw.inner, case.shape.dtype.itemsize)
     for way in case.implementations(case.choice.config):
         name = way.impl
         if predicted_us.get(name, 0.0) > _HOPELESS * least_us:
@@ -83,28 +98,11 @@ def measure_draw(draw: Draw, *, dtype: str) -> list[dict[str, Any]]:
             times[name] = {**way.entry(timing), "attempts": attempt}
             if not is_disturbed(times[name]):
                 break
-    measured = _measure_at_first_call(case)
-    case.owner.release()
     candidates = [name for name in case.choice.candidates if name in times]
-    result = {
+    return {
         **{name: value for name, value in dataclasses.asdict(draw).items() if name != "pattern"},
         **case.header(case.choice.config, candidates[0], worst),
-        "measured": next(iter(measured), candidates[0]),
-        "measured_us": measured,
         "predicted": case.choice.reason,
         "times": times,
         "left_out": left_out,
     }
-    return [result]
-
-
-def _measure_at_first_call(case: products.TimedProduct) -> dict[str, float]:
-    """Return the times in microseconds that the first call measures, that of the implementation
-    that it then takes first; empty if there is only one implementation worth measuring.
-    """
-    before = len(case.owner.cache.measured)
-    with autotune():
-        case.call(0, "auto")
-    kinds: list[Measured] = list(case.owner.cache.measured.values())[before:]
-    # A call has one kind, if any.
-    return kinds[0].times_us(case.choice.times_us) if kinds else {}

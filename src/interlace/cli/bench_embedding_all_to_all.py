@@ -1,21 +1,17 @@
-"""``interlace bench`` and ``interlace tune`` of pooled embeddings and their all-to-all."""
+"""``interlace bench`` and ``interlace tune`` of pooled embeddings and their all-to-all, which
+``benchmarks`` has.
+"""
 
 from __future__ import annotations
 
-import functools
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from interlace.bench.embedding_all_to_all import OPERATOR, measure
-from interlace.cli import bench
+from interlace.cli import scripts
 from interlace.cli.options import Dtype, JsonFile, Ranks, Run, TableFile, shape_option
 from interlace.cli.outputs import Outputs
-from interlace.errors import ArgumentError
 from interlace.registry import Operator
-
-_DEFAULT = ("64x200000x256",)
-_HALF = {"tables": 64, "rows": 200_000, "width": 128, "lookups": "32", "dtype": "float16"}
 
 _SHAPES = shape_option(
     "TxNxD",
@@ -45,14 +41,13 @@ def bench_operator(
     json_file: JsonFile = None,
 ) -> None:
     """Embedding + All-to-All: fused, every unfused pair, pooling alone, communication alone, and
-    the physical floor.
+    the physical floor. From a source tree.
 
     Without --shape: 64 tables of 200,000 x 256 a rank, and 128 wide in float16 with 32 lookups.
     """
+    commands = scripts.benchmark("embedding_commands")
     run = Run(world_size, dtype, Outputs(json=json_file))
-    work = parse_work(shape, lookups, batch, dtype)
-    kind = "backward" if backward else "forward"
-    bench.run_bench(OPERATOR, work, functools.partial(measure, kind=kind), run)
+    commands.run_bench(shape, lookups, batch, backward, run)
 
 
 def tune_operator(
@@ -66,36 +61,8 @@ def tune_operator(
     table: TableFile,
 ) -> None:
     """Embedding + All-to-All: find good configurations, both directions, and write each shape's to
-    the tuned table.
+    the tuned table. From a source tree.
     """
+    commands = scripts.benchmark("embedding_commands")
     run = Run(world_size, dtype, Outputs(json=json_file, table=table))
-    work = parse_work(shape, lookups, batch, dtype)
-    bench.run_tune(OPERATOR, work, functools.partial(measure, kind="tune"), run)
-
-
-def parse_work(
-    shapes: list[str] | None, lookups: str, batch: int, dtype: str
-) -> list[dict[str, Any]]:
-    """Return the sizes of every shape with every number of lookups."""
-    bench.require_dtype(dtype)
-    counts = lookups.split(",")
-    for count in counts:
-        ends = count.split("-")
-        if (
-            len(ends) > 2
-            or not all(end.isdecimal() for end in ends)
-            or int(ends[0]) > int(ends[-1])
-        ):
-            raise ArgumentError(
-                f"--lookups must be numbers or ranges separated by commas; got {count!r}. Say "
-                "--lookups 1,20,0-60."
-            )
-    meaning, names = "TxNxD: tables, rows and width", ("tables", "rows", "width")
-    sizes = [bench.parse_sizes(text, meaning, "64x200000x256") for text in shapes or _DEFAULT]
-    work: list[dict[str, Any]] = [
-        {**dict(zip(names, size, strict=True)), "lookups": count, "batch": batch}
-        for size in sizes
-        for count in counts
-    ]
-    # Without --shape, one more point: narrow tables in half precision.
-    return work if shapes else [*work, {**_HALF, "batch": batch}]
+    commands.run_tune(shape, lookups, batch, run)

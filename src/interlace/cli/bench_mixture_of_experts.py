@@ -1,32 +1,15 @@
-"""``interlace bench`` and ``interlace tune`` of a mixture of experts."""
+"""``interlace bench`` and ``interlace tune`` of a mixture of experts, which ``benchmarks`` has."""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from interlace.bench.expert_decoding import TOKENS
-from interlace.bench.mixture_of_experts import FORMS, PARTS, ROUTINGS, measure
-from interlace.cli import bench
+from interlace.cli import scripts
 from interlace.cli.options import Dtype, JsonFile, Ranks, Run, TableFile, shape_option
 from interlace.cli.outputs import Outputs
-from interlace.errors import ArgumentError
-from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.registry import Operator
-
-SHAPES = ("8x4096x14336x2", "64x2048x1408x6")
-"""Mixtral's layer, and a fine-grained one such as DeepSeekMoE's."""
-
-DECODING_SHAPES = ("8x4096x14336x2", "128x2048x768x8")
-"""The layers of Mixtral 8x7B and of Qwen3-30B-A3B."""
-
-GPT_OSS_SHAPES = ("128x2880x2880x4", "32x2880x2880x4")
-"""The layers of gpt-oss-120b and of gpt-oss-20b."""
-
-_TOKENS = 4096
 
 _SHAPES = shape_option(
     "ExHxFxK",
@@ -67,26 +50,16 @@ def bench_operator(
     json_file: JsonFile = None,
 ) -> None:
     """Mixture of experts: second product and combine, the layer, its backward pass; fused, unfused,
-    and the physical floor.
+    and the physical floor. From a source tree.
 
     Without --shape: Mixtral's 8 experts of 4096 x 14336, top 2, and 64 experts of 2048 x 1408, top
     6. With --part decoding: few tokens and cold weights, the time of each kernel, and in place of
     the second layer that of Qwen3-30B-A3B, 128 experts of 2048 x 768, top 8. With --form gpt-oss:
     128 and 32 experts of 2880 x 2880, top 4.
     """
-    known = ("all", *PARTS, "decoding")
-    if part not in known:
-        raise ArgumentError(f"--part must be one of {', '.join(known)}; got {part!r}.")
-    if form not in FORMS:
-        raise ArgumentError(f"--form must be one of {', '.join(FORMS)}; got {form!r}.")
-    if form == "gpt-oss":
-        shape = shape or list(GPT_OSS_SHAPES)
-    if part == "decoding":
-        shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
-    work = parse_work(shape, tokens or [_TOKENS], routing, dtype)
-    work = [sizes | {"form": form} for sizes in work]
+    commands = scripts.benchmark("expert_commands")
     run = Run(world_size, dtype, Outputs(json=json_file))
-    bench.run_bench(OPERATOR, work, functools.partial(measure, part=part, config=config), run)
+    commands.run_bench(shape, tokens, routing, part, form, config, run)
 
 
 def tune_operator(
@@ -102,34 +75,8 @@ def tune_operator(
     table: TableFile,
 ) -> None:
     """Mixture of experts: find a good configuration of each layer, both directions, or of its
-    decoding, and write it to the tuned table.
+    decoding, and write it to the tuned table. From a source tree.
     """
-    if decoding:
-        shape, tokens = shape or list(DECODING_SHAPES), tokens or list(TOKENS)
-    # The balanced routing stands for all: the table's sizes do not tell routings apart.
-    work = parse_work(shape, tokens or [_TOKENS], "balanced", dtype)
-    part = "tune decoding" if decoding else "tune"
+    commands = scripts.benchmark("expert_commands")
     run = Run(world_size, dtype, Outputs(json=json_file, table=table))
-    bench.run_tune(OPERATOR, work, functools.partial(measure, part=part), run)
-
-
-def parse_work(
-    shapes: list[str] | None, tokens: Sequence[int], routing: str, dtype: str
-) -> list[dict[str, Any]]:
-    """Return the sizes of every shape with every number of tokens and every routing."""
-    bench.require_dtype(dtype)
-    routings = routing.split(",")
-    for name in routings:
-        if name not in ROUTINGS:
-            raise ArgumentError(
-                f"--routing must be {' or '.join(ROUTINGS)}, or both with a comma; got {name!r}."
-            )
-    meaning = "ExHxFxK: experts of all ranks, hidden, FFN and experts a token"
-    names = ("experts", "hidden", "ffn", "top_k")
-    sizes = [bench.parse_sizes(text, meaning, "8x4096x14336x2") for text in shapes or SHAPES]
-    return [
-        {**dict(zip(names, size, strict=True)), "tokens": count, "routing": name}
-        for size in sizes
-        for count in tokens
-        for name in routings
-    ]
+    commands.run_tune(shape, tokens, decoding, run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import importlib.resources
 import importlib.util
 import os
 import platform
@@ -17,9 +16,9 @@ from typing import Any
 
 from rich.table import Table
 
-from interlace import tuning
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
+from interlace.costs.known_profiles import profile_of
 from interlace.errors import BackendError
 
 OK, MISSING, ABSENT = "ok", "missing", "not here"
@@ -283,7 +282,7 @@ def check_cuda() -> list[Row]:
         return [Row("GPUs", MISSING, f"driver {driver} is here, but torch finds no GPU", action)]
     count = torch.cuda.device_count()
     rows = [Row("driver", OK, driver or "present, version unknown")]
-    # The first GPU stands for all in the checks of triggers and tables.
+    # The first GPU stands for all in the checks of triggers and profiles.
     for i in range(count):
         properties = torch.cuda.get_device_properties(i)
         memory = f"{properties.total_memory / 2**30:.0f} GiB"
@@ -311,7 +310,8 @@ def check_cuda() -> list[Row]:
     )
     rows.append(_registration())
     rows.append(Row("NVLink multicast", OK, "not used, so nothing need be configured for it"))
-    rows.append(_tables(torch.cuda.get_device_name(0)))
+    first = torch.cuda.get_device_properties(0)
+    rows.append(_profile(first.name, first.multi_processor_count))
     return rows
 
 
@@ -463,19 +463,11 @@ def _compiler() -> list[Row]:
     ]
 
 
-def _tables(gpu: str) -> Row:
-    # Tables are named by operator and GPU.
-    ending = tuning.file_name("", gpu)
-    folder = importlib.resources.files("interlace.tuning") / "tables"
-    fitting = (
-        sorted(file.name.split(".")[0] for file in folder.iterdir() if file.name.endswith(ending))
-        if folder.is_dir()
-        else []
-    )
-    if fitting:
-        return Row("tuned tables", OK, f"for {gpu}: {', '.join(fitting)}")
-    meaning = f"none for {gpu}: default configurations are used, and impl='auto' is always fused"
-    return Row("tuned tables", ABSENT, meaning, "interlace tune OPERATOR --table FILE")
+def _profile(gpu: str, processors: int) -> Row:
+    """Say by which profile impl="auto" predicts times on a GPU."""
+    profile = profile_of(gpu, processors)
+    status, action = (ABSENT, "interlace tune machine") if profile.is_guess else (OK, "")
+    return Row("machine profile", status, f"impl='auto' predicts times: {profile.source}", action)
 
 
 def _importable(module: str) -> bool:

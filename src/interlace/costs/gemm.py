@@ -170,11 +170,7 @@ def exchanges_sums(*, rows: int, row_bytes: int, nodes: int, node_ranks: int) ->
 @cost_of("gemm_reduce_scatter", computation="GEMM", collective="reduce_scatter")
 @takes_sizes
 def gemm_reduce_scatter(
-    sizes: ProductSizes,
-    *,
-    part_itemsize: int | None = None,
-    rank: int = 0,
-    splits: Sequence[int] | None = None,
+    sizes: ProductSizes, *, rank: int = 0, splits: Sequence[int] | None = None
 ) -> ProductCost:
     """Compute the cost of ``rank`` for ``x [rows, inner]`` and ``w [columns, inner]``.
 
@@ -183,20 +179,18 @@ def gemm_reduce_scatter(
 
     Args:
         sizes: ``inner`` is this rank's share of K.
-        part_itemsize: Bytes of an element of a part; the result's by default.
         splits: Rows that each rank owns; evenly split by default.
     """
-    ranks = sizes.world_size
-    row_bytes = sizes.columns * (part_itemsize or sizes.output_itemsize)
-    size = sizes.rows * row_bytes
+    ranks, size = sizes.world_size, sizes.output_bytes
     if splits is None:
-        slots, sums, sent = size, sizes.output_bytes // ranks, leaving(size, ranks)
+        slots, sums, sent = size, size // ranks, leaving(size, ranks)
     else:
-        slots = ranks * splits[rank] * row_bytes
-        sums = splits[rank] * sizes.columns * sizes.output_itemsize
+        row_bytes = sizes.columns * sizes.output_itemsize
+        sums = splits[rank] * row_bytes
+        slots = ranks * sums
         sent = (sizes.rows - splits[rank]) * row_bytes
-    # Parts are written to the slots instead of to the output, at the parts' element size. A group
-    # of one rank needs no slots to be added.
+    # Parts are written to the slots instead of to the output. A group of one rank needs no slots to
+    # be added.
     received = slots + sums if ranks > 1 else 0
     return ProductCost(sizes.flops, sizes.operand_bytes + slots, sent, received, size)
 
@@ -225,7 +219,7 @@ def gemm_reduce_scatter_between_nodes(
 
 @cost_of("gemm_all_reduce", computation="GEMM", collective="all_reduce")
 @takes_sizes
-def gemm_all_reduce(sizes: ProductSizes, *, part_itemsize: int | None = None) -> ProductCost:
+def gemm_all_reduce(sizes: ProductSizes) -> ProductCost:
     """Compute the cost of one rank, in two phases.
 
     The first phase is a ``gemm_reduce_scatter``; in the second every owner sends its sums to all
@@ -233,9 +227,8 @@ def gemm_all_reduce(sizes: ProductSizes, *, part_itemsize: int | None = None) ->
 
     Args:
         sizes: ``inner`` is this rank's share of K.
-        part_itemsize: Bytes of an element of a part; the result's by default.
     """
-    first = gemm_reduce_scatter(**vars(sizes), part_itemsize=part_itemsize)
+    first = gemm_reduce_scatter(**vars(sizes))
     # The peers write their sums into this rank's output, on top of the reduce-scatter's traffic.
     peer_sums = sizes.output_bytes - sizes.output_bytes // sizes.world_size
     return dataclasses.replace(

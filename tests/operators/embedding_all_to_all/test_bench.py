@@ -15,7 +15,7 @@ from tests.untimed import untimed
 
 
 def _bench(lookups, backwards):
-    from interlace.bench import embedding_all_to_all as operator
+    from benchmarks import embedding_all_to_all as operator
 
     with untimed():
         shape = operator.TablesShape(tables=2, rows=30, width=8, batch=6, lookups=lookups)
@@ -49,7 +49,7 @@ def test_every_way_runs_and_the_floor_is_the_costs(ranks, lookups, backwards):
 
 
 def _tune():
-    from interlace.bench import embedding_all_to_all as operator
+    from benchmarks import embedding_all_to_all as operator
 
     with untimed() as patch:
         for case in (operator.Forward, operator.Backward):
@@ -71,7 +71,7 @@ def test_the_tuner_tries_what_it_says(ranks):
 
 @pytest.mark.parametrize("lookups", ["", "x", "9-3", "-1", "1-2-3"])
 def test_lookups_that_are_none(lookups):
-    from interlace.bench.embedding_all_to_all import TablesShape
+    from benchmarks.embedding_all_to_all import TablesShape
     from interlace.errors import ArgumentError
 
     with pytest.raises(

@@ -15,7 +15,7 @@ from tests.untimed import untimed
 
 
 def _bench(routing, form):
-    from interlace.bench import mixture_of_experts as operator
+    from benchmarks import mixture_of_experts as operator
 
     with untimed():
         shape = operator.ExpertsShape(
@@ -49,7 +49,7 @@ def test_every_way_runs(ranks, form):
 
 
 def _tune():
-    from interlace.bench import mixture_of_experts as operator
+    from benchmarks import mixture_of_experts as operator
 
     with untimed() as patch:
         patch.setattr(operator, "_launches", lambda case: [])
@@ -75,14 +75,14 @@ def test_the_tuner_keeps_what_was_there_in_a_tie(ranks):
     ],
 )
 def test_shapes_that_are_none(change, what):
-    from interlace.bench.mixture_of_experts import ExpertsShape
+    from benchmarks.mixture_of_experts import ExpertsShape
 
     with pytest.raises(ArgumentError, match=what):
         ExpertsShape(**change)
 
 
 def _tune_decoding():
-    from interlace.bench import expert_decoding
+    from benchmarks import expert_decoding
 
     with untimed() as patch:
         patch.setattr(expert_decoding.TimedDecoding, "compile", lambda case, config: None)
@@ -100,7 +100,7 @@ def test_the_tuner_of_decoding(ranks):
 
 
 def _decoding():
-    from interlace.bench import expert_decoding
+    from benchmarks import expert_decoding
 
     with untimed() as patch:
         patch.setattr(

@@ -643,7 +643,7 @@ def measure(
             decoding"``: then the forward pass with the best configuration.
         config: The configuration; empty for the default one, and in decoding for several.
     """
-    from interlace.bench import expert_decoding  # which imports this module
+    from benchmarks import expert_decoding  # which imports this module
 
     shape = ExpertsShape(**sizes, dtype=getattr(torch, dtype))
     if part == "tune":

@@ -15,6 +15,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.kernels import kernels_of
+from benchmarks.mixture_of_experts import (
+    PRODUCT,
+    ExpertCalls,
+    ExpertsShape,
+    forward_launches,
+    least_work,
+)
 from interlace.bench.benchmark import (
     Benchmark,
     LeastWork,
@@ -24,14 +32,6 @@ from interlace.bench.benchmark import (
     constant,
     relative_error,
 )
-from interlace.bench.mixture_of_experts import (
-    PRODUCT,
-    ExpertCalls,
-    ExpertsShape,
-    forward_launches,
-    least_work,
-)
-from interlace.bench.timing import kernels_of
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.costs.machine import H200_NODE
 from interlace.errors import InterlaceError

@@ -35,14 +35,7 @@ def _call(mode: str, scale: torch.Tensor | None, index_dtype: torch.dtype) -> An
     )
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize(
-    ("mode", "weights"),
-    [("sum", None), ("sum", torch.float32), ("sum", torch.bfloat16), ("mean", None)],
-)
-def test_segments_and_runs(
-    mode: str, weights: torch.dtype | None, index_dtype: torch.dtype
-) -> None:
+def _check(mode: str, weights: torch.dtype | None, index_dtype: torch.dtype) -> None:
     call = _call(mode, None if weights is None else torch.zeros([], dtype=weights), index_dtype)
     found = sort_lookups(call, ROWS)
     lengths = call.offsets.diff()
@@ -79,3 +72,14 @@ def test_segments_and_runs(
     starts = [run for run, _ in runs]
     assert torch.equal(found.run_bags[: len(runs)], found.bags[starts])
     assert torch.equal(found.run_keys[: len(runs)], found.keys[starts])
+
+
+@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize(
+    ("mode", "weights"),
+    [("sum", None), ("sum", torch.float32), ("sum", torch.bfloat16), ("mean", None)],
+)
+def test_segments_and_runs(
+    ranks: Any, mode: str, weights: torch.dtype | None, index_dtype: torch.dtype
+) -> None:
+    ranks(1).run(_check, mode, weights, index_dtype)

@@ -447,13 +447,13 @@ def test_a_call_that_is_to_run_in_another_way_is_not_recalled(ranks: Any, world_
 def test_graphs_compute_what_calls_do(ranks: Any, world_size: int) -> None:
     for wrong, graphs in ranks(world_size).run(_same, 30):
         assert wrong == 0
-        assert graphs >= 16
+        assert graphs >= 11, "one for each call"
 
 
 def test_beside_other_graphs_streams_and_workspaces(ranks: Any, world_size: int) -> None:
     for wrong, graphs in ranks(world_size).run(_together):
         assert wrong == []
-        assert graphs >= 16
+        assert graphs >= 11, "one for each call"
 
 
 def test_memory_that_torch_returns_and_gets_again(ranks: Any, world_size: int) -> None:

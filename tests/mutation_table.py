@@ -142,6 +142,30 @@ MUTANTS = [
     Mutant("interlace/costs/time.py", "link *= self.world_size / 2", "link *= 1", _PROFILES),
     Mutant(
         "interlace/costs/time.py",
+        "max(program - memory, 0.0)",
+        "max(program, 0.0)",
+        "test_costs_time.py::test_few_columns_are_read_by_few_programs",
+    ),
+    Mutant(
+        "interlace/costs/time.py",
+        "call.inner, call.inner if call.w_along_k else call.columns",
+        "call.inner, call.inner",
+        "test_costs_time.py::test_rows_that_do_not_begin_at_sectors",
+    ),
+    Mutant(
+        "interlace/operators/embedding_all_to_all/kernels/sorting.py",
+        "(lookup.to(tl.int32) - opening) % LOOKUPS == 0",
+        "(lookup.to(tl.int32) - opening) % (2 * LOOKUPS) == 0",
+        "operators/embedding_all_to_all/test_lookups.py",
+    ),
+    Mutant(
+        "interlace/bench/machine_profile.py",
+        'w_along_k = bool(result.get("w_along_k", True))',
+        "w_along_k = True",
+        "test_costs_time.py::test_points_of_results",
+    ),
+    Mutant(
+        "interlace/costs/time.py",
         "return flops / flops_per_us + self.product.tile_us",
         "return flops / flops_per_us",
         _PROFILES,

@@ -95,6 +95,38 @@ def test_parts() -> None:
     )
 
 
+def test_few_columns_are_read_by_few_programs() -> None:
+    """A program reads its 16 columns' rows of w at 21 GB/s, however fast the memory is."""
+
+    def narrow_us(columns: int, rows: int = 8) -> float:
+        call = SizedCall(rows, columns, 24192, 2, 2)
+        return call.parts_us(H200, "gemm_all_reduce", "whole", (128, 256))["narrow"]
+
+    read_us = 2 * (576 + 8) * 24192 / H200.product.memory_bytes_per_s * 1e6
+    assert narrow_us(576) == pytest.approx(16 * 24192 * 2 / 21e3 - read_us)
+    assert narrow_us(576) > narrow_us(1024) > narrow_us(2048) > narrow_us(8192) == 0
+    assert narrow_us(576, rows=4096) == 0, "what all rows take is longer"
+
+
+def test_rows_that_do_not_begin_at_sectors() -> None:
+    """A row of 5400 elements of 2 bytes is 337.5 sectors; w's rows are N long if w is along N."""
+    aligned, along_k, along_n, whole_n = (
+        H200.own_product_us(SizedCall(8192, n, k, 2, 2, w_along_k=w_along_k), (128, 256))
+        for n, k, w_along_k in (
+            (5400, 5376, True), (5400, 5400, True), (5400, 5376, False), (5376, 5376, False),
+        )
+    )  # fmt: skip
+    assert along_k == pytest.approx(1.5 * aligned, rel=0.02)
+    assert along_n == pytest.approx(1.5 * aligned, rel=0.02)
+    assert whole_n == pytest.approx(aligned, rel=0.05)
+    halves, other_halves = (
+        H200.library_product_us(SizedCall(8192, 8192, k, 2, 2), 4096) for k in (5376, 5400)
+    )
+    assert other_halves == pytest.approx(1.15 * halves, rel=0.02)
+    wholes = [H200.library_product_us(SizedCall(8192, 8192, k, 2, 2)) for k in (5376, 5400)]
+    assert wholes[1] == pytest.approx(wholes[0], rel=0.02)
+
+
 def test_what_a_profile_does_not_know() -> None:
     call = SizedCall(200, 4096, 2048, 2, 4)
     assert H200.predict_us("gemm_reduce_scatter", "nobody's", call, "whole", (128, 256)) is None
@@ -226,6 +258,8 @@ def test_points_of_results() -> None:
         for each in (call, exact)
         for impl, schedule, us in (("pushed", "whole", 7.0), ("async_tp", "by_rank", 9.0))
     ]
+    along_n = machine_profile.points_of([{"results": [{**result, "w_along_k": False}]}])
+    assert [each.call for each in along_n] == 2 * [dataclasses.replace(call, w_along_k=False)]
 
 
 def test_a_pair_comes_before_what_is_hardly_shorter() -> None:

@@ -141,9 +141,9 @@ class SizedCall:
         ``longer``, the longer one of them; ``ramp``, the square root of the link's time, since
         transfers reach the link's rate by and by; ``memory``, the time to read x and w once, which
         kernels for few rows are limited by; ``narrow``, how much longer each program of such a
-        kernel reads its own columns, where these are few; ``uneven``, the product's time again where
-        ranks do not get equally many rows, because parts of odd sizes are multiplied and sent less
-        well.
+        kernel reads its own columns, where these are few; ``uneven``, the product's time again
+        where ranks do not get equally many rows, because parts of odd sizes are multiplied and sent
+        less well.
         """
         link = profile.link_us(operator, self)
         if schedule == "to_all":

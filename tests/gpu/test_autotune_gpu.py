@@ -114,19 +114,26 @@ def test_captured_calls_are_not_measured(ranks: Any, world_size: int) -> None:
     assert ranks(world_size).run(_captured) == [0] * world_size
 
 
-def _draw() -> dict[str, Any]:
+def _draw() -> list[dict[str, Any]]:
     from benchmarks.sweep import measure
     from interlace.bench.draws import Draw
 
-    drawn = Draw(("gemm", "reduce_scatter"), "a model", "down", 2, ROWS, COLUMNS, INNER)
-    return measure(drawn, dtype="bfloat16")[0]
+    # Of how many implementations are near the best each profile has its own opinion.
+    return [
+        measure(Draw(("gemm", "reduce_scatter"), "a model", "down", 2, rows, COLUMNS, INNER),
+                dtype="bfloat16")[0]
+        for rows in (256, 1024, ROWS)
+    ]  # fmt: skip
 
 
 def test_a_drawn_call_tells_what_its_first_call_measures(
     ranks: Any, own_gpus: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("INTERLACE_CACHE_DIR", str(tmp_path))
-    for result in ranks(2).run(_draw):
-        assert len(result["measured_us"]) >= 2, "several implementations are near the best"
-        assert result["measured"] == next(iter(result["measured_us"]))
-        assert result["measured_us"].keys() <= result["times"].keys()
+    for results in ranks(2).run(_draw):
+        measured = [result for result in results if result["measured_us"]]
+        assert measured, "several implementations are near the best"
+        for result in measured:
+            assert len(result["measured_us"]) >= 2
+            assert result["measured"] == next(iter(result["measured_us"]))
+            assert result["measured_us"].keys() <= result["times"].keys()

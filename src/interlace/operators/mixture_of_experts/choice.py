@@ -132,7 +132,7 @@ def decide(terms: ExpertTerms, device: torch.device, impl: str) -> Choice[Mixtur
     asked_for = named or declaration.choosers[0]
     declaration.require_nodes(asked_for, nodes, terms, is_invariant=is_invariant)
     times = times_between_nodes(terms, device)
-    choice = choose(terms, device).between(declaration, nodes, times, terms)
+    choice = choose(terms, device).between(declaration, nodes, times)
     if is_invariant:
         choice = _invariant(terms, device, choice, named)
         declaration.require_nodes(choice.impl, nodes, terms, is_invariant=True)

@@ -13,7 +13,7 @@ before anything is timed, eager and as CUDA graphs.
     product, exchange
                each of the two alone
     mixture_of_experts
-               chunked, auto and both pairs, with so wide products that they take as long as the
+               chunked, auto and the pair, with so wide products that they take as long as the
                pair's exchange; in training as well, forward and backward
     backward   row-wise Adagrad; fused: the exchange beside the sort of lookups, and beside the
                update of the first tables if a call takes slices by the measured network; unfused:
@@ -29,7 +29,7 @@ import contextlib
 import dataclasses
 import faulthandler
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -226,7 +226,9 @@ def experts(width: int, trains: bool = False) -> Calls:
 
     def product() -> torch.Tensor:
         """Multiply as many rows as a rank has, by its experts alone."""
-        return interlace.mixture_of_experts(x, own, weights, w_in, w_out, group=alone, impl="nccl")
+        return interlace.mixture_of_experts(
+            x, own, weights, w_in, w_out, group=alone, impl="unfused"
+        )
 
     def exchange() -> torch.Tensor:
         splits = [tokens] * ranks
@@ -243,11 +245,10 @@ def experts(width: int, trains: bool = False) -> Calls:
 
     parts = {"product": product, "exchange": exchange}
     if not trains:
-        pairs = ("nccl", "unfused")
-        return _by_implementation(lambda impl: call(impl=impl), pairs) | parts
+        return _by_implementation(lambda impl: call(impl=impl)) | parts
     for leaf in leaves:
         leaf.requires_grad_()
-    return _by_implementation(step, ("unfused",)) | parts
+    return _by_implementation(step) | parts
 
 
 def experts_in_training(width: int) -> Calls:
@@ -255,9 +256,9 @@ def experts_in_training(width: int) -> Calls:
     return experts(width, trains=True)
 
 
-def _by_implementation(call: Callable[[str], torch.Tensor], pairs: Sequence[str]) -> Calls:
+def _by_implementation(call: Callable[[str], torch.Tensor]) -> Calls:
     """Return a call's implementations by name."""
-    return {impl: lambda impl=impl: call(impl) for impl in (*pairs, "chunked", "auto")}
+    return {impl: lambda impl=impl: call(impl) for impl in ("unfused", "chunked", "auto")}
 
 
 LAYERS = {

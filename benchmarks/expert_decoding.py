@@ -172,13 +172,13 @@ class TimedDecoding(Benchmark[MixtureOfExpertsConfig]):
                 lambda i: self.layer(i).unfused_forward()
             ),
             f"{PRODUCT} + NCCL all-gather and reduce-scatter": (
-                lambda i: run(self.layer(i).call(False, "nccl"))[0]
+                lambda i: run(self.layer(i).call(False, "unfused"))[0]
             ),
         }
         for name, call in forms.items():
             errors = [relative_error(call(i), self.expected(i)) for i in range(self.operand_sets)]
             self.accept(errors, name)
-        impls = ("", "nccl")
+        impls = ("", "unfused")
         return [
             Way(name, "pair", call, impl)
             for (name, call), impl in zip(forms.items(), impls, strict=True)

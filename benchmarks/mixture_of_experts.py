@@ -234,6 +234,7 @@ class ExpertCalls(Benchmark[MixtureOfExpertsConfig]):
         return run(
             dataclasses.replace(
                 call,
+                keeps=True,  # calls with gradients multiply by no grouped products
                 x=call.x.float(),
                 w_in=call.w_in.float(),
                 w_out=call.w_out.float(),

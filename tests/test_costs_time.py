@@ -153,9 +153,7 @@ def test_shipped_profiles_are_of_implementations_that_exist(shipped: MachineProf
     for operator, compositions in shipped.compositions.items():
         names = {each.name for each in operators()[operator].implementations}
         assert compositions.keys() <= names
-        # Experts' pair waits for the host, and is no candidate.
-        pair = "nccl" if operator == "mixture_of_experts" else "unfused"
-        assert {"fused", pair} <= compositions.keys()
+        assert {"fused", "unfused"} <= compositions.keys()
         for composition in compositions.values():
             assert min(composition.values()) > 0
 
@@ -263,9 +261,9 @@ def test_points_of_results() -> None:
 
 
 def test_a_pair_comes_before_what_is_hardly_shorter() -> None:
-    times = {"fused": 98.0, "chunked": 99.0, "nccl": 100.0, "pushed": 120.0}
-    assert H200.in_order(times, {"nccl"}) == ["nccl", "fused", "chunked", "pushed"]
-    assert H200.in_order(times | {"fused": 96.0}, {"nccl"})[:2] == ["fused", "nccl"]
+    times = {"fused": 98.0, "chunked": 99.0, "unfused": 100.0, "pushed": 120.0}
+    assert H200.in_order(times, {"unfused"}) == ["unfused", "fused", "chunked", "pushed"]
+    assert H200.in_order(times | {"fused": 96.0}, {"unfused"})[:2] == ["fused", "unfused"]
 
 
 def test_corrections_count_near_measured_calls() -> None:

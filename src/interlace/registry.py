@@ -225,21 +225,6 @@ class Operator(abc.ABC):
         """Return whether an implementation runs on groups of several nodes."""
         return name == "unfused" or self.implementation(name).spans_nodes
 
-    def pair_between_nodes(self, terms: Any = None) -> str:
-        """Return the first stock pair that runs on groups of several nodes.
-
-        Args:
-            terms: The properties of a call, which it must not refuse; None if they do not matter.
-        """
-        able = (
-            implementation.name
-            for implementation in self.implementations
-            if implementation.is_stock
-            and implementation.spans_nodes
-            and (terms is None or implementation.refusal(terms) is None)
-        )
-        return next(able, "unfused")
-
     def advice(self, terms: Any, nodes: int) -> str:
         """Return what to take in the place of an implementation that refuses a call, as a sentence.
 

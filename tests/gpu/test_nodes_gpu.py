@@ -190,7 +190,7 @@ def _experts_that_come_again(ranks: int) -> tuple[int, list[float], int]:
                 interlace.mixture_of_experts(
                     x, experts, weights, w_in, w_out, impl=impl, group=process_group
                 )
-                for impl in ("nccl", "chunked")
+                for impl in ("unfused", "chunked")
             )
             difference = (y.float() - expected.float()).norm() / expected.float().norm()
             errors.append(float(difference))

@@ -190,9 +190,8 @@ def test_auto_takes_slices_where_a_measured_network_says_so(ranks, rates, keeps)
     call = dataclasses.replace(_calls(2)[0], impl="auto", tokens=8)
     outcomes = ranks(2).run(_by_auto, call, rates, keeps)
     check_all([call], [[y] for *_, y in outcomes])
-    pair = "unfused" if keeps else "nccl"
     for said, slices, _ in outcomes:
-        impl = "chunked" if rates is QUICK else pair
+        impl = "chunked" if rates is QUICK else "unfused"
         assert f"2 ranks of 2 nodes: {impl}, because predicted between 2 nodes over wire: " in said
         # Sixteen tokens are multiplied in the time of one, so more slices only add to it.
         assert slices == ({1} if rates is QUICK else set())

@@ -235,7 +235,7 @@ def _choose_between_nodes(
     terms = dataclasses.replace(_terms(product, rows, ranks), node_of_rank=node_of_rank)
     choice = operator.choose(**dict(zip(operator.sizes, sizes.values(), strict=True)), **call)
     times = times_between_nodes(operator.name, nodes, **sizes, **call)
-    choice = choice.between(operator, nodes, times, terms)
+    choice = choice.between(operator, nodes, times)
     name, _ = choice.accepted(operator, terms)
     if operator.is_pair(name):
         raise LeftAlone(f"{operator.name} is not faster between {nodes} nodes: {choice.reason}")

@@ -305,7 +305,7 @@ def _puts(counts: Counts, rank: int, rows: int) -> int:
     return puts
 
 
-_OPERATOR, _STOCK = "mixture_of_experts", "nccl"
+_OPERATOR, _STOCK = "mixture_of_experts", "unfused"
 
 STOCK_TILE = (128, 128)
 """Rows and columns that the tiles of the library's grouped products are taken to have."""

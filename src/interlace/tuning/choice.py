@@ -89,30 +89,22 @@ class Choice(Generic[Config]):
         """
         return tuple(dict.fromkeys((self.impl, *self.times_us, "unfused")))
 
-    def between(
-        self,
-        operator: Operator,
-        nodes: int,
-        times: NetworkTimes | None,
-        terms: Any = None,
-    ) -> Choice[Config]:
+    def between(self, operator: Operator, nodes: int, times: NetworkTimes | None) -> Choice[Config]:
         """Return this choice, or what is predicted to be the fastest if there are several nodes.
 
-        Times that were measured or predicted within a node say nothing about several. A stock pair
-        runs unless a measured network says that slices take less time (decision 0023).
+        Times that were measured or predicted within a node say nothing about several. The stock
+        pair runs unless a measured network says that slices take less time (decision 0023).
 
         Args:
             operator: The operator's declaration.
             nodes: Number of nodes that the ranks are on.
             times: Predicted times between the nodes; None if no network was measured.
-            terms: The properties of the call by which implementations may refuse it; None where
-                :attr:`candidates` are tried in turn.
         """
         if nodes == 1:
             return self
         between = dataclasses.replace(
             self,
-            impl=operator.pair_between_nodes(terms),
+            impl="unfused",
             times_us={},
             is_known=False,
             faster=(),

@@ -3,6 +3,7 @@ against ``costs``.
 """
 
 import dataclasses
+from unittest import mock
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_forms_match_float64(ranks, world_size):
 
 
 def test_forms_in_decoding_match_float64(ranks):
-    changes = [{"impl": "decode"}, {"impl": "nccl", "ffn": 24, "hidden": 24}]
+    changes = [{"impl": "decode"}, {"impl": "unfused", "ffn": 24, "hidden": 24}]
     calls = [
         dataclasses.replace(call, factor=None, **change)
         for call in _form_calls(2)
@@ -138,8 +139,8 @@ def _decoding_calls(world_size):
         {"tokens": 40, "local": 3, "hidden": 33, "ffn": 70, "config": tail},
         {"tokens": 24, "routing": "one", "hidden": 64, "ffn": 64, "config": tail, "halves": True},
         {"tokens": 0},
-        {"impl": "nccl", "ffn": 24},
-        {"impl": "nccl", "ffn": 24, "halves": True, "routing": "holes", "dtype": "bfloat16"},
+        {"impl": "unfused", "ffn": 24},
+        {"impl": "unfused", "ffn": 24, "halves": True, "routing": "holes", "dtype": "bfloat16"},
     ]
     changes = {1: changes[:2], 2: changes, 3: changes[1:3], 4: changes[:2]}[world_size]
     return [dataclasses.replace(base, seed=i, **change) for i, change in enumerate(changes)]
@@ -160,7 +161,7 @@ def _weights_apart():
     x, experts, weights, w_in, w_out, _ = Call(2, hidden=24, ffn=24).inputs(dist.get_rank())
     apart = [torch.cat([weight, weight[..., :1]], -1)[..., :-1] for weight in (w_in, w_out)]
     y, z = (
-        interlace.mixture_of_experts(x, experts, weights, *both, impl="nccl")
+        interlace.mixture_of_experts(x, experts, weights, *both, impl="unfused")
         for both in (apart, (w_in, w_out))
     )
     return torch.equal(y, z)
@@ -170,11 +171,37 @@ def test_stock_experts_take_weights_of_any_strides(ranks):
     assert ranks(2).run(_weights_apart) == [True, True]
 
 
-def _dropped_slots(impl):
+def _stock_ways(calls):
+    """Whether each call multiplies by grouped products, and its results."""
+    outcomes = []
+    for call, backward in calls:
+        with mock.patch.object(torch, "_grouped_mm", wraps=torch._grouped_mm) as product:
+            results = run_one(call, backward=backward)
+        outcomes.append((product.called, results))
+    return outcomes
+
+
+def test_what_grouped_products_do_not_take_runs_one_expert_after_another(ranks):
+    """Calls with gradients, a capacity that drops, and widths that are not aligned."""
+    base = Call(2, ffn=24, impl="unfused")
+    by_groups = [(base, False), (dataclasses.replace(base, impl="nccl"), False)]
+    changes = [{"factor": 0.5}, {"ffn": 23}, {"tokens": 0}]
+    others = [(dataclasses.replace(base, **change), False) for change in changes]
+    calls = [*by_groups, (base, True), *others]
+    for_rank = ranks(2).run(_stock_ways, calls)
+    results = [[found for _, found in outcomes] for outcomes in for_rank]
+    check_all([call for call, _ in calls], results)
+    for outcomes, found in zip(for_rank, results, strict=True):
+        assert [is_grouped for is_grouped, _ in outcomes] == [True, True, *[False] * 4]
+        assert torch.equal(found[0][0], found[1][0])
+        torch.testing.assert_close(found[0][0], found[2][0])
+
+
+def _dropped_slots(impl, ffn):
     """Whether nothing changes if slots that name no expert have NaN as their weights, or 2^32 as
     their number, whose lower half is the number of an expert.
     """
-    call = Call(2, hidden=24, ffn=24, routing="holes", impl=impl)
+    call = Call(2, hidden=24, ffn=ffn, routing="holes", impl=impl)
     x, experts, weights, w_in, w_out, _ = call.inputs(dist.get_rank())
     is_hole = experts < 0
     y, of_nan, of_64_bits = (
@@ -188,9 +215,13 @@ def _dropped_slots(impl):
     return is_hole.any().item(), torch.equal(of_nan, y), torch.equal(of_64_bits, y)
 
 
-@pytest.mark.parametrize("impl", ["unfused", "fused", "decode", "nccl"])
-def test_what_dropped_slots_hold_does_not_matter(ranks, impl):
-    assert ranks(2).run(_dropped_slots, impl) == [(True, True, True)] * 2
+@pytest.mark.parametrize(
+    ("impl", "ffn"),
+    # Grouped products do not take the last width.
+    [("fused", 24), ("decode", 24), ("unfused", 24), ("unfused", 23)],
+)
+def test_what_dropped_slots_hold_does_not_matter(ranks, impl, ffn):
+    assert ranks(2).run(_dropped_slots, impl, ffn) == [(True, True, True)] * 2
 
 
 def _clamped_infinity(impl, kind):

@@ -166,7 +166,7 @@ def _arguments(**changes):
         ({"capacity": 0}, "capacity must be positive, or None for no limit; got 0."),
         (
             {"impl": "fast"},
-            "impl must be one of auto, batch_invariant, fused, decode, chunked, nccl, unfused; got "
+            "impl must be one of auto, batch_invariant, fused, decode, chunked, unfused; got "
             "'fast'.",
         ),
         ({"config": "128"}, "config must be of type MixtureOfExpertsConfig; got str."),

@@ -65,20 +65,15 @@ class MixtureOfExperts(Operator):
             backward=chunked.backward,
         ),
         Implementation(
-            "nccl",
-            "torch._grouped_mm between NCCL's all-gather and reduce-scatter",
-            stock.run_nccl,
-            stock.nccl_refusal,
-            schedule="to_all",
-            is_stock=True,
-            spans_nodes=True,
-        ),
-        Implementation(
             "unfused",
-            "F.linear and all_to_all_single, each rank's rows sorted",
+            "torch._grouped_mm between all-gather and reduce-scatter, or, where that takes no such "
+            "call, F.linear between two of all_to_all_single",
             stock.run,
+            schedule="to_all",
             spans_nodes=True,
+            is_predictable=stock.is_grouped,
             backward=stock.backward,
+            alias="nccl",
         ),
     )
 
@@ -200,14 +195,14 @@ def mixture_of_experts(
         group: 1 to 8 ranks of one node, or ranks of several nodes; default: the default process
             group.
         impl: ``"fused"``; ``"decode"``, kernels for few tokens, without gradients and capacity;
-            ``"nccl"``, stock PyTorch that never waits for the host, all-gather, torch._grouped_mm
-            and reduce-scatter, for bfloat16 without gradients and capacity; ``"chunked"``, the same
-            between nodes, where tokens and sums travel in slices, with gradients, too;
-            ``"unfused"`` (torch and all-to-all; waits for the device); or ``"auto"``: the one that
-            the machine's profile predicts to be fastest, as :func:`interlace.explain` says, and the
-            fused kernels where it predicts none. ``"batch_invariant"`` gives a token the same bits
-            in every batch (:func:`interlace.batch_invariant`), without a capacity that could drop
-            tokens.
+            ``"unfused"`` or ``"nccl"``, stock PyTorch: all-gather, torch._grouped_mm and
+            reduce-scatter, for bfloat16 without gradients and capacity, and for other calls one
+            expert after another between two all-to-alls, where the host waits for the device;
+            ``"chunked"``, the former between nodes, where tokens and sums travel in slices, with
+            gradients, too; or ``"auto"``: the one that the machine's profile predicts to be
+            fastest, as :func:`interlace.explain` says, and the fused kernels where it predicts
+            none. ``"batch_invariant"`` gives a token the same bits in every batch
+            (:func:`interlace.batch_invariant`), without a capacity that could drop tokens.
         config: Configuration of the kernels; default: one for the sizes, and for ``"fused"`` from
             the tuned table of this GPU, if ``interlace tune`` has made one. It must be the same on
             every rank.
@@ -241,6 +236,7 @@ def mixture_of_experts(
     limit = maximum if capacity is None else min(capacity, maximum)
     keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
     text = "" if config is None else str(config)
+    may_be_fused = ("fused", *_DECLARATION.choosers)
     y, *_ = entrance(OPERATOR)(
         x,
         experts,
@@ -257,7 +253,7 @@ def mixture_of_experts(
         text,
         str(the_activation),
         keeps,
-        keeps and impl not in ("unfused", "chunked") and not _spans_nodes(default_name(group)),
+        keeps and impl in may_be_fused and not _spans_nodes(default_name(group)),
     )
     result: torch.Tensor = y
     return result

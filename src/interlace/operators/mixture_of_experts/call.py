@@ -349,8 +349,8 @@ _OPTIONS = "int world_size, SymInt capacity, str group_name, str impl, str confi
 _TENSORS, _NUMBERS = 7, 6  # how many arguments these are
 _GROUP_NAME = 9  # which argument it is
 _SAVED = "Tensor plan, Tensor slot_rows, Tensor slot_at, Tensor received, Tensor kept"
-# The unfused implementation, which a tuned table may choose, waits for the device, so no CUDA graph
-# can hold the operators.
+# The unfused implementation, which a tuned table may choose, waits for the device where it runs one
+# expert after another, so no CUDA graph can hold the operators.
 _library.define(
     f"mixture_of_experts({_INPUTS}, {_OPTIONS}, bool keeps, bool saves) -> (Tensor, Tensor, "
     "Tensor, Tensor, Tensor, Tensor)",

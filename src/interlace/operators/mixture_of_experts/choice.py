@@ -132,7 +132,7 @@ def decide(terms: ExpertTerms, device: torch.device, impl: str) -> Choice[Mixtur
     asked_for = named or declaration.choosers[0]
     declaration.require_nodes(asked_for, nodes, terms, is_invariant=is_invariant)
     times = times_between_nodes(terms, device)
-    choice = choose(terms, device).between(declaration, nodes, times, terms)
+    choice = choose(terms, device).between(declaration, nodes, times)
     if is_invariant:
         choice = _invariant(terms, device, choice, named)
         declaration.require_nodes(choice.impl, nodes, terms, is_invariant=True)
@@ -219,15 +219,15 @@ def _config_of(
 def predicted_times(profile: MachineProfile, terms: ExpertTerms) -> dict[str, float]:
     """Return the time of each implementation in microseconds.
 
-    Implementations are missing whose times the profile does not compose, and those that refuse the
-    call.
+    Implementations are missing whose times the profile does not compose for such a call, and those
+    that refuse it.
     """
     call, times_us = terms.call, {}
     for each in operator_named(OPERATOR).implementations:
         time = profile.predict_us(
             OPERATOR, each.name, call, each.schedule, tile_of(each.name, call)
         )
-        if time is not None and each.refusal(terms) is None:
+        if time is not None and each.refusal(terms) is None and each.is_predictable(terms):
             times_us[each.name] = time
     return times_us
 
@@ -249,8 +249,8 @@ def times_between_nodes(terms: ExpertTerms, device: torch.device) -> NetworkTime
     """Return the predicted times of the implementations that take a call.
 
     The nodes are taken to have equally many consecutive ranks, so that all ranks predict alike.
-    ``unfused`` is predicted where stock PyTorch has no other pair, which is in training, and then
-    without the times in which its host waits for the device.
+    Where ``unfused`` has no grouped products, which is in training, its time is predicted without
+    the times in which its host waits for the device.
 
     Returns:
         The times; None if there is one node, or no network was measured.
@@ -267,10 +267,10 @@ def predicted_between_nodes(profile: MachineProfile, terms: ExpertTerms) -> Netw
     predictions: dict[str, Prediction] = {}
     declaration, whole_us = operator_named(OPERATOR), call.computation_us(profile)
     if call.tokens and whole_us is not None:
-        if declaration.refusal("nccl", terms) is None:
-            predictions["nccl"] = _whole(network, whole_us, call, terms.nodes)
-        else:
-            predictions["unfused"] = _by_routing(network, whole_us, call, terms.nodes)
+        # Its composition is of grouped products.
+        is_grouped = declaration.implementation("unfused").is_predictable(terms)
+        predict = _whole if is_grouped else _by_routing
+        predictions["unfused"] = predict(network, whole_us, call, terms.nodes)
         if declaration.refusal("chunked", terms) is None:
             predictions["chunked"] = _in_slices(profile, network, call, terms.nodes)
     return NetworkTimes(network.network, predictions, network.margin(profile.margin))

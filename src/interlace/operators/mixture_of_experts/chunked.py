@@ -1,9 +1,9 @@
 """``impl="chunked"``: the layer between nodes, whose tokens and sums travel in slices.
 
-As ``"nccl"``, every rank multiplies the tokens of all ranks by its own experts, so that all sizes
-are known to the host. Tokens leave at once, in slices. This rank's own tokens are multiplied while
-the first slice travels; then each slice that has arrived, and its sums leave for the tokens' ranks
-while the next one is multiplied.
+As in ``"unfused"`` by grouped products, every rank multiplies the tokens of all ranks by its own
+experts, so that all sizes are known to the host. Tokens leave at once, in slices. This rank's own
+tokens are multiplied while the first slice travels; then each slice that has arrived, and its sums
+leave for the tokens' ranks while the next one is multiplied.
 
 The backward pass works alike on tokens and gradients. It computes the forward pass anew up to the
 activation, and the gradients of the weights while the last slices travel.

@@ -1,7 +1,7 @@
 """This rank's experts by PyTorch's grouped products, of tokens of any ranks.
 
 ``impl="chunked"`` activates and adds up rows in kernels that read those of this rank's experts
-alone; ``impl="nccl"`` uses several kernels of stock PyTorch for the rows of all ranks' experts.
+alone; ``impl="unfused"`` uses several kernels of stock PyTorch for the rows of all ranks' experts.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The layer in stock PyTorch.
+"""``impl="unfused"``: the layer in stock PyTorch, in one of two ways.
 
-``impl="unfused"`` runs any call, in steps of torch; the host waits for the device. ``impl="nccl"``
-never waits, as servers run it.
+As servers run it, by grouped products between an all-gather and a reduce-scatter, which the host
+does not wait for; and calls that these do not take, such as those with gradients, by one expert
+after another between two all-to-alls, for whose sizes the host waits.
 """
 
 from __future__ import annotations
@@ -27,11 +28,20 @@ _AUTOGRAD = _C.DispatchKeySet(_C.DispatchKey.AutogradCPU) | _C.DispatchKeySet(
 )
 
 
+def is_grouped(terms: ExpertTerms) -> bool:
+    """Return whether a call runs by grouped products."""
+    rules = (*grouped.rules(terms), *terms.inference_rules)
+    return terms.sizes.tokens > 0 and unmet(rules) is None
+
+
 def run(call: LayerCall) -> tuple[torch.Tensor, Saved]:
     """Return ``y [T, hidden]``; tensors for the backward pass are not filled."""
     # The operator has a backward pass of its own, so nothing is recorded here.
     with torch.no_grad():
-        y = _layer(call, call.x, call.weights, call.parameters)
+        if is_grouped(call.terms):
+            y = _layer_of_groups(call)
+        else:
+            y = _layer(call, call.x, call.weights, call.parameters)
     return y.contiguous(), call.unused()
 
 
@@ -40,8 +50,8 @@ def backward(
 ) -> tuple[torch.Tensor, ...]:
     """Return the gradients of x, weights, w_in, w_out, b_in and b_out.
 
-    The forward pass, which saved nothing, runs again. The last four are empty unless they are
-    ``needed``.
+    The forward pass, which saved nothing, runs again, one expert after another. The last four are
+    empty unless they are ``needed``.
     """
     x, weights = (tensor.detach().requires_grad_() for tensor in (call.x, call.weights))
     parameters = Parameters._make(
@@ -136,22 +146,17 @@ class _AllToAll(torch.autograd.Function):
         return exchange_rows(grads[0], arriving, sent, group), None, None, None
 
 
-def nccl_refusal(terms: ExpertTerms) -> str | None:
-    """Return what a call must have for ``impl="nccl"`` and has not, or None."""
-    return unmet((*grouped.rules(terms), *terms.inference_rules))
-
-
-def run_nccl(call: LayerCall) -> tuple[torch.Tensor, Saved]:
+def _layer_of_groups(call: LayerCall) -> torch.Tensor:
     """All-gather tokens and routing, multiply the rows of this rank's experts, reduce-scatter.
 
-    The sum over a token's experts is in the dtype of x, unlike that of the other implementations.
+    The sum over a token's experts is in the dtype of x, unlike that of :func:`_layer` and of the
+    other implementations.
     """
     group = process_group_named(call.group_name)
     splits = [call.sizes.tokens] * call.sizes.world_size
     x = gather_rows(call.x, splits, group)
     routing = gather_rows(grouped.routing_of(call), splits, group)
-    y = sum_rows(_sums_of_experts(call, x, routing), splits, group)
-    return y.contiguous(), call.unused()
+    return sum_rows(_sums_of_experts(call, x, routing), splits, group)
 
 
 def _sums_of_experts(call: LayerCall, x: torch.Tensor, routing: torch.Tensor) -> torch.Tensor:

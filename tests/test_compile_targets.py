@@ -350,9 +350,12 @@ def _embedding_all_to_all_collect():
 
 
 def _embedding_all_to_all_backward():
-    """Each update, key, table and gradient dtype; one rank, and a row cut into several runs."""
+    """Each update, key, table and gradient dtype; one rank, and a row cut into several runs; and
+    as by default, with so few registers.
+    """
     import triton.language as tl
 
+    from interlace.operators.embedding_all_to_all.config import default_config
     from interlace.operators.embedding_all_to_all.kernels.backward import (
         Progress,
         Runs,
@@ -387,6 +390,13 @@ def _embedding_all_to_all_backward():
     yield case("i32", "store", vectors, 1, by_segment=True, rows=1, scale=None, WORLD_SIZE=8)
     vectors = Vectors(tl.float32, tl.float16, width=64, full=False, align=8)
     yield case("i32", "store", vectors, 4, pushers=0, scale=None, WORLD_SIZE=1)
+    for width in (32, 128, 1024):
+        config = default_config(width=width, itemsize=4, processors=132)
+        vectors = Vectors(tl.float32, tl.float32, width=width, full=True, align=4)
+        yield case(
+            "i32", "adagrad", vectors, config.block_runs, rows=config.push_rows, scale=None,
+            num_warps=config.update_warps, maxnreg=config.update_registers,
+        )  # fmt: skip
 
 
 def _products(more=None):

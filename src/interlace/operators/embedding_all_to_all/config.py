@@ -101,17 +101,19 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     # Registers decide how many programs fit: 16 to 24 on an SM if a warp has several bags, and rows
     # of so many bytes at a time, else up to 32. More find no block, but take microseconds to end.
     resident = 16 if warps == 1 and 1 < fitting <= 16 else 32
-    runs = max(1, min(8, 256 * warps // block))  # 1 KB of sums per warp
+    # 512 bytes of sums per warp: with more, 72 registers a thread do not hold what is under way.
+    runs = max(1, min(4, 128 * warps // block))
     return EmbeddingAllToAllConfig(
         block_bags=bags,
         num_warps=warps,
         max_programs=max(1, min(MAX_PROGRAMS, resident * processors // warps)),
         # 28 warps of 72 registers a thread fit on an SM, and two of them send.
         push_programs=2 * processors,
-        push_rows=min(16, 4 * runs),
+        push_rows=max(4, min(16, 1024 * warps // block)),
         push_blocks=8,
         update_programs=max(1, min(MAX_PROGRAMS - 2 * processors, 26 * processors // warps)),
-        update_registers=72,
+        # Of rows of more columns a thread has 16 at a time, for which 72 are too few.
+        update_registers=72 if block <= 256 * warps else 96,
         block_runs=runs,
         update_warps=warps,
     )

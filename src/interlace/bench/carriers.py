@@ -10,7 +10,6 @@ import torch.distributed as dist
 from interlace.bench.benchmark import Step, Way
 from interlace.comm import group_of
 from interlace.comm.groups.process_groups import gather, scatter
-from interlace.gemm.implementations.stock import ONE_SHOT_BYTES
 
 if TYPE_CHECKING:
     from interlace.bench.products import TimedProduct
@@ -39,8 +38,6 @@ def _all_reduces(case: TimedProduct) -> dict[str, Step]:
     """Return the all-reduces of NCCL and of torch's symmetric memory."""
     size = tuple(case.product.shape)
     case.product, steps = symmetric_all_reduces(size, case.product.dtype, case.group)
-    if case.product.nbytes > ONE_SHOT_BYTES:
-        del steps["torch one-shot"]
     return {"NCCL": lambda i: dist.all_reduce(case.product, group=case.group), **steps}
 
 

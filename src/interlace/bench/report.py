@@ -32,8 +32,7 @@ Interlace would run; compute without communication; communication without comput
 
 PAIR_NAMES = {
     "unfused": "cuBLAS + NCCL",
-    "one_shot": "cuBLAS + torch one-shot",
-    "two_shot": "cuBLAS + torch two-shot",
+    "symm_mem": "cuBLAS + torch symm_mem",
     "async_tp": "torch async-TP",
 }
 """Display name of each stock pair, by the value of ``impl`` that runs it."""

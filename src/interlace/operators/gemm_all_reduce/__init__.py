@@ -20,7 +20,7 @@ from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.pushed import PUSHED_ALL_REDUCE
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
-from interlace.gemm.implementations.stock import ONE_SHOT, TWO_SHOT
+from interlace.gemm.implementations.stock import SYMM_MEM
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands, require_float, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
@@ -57,8 +57,7 @@ class GemmAllReduce(GemmOperator):
             two_levels.needs_rails,
         ),
         UNFUSED,
-        ONE_SHOT,
-        TWO_SHOT,
+        SYMM_MEM,
     )
 
     def plan_rows(self, rows: int, splits: Splits, group: Group) -> RowPlan:

@@ -330,7 +330,7 @@ def test_shipped_profiles_are_what_the_results_say(shipped: MachineProfile) -> N
     assert refitted.other_compositions.keys() == shipped.other_compositions.keys()
     call = next(each.call for each in reversed(points) if each.operator == "gemm_all_reduce")
     factors = [
-        profile.corrections["gemm_all_reduce"].factor("two_shot", call)
+        profile.corrections["gemm_all_reduce"].factor("symm_mem", call)
         for profile in (shipped, refitted)
     ]
     assert factors[0] == pytest.approx(factors[1], rel=0.02)

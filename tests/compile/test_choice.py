@@ -112,7 +112,7 @@ def test_rows_that_do_not_fill_tiles(operator: str, fastest: str) -> None:
 
 def test_stock_pairs_are_chosen_where_they_are_the_fastest() -> None:
     few = _auto("gemm_all_reduce", 250, 8192, 7168, 4)
-    assert few.candidates[0] == "two_shot"
+    assert few.candidates[0] == "symm_mem"
     assert few.faster == ()
     assert few.is_known
 

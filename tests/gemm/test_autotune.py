@@ -156,14 +156,14 @@ def test_what_is_doubtful() -> None:
 def test_a_pair_wins_ties() -> None:
     """Two measurements of one call differ by as much as a percent."""
     operator = operator_named("gemm_all_reduce")
-    times = {"chunked": 99.5, "two_shot": 100.0, "unfused": 101.0, "fused": 98.0}
+    times = {"chunked": 99.5, "symm_mem": 100.0, "unfused": 101.0, "fused": 98.0}
     assert autotune.in_measured_order(operator, times) == [
         "fused",
-        "two_shot",
+        "symm_mem",
         "chunked",
         "unfused",
     ]
-    assert autotune.in_measured_order(operator, {**times, "fused": 99.2})[0] == "two_shot"
+    assert autotune.in_measured_order(operator, {**times, "fused": 99.2})[0] == "symm_mem"
 
 
 def test_a_pair_that_waits_for_its_host_wins_no_short_call() -> None:
@@ -226,7 +226,7 @@ def test_a_measurement_counts_for_a_class_of_rows() -> None:
     classes = {rows: autotune.class_of(rows) for rows in (0, 1, 2, 3, 5, 64, 65, 1000)}
     assert classes == {0: 1, 1: 1, 2: 2, 3: 4, 5: 8, 64: 64, 65: 128, 1000: 1024}
     operator = operator_named("gemm_all_reduce")
-    measured = autotune.Measured(operator, {"fused": 2.0, "chunked": 1.0, "two_shot": 1.0})
+    measured = autotune.Measured(operator, {"fused": 2.0, "chunked": 1.0, "symm_mem": 1.0})
     few = {"fused": 10.0, "chunked": 15.0, "unfused": 18.0}
     assert measured.times_us(few) == {"chunked": 15.0, "fused": 20.0}
     many = {"fused": 10.0, "chunked": 25.0, "unfused": 18.0}

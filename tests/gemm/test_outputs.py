@@ -304,8 +304,8 @@ def _without_symmetric_memory():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(symmetric_memory, "empty", empty)
         patch.setattr(symmetric_memory, "rendezvous", lambda *_: met.append(True))
-        results = [_sum_of(8, "two_shot", process_group, False) for _ in range(2)]
-        error = error_of(_sum_of, 8, "two_shot", process_group, True)
+        results = [_sum_of(8, "symm_mem", process_group, False) for _ in range(2)]
+        error = error_of(_sum_of, 8, "symm_mem", process_group, True)
     group.release()
     return results, len(tries), len(met), error
 

@@ -54,7 +54,7 @@ def test_every_implementation_of_a_draw(ranks: Any, pattern: tuple[str, str]) ->
     for result in ranks(2).run(_bench, pattern, {}):
         assert result["operator"] == operator
         assert {"fused", "chunked", "unfused"} <= result["times"].keys()
-        assert result["left_out"].keys() <= {"one_shot", "two_shot", "async_tp"}
+        assert result["left_out"].keys() <= {"symm_mem", "async_tp"}
         assert result["times"]["unfused"]["role"] == "pair"
         assert result["times"]["fused"]["role"] == "ours"
         kernel = "gemv" if operator == "gemm_all_reduce" else "fused"  # of few rows
@@ -141,7 +141,7 @@ def test_draws_come_again_and_are_what_models_have() -> None:
 
 
 def _result(operator: str, auto: str, **times: float) -> dict[str, Any]:
-    roles = {"unfused": "pair", "two_shot": "pair"}
+    roles = {"unfused": "pair", "symm_mem": "pair"}
     entries = {
         name: {"median_us": us, "role": roles.get(name, "ours"), "impl": name}
         for name, us in times.items()
@@ -156,7 +156,7 @@ def _drawn(result: dict[str, Any]) -> dict[str, Any]:
 
 def test_ratios(tmp_path: Path) -> None:
     results = [
-        _result("gemm_all_reduce", "fused", fused=8.0, chunked=8.0, unfused=20.0, two_shot=16.0),
+        _result("gemm_all_reduce", "fused", fused=8.0, chunked=8.0, unfused=20.0, symm_mem=16.0),
         _result("gemm_all_reduce", "chunked", fused=8.0, chunked=32.0, unfused=16.0),
         _result("gemm_all_to_all", "unfused", fused=8.0, unfused=8.0),
     ]
@@ -173,13 +173,13 @@ def test_ratios(tmp_path: Path) -> None:
 def test_every_call_counts_and_those_that_cannot_are_said() -> None:
     """Leaving out calls whose choice was slow in most samples would leave out what it lost."""
     machine = {"gpus": ["NVIDIA H200"] * 2}
-    lost = _result("gemm_all_reduce", "fused", fused=40.0, unfused=20.0, two_shot=16.0)
-    lost["times"]["fused"]["p10_us"] = lost["times"]["two_shot"]["p10_us"] = 13.0
+    lost = _result("gemm_all_reduce", "fused", fused=40.0, unfused=20.0, symm_mem=16.0)
+    lost["times"]["fused"]["p10_us"] = lost["times"]["symm_mem"]["p10_us"] = 13.0
     assert ratios_of([lost]) == {"gemm_all_reduce": [(2.5, 2.5)]}
     assert (
         today(_drawn(lost), "NVIDIA H200")["auto"]
         == today(
-            _drawn(_result("gemm_all_reduce", "unfused", fused=40.0, unfused=20.0, two_shot=16.0)),
+            _drawn(_result("gemm_all_reduce", "unfused", fused=40.0, unfused=20.0, symm_mem=16.0)),
             "NVIDIA H200",
         )["auto"]
     ), "by predictions, whatever was lengthened"

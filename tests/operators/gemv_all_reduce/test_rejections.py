@@ -82,7 +82,7 @@ def _t(*shape, dtype=f32, device="cpu"):
             _t(5, 4),
             {"impl": "fast"},
             "impl must be one of auto, measured, batch_invariant, fused, gemv, remote_stores, "
-            "pushed, chunked, unfused, one_shot, two_shot; got 'fast'.",
+            "pushed, chunked, unfused, symm_mem; got 'fast'.",
         ),
         (
             _t(4),

@@ -207,7 +207,8 @@ def gemm_all_reduce(
             evenly, no bias). ``"pushed"`` is a product, then one kernel that sends this rank's part
             to all and adds theirs (16 MiB at most). ``"chunked"`` is ``torch.mm`` for each rank's
             rows, which copy engines send. ``"unfused"`` or ``"nccl"`` is ``F.linear``, then
-            ``all_reduce``. ``"one_shot"`` and ``"two_shot"`` are PyTorch's own pairs, on GPUs.
+            ``all_reduce``. ``"symm_mem"`` is ``torch.mm``, then PyTorch's all-reduce in symmetric
+            memory, one-shot or two-shot by size, on GPUs.
             ``"auto"`` is the one of these that was measured for a table, or is predicted, to be the
             fastest; :func:`interlace.explain` says which it is and why.
             ``"measured"`` is the one that the first call of a kind measures to be the fastest

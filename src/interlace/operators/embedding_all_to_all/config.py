@@ -101,8 +101,8 @@ def default_config(*, width: int, itemsize: int, processors: int) -> EmbeddingAl
     # Registers decide how many programs fit: 16 to 24 on an SM if a warp has several bags, and rows
     # of so many bytes at a time, else up to 32. More find no block, but take microseconds to end.
     resident = 16 if warps == 1 and 1 < fitting <= 16 else 32
-    # 512 bytes of sums per warp: with more, 72 registers a thread do not hold what is under way.
-    runs = max(1, min(4, 128 * warps // block))
+    # 512 bytes of rows per warp: with more, 72 registers a thread do not hold what is under way.
+    runs = max(1, min(4, 512 * warps // (block * itemsize)))
     return EmbeddingAllToAllConfig(
         block_bags=bags,
         num_warps=warps,

@@ -14,7 +14,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
-from interlace.comm.launching.kernels import Launch, known_factor
+from interlace.comm.launching.kernels import Launch, known_factor, processors
 from interlace.gemm.kernels import layout
 from interlace.gemm.launch import padded_columns, row_stride, scale_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
@@ -22,8 +22,7 @@ from interlace.units import ceil_div, round_up
 
 # Programs that stage rows: two per SM of an H200. With eight per SM, calls take up to 60 us more.
 _STAGERS = 264
-# Programs that fill results with NaN, one per SM of an H200, and the elements of one block.
-_SETTLERS, _SETTLED = 132, 4096
+_SETTLED = 4096  # elements that a program fills with NaN at a time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +197,7 @@ def settle(group: Group, staging: Staging, y: torch.Tensor, mark: int) -> None:
     from interlace.gemm.kernels import staged
 
     workspace, blocks = staging.workspace(group), ceil_div(y.numel(), _SETTLED)
-    settlers = 2 if group.backend == "cpu" else min(blocks, _SETTLERS)
+    settlers = 2 if group.backend == "cpu" else min(blocks, processors(group.device))
     arguments = {
         "y": y,
         "epochs": workspace.epochs,

@@ -21,7 +21,6 @@ from interlace.comm.runtime.streams import launches
 from interlace.units import ceil_div
 
 MOST_MOVERS = 1024  # programs of a kernel that moves rows; each has signals of its own
-_MOVERS_OF_FEW_ROWS = 132  # one program per SM of an H200
 CPU_PROGRAMS = 4
 """Programs of a kernel on the CPU, at most. The interpreter runs them one after another, so more
 only take longer; these are enough for programs to take turns and to have several tiles each.
@@ -189,11 +188,11 @@ def cut_rows(rows: int, columns: int, group: Group | WithinNode) -> tuple[int, d
         group: The group whose rows are moved.
     """
     tiles = ceil_div(rows, _TILE["ROWS"]) * ceil_div(columns, _TILE["COLS"])
-    # Each program has signals to send and to wait for, so few programs are faster if rows are few.
+    # Each program has signals to send and to wait for, so one per SM is faster if rows are few.
     max_programs = (
         CPU_PROGRAMS
         if group.backend == "cpu"
-        else min(max(_MOVERS_OF_FEW_ROWS, tiles // 2), MOST_MOVERS)
+        else min(max(processors(group.device), tiles // 2), MOST_MOVERS)
     )
     return max(min(tiles, max_programs), 1), _TILE
 

@@ -321,6 +321,38 @@ def test_stock_pairs_without_their_memory_on_one_rank(ranks):
         assert ("rank 1" in error[1]) == (rank == 0)
 
 
+def _shots_by_size(rows_of_calls):
+    """What PyTorch's all-reduces are asked for, and the results' least and largest elements."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    process_group, asked = dist.new_group(), []
+    group = interlace.group_of(process_group)
+
+    def reduced(shots):
+        def reduce(part, operation, name, y):
+            asked.append(shots)
+            dist.all_reduce(y.copy_(part), group=process_group)
+
+        return reduce
+
+    with pytest.MonkeyPatch.context() as patch:
+        # PyTorch's symmetric memory is of GPUs.
+        patch.setattr(symmetric_memory, "empty", torch.empty)
+        patch.setattr(symmetric_memory, "rendezvous", lambda *_: None)
+        for shots in ("one_shot", "two_shot"):
+            patch.setattr(torch.ops.symm_mem, f"{shots}_all_reduce_out", reduced(shots))
+        results = [_sum_of(rows, "symm_mem", process_group, True) for rows in rows_of_calls]
+    group.release()
+    return asked, [(float(y.min()), float(y.max())) for y in results]
+
+
+def test_symm_mem_takes_one_shot_where_a_rank_reads_little(ranks):
+    """Rows are of 2 KiB, and a rank reads those of its peer, at most 2 MiB of them in one shot."""
+    for asked, results in ranks(2).run(_shots_by_size, (8, 1024, 1025)):
+        assert asked == ["one_shot", "one_shot", "two_shot"]
+        assert results == [(8.0, 8.0)] * 3
+
+
 def _without_memory_of_async_tp():
     """Rank 1 has no memory at first: what comes of asynchronous tensor parallelism that was, and
     was not, asked for; what it is with memory; and how often PyTorch's own kernel was called.

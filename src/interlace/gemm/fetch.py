@@ -20,8 +20,7 @@ from interlace.gemm.launch import padded_columns, row_stride, scale_stride
 from interlace.gemm.operands import ALIGNMENT_BYTES
 from interlace.units import ceil_div, round_up
 
-# Programs that stage rows: two per SM of an H200. With eight per SM, calls take up to 60 us more.
-_STAGERS = 264
+_STAGERS_PER_SM = 2  # programs that stage rows; with eight, calls take up to 60 us more
 _SETTLED = 4096  # elements that a program fills with NaN at a time
 
 
@@ -155,7 +154,7 @@ def begin(
         "FACTOR": known_factor(x.shape[1], row_stride(x)),
     }
     # 1. Stage this rank's rows in symmetric memory and tell the peers.
-    programs = 2 if group.backend == "cpu" else _STAGERS
+    programs = 2 if group.backend == "cpu" else _STAGERS_PER_SM * processors(group.device)
     stage = Launch(staged.stage_rows, (programs,), arguments, constants | {"ROWS": 4, "COLS": 1024})
     arrived: Arrivals = {}
     since = copies.so_far(group)

@@ -169,11 +169,11 @@ class Task:
             # Products whose matrix instructions ptxas serialises are right, and a quarter slower.
             assert "Compiling entry function" in log.getvalue()
             assert "serialized" not in log.getvalue()
-        if "maxnreg" in self.options:
-            # Who limits registers wants more programs on an SM, not loads and stores of what the
-            # registers no longer hold.
-            spilled = int(re.findall(r"(\d+) bytes spill stores", log.getvalue())[-1])
-            assert spilled <= MOST_SPILLED_BYTES, f"{spilled} bytes of a thread's registers"
+            if "maxnreg" in self.options:
+                # Who limits registers wants more programs on an SM, not loads and stores of what
+                # the registers no longer hold.
+                spilled = int(re.findall(r"(\d+) bytes spill stores", log.getvalue())[-1])
+                assert spilled <= MOST_SPILLED_BYTES, f"{spilled} bytes of a thread's registers"
 
 
 def _tasks() -> Iterator[Task]:

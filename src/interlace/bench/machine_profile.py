@@ -141,7 +141,7 @@ def _time_of(
     """Return the shortest median by which an implementation was measured, in microseconds; None if
     it was not, or only while the machine had other work.
 
-    A stock pair is also known by its display name: the benchmark of few tokens times pairs itself.
+    A stock pair is also known by its display name, which is all that older results say of it.
 
     Args:
         impl: Its name in the result.

@@ -43,7 +43,7 @@ from interlace.compile.producers import Product, rows_of
 from interlace.gemm import invariance
 from interlace.gemm.operands import FLOAT8
 from interlace.operators.gemm_all_reduce.config import MOST_NORMED_ROWS
-from interlace.operators.gemm_all_reduce.normed_launch import MOST_COLUMNS
+from interlace.operators.gemm_all_reduce.normed_launch import MOST_COLUMNS, expect_any_tokens
 from interlace.registry import operator_matching
 
 _LARGEST = torch.finfo(FLOAT8).max
@@ -255,6 +255,8 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
     if nodes_of(collective.group_name, product.device) > 1:
         raise LeftAlone(f"{fused.name} runs within a node")
     reason = choose(fused, product, tokens, ranks)
+    if not is_static(*value(product.x).shape[:-1]):
+        expect_any_tokens(product.columns, product.inner, product.dtype)
     for move in moves_before:
         move()
     in_between = [node for node in between(product.node.prev, norm.result.next) if node.users]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
+from interlace.comm.host.agreement import Family
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.epilogue import Epilogue
 from interlace.gemm.operands import Operands
@@ -63,6 +64,8 @@ class GemmCall:
             up, and another one runs.
         epilogue: What is computed of the sum, of operators that have that.
         known: By what ``Group.recall`` finds the call when it comes again; None for nothing.
+        form: By what it finds a call of other operands that is alike; None for nothing.
+        family: What ranks have agreed on for all numbers of rows, if they have.
     """
 
     operator: GemmOperator
@@ -78,6 +81,8 @@ class GemmCall:
     is_batch_invariant: bool = False
     epilogue: Epilogue | None = None
     known: tuple[Hashable, ...] | None = None
+    form: tuple[Hashable, ...] | None = None
+    family: Family | None = None
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

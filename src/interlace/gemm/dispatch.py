@@ -107,6 +107,7 @@ def run(
     impl: str,
     config: str,
     epilogue: Epilogue | None = None,
+    form: tuple[Hashable, ...] | None = None,
 ) -> Any:
     """Run one call whose arguments are validated.
 
@@ -115,6 +116,7 @@ def run(
         gather: Whether the gathered x is a result, too.
         config: The text of a configuration, or empty for the tuned table's.
         epilogue: What is to be computed of the sum over ranks, if the operator does that.
+        form: By what ``Group.recall`` is to find calls that are alike; None for nothing.
 
     Returns:
         The operator's result, or its pair of results.
@@ -159,6 +161,8 @@ def run(
         is_batch_invariant=is_invariant(impl),
         epilogue=epilogue,
         known=known,
+        form=form,
+        family=decision.family,
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
@@ -168,7 +172,7 @@ def run(
         _measure(call, decision)
         if not decision.is_measured:
             # Ranks ask one another in the next call again, so none may pass that over.
-            call = dataclasses.replace(call, known=None)
+            call = dataclasses.replace(call, known=None, form=None)
     _meet_before_pair(call, decision)
     # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
@@ -245,7 +249,11 @@ def _run(implementation: Implementation, call: GemmCall) -> Any:
     ):
         outcome = implementation.run(call)
         if isinstance(outcome, DeferredCall):
-            return call.group.perform(outcome, call.known)
+            result = call.group.perform(outcome, call.known)
+            again = outcome.again and call.form is not None and outcome.again()
+            if again:
+                call.group.replays.remember(call.form, again)
+            return result
     is_pair = call.epilogue is None and call.operator.is_pair(implementation.name)
     if is_pair and outcome is not None and call.known is not None:
         # What is remembered must refer to neither group nor operands.

@@ -45,7 +45,9 @@ def register() -> None:
         foreign.register(foreign.Foreign(name, collective, process_group))
     for name, has_residual in NORMS.items():
         foreign.register(foreign.ForeignNorm(name, has_residual))
-    compile.install()
+    # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
+    # a tenth of a second, and kernels are compiled that then do not run.
+    compile.install(autotune=False)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

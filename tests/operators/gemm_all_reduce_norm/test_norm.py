@@ -314,11 +314,18 @@ def test_columns_of_a_receiving_program() -> None:
     ) == 512  # fmt: skip
 
 
-def test_many_rows_take_the_sum_and_then_the_norm() -> None:
-    """Nothing was measured of so many, and their times do not follow from those of few."""
+def test_what_many_rows_take() -> None:
+    """One kernel behind the product while few bytes arrive, and the sum and then the norm if not:
+    times of many rows do not follow from those of few.
+    """
     operator, device = GemmAllReduceNorm(), torch.device("cpu")
     sizes = {"columns": 64, "inner": 64, "dtype": torch.bfloat16, "world_size": 2, "device": device}
     assert operator.choose(rows=256, **sizes).impl != "gemm"
-    choice = operator.choose(rows=257, **sizes)
+    assert operator.choose(rows=257, **sizes).candidates == ("pushed", "unfused")
+    of_16_mib = (16 << 20) // (64 * 2)
+    assert operator.choose(rows=of_16_mib, **sizes).impl == "pushed"
+    # Each of four ranks gets the parts of three.
+    assert operator.choose(rows=of_16_mib // 2, **sizes | {"world_size": 4}).impl == "gemm"
+    choice = operator.choose(rows=of_16_mib + 1, **sizes)
     assert choice.candidates == ("gemm", "unfused")
     assert "up to 256 rows" in choice.reason

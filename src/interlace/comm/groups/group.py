@@ -220,7 +220,7 @@ class Group:
             return None
         if not isinstance(work, DeferredCall):
             return work(self, *tensors)
-        if releases or not self.streams.continues() or not self.replays.may_replay():
+        if not self.may_recall():
             return None
         memory, before = work.take(self), launches.value
         try:
@@ -233,6 +233,12 @@ class Group:
             return None
         work.replayed(self, *memory)
         return work.result(*memory)
+
+    def may_recall(self) -> bool:
+        """Return whether a call may go past what comes before a call's first launch: nothing is to
+        be freed or ordered, and nobody captures or records it.
+        """
+        return not releases and self.streams.continues() and self.replays.may_replay()
 
     # Symmetric memory
 

@@ -17,7 +17,7 @@ from interlace.comm.runtime.dlpack import bytes_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
 from interlace.errors import WorkspaceError
-from interlace.units import next_power_of_2
+from interlace.units import next_power_of_2, round_up
 
 # A power of two: ``il.arrive_last`` tells the end of a round by a remainder.
 MAX_PROGRAMS = 4096
@@ -177,8 +177,10 @@ class SymmetricMemory:
         if previous is not None:
             half_bytes = max(half_bytes, previous.half_bytes)
             signal_count = max(signal_count, previous.signal_count)
-        # Powers of two, so that it seldom grows.
-        half_bytes = next_power_of_2(max(half_bytes, _MIN_HALF_BYTES))
+        # Rounded up, so that it seldom grows, by an eighth at most: programs have other uses for
+        # memory.
+        half_bytes = max(half_bytes, _MIN_HALF_BYTES)
+        half_bytes = round_up(half_bytes, next_power_of_2(half_bytes) // 16)
         signal_count = next_power_of_2(max(signal_count, _MIN_SIGNALS))
         step = f"growing the memory of {operator}"
         with self._health.indivisible(step):

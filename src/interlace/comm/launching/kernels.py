@@ -7,7 +7,9 @@ import dataclasses
 import functools
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -28,6 +30,7 @@ only take longer; these are enough for programs to take turns and to have severa
 _TILE = {"ROWS": 4, "COLS": 1024}
 _SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no second rank
 _MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
+_MOST_COMPILING = 4  # kernels at a time: the part in Python is by turns
 _KNOWN_TO_TRITON = 16
 # Triton passes integers from here on as 64 bits. Addresses are among them; they differ in each
 # call, and Triton compiles for their alignment alone.
@@ -72,13 +75,12 @@ class Launch:
         values = _in_order(self.kernel, arguments, self.constants)
         # Triton looks at every argument to find the kernel that it has compiled, which takes the
         # host longer than the launch itself. So compiled kernels are remembered here.
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-        key = (self.kernel, self.grid, device, *map(_kind, values), *self.constants.items())
+        key = _key(self, values)
         compiled_launch = _compiled.get(key)
         # Counted before the launch: if that is interrupted, the kernel may be running.
         launches.value += 1
         if compiled_launch is not None:
-            launch, constants = compiled_launch
+            _, launch, constants = compiled_launch
             launch(*values, *constants)
             return
         try:
@@ -96,12 +98,45 @@ class Launch:
                 _compiled.clear()
             names = self.kernel.arg_names[len(values) :]
             constants = tuple(self.constants[name] for name in names)
-            _compiled[key] = (compiled[(*self.grid, 1, 1)], constants)
+            _compiled[key] = (compiled, compiled[(*self.grid, 1, 1)], constants)
+
+    def again(self) -> Callable[[int, Mapping[str, Any]], None] | None:
+        """Return what launches this compiled kernel with another number of programs and other
+        arguments; None for a launch that has not run on a GPU.
+
+        Nothing about the arguments is looked at: Triton must compile them alike, which takes equal
+        dtypes, alignments, and divisibility of integers by 16.
+        """
+        values = _in_order(self.kernel, self.arguments, self.constants)
+        found = _compiled.get(_key(self, values))
+        if found is None:
+            return None
+        kernel, (compiled, _, constants), names = self.kernel, found, self.constants
+
+        def launch(programs: int, arguments: Mapping[str, Any]) -> None:
+            values = _in_order(kernel, arguments, names)
+            launches.value += 1
+            compiled[(programs, 1, 1)](*values, *constants)
+
+        return launch
 
     def compile(self) -> Any:
         """Return Triton's compiled kernel, without running it."""
         values = _in_order(self.kernel, self.arguments, self.constants)
         return self.kernel.warmup(*values, grid=self.grid, **self.constants)
+
+
+def compile_together(launches: Iterable[Launch]) -> None:
+    """Compile the kernels of launches, several at a time, so that their first launches need not.
+
+    A kernel takes a second or more, most of it outside of Python, so threads help.
+    """
+    from triton import AsyncCompileMode
+
+    workers = min(max(len(os.sched_getaffinity(0)) // 2, 1), _MOST_COMPILING)
+    with ThreadPoolExecutor(workers) as executor, AsyncCompileMode(executor):
+        for launch in launches:
+            launch.compile()
 
 
 def _shortcuts() -> contextlib.AbstractContextManager[None]:
@@ -113,7 +148,15 @@ def _shortcuts() -> contextlib.AbstractContextManager[None]:
     return shortcuts.taken()
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+def _key(launch: Launch, values: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return all that Triton may compile a launch for, whose arguments in order are ``values``."""
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+    return (launch.kernel, launch.grid, device, *map(_kind, values), *launch.constants.items())
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
+"""Compiled kernels, what launches each with the grid of its key, and the values of constants."""
+
 _orders: dict[Any, Callable[[Mapping[str, Any]], Any]] = {}
 
 

@@ -81,6 +81,10 @@ class DeferredCall:
             graph it stays with the graphs, so with much of it there is none.
         is_of_operands: Whether the work reads the call's own operands, and no copies that were
             made of them before.
+        again: Called after the work has been enqueued: returns what makes a call of the same form
+            again, given the group and other operands, for work of so few launches that a graph of
+            it is not worth its capture. That must refer to no operand and no group, and returns
+            None for a call that it does not make. None itself where there is no such thing.
     """
 
     key: tuple[Hashable, ...]
@@ -93,3 +97,4 @@ class DeferredCall:
     replayed: Callable[..., None] = _nothing
     temporary_bytes: int = 0
     is_of_operands: bool = True
+    again: Callable[[], Callable[..., Any] | None] | None = None

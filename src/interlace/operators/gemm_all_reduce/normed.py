@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm import MAX_PROGRAMS, Group, default_name
+from interlace.comm.groups.group import group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
+from interlace.comm.runtime import ranges
 from interlace.costs.known_profiles import cached_by_profiles
 from interlace.errors import ArgumentError
-from interlace.gemm import dispatch
+from interlace.gemm import autotune, dispatch, invariance
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
@@ -117,9 +120,12 @@ def _choose(**call: Any) -> Choice[Any]:
         )
     if call["device"].type == "cpu":
         config = dataclasses.replace(config, **_CPU_TILES)
+    if launch.is_pushed(call["rows"], call["columns"], call["dtype"], call["world_size"]):
+        reason = "one kernel behind the product is faster than two for so few bytes"
+        return Choice("pushed", config, reason)
     if call["rows"] > MOST_NORMED_ROWS:
-        # Times were measured with fewer rows only. What this runs is what a program has that does
-        # without the operator, so a graph that was traced with few rows loses nothing with many.
+        # What this runs is what a program has that does without the operator, so a graph that was
+        # traced with few rows loses nothing with many.
         reason = (
             f"times are known of up to {MOST_NORMED_ROWS} rows; the sum takes what is best for it"
         )
@@ -143,6 +149,9 @@ _library = torch.library.Library("interlace", "FRAGMENT")
 _library.define(f"{_NAME}{_SCHEMA}", tags=OPERATOR_TAGS)
 
 
+_TENSORS = 0, 1, 2, 5
+"""The places of residual, norm_weight, norm_bias and scale behind x, w and bias."""
+
 # Behind x, w and bias come an epilogue's arguments, and then the group's name, the implementation
 # and the configuration.
 _OTHERS = 3
@@ -150,6 +159,12 @@ _OTHERS = 3
 
 def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any) -> _Results:
     group_name, impl, config = arguments[-_OTHERS:]
+    form = _form_of(x, w, bias, *arguments)
+    if form is not None and not ranges.is_listening():
+        tensors = (arguments[place] for place in _TENSORS)
+        known = group_named(group_name, x.device).recall(form, x, w, bias, *tensors)
+        if known is not None:
+            return tuple(known)
     validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
     epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
     validate_epilogue(_NAME, x, w.shape[0], epilogue)
@@ -160,8 +175,39 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
         )
     operands = Operands(x, w, bias, None, None, x.dtype)
     return tuple(
-        dispatch.run(_DECLARATION, operands, (), False, group_name, impl, config, epilogue)
+        dispatch.run(_DECLARATION, operands, (), False, group_name, impl, config, epilogue, form)
     )
+
+
+def _form_of(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any
+) -> tuple[Hashable, ...] | None:
+    """Return what calls of many rows have in common that run in the same way whatever the number of
+    rows and the addresses are, for ``Group.recall``; None of other calls.
+
+    A call with a form of an earlier one is valid, as that one was: all that is looked at is part of
+    it, but for the number of rows, which x and the residual must have in common.
+    """
+    residual, norm_weight, norm_bias, norm, eps, scale, out_dtype, _, impl, config = arguments
+    if not x.is_cuda or config or x.dim() != 2 or w.dim() != 2:
+        return None
+    rows, columns = x.shape[0], w.shape[0]
+    if residual is not None and residual.shape != (rows, columns):
+        return None
+    # Triton compiles for numbers that 16 divides.
+    key: list[Hashable] = [
+        impl, norm, eps, out_dtype, rows % 16 == 0, x.shape[1], x.stride(), x.dtype, w.shape,
+        w.stride(), w.dtype, w.get_device(), invariance.is_enabled(), autotune.is_enabled(impl),
+    ]  # fmt: skip
+    for other in (bias, residual, norm_weight, norm_bias, scale):
+        if other is None:
+            key.append(None)
+        elif not other.is_contiguous():
+            return None
+        else:
+            shape = None if other is residual else other.shape
+            key.append((shape, other.dtype, other.get_device(), other.data_ptr() % 16))
+    return tuple(key)
 
 
 def _fake(x: torch.Tensor, w: torch.Tensor, _: object, *arguments: Any) -> _Results:

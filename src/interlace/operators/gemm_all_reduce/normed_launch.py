@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
 
-from interlace.comm import MAX_PROGRAMS
+from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.registration import entrance
-from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, known_factor, processors
+from interlace.comm.launching.kernels import (
+    CPU_PROGRAMS,
+    Launch,
+    compile_together,
+    known_factor,
+    processors,
+)
 from interlace.comm.replay.deferred import DeferredCall, New, Shaped
+from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply
 from interlace.gemm.launch import lamport_arguments, row_stride
-from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
+from interlace.operators.gemm_all_reduce.config import (
+    MOST_FUSED_ROWS,
+    MOST_NORMED_ROWS,
+    MOST_PUSHED_BYTES,
+    GemmAllReduceNormConfig,
+)
 from interlace.operators.gemm_all_reduce.gemv import tiling_of
 from interlace.registry import BATCH_INVARIANT
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -32,8 +44,12 @@ def run_fused(call: GemmCall) -> DeferredCall:
     """Multiply, sum and normalise in one kernel."""
     laid = _with_rows_along_k(call)
 
+    def slots(nbytes: int) -> dict[str, Any]:
+        return lamport_arguments(call.group, call.operator.name, "fused", nbytes, call.mark)
+
     def prepare(*memory: torch.Tensor) -> Callable[[], None]:
-        return lambda: _fused(laid, Normed(*memory))()
+        _compile_for_any_tokens(laid)
+        return lambda: _fused(laid, Normed(*memory), slots)()
 
     return DeferredCall(
         (call.operator.name, "fused", call.config, call.mark, *_memory(laid)),
@@ -45,18 +61,88 @@ def run_fused(call: GemmCall) -> DeferredCall:
     )
 
 
+_expected: set[tuple[Hashable, ...]] = set()
+"""N, K and dtype of products whose numbers of tokens change from call to call, and whose kernels
+have not been compiled for all of them yet.
+"""
+
+# What of kernels differs with the number of tokens, differs among these.
+_TOKENS = (1, 2, 4, *range(8, MOST_FUSED_ROWS + 1, 8), 250, 256)
+
+
+def expect_any_tokens(columns: int, inner: int, dtype: torch.dtype) -> None:
+    """Let the first call of a product compile the kernels of all numbers of tokens.
+
+    An engine captures dozens of them when it starts, one after another, and would wait a second or
+    more for each kernel.
+    """
+    _expected.add((columns, inner, dtype))
+
+
+def _compile_for_any_tokens(call: GemmCall) -> None:
+    """Compile the kernels of all numbers of tokens, where those are expected.
+
+    Nothing is allocated symmetrically, since only this rank may be told to expect them.
+    """
+    operands, epilogue, group = call.operands, call.epilogue, call.group
+    columns, inner, dtype = operands.columns, operands.inner, operands.x.dtype
+    if group.backend == "cpu" or (columns, inner, dtype) not in _expected:
+        return
+    _expected.discard((columns, inner, dtype))
+    assert epilogue is not None
+    numbers = torch.empty(1, dtype=torch.int32, device=operands.x.device)
+    # What Triton is told of slots: large addresses, numbers of any value, and types.
+    memory = {
+        "words": 1 << 40,
+        "epochs": numbers,
+        "ctx": group.context(call.operator.name),
+        "call": call.mark,
+        "half": 1 << 20,
+    }
+    launches = []
+    for tokens in _TOKENS:
+        choice = call.operator.choose(
+            rows=tokens,
+            columns=columns,
+            inner=inner,
+            dtype=dtype,
+            world_size=group.world_size,
+            device=operands.x.device,
+            w_along_k=operands.w_along_k,
+        )
+        x = operands.x.new_empty(tokens, inner)
+        residual = None if epilogue.residual is None else x.new_empty(tokens, columns)
+        other = dataclasses.replace(
+            call.with_operands(dataclasses.replace(operands, x=x)),
+            epilogue=dataclasses.replace(epilogue, residual=residual),
+            config=choice.config,
+        )
+        results = empty_results(other)
+        if choice.impl == "fused":
+            launches.append(_fused(other, results, lambda _: memory))
+        elif choice.impl == "pushed":
+            launches.append(_sum_rows(other, results.residual, results, memory))
+    # Ranks of a node keep compiled kernels in one place: each begins with others.
+    first = group.rank * len(launches) // group.world_size
+    compile_together(launches[first:] + launches[:first])
+
+
 def run_pushed(call: GemmCall) -> DeferredCall:
     """Multiply, then exchange rows, sum and normalise in one kernel."""
     require(call.group.backend)
     operands = call.operands
     product_shape = [operands.rows, operands.columns]
+    launches: list[Launch] = []
 
     def prepare(*memory: torch.Tensor) -> Callable[[], None]:
         *results, product = memory
+        _compile_for_any_tokens(call)
 
         def enqueue() -> None:
             multiply(call, product, operands.x, None)
-            _sum_rows(call, product, Normed(*results))()
+            memory = _pushed_memory(call.group, call.operator.name, product, call.mark)
+            launches.append(_sum_rows(call, product, Normed(*results), memory))
+            launches[-1]()
 
         return enqueue
 
@@ -65,7 +151,70 @@ def run_pushed(call: GemmCall) -> DeferredCall:
         _new_results(call, (product_shape, operands.x.dtype)),
         prepare,
         _results,
+        again=lambda: _push_again(call, launches[-1]) if launches else None,
     )
+
+
+def is_pushed(rows: int, columns: int, dtype: torch.dtype, world_size: int) -> bool:
+    """Return whether a call has more rows than times are predicted for, and ``"pushed"`` is faster
+    than what sums and normalises in two kernels.
+    """
+    arriving = (world_size - 1) * rows * columns * dtype.itemsize
+    return rows > MOST_NORMED_ROWS and arriving <= MOST_PUSHED_BYTES
+
+
+def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
+    """Return what makes calls of many rows again, past validation, decision and preparation.
+
+    The product is cuBLAS's whatever the number of rows is, so none is made of batch-invariant
+    calls, nor of few rows.
+    """
+    operands, epilogue, family = call.operands, call.epilogue, call.family
+    columns, dtype, ranks = operands.columns, operands.x.dtype, call.group.world_size
+    relaunch = launch.again()
+    is_plain = not call.is_batch_invariant and is_pushed(operands.rows, columns, dtype, ranks)
+    if not is_plain or relaunch is None or family is None:
+        return None
+    assert epilogue is not None
+    name, eps, out_dtype = call.operator.name, epilogue.eps, epilogue.out_dtype
+    has_scales = epilogue.quantization == "row"
+    no_scales = torch.empty(0, dtype=torch.float32, device=operands.x.device)
+
+    def again(
+        group: Group,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        norm_weight: torch.Tensor | None,
+        norm_bias: torch.Tensor | None,
+        scale: torch.Tensor | None,
+    ) -> Normed | None:
+        rows = x.shape[0]
+        if not is_pushed(rows, columns, dtype, ranks) or not group.may_recall():
+            return None
+        sums = rows, columns
+        y, total, product = (
+            torch.empty(sums, dtype=each, device=x.device) for each in (out_dtype, dtype, dtype)
+        )
+        scales = no_scales
+        if has_scales:
+            scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
+        arguments = _pushed_memory(group, name, product, family.mark(rows)) | {
+            "part": product,
+            "inputs": NormInputs(bias, residual, norm_weight, norm_bias, scale, eps),
+            "outputs": NormOutputs(y, total, scales if has_scales else None),
+            "N": columns,
+            "B": rows,
+        }
+        with group.running():
+            torch.mm(x, w.t(), out=product)
+            relaunch(_pushing_programs(product, group), arguments)
+        return Normed(y, total, scales)
+
+    from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
+
+    return again
 
 
 def _results(*memory: torch.Tensor) -> Normed:
@@ -171,17 +320,19 @@ def _row_warps(columns: int) -> int:
     return min(max(columns // _COLUMNS_PER_THREAD // 32, 1), 32)
 
 
-def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
-    """Prepare the kernel that exchanges a product's rows. Collective when memory must grow."""
+def _sum_rows(
+    call: GemmCall, product: torch.Tensor, results: Normed, memory: dict[str, Any]
+) -> Launch:
+    """Prepare the kernel that exchanges a product's rows.
+
+    Args:
+        memory: The arguments by which they travel.
+    """
     from interlace.operators.gemm_all_reduce.kernels.norm_rows import sum_and_norm_rows
 
     group, ranks = call.group, call.group.world_size
     columns = _row_columns(product.shape[1])
-    programs = min(len(product), CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS)
-    slot = round_up(product.numel(), 16) * product.element_size()
-    arguments = _epilogue_arguments(call, results) | lamport_arguments(
-        call.group, call.operator.name, "pushed", slot, call.mark
-    )
+    arguments = _epilogue_arguments(call, results) | memory
     arguments["part"] = product
     constants = {
         "WORLD_SIZE": ranks,
@@ -189,12 +340,32 @@ def _sum_rows(call: GemmCall, product: torch.Tensor, results: Normed) -> Launch:
         "FORM": _form(call, 1),
         "num_warps": _row_warps(columns),
     }
-    # The program behind them finds out whether the ranks are in the same call.
-    return Launch(sum_and_norm_rows, (programs + 1,), arguments, constants)
+    return Launch(sum_and_norm_rows, (_pushing_programs(product, group),), arguments, constants)
 
 
-def _fused(call: GemmCall, results: Normed) -> Launch:
-    """Prepare the fused kernel. Collective when memory must grow."""
+def _pushed_memory(group: Group, operator: str, product: torch.Tensor, mark: int) -> dict[str, Any]:
+    """Return the arguments by which rows of a product travel. Collective when memory must grow."""
+    slot = round_up(product.numel(), 16) * product.element_size()
+    if is_pushed(len(product), product.shape[1], product.dtype, group.world_size):
+        # Programs with many rows have them in any number, and memory should grow once.
+        slot = MOST_PUSHED_BYTES // (group.world_size - 1) if group.world_size > 1 else slot
+    return lamport_arguments(group, operator, "pushed", slot, mark)
+
+
+def _pushing_programs(product: torch.Tensor, group: Group) -> int:
+    """Return the programs of the kernel that exchanges a product's rows: one for each row, and one
+    behind them that finds out whether the ranks are in the same call.
+    """
+    most = CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS - 1
+    return min(len(product), most) + 1
+
+
+def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any]]) -> Launch:
+    """Prepare the fused kernel. Collective when memory must grow.
+
+    Args:
+        slots: Returns the arguments by which so many bytes travel from a rank to each.
+    """
     require(call.group.backend)
     from interlace.operators.gemm_all_reduce.kernels.fused_norm import multiply_sum_and_norm
 
@@ -220,9 +391,7 @@ def _fused(call: GemmCall, results: Normed) -> Launch:
     # Tokens of complete tiles; the compiler must know that they are aligned.
     line = round_up(row_tiles * config.block_n, 16)
     slot = token_tiles * block_b * line
-    arguments = _epilogue_arguments(call, results) | lamport_arguments(
-        group, call.operator.name, "fused", 4 * slot, call.mark
-    )
+    arguments = _epilogue_arguments(call, results) | slots(4 * slot)
     arguments |= {
         "x": x,
         "w": w,

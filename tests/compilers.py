@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import io
 import json
 import multiprocessing
@@ -162,6 +163,7 @@ class Task:
         from triton.backends.compiler import GPUTarget
 
         target = GPUTarget(*TARGETS[self.target])
+        self._write_as_hooks_do(target)
         with contextlib.redirect_stdout(io.StringIO()) as log:  # ptxas's remarks; see start()
             compiled = triton.compile(self.source(), target=target, options=self.options)
         assert len(compiled.asm["cubin" if target.backend == "cuda" else "hsaco"]) > 0
@@ -174,6 +176,30 @@ class Task:
                 # the registers no longer hold.
                 spilled = int(re.findall(r"(\d+) bytes spill stores", log.getvalue())[-1])
                 assert spilled <= MOST_SPILLED_BYTES, f"{spilled} bytes of a thread's registers"
+
+    def _write_as_hooks_do(self, target: Any) -> None:
+        """Write the constants as JSON, as Triton does in a program that has set one of its hooks
+        for what is compiled. vLLM sets one when an engine has started.
+
+        Raises:
+            TypeError: JSON can hold no such constant.
+        """
+        from triton.compiler import make_backend
+        from triton.runtime.jit import serialize_specialization_data
+
+        source = self.source()
+        given = {
+            "name": self.kernel.__name__,
+            "signature": source.signature,
+            "constants": source.constants,
+            "attrs": source.attrs,
+            "options": make_backend(target).parse_options(self.options),
+            "key": "",
+            "target": target,
+        }
+        # Not every Triton takes the target.
+        taken = inspect.signature(serialize_specialization_data).parameters
+        serialize_specialization_data(**{name: given[name] for name in taken})
 
 
 def _tasks() -> Iterator[Task]:

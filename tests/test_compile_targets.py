@@ -246,8 +246,6 @@ def _lookups(index, factors="constexpr"):
 
 def _embedding_all_to_all_forward():
     """Each table and output dtype, kind of index; full and partly filled vectors."""
-    import triton.language as tl
-
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
@@ -255,11 +253,11 @@ def _embedding_all_to_all_forward():
         constants = {"WORLD_SIZE": ranks, "POOLING": pooling, "VECTORS": vectors}
         return _EMBEDDING_TYPES | lookups, constants
 
-    wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
+    wide = Vectors("fp32", "fp32", width=128, full=True, align=4)
     yield case(_lookups("i64"), Pooling(4, 4, False), wide)
-    vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
+    vectors = Vectors("fp16", "fp32", width=128, full=False, align=1)
     yield case(_lookups("i32", "*fp32"), Pooling(8, 2, False), vectors, ranks=3)
-    vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
+    vectors = Vectors("bf16", "bf16", width=1024, full=True, align=8)
     yield case(_lookups("i64"), Pooling(1, 4, True), vectors, ranks=8)
 
 
@@ -267,15 +265,13 @@ def _pool_embeddings():
     """Both kinds of index; with factors and without, sums and means; full and partly filled
     vectors.
     """
-    import triton.language as tl
-
     from interlace.operators.embedding_all_to_all.kernels.forward import Pooling
     from interlace.operators.embedding_all_to_all.kernels.vectors import Vectors
 
     types = {"output": "i64"}
     types |= dict.fromkeys(("B", "T", "column_groups", "program_tasks"), "i32")
-    wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
-    narrow = Vectors(tl.float32, tl.bfloat16, width=64, full=False, align=1)
+    wide = Vectors("fp16", "fp16", width=128, full=True, align=8)
+    narrow = Vectors("fp32", "bf16", width=64, full=False, align=1)
     for lookups, vectors, mean, more in (
         (_lookups("i64"), wide, False, {"num_warps": 1}),
         (_lookups("i32", "*fp32"), narrow, True, {}),
@@ -303,8 +299,6 @@ def _dtype(name):
 
 def _embedding_all_to_all_between_nodes():
     """Ranks of one node and of two; full and partly filled vectors, factors, kinds of index."""
-    import triton.language as tl
-
     from interlace.operators.embedding_all_to_all.kernels.between_nodes import (
         RanksByNode,
         SlicedMemory,
@@ -317,8 +311,8 @@ def _embedding_all_to_all_between_nodes():
     )  # fmt: skip
     types = _EMBEDDING_TYPES | {"ranks": "*i64", "memory": SlicedMemory(*["i64"] * 5)}
     types |= dict.fromkeys((*sizes, "program_tasks"), "i32")
-    wide = Vectors(tl.float16, tl.float16, width=128, full=True, align=8)
-    narrow = Vectors(tl.float32, tl.bfloat16, width=64, full=False, align=1)
+    wide = Vectors("fp16", "fp16", width=128, full=True, align=8)
+    narrow = Vectors("fp32", "bf16", width=64, full=False, align=1)
     for lookups, ranks, vectors, more in (
         (_lookups("i64"), RanksByNode(2, remote=1), wide, {"num_warps": 1}),
         (_lookups("i32", "*fp32"), RanksByNode(8, remote=4), narrow, {}),
@@ -353,8 +347,6 @@ def _embedding_all_to_all_backward():
     """Each update, key, table and gradient dtype; one rank, and a row cut into several runs; and
     as by default, with so few registers.
     """
-    import triton.language as tl
-
     from interlace.operators.embedding_all_to_all.config import default_config
     from interlace.operators.embedding_all_to_all.kernels.backward import (
         Progress,
@@ -382,17 +374,17 @@ def _embedding_all_to_all_backward():
         runs = SortedRuns(**dict.fromkeys(SortedRuns._fields, "*i32"))._replace(keys=f"*{key}")
         return types | {"runs": runs}, constants | more
 
-    wide = Vectors(tl.float32, tl.float32, width=128, full=True, align=4)
+    wide = Vectors("fp32", "fp32", width=128, full=True, align=4)
     yield case("i32", "adagrad", wide, 4, scale=None)
-    vectors = Vectors(tl.float16, tl.float32, width=128, full=False, align=1)
+    vectors = Vectors("fp16", "fp32", width=128, full=False, align=1)
     yield case("i64", "sgd", vectors, 8, WORLD_SIZE=3)
-    vectors = Vectors(tl.bfloat16, tl.bfloat16, width=1024, full=True, align=8)
+    vectors = Vectors("bf16", "bf16", width=1024, full=True, align=8)
     yield case("i32", "store", vectors, 1, by_segment=True, rows=1, scale=None, WORLD_SIZE=8)
-    vectors = Vectors(tl.float32, tl.float16, width=64, full=False, align=8)
+    vectors = Vectors("fp32", "fp16", width=64, full=False, align=8)
     yield case("i32", "store", vectors, 4, pushers=0, scale=None, WORLD_SIZE=1)
     for width in (32, 128, 1024):
         config = default_config(width=width, itemsize=4, processors=132)
-        vectors = Vectors(tl.float32, tl.float32, width=width, full=True, align=4)
+        vectors = Vectors("fp32", "fp32", width=width, full=True, align=4)
         yield case(
             "i32", "adagrad", vectors, config.block_runs, rows=config.push_rows, scale=None,
             num_warps=config.update_warps, maxnreg=config.update_registers,
@@ -401,8 +393,6 @@ def _embedding_all_to_all_backward():
 
 def _products(more=None):
     """Descriptors, full tiles; ordinary loads and stores, a bias, w along N; float8 with scales."""
-    import triton.language as tl
-
     from interlace.gemm.kernels.grants import OutputBuffers
     from interlace.gemm.kernels.reduction import SlotHalves
     from interlace.gemm.kernels.tiles import Scales, Sending, Tiling
@@ -436,7 +426,7 @@ def _products(more=None):
         "buffers": OutputBuffers("i64", "i64"),
     }
     tiling = Tiling(64, 64, 64, 8, descriptors=True, w_along_k=True)
-    sending = Sending(2, tl.bfloat16, align=8, tile_stores=True, interleave=8, in_rank_order=False)
+    sending = Sending(2, "bf16", align=8, tile_stores=True, interleave=8, in_rank_order=False)
     plain = {"TILING": tiling, "SENDING": sending} | (more or {})
     unscaled = {"scales": Scales("constexpr", "constexpr", "i32", "i32")}
     not_gathered = {"gathered_scales": None}
@@ -452,7 +442,7 @@ def _products(more=None):
     pointers = types | dict.fromkeys(("x", "w", "gathered", "bias"), "*fp16")
     stores = {
         "TILING": tiling._replace(descriptors=False, w_along_k=False),
-        "SENDING": ordered._replace(world_size=2, dtype=tl.float16, tile_stores=False),
+        "SENDING": ordered._replace(world_size=2, dtype="fp16", tile_stores=False),
     }
     undescribed = dict.fromkeys(("tiles", "slots", "results", "result"))
     yield pointers | unscaled, plain | not_gathered | stores | undescribed

@@ -5,7 +5,6 @@ it. So this runs in a process of its own, without that variable.
 """
 
 import triton
-import triton.language as tl
 from gemm_broadcast.kernel import gemm_broadcast
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -27,7 +26,7 @@ CONSTANTS = {
     "bias": None,
     "ROOT": 0,
     "SENDING": Sending(
-        world_size=4, dtype=tl.bfloat16, align=8, tile_stores=False, interleave=1,
+        world_size=4, dtype="bf16", align=8, tile_stores=False, interleave=1,
         in_rank_order=False,
     ),
     "TILING": Tiling(

@@ -135,7 +135,7 @@ def constants(
     return {
         "SENDING": Sending(
             world_size=group.world_size,
-            dtype=triton_dtype(operands.out_dtype),
+            dtype=triton_dtype(operands.out_dtype).name,
             align=ALIGNMENT_BYTES // operands.out_dtype.itemsize,
             tile_stores=tile_stores,
             interleave=config.interleave,

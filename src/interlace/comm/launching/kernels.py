@@ -48,7 +48,8 @@ class Launch:
         grid: The number of programs.
         arguments: The value of every parameter that is not a constant, by the parameter's name.
         constants: The values of the ``tl.constexpr`` parameters, and Triton's own options such as
-            ``num_warps``.
+            ``num_warps``. A tuple among them holds only what JSON can, and so no ``tl.dtype``:
+            Triton writes constants as JSON where a hook for what is compiled is set.
         keep: Tensors whose addresses are among the arguments; they live as long as the launch.
     """
 
@@ -252,7 +253,11 @@ def known_factor(*sizes: int) -> int:
 
 @functools.cache
 def triton_dtype(dtype: torch.dtype) -> Any:
-    """Return Triton's name of an element type; Triton is imported by this function."""
+    """Return Triton's element type; Triton is imported by this function.
+
+    A tuple of constants holds its ``name``, of which kernels make a ``tl.dtype`` again; see
+    ``Launch``.
+    """
     import triton.language as tl
 
     return {

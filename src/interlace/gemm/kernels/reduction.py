@@ -82,7 +82,7 @@ def add_parts(
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
     me = il.rank(group)
-    OUT: tl.constexpr = SENDING.dtype
+    OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     parts = il.pointer(slots.address, OUT)
     slot_stride = slots.most_rows.to(tl.int64) * slots.row_stride
     IN_RANK_ORDER: tl.constexpr = SENDING.in_rank_order
@@ -135,7 +135,7 @@ def send_and_sum(
         Whether all parts arrived (int32 scalar).
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
-    OUT: tl.constexpr = SENDING.dtype
+    OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     TILES: tl.constexpr = SENDING.tile_stores
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n

@@ -33,7 +33,7 @@ class Sending(NamedTuple):
 
     Attributes:
         world_size: The number of ranks.
-        dtype: Triton's name of the result's dtype, which is also that of what travels.
+        dtype: Triton's name of the result's dtype, such as ``"bf16"``; what travels has it, too.
         align: Elements of the result in 16 bytes: row strides are multiples of it.
         tile_stores: Whether tiles travel by copies out of shared memory, or else by stores.
         interleave: Tiles for one rank before the next rank's turn; see ``GemmConfig.interleave``.

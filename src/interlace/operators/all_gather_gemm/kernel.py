@@ -46,7 +46,7 @@ def _multiply(
     (``OWN``), or of the gathered one, each after its source's rows have come.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
-    OUT: tl.constexpr = SENDING.dtype
+    OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     GROUP_M: tl.constexpr = TILING.group_m

@@ -310,7 +310,7 @@ def prepare(
         "RUNS": Runs(config.block_runs, config.run_lookups),
         "WRITING": Writing(target.update, target.by_segment),
         "VECTORS": Vectors(
-            triton_dtype(target.dtype), triton_dtype(call.dtype), width, full, align
+            triton_dtype(target.dtype).name, triton_dtype(call.dtype).name, width, full, align
         ),
         "num_warps": config.update_warps,
     }

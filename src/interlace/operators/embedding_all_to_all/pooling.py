@@ -92,7 +92,7 @@ def arguments(call: EmbeddingCall) -> tuple[dict[str, Any], dict[str, Any]]:
     constants = {
         "POOLING": Pooling(config.block_bags, config.stages, mean=call.mode == "mean"),
         "VECTORS": Vectors(
-            triton_dtype(call.table_dtype), triton_dtype(call.dtype), width, full, align
+            triton_dtype(call.table_dtype).name, triton_dtype(call.dtype).name, width, full, align
         ),
         "num_warps": config.num_warps,
     }

@@ -49,7 +49,7 @@ def gemm_all_to_all(
         buffers: An :class:`OutputBuffers`.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
-    OUT: tl.constexpr = SENDING.dtype
+    OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     INTERLEAVE: tl.constexpr = SENDING.interleave
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n

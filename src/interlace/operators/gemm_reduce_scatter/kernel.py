@@ -118,7 +118,7 @@ def multiply_and_sum(
     rank's first piece only.
     """
     WORLD_SIZE: tl.constexpr = SENDING.world_size
-    OUT: tl.constexpr = SENDING.dtype
+    OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     GROUP_M: tl.constexpr = TILING.group_m

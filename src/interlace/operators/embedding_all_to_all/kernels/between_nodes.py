@@ -104,7 +104,7 @@ def embedding_all_to_all_between_nodes(
     which go to column 0 of its own output. Column 1 comes from rank 1's slices b0 and b1.
     """
     BAGS: tl.constexpr = POOLING.bags
-    OUT: tl.constexpr = VECTORS.out_dtype
+    OUT: tl.constexpr = tl.dtype(VECTORS.out_dtype)
     OUT_BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     REMOTE: tl.constexpr = RANKS.remote
     LOCAL: tl.constexpr = RANKS.world_size - REMOTE

@@ -44,7 +44,7 @@ def pool(lookups, B, table, first, count, POOLING: tl.constexpr, VECTORS: tl.con
     """
     BAGS: tl.constexpr = POOLING.bags
     STAGES: tl.constexpr = POOLING.stages
-    DTYPE: tl.constexpr = VECTORS.table_dtype
+    DTYPE: tl.constexpr = tl.dtype(VECTORS.table_dtype)
     WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
     indices, weights = lookups.indices, lookups.weights
@@ -122,7 +122,7 @@ def pool_embeddings(
     [a1], the rows of ``output``.
     """
     BAGS: tl.constexpr = POOLING.bags
-    OUT: tl.constexpr = VECTORS.out_dtype
+    OUT: tl.constexpr = tl.dtype(VECTORS.out_dtype)
     columns = column_groups * VECTORS.align
     blocks = (B + BAGS - 1) // BAGS
     first = tl.program_id(0) * program_tasks
@@ -175,7 +175,7 @@ def embedding_all_to_all_forward(
     1 writes b0 to column 1 of rank 0's, then b1. Outputs: ``[[a0, b0]]`` and ``[[a1, b1]]``.
     """
     BAGS: tl.constexpr = POOLING.bags
-    OUT: tl.constexpr = VECTORS.out_dtype
+    OUT: tl.constexpr = tl.dtype(VECTORS.out_dtype)
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     peers, is_peer = il.other_ranks(rank, WORLD_SIZE)

@@ -69,7 +69,7 @@ def push_gradients(
     ROWS: tl.constexpr = PUSHING.rows
     BLOCKS: tl.constexpr = PUSHING.blocks
     WIDTH: tl.constexpr = PUSHING.width
-    OUT: tl.constexpr = VECTORS.out_dtype
+    OUT: tl.constexpr = tl.dtype(VECTORS.out_dtype)
     ALIGN: tl.constexpr = VECTORS.align
     rank, chunk, columns = gradients.rank, gradients.chunk, gradients.columns
     landing_columns = gradients.landing_columns
@@ -142,7 +142,7 @@ def _gradient_of(bag, mask, entry, gradients, VECTORS: tl.constexpr):
 
     They are where they landed, or, for this rank's own samples, where autograd left them.
     """
-    OUT: tl.constexpr = VECTORS.out_dtype
+    OUT: tl.constexpr = tl.dtype(VECTORS.out_dtype)
     ALIGN: tl.constexpr = VECTORS.align
     BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     column = tl.arange(0, VECTORS.width)
@@ -192,7 +192,7 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
 
     They are asked for before the gradients arrive.
     """
-    DTYPE: tl.constexpr = VECTORS.table_dtype
+    DTYPE: tl.constexpr = tl.dtype(VECTORS.table_dtype)
     WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
     column = tl.arange(0, WIDTH)
@@ -222,7 +222,7 @@ def update_rows(
 
     If a peer's gradients have not ``arrived``, gradients are NaN, and rows stay as they are.
     """
-    DTYPE: tl.constexpr = VECTORS.table_dtype
+    DTYPE: tl.constexpr = tl.dtype(VECTORS.table_dtype)
     ALIGN: tl.constexpr = VECTORS.align
     pointers, states, weight, state = loaded
     column = tl.arange(0, VECTORS.width)

@@ -30,8 +30,8 @@ class Vectors(NamedTuple):
     """The constants that say how kernels load and store vectors.
 
     Attributes:
-        table_dtype: The element type of the tables.
-        out_dtype: The element type of the output, and of the gradients that travel.
+        table_dtype: Triton's name of the tables' dtype, such as ``"bf16"``.
+        out_dtype: That of the output's dtype, which is also that of the gradients that travel.
         width: The lanes of a vector, a power of two.
         full: Whether every table is as wide as that.
         align: The elements, a power of two, that all addresses and strides are multiples of.

@@ -77,7 +77,7 @@ def gemm_all_reduce(
         # program of this launch from a processor.
         complete = await_senders(turn, stamp, group).to(tl.int32)
         if arrived * complete == 0:
-            output = own_output(buffers, own_buffer, me, group, SENDING.dtype)
+            output = own_output(buffers, own_buffer, me, group, tl.dtype(SENDING.dtype))
             il.fill_nan(output, M.to(tl.int64) * row_stride)
     il.clear_old(flags + HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -322,10 +322,10 @@ def test_what_many_rows_take() -> None:
     sizes = {"columns": 64, "inner": 64, "dtype": torch.bfloat16, "world_size": 2, "device": device}
     assert operator.choose(rows=256, **sizes).impl != "gemm"
     assert operator.choose(rows=257, **sizes).candidates == ("pushed", "unfused")
-    of_16_mib = (16 << 20) // (64 * 2)
-    assert operator.choose(rows=of_16_mib, **sizes).impl == "pushed"
+    of_32_mib = (32 << 20) // (64 * 2)
+    assert operator.choose(rows=of_32_mib, **sizes).impl == "pushed"
     # Each of four ranks gets the parts of three.
-    assert operator.choose(rows=of_16_mib // 2, **sizes | {"world_size": 4}).impl == "gemm"
-    choice = operator.choose(rows=of_16_mib + 1, **sizes)
+    assert operator.choose(rows=of_32_mib // 2, **sizes | {"world_size": 4}).impl == "gemm"
+    choice = operator.choose(rows=of_32_mib + 1, **sizes)
     assert choice.candidates == ("gemm", "unfused")
     assert "up to 256 rows" in choice.reason

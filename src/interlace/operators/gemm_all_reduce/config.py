@@ -39,7 +39,7 @@ without one.
 MOST_NORMED_ROWS = 256
 """Rows (tokens) for which times of ``gemm_all_reduce_norm`` are predicted."""
 
-MOST_PUSHED_BYTES = 16 << 20
+MOST_PUSHED_BYTES = 32 << 20
 """Bytes of parts that arrive at a rank up to which, with more rows than that, one kernel behind the
 product is faster than the sum and the norm one after the other (two H200s, decision 0020).
 """

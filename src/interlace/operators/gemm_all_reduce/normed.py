@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import MAX_PROGRAMS, Group, default_name
-from interlace.comm.groups.group import group_named
+from interlace.comm.groups.group import known_group
+from interlace.comm.groups.process_groups import process_group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
 from interlace.comm.runtime import ranges
 from interlace.costs.known_profiles import cached_by_profiles
@@ -161,10 +162,11 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
     group_name, impl, config = arguments[-_OTHERS:]
     form = _form_of(x, w, bias, *arguments)
     if form is not None and not ranges.is_listening():
+        known = known_group(process_group_named(group_name), x.device)
         tensors = (arguments[place] for place in _TENSORS)
-        known = group_named(group_name, x.device).recall(form, x, w, bias, *tensors)
-        if known is not None:
-            return tuple(known)
+        results = None if known is None else known.recall(form, x, w, bias, *tensors)
+        if results is not None:
+            return tuple(results)
     validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
     epilogue = Epilogue.of(x, *arguments[:-_OTHERS])
     validate_epilogue(_NAME, x, w.shape[0], epilogue)
@@ -194,10 +196,10 @@ def _form_of(
     rows, columns = x.shape[0], w.shape[0]
     if residual is not None and residual.shape != (rows, columns):
         return None
-    # Triton compiles for numbers that 16 divides.
     key: list[Hashable] = [
-        impl, norm, eps, out_dtype, rows % 16 == 0, x.shape[1], x.stride(), x.dtype, w.shape,
-        w.stride(), w.dtype, w.get_device(), invariance.is_enabled(), autotune.is_enabled(impl),
+        impl, norm, eps, out_dtype, x.shape[1], x.stride(), x.dtype, w.shape, w.stride(), w.dtype,
+        w.get_device(), invariance.is_enabled(), autotune.is_enabled(impl),
+        rows % 16 == 0,  # Triton compiles for numbers that 16 divides
     ]  # fmt: skip
     for other in (bias, residual, norm_weight, norm_bias, scale):
         if other is None:
@@ -205,8 +207,8 @@ def _form_of(
         elif not other.is_contiguous():
             return None
         else:
-            shape = None if other is residual else other.shape
-            key.append((shape, other.dtype, other.get_device(), other.data_ptr() % 16))
+            width = other.shape[-1] if other.dim() else 0
+            key += (width, other.dim(), other.dtype, other.get_device(), other.data_ptr() % 16)
     return tuple(key)
 
 

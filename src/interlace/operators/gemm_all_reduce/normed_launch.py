@@ -38,6 +38,7 @@ MOST_COLUMNS = 1 << 16
 """Columns of the sums that a program can normalise: a row is in registers."""
 
 _COLUMNS_PER_THREAD = 16
+_MOST_PUSHING = MAX_PROGRAMS - 1  # and one more that meets the peers
 
 
 def run_fused(call: GemmCall) -> DeferredCall:
@@ -169,6 +170,8 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     The product is cuBLAS's whatever the number of rows is, so none is made of batch-invariant
     calls, nor of few rows.
     """
+    from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
+
     operands, epilogue, family = call.operands, call.epilogue, call.family
     columns, dtype, ranks = operands.columns, operands.x.dtype, call.group.world_size
     relaunch = launch.again()
@@ -176,9 +179,12 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     if not is_plain or relaunch is None or family is None:
         return None
     assert epilogue is not None
-    name, eps, out_dtype = call.operator.name, epilogue.eps, epilogue.out_dtype
+    eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
     has_scales = epilogue.quantization == "row"
-    no_scales = torch.empty(0, dtype=torch.float32, device=operands.x.device)
+    no_scales = torch.empty(0, dtype=torch.float32, device=device)
+    # The same for any number of rows; what is remembered is forgotten when memory grows.
+    names = "words", "epochs", "ctx", "half"
+    memory = {name: launch.arguments[name] for name in names} | {"N": columns}
 
     def again(
         group: Group,
@@ -194,25 +200,24 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
         if not is_pushed(rows, columns, dtype, ranks) or not group.may_recall():
             return None
         sums = rows, columns
-        y, total, product = (
-            torch.empty(sums, dtype=each, device=x.device) for each in (out_dtype, dtype, dtype)
-        )
+        y = torch.empty(sums, dtype=out_dtype, device=device)
+        total = torch.empty(sums, dtype=dtype, device=device)
+        product = torch.empty(sums, dtype=dtype, device=device)
         scales = no_scales
         if has_scales:
-            scales = torch.empty((rows, 1), dtype=torch.float32, device=x.device)
-        arguments = _pushed_memory(group, name, product, family.mark(rows)) | {
+            scales = torch.empty((rows, 1), dtype=torch.float32, device=device)
+        arguments = {
+            **memory,
+            "call": family.mark(rows),
             "part": product,
             "inputs": NormInputs(bias, residual, norm_weight, norm_bias, scale, eps),
             "outputs": NormOutputs(y, total, scales if has_scales else None),
-            "N": columns,
             "B": rows,
         }
         with group.running():
             torch.mm(x, w.t(), out=product)
-            relaunch(_pushing_programs(product, group), arguments)
+            relaunch(min(rows, _MOST_PUSHING) + 1, arguments)
         return Normed(y, total, scales)
-
-    from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
     return again
 
@@ -356,8 +361,7 @@ def _pushing_programs(product: torch.Tensor, group: Group) -> int:
     """Return the programs of the kernel that exchanges a product's rows: one for each row, and one
     behind them that finds out whether the ranks are in the same call.
     """
-    most = CPU_PROGRAMS if group.backend == "cpu" else MAX_PROGRAMS - 1
-    return min(len(product), most) + 1
+    return min(len(product), CPU_PROGRAMS if group.backend == "cpu" else _MOST_PUSHING) + 1
 
 
 def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any]]) -> Launch:

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+import interlace
 from tests.compile.norms import FUSED, NORMED, ROUNDINGS
 from tests.compile.programs import fuse_everything, fused, tensors, traced
 
@@ -35,3 +37,45 @@ def test_norms(ranks: Any, dtype: torch.dtype) -> None:
         # Products and sums are in another order than PyTorch's.
         allowed = max(ROUNDINGS[dtype], 1e-5)
         assert {name: error for name, (_, error) in outcomes.items() if not error < allowed} == {}
+
+
+def _many_rows(inner: int) -> list[tuple[int, float, bool]]:
+    """Calls of a server: other rows and other memory in each, one weight for each layer."""
+    group = interlace.group_of()
+    found: list[bool] = []
+    recall = group.recall
+
+    def recorded(*arguments: Any) -> Any:
+        result = recall(*arguments)
+        found.append(result is not None)
+        return result
+
+    columns, results = 512, []
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+    shared = torch.Generator().manual_seed(0)
+    weights = [torch.randn(columns, inner, generator=own).bfloat16().cuda() for _ in range(2)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "recall", recorded)
+        for rows in (300, 1000, 257, 999, 4096):
+            for w in weights:
+                x = torch.randn(rows, inner, generator=own).bfloat16().cuda()
+                residual = torch.randn(rows, columns, generator=shared).bfloat16().cuda()
+                found.clear()
+                y, h, _ = interlace.gemm_all_reduce(x, w, residual=residual, norm="rms", eps=1e-6)
+                total = x.float() @ w.float().T
+                dist.all_reduce(total)
+                exact = (total + residual.float()).bfloat16().float()
+                normed = exact * exact.square().mean(-1, keepdim=True).add(1e-6).rsqrt()
+                errors = [
+                    ((result.float() - right).abs().max() / right.abs().max()).item()
+                    for result, right in ((y, normed), (h, exact))
+                ]
+                results.append((rows, max(errors), any(found)))
+    return results
+
+
+def test_many_rows_of_one_form(ranks: Any) -> None:
+    """Every call but the first is found by its form, whatever its rows and addresses are."""
+    for results in ranks(2).run(_many_rows, 256):
+        assert [(rows, error) for rows, error, _ in results if not error < 2e-2] == []
+        assert [is_found for _, _, is_found in results] == [False] + [True] * (len(results) - 1)

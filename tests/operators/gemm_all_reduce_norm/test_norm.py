@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.comm.launching.kernels import Launch
 from interlace.costs import find_cost
+from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Norm
+from interlace.operators.gemm_all_reduce import normed, normed_launch
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceNormConfig
 from interlace.operators.gemm_all_reduce.normed import GemmAllReduceNorm
+from interlace.operators.gemm_all_reduce.normed_launch import _push_again
 from tests.errors import error_of
 
 IMPLS = [each.name for each in GemmAllReduceNorm.implementations]
@@ -329,3 +334,46 @@ def test_what_many_rows_take() -> None:
     choice = operator.choose(rows=of_32_mib + 1, **sizes)
     assert choice.candidates == ("gemm", "unfused")
     assert "up to 256 rows" in choice.reason
+
+
+def _of_one_form() -> list[tuple[float, bool]]:
+    """Calls of other numbers of rows by what the first one has left, and by the operator."""
+    made = []
+
+    def keep(call: GemmCall, launched: Launch) -> Any:
+        def anew(programs: int, arguments: Mapping[str, Any]) -> None:
+            Launch(launched.kernel, (programs,), arguments, launched.constants)()
+
+        with pytest.MonkeyPatch.context() as patch:
+            # The interpreter compiles nothing that could be launched again.
+            patch.setattr(Launch, "again", lambda _: anew)
+            made.append(_push_again(call, launched))
+
+    group = interlace.group_of()
+    tensors = _tensors(260, 24, 16, torch.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(normed, "_form_of", lambda *_: ("any",))
+        patch.setattr(normed_launch, "_push_again", keep)
+        interlace.gemm_all_reduce(**tensors, norm="rms", eps=EPS)
+    (again,) = made
+    results = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group, "may_recall", lambda: True)
+        for rows in (257, 300):
+            tensors = _tensors(rows, 24, 16, torch.float32)
+            found = again(group, *tensors.values(), None)
+            right = interlace.gemm_all_reduce(**tensors, norm="rms", eps=EPS, impl="pushed")
+            error = (found.y.double() - _exact(tensors, "rms")[0]).abs().max().item()
+            results.append((error, torch.equal(found.residual, right.residual)))
+        few = _tensors(256, 24, 16, torch.float32)
+        results.append((0.0, again(group, *few.values(), None) is None))
+    return results
+
+
+def test_calls_of_one_form(ranks: Any) -> None:
+    """What one call has left makes calls of other operands and of any number of rows for which the
+    same implementation is chosen, and no others.
+    """
+    for results in ranks(2).run(_of_one_form):
+        assert all(error < 1e-4 and is_right for error, is_right in results)
+        assert len(results) == 3

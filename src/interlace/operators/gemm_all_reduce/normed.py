@@ -199,7 +199,6 @@ def _form_of(
     key: list[Hashable] = [
         impl, norm, eps, out_dtype, x.shape[1], x.stride(), x.dtype, w.shape, w.stride(), w.dtype,
         w.get_device(), invariance.is_enabled(), autotune.is_enabled(impl),
-        rows % 16 == 0,  # Triton compiles for numbers that 16 divides
     ]  # fmt: skip
     for other in (bias, residual, norm_weight, norm_bias, scale):
         if other is None:

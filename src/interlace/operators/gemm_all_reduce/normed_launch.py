@@ -68,7 +68,7 @@ have not been compiled for all of them yet.
 """
 
 # What of kernels differs with the number of tokens, differs among these.
-_TOKENS = (1, 2, 4, *range(8, MOST_FUSED_ROWS + 1, 8), 250, 256)
+_TOKENS = (1, 2, 4, *range(8, MOST_FUSED_ROWS + 1, 8), 256)
 
 
 def expect_any_tokens(columns: int, inner: int, dtype: torch.dtype) -> None:

@@ -11,7 +11,8 @@ from interlace.operators.gemm_all_reduce.kernels.norm import (
 )
 
 
-@triton.jit(do_not_specialize=["words", "call", "half"])
+# Not for the number of rows either: a server has any, and would compile while it serves.
+@triton.jit(do_not_specialize=["words", "call", "half", "B"])
 def sum_and_norm_rows(
     part, inputs, outputs, words, epochs, ctx, call, half, N, B,
     WORLD_SIZE: tl.constexpr, COLUMNS: tl.constexpr, FORM: tl.constexpr,
@@ -61,7 +62,7 @@ def sum_and_norm_rows(
     end_call(words, half, epochs, epoch, group)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def norm_rows(total, inputs, outputs, N, B, COLUMNS: tl.constexpr, FORM: tl.constexpr):
     """Compute ``h = total + residual`` and ``y = norm(h)``, a program per row."""
     row = tl.program_id(0)

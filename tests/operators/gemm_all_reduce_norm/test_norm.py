@@ -365,15 +365,16 @@ def _of_one_form() -> list[tuple[float, bool]]:
             right = interlace.gemm_all_reduce(**tensors, norm="rms", eps=EPS, impl="pushed")
             error = (found.y.double() - _exact(tensors, "rms")[0]).abs().max().item()
             results.append((error, torch.equal(found.residual, right.residual)))
-        few = _tensors(256, 24, 16, torch.float32)
-        results.append((0.0, again(group, *few.values(), None) is None))
+        for rows in (256, 513):
+            others = _tensors(rows, 24, 16, torch.float32)
+            results.append((0.0, again(group, *others.values(), None) is None))
     return results
 
 
 def test_calls_of_one_form(ranks: Any) -> None:
     """What one call has left makes calls of other operands and of any number of rows for which the
-    same implementation is chosen, and no others.
+    same implementation is chosen and there is memory, and no others.
     """
     for results in ranks(2).run(_of_one_form):
         assert all(error < 1e-4 and is_right for error, is_right in results)
-        assert len(results) == 3
+        assert len(results) == 4

@@ -160,7 +160,8 @@ def is_pushed(rows: int, columns: int, dtype: torch.dtype, world_size: int) -> b
     """Return whether a call has more rows than times are predicted for, and ``"pushed"`` is faster
     than what sums and normalises in two kernels.
     """
-    arriving = (world_size - 1) * rows * columns * dtype.itemsize
+    # A rank on its own has slots, too.
+    arriving = max(world_size - 1, 1) * rows * columns * dtype.itemsize
     return rows > MOST_NORMED_ROWS and arriving <= MOST_PUSHED_BYTES
 
 
@@ -182,7 +183,8 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
     has_scales = epilogue.quantization == "row"
     no_scales = torch.empty(0, dtype=torch.float32, device=device)
-    # The same for any number of rows; what is remembered is forgotten when memory grows.
+    # The same for all rows that memory suffices for; when it grows, this function is forgotten.
+    most_rows = next_power_of_2(operands.rows)
     names = "words", "epochs", "ctx", "half"
     memory = {name: launch.arguments[name] for name in names} | {"N": columns}
 
@@ -197,7 +199,8 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
         scale: torch.Tensor | None,
     ) -> Normed | None:
         rows = x.shape[0]
-        if not is_pushed(rows, columns, dtype, ranks) or not group.may_recall():
+        is_like_it = rows <= most_rows and is_pushed(rows, columns, dtype, ranks)
+        if not is_like_it or not group.may_recall():
             return None
         sums = rows, columns
         y = torch.empty(sums, dtype=out_dtype, device=device)
@@ -350,10 +353,11 @@ def _sum_rows(
 
 def _pushed_memory(group: Group, operator: str, product: torch.Tensor, mark: int) -> dict[str, Any]:
     """Return the arguments by which rows of a product travel. Collective when memory must grow."""
-    slot = round_up(product.numel(), 16) * product.element_size()
-    if is_pushed(len(product), product.shape[1], product.dtype, group.world_size):
-        # Programs with many rows have them in any number, and memory should grow once.
-        slot = MOST_PUSHED_BYTES // (group.world_size - 1) if group.world_size > 1 else slot
+    rows, columns = product.shape
+    if is_pushed(rows, columns, product.dtype, group.world_size):
+        # Programs with many rows have them in any number, and memory should seldom grow.
+        rows = next_power_of_2(rows)
+    slot = round_up(rows * columns, 16) * product.element_size()
     return lamport_arguments(group, operator, "pushed", slot, mark)
 
 

@@ -367,11 +367,12 @@ def test_inductor(ranks: Any) -> None:
 def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own kernels keep its promise, so nothing is registered."""
     calls: list[Any] = []
-    monkeypatch.setattr(vllm.compile, "install", lambda: calls.append("install"))
+    monkeypatch.setattr(vllm.compile, "install", lambda **options: calls.append(options))
     monkeypatch.setattr(foreign, "register", calls.append)
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     vllm.register()
     assert not calls
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
     vllm.register()
-    assert calls[-1] == "install"
+    # An engine would wait for measurements at its start.
+    assert calls[-1] == {"autotune": False}

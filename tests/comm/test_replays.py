@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -12,6 +13,7 @@ import torch
 from interlace.comm.groups.group import Group
 from interlace.comm.host import cache
 from interlace.comm.replay import replays as module
+from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import Replays
 from interlace.errors import BackendError
 
@@ -211,6 +213,24 @@ def test_a_graph_with_other_settings_is_another_graph(
         change(default)
     _call(replays, 1, done)
     assert done == ["enqueue 1", "replay 1", "enqueue 1", "enqueue without libraries", "replay 1"]
+
+
+def test_a_remembered_call_keeps_no_operand(replays: Replays) -> None:
+    """What prepares it and what makes others like it refer to operands, whose memory is torch's."""
+    operand = torch.ones(1)
+    alive = weakref.ref(operand)
+    work = DeferredCall(
+        ("call",),
+        take=lambda _: (),
+        prepare=lambda *_, x=operand: x.sum,
+        again=lambda x=operand: None,
+        with_libraries=False,
+    )
+    for _ in range(3):
+        replays.perform(work, (), work.prepare(), "operands")
+    assert isinstance(replays.remembered("operands"), DeferredCall)
+    del work, operand
+    assert alive() is None
 
 
 def test_tables_of_numbers_stay_for_calls_that_may_be_captured(

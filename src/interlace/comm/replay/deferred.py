@@ -62,7 +62,7 @@ def _nothing(group: Any, *memory: Any) -> None:
 class DeferredCall:
     """A call that has yet to run: its memory, its work and its result, apart.
 
-    All but ``prepare`` outlives the call and must refer to no operand and no group.
+    All but ``prepare`` and ``again`` outlives the call and must refer to no operand and no group.
 
     Attributes:
         key: All that the work depends on beside the memory that ``take`` returns: places of the

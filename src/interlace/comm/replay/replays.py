@@ -94,7 +94,7 @@ class _Remembered:
     """Hold a call that is found by its operands.
 
     Attributes:
-        work: What the call is; its preparation refers to operands, and is left out.
+        work: What the call is; its ``prepare`` and ``again`` refer to operands, and are left out.
         graphs: Its graphs, by what they depend on beside the work's key. One that has made room
             for another has no graph any more.
     """
@@ -270,7 +270,7 @@ class Replays:
         found = self._remembered.get(operands)
         if not isinstance(found, _Remembered):
             self._make_room()
-            found = _Remembered(dataclasses.replace(work, prepare=_forgotten), {})
+            found = _Remembered(dataclasses.replace(work, prepare=_forgotten, again=None), {})
             self._remembered[operands] = found
         found.graphs[self._place(work, memory)] = replayable
 

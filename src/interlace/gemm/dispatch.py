@@ -250,9 +250,10 @@ def _run(implementation: Implementation, call: GemmCall) -> Any:
         outcome = implementation.run(call)
         if isinstance(outcome, DeferredCall):
             result = call.group.perform(outcome, call.known)
-            again = outcome.again and call.form is not None and outcome.again()
-            if again:
-                call.group.replays.remember(call.form, again)
+            if call.form is not None and outcome.again is not None:
+                again = outcome.again()
+                if again is not None:
+                    call.group.replays.remember(call.form, again)
             return result
     is_pair = call.epilogue is None and call.operator.is_pair(implementation.name)
     if is_pair and outcome is not None and call.known is not None:

@@ -194,6 +194,8 @@ def _form_of(
     if not x.is_cuda or config or x.dim() != 2 or w.dim() != 2:
         return None
     rows, columns = x.shape[0], w.shape[0]
+    if rows <= MOST_NORMED_ROWS:
+        return None
     if residual is not None and residual.shape != (rows, columns):
         return None
     key: list[Hashable] = [

@@ -138,12 +138,13 @@ def run_pushed(call: GemmCall) -> DeferredCall:
     def prepare(*memory: torch.Tensor) -> Callable[[], None]:
         *results, product = memory
         _compile_for_any_tokens(call)
+        slots = _pushed_memory(call.group, call.operator.name, product, call.mark)
+        launch = _sum_rows(call, product, Normed(*results), slots)
+        launches.append(launch)
 
         def enqueue() -> None:
             multiply(call, product, operands.x, None)
-            memory = _pushed_memory(call.group, call.operator.name, product, call.mark)
-            launches.append(_sum_rows(call, product, Normed(*results), memory))
-            launches[-1]()
+            launch()
 
         return enqueue
 
@@ -183,10 +184,8 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
     has_scales = epilogue.quantization == "row"
     no_scales = torch.empty(0, dtype=torch.float32, device=device)
-    # The same for all rows that memory suffices for; when it grows, this function is forgotten.
-    most_rows = next_power_of_2(operands.rows)
-    names = "words", "epochs", "ctx", "half"
-    memory = {name: launch.arguments[name] for name in names} | {"N": columns}
+    # Memory that must grow is for the long way.
+    name, most_rows = call.operator.name, next_power_of_2(operands.rows)
 
     def again(
         group: Group,
@@ -209,17 +208,18 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
         scales = no_scales
         if has_scales:
             scales = torch.empty((rows, 1), dtype=torch.float32, device=device)
-        arguments = {
-            **memory,
-            "call": family.mark(rows),
+        # Looked up each time: peers that take the long way, or replay a capture, may use an older
+        # workspace than the first call did.
+        arguments = _pushed_memory(group, name, product, family.mark(rows)) | {
             "part": product,
             "inputs": NormInputs(bias, residual, norm_weight, norm_bias, scale, eps),
             "outputs": NormOutputs(y, total, scales if has_scales else None),
+            "N": columns,
             "B": rows,
         }
         with group.running():
             torch.mm(x, w.t(), out=product)
-            relaunch(min(rows, _MOST_PUSHING) + 1, arguments)
+            relaunch(_pushing_programs(product, group), arguments)
         return Normed(y, total, scales)
 
     return again

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     )
     from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
+    from interlace.operators.linear_cross_entropy import linear_cross_entropy
     from interlace.operators.mixture_of_experts import mixture_of_experts
     from interlace.operators.mixture_of_experts.activation import ExpertActivation
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
@@ -98,6 +99,7 @@ _PUBLIC = {
     "GemmReduceScatterConfig": "interlace.operators.gemm_reduce_scatter",
     "gemv_all_reduce": "interlace.operators.gemm_all_reduce",
     "GemvAllReduceConfig": "interlace.operators.gemm_all_reduce.config",
+    "linear_cross_entropy": "interlace.operators.linear_cross_entropy",
     "mixture_of_experts": "interlace.operators.mixture_of_experts",
     "ExpertActivation": "interlace.operators.mixture_of_experts.activation",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
@@ -149,6 +151,7 @@ __all__ = [
     "group_of",
     "inject",
     "launch",
+    "linear_cross_entropy",
     "mapped",
     "mixture_of_experts",
     "nn",

@@ -11,6 +11,7 @@ from interlace.costs import (  # noqa: F401
     embedding_all_to_all,
     gemm,
     gemv_all_reduce,
+    linear_cross_entropy,
     mixture_of_experts,
 )
 from interlace.costs.registry import (

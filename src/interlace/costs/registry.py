@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from interlace.errors import ArgumentError
 
-Computation = Literal["GEMM", "GEMV", "embedding", "experts"]
+Computation = Literal["GEMM", "GEMV", "embedding", "experts", "loss"]
 Formula = TypeVar("Formula", bound=Callable[..., Any])
 
 

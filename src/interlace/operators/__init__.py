@@ -15,6 +15,7 @@ _MODULES = (
     "gemm_all_to_all",
     "gemm_reduce_scatter",
     "gemm_reduce_scatter.sums",
+    "linear_cross_entropy",
     "linears",
     "mixture_of_experts",
 )

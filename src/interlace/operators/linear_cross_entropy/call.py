@@ -1,0 +1,237 @@
+"""A call of ``linear_cross_entropy``: its rules, what all ranks must agree on, and what runs it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.runtime import ranges
+from interlace.errors import ArgumentError
+from interlace.gemm.operands import require_device, require_float, require_tensor
+from interlace.registry import Implementation, Operator, operator_named
+from interlace.units import ceil_div
+
+OPERATOR = "linear_cross_entropy"
+MAX_RANKS = 8
+REDUCTIONS = ("mean", "sum", "none")
+
+
+class Options(NamedTuple):
+    """The numbers and words of a call, as the schema has them."""
+
+    vocabulary: int
+    ignore_index: int
+    label_smoothing: float
+    z_loss: float
+    reduction: str
+    sequence_parallel: bool
+    chunk_rows: int
+
+
+class Shard(NamedTuple):
+    """This rank's columns of the vocabulary.
+
+    Attributes:
+        first: The first of them.
+        columns: Their number; rows of w behind them are padding.
+    """
+
+    first: int
+    columns: int
+
+    @staticmethod
+    def of(rows: int, vocabulary: int, rank: int, world_size: int) -> Shard:
+        """Return the columns of a rank whose w has so many rows.
+
+        Ranks have equally many, as ``torch.chunk`` shares them out; with more, w is padded.
+        """
+        first = rank * columns_of_rank(rows, vocabulary, world_size)
+        return Shard(first, max(min(rows, vocabulary - first), 0))
+
+
+def columns_of_rank(rows: int, vocabulary: int, world_size: int) -> int:
+    """Return how many columns each rank has before the next one's begin."""
+    return max(rows, ceil_div(vocabulary, world_size))
+
+
+class Gradients(NamedTuple):
+    """The gradients of x, w and the bias; None where it is not needed."""
+
+    x: torch.Tensor | None
+    w: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def validate(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: Options,
+    world_size: int,
+) -> None:
+    """Refuse arguments that no rank could compute with; see
+    :func:`interlace.linear_cross_entropy` for the rules.
+    """
+    for name, tensor in (("x", x), ("w", w), ("target", target)):
+        require_tensor(f"{OPERATOR}: {name}", tensor)
+    require_float(f"{OPERATOR}: x", x.dtype)
+    if x.dim() != 2:
+        raise ArgumentError(f"{OPERATOR}: x must be [..., H]; got shape {list(x.shape)}.")
+    if w.dim() != 2 or w.shape[1] != x.shape[1]:
+        raise ArgumentError(
+            f"{OPERATOR}: w must be [V/R, H] with H = {x.shape[1]}, as in nn.Linear; got shape "
+            f"{list(w.shape)}."
+        )
+    if target.dtype not in (torch.int32, torch.int64):
+        raise ArgumentError(f"{OPERATOR}: target must be int32 or int64; got {target.dtype}.")
+    rows = x.shape[0] * (world_size if options.sequence_parallel else 1)
+    if target.shape != (rows,):
+        whose = "of all ranks" if options.sequence_parallel else "like x"
+        raise ArgumentError(
+            f"{OPERATOR}: target must have {rows} rows, {whose}; got shape {list(target.shape)}."
+        )
+    for name, other in (("w", w), ("bias", bias)):
+        if other is not None and (other.dtype != x.dtype or other.device != x.device):
+            raise ArgumentError(
+                f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {other.dtype} "
+                f"on {other.device}."
+            )
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ArgumentError(
+            f"{OPERATOR}: bias must be [{len(w)}], a number for each row of w; got shape "
+            f"{list(bias.shape)}."
+        )
+    require_device(f"{OPERATOR}: target", target, "x", x.device)
+    _validate_options(options)
+
+
+def _validate_options(options: Options) -> None:
+    if options.reduction not in REDUCTIONS:
+        raise ArgumentError(
+            f"{OPERATOR}: reduction must be one of {', '.join(REDUCTIONS)}; got "
+            f"{options.reduction!r}."
+        )
+    if not 0 <= options.label_smoothing < 1:
+        raise ArgumentError(
+            f"{OPERATOR}: label_smoothing must be at least 0 and less than 1; got "
+            f"{options.label_smoothing}."
+        )
+    if not options.z_loss >= 0:
+        raise ArgumentError(f"{OPERATOR}: z_loss must be at least 0; got {options.z_loss}.")
+    for name, value in (("vocabulary", options.vocabulary), ("chunk_rows", options.chunk_rows)):
+        if value < 1:
+            raise ArgumentError(f"{OPERATOR}: {name} must be at least 1; got {value}.")
+
+
+@dataclasses.dataclass(eq=False)
+class LossCall:
+    """One call whose shapes and devices are validated; implementations get it agreed on.
+
+    Attributes:
+        x: ``[M, H]``, or this rank's rows of it.
+        w, target, bias, options: Those of ``interlace.linear_cross_entropy``.
+        scale: Float32: by what the rows' gradients are multiplied, ``[1]`` or ``[M]``.
+        needs_x, needs_w, needs_bias: Which gradients are needed.
+        group_name: The name of the ranks' process group.
+        impl: The implementation that the caller has named, or what chooses one.
+        mark: The number that this call's words carry; 0 until :meth:`agree`.
+    """
+
+    x: torch.Tensor
+    w: torch.Tensor
+    target: torch.Tensor
+    bias: torch.Tensor | None
+    options: Options
+    scale: torch.Tensor
+    needs_x: bool
+    needs_w: bool
+    needs_bias: bool
+    group_name: str
+    impl: str
+    mark: int = dataclasses.field(default=0, init=False)
+
+    @property
+    def operator(self) -> Operator:
+        """The operator's declaration."""
+        return operator_named(OPERATOR)
+
+    @functools.cached_property
+    def group(self) -> Group:
+        return group_named(self.group_name, self.x.device)
+
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The process group, for collectives of torch."""
+        return process_group_named(self.group_name)
+
+    @property
+    def is_differentiated(self) -> bool:
+        """Whether any gradient is needed."""
+        return self.needs_x or self.needs_w or self.needs_bias
+
+    @functools.cached_property
+    def shard(self) -> Shard:
+        """This rank's columns of the vocabulary."""
+        group = self.group
+        return Shard.of(len(self.w), self.options.vocabulary, group.rank, group.world_size)
+
+    def agree(self, step: str) -> None:
+        """Agree on this call with all ranks, once for all numbers of rows, which gives it its mark.
+
+        Raises:
+            ArgumentError: A rank's w has fewer rows than its share of the vocabulary.
+            RankMismatchError: Ranks differ in what must be the same; raised on every rank.
+        """
+        group, options = self.group, self.options
+        group.check()
+        group.require_size(OPERATOR, MAX_RANKS)
+        ranks = group.world_size
+        per_rank = columns_of_rank(len(self.w), options.vocabulary, ranks)
+        share = max(min(per_rank, options.vocabulary - group.rank * per_rank), 0)
+        shared = {
+            **options._asdict(),
+            "the_step": step,
+            "the_width_of_x": self.x.shape[1],
+            "columns_of_a_rank": per_rank,
+            "whether_w_has_its_columns": self.shard.columns == share,
+            "dtype": str(self.x.dtype),
+            "whether_there_is_a_bias": self.bias is not None,
+            "whether_x_needs_its_gradient": self.needs_x,
+            "impl": self.impl,
+        }
+        rows = self.target.numel()
+        family = group.agreement.family(OPERATOR, shared, {"rows": rows}, "")
+        if self.shard.columns != share:
+            raise ArgumentError(
+                f"{OPERATOR}: w must have {share} rows, this rank's share of vocabulary="
+                f"{options.vocabulary}, or as many on all ranks, some of them padding; got "
+                f"{len(self.w)}."
+            )
+        if (ranks - 1) * per_rank >= options.vocabulary:
+            raise ArgumentError(
+                f"{OPERATOR}: vocabulary must have a column for each of {ranks} ranks with "
+                f"{per_rank} columns each; got {options.vocabulary}."
+            )
+        self.mark = family.mark(rows)
+
+    @functools.cached_property
+    def implementation(self) -> Implementation:
+        """The implementation that runs this call.
+
+        Raises:
+            ArgumentError: The implementation was asked for and cannot run such a call.
+        """
+        self.operator.require_nodes(self.impl, self.group.nodes)
+        name = self.operator.choose(nodes=self.group.nodes) if self.impl == "auto" else self.impl
+        return self.operator.implementation(name)
+
+    def range(self, name: str) -> contextlib.AbstractContextManager[object]:
+        """Return the range of this call for profilers, by the name of the operator or its half."""
+        return ranges.around(name, self.implementation.name, (self.x, self.w), lambda: None)

@@ -71,8 +71,8 @@ def models() -> list[Model]:
 
 def explained_models() -> dict[str, Model | EmbeddingModel]:
     """Return the models whose calls follow from their sizes, by name."""
-    known = (*(model for model in models() if model.layers), *EMBEDDING_MODELS)
-    return {model.name: model for model in known}
+    known: dict[str, Model | EmbeddingModel] = {each.name: each for each in models() if each.layers}
+    return known | {each.name: each for each in EMBEDDING_MODELS}
 
 
 def find_model(text: str) -> Model | EmbeddingModel:
@@ -92,7 +92,7 @@ def find_model(text: str) -> Model | EmbeddingModel:
     if "=" in text:
         return _listed(text)
     path = Path(text)
-    if path.is_dir():
+    if (path / "config.json").is_file():
         path /= "config.json"
     if path.suffix == ".json":
         return _configured(path)

@@ -31,12 +31,13 @@ from interlace.registry import operator_named
 from interlace.units import ceil_div, format_number
 
 _SUM, _NORMED = "gemm_all_reduce", "gemm_all_reduce_norm"
-_NORM_RANKS = 2
-"""Ranks with which the residual and the norm of PyTorch were measured behind a sum."""
+_NORM_RANKS, _NORM_GPU = 2, "NVIDIA H200"
+"""Ranks with which the residual and the norm of PyTorch were measured behind a sum, and the GPU
+whose times stand for those of GPUs that were not measured.
+"""
 
-_INDEX_BYTES = 8
-_ADAGRAD_BYTES = 8
-"""Bytes of row-wise Adagrad's state that an update of a row moves."""
+_INDEX_BYTES, _ADAGRAD_BYTES = 8, 8
+"""Bytes of an index, and of row-wise Adagrad's state that an update of a row moves."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +129,7 @@ def run_explain_model(
         if sequence_parallel:
             raise ArgumentError("--sequence-parallel must be of a transformer; got tables.")
         steps = [_embedding_step(found, device, each, world_size, kind) for each in numbers]
-        left_out = "the MLPs, the interaction, the exchange of indices, and what the host takes between calls"
+        left_out = "the MLPs, the interaction, the exchange of indices"
     else:
         _require_division(found, world_size)
         steps = [
@@ -141,8 +142,8 @@ def run_explain_model(
     for step in steps:
         _print_step(console, f"{found.name}, {ranks}", step)
     notes = [
-        f"Not counted, and about the same with and without: {left_out}. So the gain of a whole "
-        "step is smaller.",
+        f"Not counted, and about the same with and without: {left_out}, and what the host takes "
+        "between calls. So the gain of a whole step is smaller.",
         *_notes(steps),
         f"Rates: {profile_of(device.name).source}. {provenance(device, world_size)}",
     ]
@@ -164,9 +165,9 @@ def run_explain_model(
 
 
 def _print_step(console: Console, title: str, step: StepTime) -> None:
-    parts = "part", "call", "sizes of a rank"
+    parts = "part", "call", "sizes"
     table = make_table(
-        *parts, "PyTorch us", "Interlace us", "of PyTorch's", "by", "basis",
+        *parts, "PyTorch us", "ours us", "ratio", "by", "basis",
         left=(*parts, "by", "basis"), title=f"{title}, {_counted(step.tokens, step.unit)}",
     )  # fmt: skip
     for each in step.calls:
@@ -205,9 +206,7 @@ def _left_out(model: Model, most_tokens: int, sequence_parallel: bool) -> str:
         parts.append("the router")
         if not sequence_parallel:
             parts.append("the gather of what the experts return")
-    return ", ".join(
-        [*parts, "embedding, head and sampling, and what the host takes between calls"]
-    )
+    return ", ".join([*parts, "embedding, head and sampling"])
 
 
 def _notes(steps: Sequence[StepTime]) -> list[str]:
@@ -220,7 +219,8 @@ def _notes(steps: Sequence[StepTime]) -> list[str]:
     if _NORMED in operators:
         notes.append(
             f"{_NORMED}: PyTorch's time is that of its fastest product and all-reduce, and what "
-            f"its residual and norm take beside them on {_NORM_RANKS} ranks."
+            f"its residual and norm take beside them on {_NORM_RANKS} ranks, of H200s if this GPU "
+            "was not measured."
         )
     if "mixture_of_experts" in operators:
         notes.append(
@@ -320,13 +320,14 @@ def _product_time(
 def _pair_us(operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype) -> float:
     """Return the microseconds of PyTorch's fastest pair.
 
-    Behind a sum, residual and norm take the same time with any number of ranks, and that is known
-    of few of them.
+    Behind a sum, residual and norm take the same time with any number of ranks and over any links,
+    and that is known of few of them.
     """
     if operator == _NORMED:
         two = dataclasses.replace(call, world_size=_NORM_RANKS)
+        known = gpu_named(_NORM_GPU) if profile_of(gpu.name, gpu.processors).is_guess else gpu
         normed, summed = (
-            choice_on(gpu, product_operator(each), two, dtype).times_us["unfused"]
+            choice_on(known, product_operator(each), two, dtype).times_us["unfused"]
             for each in (_NORMED, _SUM)
         )
         return _pair_us(_SUM, call, gpu, dtype) + max(normed - summed, 0.0)
@@ -351,7 +352,8 @@ def _experts_time(model: Model, gpu: Gpu, tokens: int, ranks: int, dtype: torch.
     pair_us = min(
         (times_us[each] for each in operator_named(name).pairs_among(times_us)), default=None
     )
-    text = f"{_counted(tokens, 'tokens')}, {model.top_k} of {model.experts}, {model.hidden}x{model.intermediate}"
+    text = f"{_counted(tokens, 'tokens')}, {model.top_k} of {model.experts}, "
+    text += f"{model.hidden}x{model.intermediate}"
     basis = profile.basis(name, choice.impl, terms.call)
     return CallTime("experts", name, text, pair_us, times_us[choice.impl], choice.impl, basis)
 

@@ -18,7 +18,10 @@ A message reads: *subject* must *rule*; got *value*. *What to do.*
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 
 class InterlaceError(Exception):

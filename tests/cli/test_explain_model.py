@@ -107,6 +107,13 @@ def test_what_is_printed() -> None:
     assert "never run" not in guessed.output
 
 
+def test_the_page_shows_what_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
+    shown = page.split("```text\n")[1].split("\n```")[0].splitlines()
+    done = explain("--model", "llama3-70b", "--tensor", 8, "--tokens", "8,4096", "--gpu", "h100")
+    assert [line.rstrip() for line in done.output.splitlines()[: len(shown)]] == shown
+
+
 def test_single_calls_say_so_too(tmp_path: Path) -> None:
     done = explain("gemm_all_reduce", "64x8192x1024", "-n", 8, "--gpu", "h100")
     assert "Calls with more than 4 ranks were never run" in done.output

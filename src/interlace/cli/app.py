@@ -187,10 +187,12 @@ def doctor(
 
 @app.command()
 def explain(
-    operator: Annotated[str, typer.Argument(help="Such as gemm_reduce_scatter.")] = "",
+    operator: Annotated[
+        str, typer.Argument(metavar="OPERATOR", help="Such as gemm_reduce_scatter.")
+    ] = "",
     shapes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MxNxK...]", help="One rank's product: 8192x8192x2048."),
+        typer.Argument(metavar="MxNxK", help="One rank's product: 8192x8192x2048."),
     ] = None,
     model: Annotated[
         str,

@@ -101,7 +101,9 @@ def run_explain(
         console.print(
             f"Predicted, not measured: {source}. {provenance(device, world_size)}", style="dim"
         )
-        print_legend(console, [(declaration, each) for each in names])
+        # Between nodes, implementations of the same names exchange in other ways.
+        if nodes == 1:
+            print_legend(console, [(declaration, each) for each in names])
     outputs.write_json(
         lambda: {
             "operator": declaration.name, "gpu": name, "world_size": world_size, "dtype": dtype,

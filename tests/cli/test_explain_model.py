@@ -86,6 +86,23 @@ def test_a_layer_is_the_sum_of_its_calls(tmp_path: Path, gpu: str, ranks: int) -
     assert few["calls"][0]["sizes"] == f"8x{10240 // ranks}x8192"
 
 
+def test_a_norm_takes_the_same_time_behind_any_sum(tmp_path: Path) -> None:
+    """The pair with a norm was measured on two ranks alone; on eight it is predicted to take
+    several times too long, as the bytes that the fused kernel sends grow with the ranks.
+    """
+    sizes = "256x8192x3584"
+    norms = []
+    for ranks in (2, 8):
+        where = ("--gpu", "h100", "--tensor", ranks)
+        model = f"hidden=8192,heads=64,inner={3584 * ranks},layers=1"
+        (step,) = document(tmp_path, "--model", model, "--tokens", 256, *where)["steps"]
+        (down,) = (each for each in step["calls"] if each["sizes"] == sizes)
+        times_us = document(tmp_path, "gemm_all_reduce", sizes, *where)["calls"][0]["times_us"]
+        norms.append(down["pair_us"] - min(times_us["unfused"], times_us["symm_mem"]))
+    assert norms[0] == pytest.approx(norms[1])
+    assert 20 < norms[0] < 60
+
+
 def test_what_is_printed() -> None:
     done = explain("--model", "llama3-70b", "--tensor", 8, "--tokens", "1,4096", "--gpu", "h100")
     assert done.exit_code == 0

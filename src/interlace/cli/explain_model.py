@@ -309,12 +309,13 @@ def _product_time(
     if not operator:
         us = profile.library_product_us(call)
         return CallTime(part, "", sizes, us, us, "cuBLAS", profile.basis("", "", call))
-    choice = choice_on(gpu, product_operator(operator), call, dtype)
-    pair_us = _pair_us(operator, call, gpu, dtype)
+    declaration = product_operator(operator)
+    choice = choice_on(gpu, declaration, call, dtype)
+    pair_us = auto_us = _pair_us(operator, call, gpu, dtype)
+    if not declaration.is_pair(choice.impl):
+        auto_us = choice.times_us[choice.impl]
     basis = profile.basis(operator, choice.impl, call)
-    return CallTime(
-        part, operator, sizes, pair_us, choice.times_us[choice.impl], choice.impl, basis
-    )
+    return CallTime(part, operator, sizes, pair_us, auto_us, choice.impl, basis)
 
 
 def _pair_us(operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype) -> float:

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 
 import interlace
-from interlace.bench.draws import models
 from interlace.bench.timing import measure
 from interlace.comm.groups.machine_rates import sets_past_cache
+from interlace.costs.models import models
 from interlace.registry import operator_named
 
 OPERATOR = "gemm_all_reduce_norm"

@@ -59,6 +59,18 @@ MUTANTS = [
     ),
     # cli
     Mutant(
+        "interlace/cli/explain_model.py",
+        "world_size=_NORM_RANKS)",
+        "world_size=call.world_size)",
+        "cli/test_explain_model.py::test_a_norm_takes_the_same_time_behind_any_sum",
+    ),
+    Mutant(
+        "interlace/costs/time.py",
+        'return "guessed" if self.is_guess else "predicted"',
+        'return "predicted"',
+        "cli/test_explain_model.py::test_what_is_printed",
+    ),
+    Mutant(
         "interlace/cli/explain.py",
         'f"{us:.0f}", f"{us / min(pairs):.2f}"',
         'f"{us:.0f}", f"{min(pairs) / us:.2f}"',

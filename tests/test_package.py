@@ -41,7 +41,7 @@ def test_what_a_wheel_must_have() -> None:
     assert {
         "interlace/demos/down_projection.py",
         "interlace/py.typed",
-        "interlace/bench/models.json",
+        "interlace/costs/models.json",
         "interlace/costs/profiles/nvidia_h100_80gb_hbm3.json",
         "interlace/costs/profiles/nvidia_h200.json",
         "interlace/language/README.md",

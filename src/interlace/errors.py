@@ -18,6 +18,11 @@ A message reads: *subject* must *rule*; got *value*. *What to do.*
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
 
 class InterlaceError(Exception):
     """Base of every error that Interlace raises on purpose.
@@ -191,3 +196,18 @@ class MiscountError(InterlaceError):
         self.piece = piece
         self.wanted = wanted
         self.seen = seen
+
+
+def did_you_mean(text: str, known: Iterable[str]) -> str:
+    """Return a sentence, after a space, that names what a mistyped text may stand for; empty if
+    nothing is like it.
+
+    Args:
+        text: What was given.
+        known: What would have been right. A name of several words may be meant by one of them.
+    """
+    import difflib  # seldom needed, and `import interlace` must be quick
+
+    names = {part.lower(): name for name in known for part in (*name.split(), name)}
+    close: list[str] = difflib.get_close_matches(text.lower(), names, n=1)
+    return f" Did you mean {names[close[0]]}?" if close else ""

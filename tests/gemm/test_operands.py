@@ -247,6 +247,23 @@ def test_explain_names_the_choice(operator):
         interlace.explain(operator, _t(2, 7), _t(5, 8))
 
 
+def test_explain_takes_what_may_follow_the_operands():
+    operands = _t(2, 8), _t(5, 8), _t(5)
+    by_name = interlace.explain("gemm_all_reduce", *operands[:2], bias=operands[2])
+    assert interlace.explain("gemm_all_reduce", *operands) == by_name
+    assert interlace.explain("gemm_all_reduce", *operands, None) == by_name
+    with pytest.raises(ArgumentError, match=r"bias of gemm_all_reduce must be given once; got two"):
+        interlace.explain("gemm_all_reduce", *operands, bias=operands[2])
+    with pytest.raises(
+        ArgumentError, match=r"must have x, w, and may have bias, out_dtype; got 1 "
+    ):
+        interlace.explain("gemm_all_reduce", operands[0])
+    with pytest.raises(
+        ArgumentError, match=r"got 'gemm_al_reduce'\. Did you mean gemm_all_reduce\?"
+    ):
+        interlace.explain("gemm_al_reduce", *operands)
+
+
 EVEN = "rows that are split evenly"
 SAME = "a result of the dtype of x"
 

@@ -21,8 +21,9 @@ from benchmarks.sweep import (
     summary_table,
     today,
 )
-from interlace.bench.draws import PATTERNS, Draw, draws, models
+from interlace.bench.draws import PATTERNS, Draw, draws
 from interlace.bench.report import is_disturbed
+from interlace.costs.models import models
 from interlace.registry import operator_matching, operator_named
 
 GEMM_ALL_REDUCE = operator_named("gemm_all_reduce")

@@ -1,18 +1,16 @@
 """Random calls as real models make them, drawn with a seed, for ``interlace tune machine`` and
 ``interlace bench sweep``.
 
-The models are in ``models.json``, with the sizes that their published configurations have. No GPU
-and no torch is needed here.
+The models are those of :mod:`interlace.costs.models`. No GPU and no torch is needed here.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import importlib.resources
-import json
 import random
 from collections.abc import Callable, Iterator
 
+from interlace.costs.models import Model, models
 from interlace.units import round_up
 
 PATTERNS = (
@@ -29,27 +27,6 @@ MOST_FLOPS = {"float8_e4m3fn": 16e12, "bfloat16": 8e12, "float16": 8e12, "float3
 """Of a drawn call, by the dtype of its operands: larger calls take more than 10 ms each, and say no
 more than those of half their size.
 """
-
-
-@dataclasses.dataclass(frozen=True)
-class Model:
-    """The sizes of a transformer's layer.
-
-    Attributes:
-        intermediate: Columns of the feed-forward network's first product; of an expert's, if there
-            are experts.
-        experts, top_k: Number of experts, and of those that a token is sent to; 0 if there are
-            none.
-    """
-
-    name: str
-    hidden: int
-    intermediate: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    experts: int
-    top_k: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,12 +56,6 @@ class Draw:
     w_along_k: bool = True
     x_padding: int = 0
     has_bias: bool = False
-
-
-def models() -> list[Model]:
-    """Return the models."""
-    file = importlib.resources.files("interlace.bench") / "models.json"
-    return [Model(**entry) for entry in json.loads(file.read_text(encoding="utf-8"))]
 
 
 def draws(seed: int, world_size: int, dtype: str = "bfloat16") -> Iterator[Draw]:

@@ -187,12 +187,30 @@ def doctor(
 
 @app.command()
 def explain(
-    operator: Annotated[str, typer.Argument(help="Such as gemm_reduce_scatter.")],
+    operator: Annotated[
+        str, typer.Argument(metavar="OPERATOR", help="Such as gemm_reduce_scatter.")
+    ] = "",
     shapes: Annotated[
-        list[str], typer.Argument(metavar="MxNxK...", help="One rank's product: 8192x8192x2048.")
-    ],
+        list[str] | None,
+        typer.Argument(metavar="MxNxK", help="One rank's product: 8192x8192x2048."),
+    ] = None,
+    model: Annotated[
+        str,
+        typer.Option(
+            help="Instead of an operator: llama3-70b and others, a config.json of transformers, or "
+            "sizes: hidden=4096,heads=32,inner=14336,layers=32."
+        ),
+    ] = "",
+    tokens: Annotated[
+        str, typer.Option(help="With --model: tokens of a step, or samples: 1,8,64,4096.")
+    ] = "1,8,64,4096",
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="With --model: shard tokens in between.")
+    ] = False,
     gpu: Annotated[str, typer.Option(help="A GPU whose profile is shipped.")] = "h200",
-    world_size: Annotated[int, typer.Option("--world-size", "-n", min=2, max=8, help="Ranks.")] = 4,
+    world_size: Annotated[
+        int, typer.Option("--world-size", "--tensor", "-n", min=2, max=8, help="Ranks.")
+    ] = 4,
     dtype: Dtype = "bfloat16",
     nodes: Annotated[int, typer.Option(min=1, help="Nodes that the ranks are on.")] = 1,
     network: Annotated[
@@ -202,11 +220,32 @@ def explain(
             help="The network between nodes: a profile that has one. \\[default: the GPU's]",
         ),
     ] = None,
+    json_file: JsonFile = None,
 ) -> None:
-    """Say what impl="auto" takes, and the predicted time of every implementation. Needs no GPU."""
+    """Say what impl="auto" takes, and the predicted time of every implementation. Needs no GPU.
+
+    With --model, say it of each call of a model's layer, and what a step takes without and with.
+    """
+    outputs = Outputs(json=json_file)
+    if model:
+        if operator or nodes > 1 or network is not None:
+            raise ArgumentError(
+                "explain: --model must come without an operator, --nodes and --network; got both."
+            )
+        from interlace.cli.explain_model import run_explain_model
+
+        run_explain_model(
+            model, tokens, gpu, world_size, dtype, outputs, sequence_parallel=sequence_parallel
+        )
+        return
+    if not (operator and shapes):
+        raise ArgumentError(
+            "explain must have an operator and shapes, gemm_reduce_scatter 8192x8192x2048, or "
+            "--model llama3-70b; got neither."
+        )
     from interlace.cli.explain import run_explain
 
-    run_explain(operator, shapes, gpu, world_size, dtype, nodes, network)
+    run_explain(operator, shapes, gpu, world_size, dtype, nodes, network, outputs)
 
 
 @app.command()

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
-from interlace.cli.gpus import choice_on, gpu_named
+from interlace.cli.gpus import choice_on, gpu_named, provenance
+from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import SizedCall
-from interlace.errors import ArgumentError, ConfigError
+from interlace.errors import ArgumentError, ConfigError, did_you_mean
 from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu
 from interlace.gemm.operator import GemmOperator
-from interlace.registry import operator_named, operators
-from interlace.tuning.choice import Choice
+from interlace.registry import Operator, find_operator, operators
+from interlace.tuning.choice import Choice, NetworkTimes
 
 
 def run_explain(
@@ -32,6 +34,7 @@ def run_explain(
     dtype: str,
     nodes: int = 1,
     network: Path | None = None,
+    outputs: Outputs | None = None,
 ) -> None:
     """Print the predicted times of every implementation for each shape ``MxNxK``.
 
@@ -40,21 +43,14 @@ def run_explain(
         nodes: Number of nodes that the ranks are on, equally many on each.
         network: JSON file of the network between them, or of a machine profile with one; None for
             what the GPU's own profile has.
+        outputs: The files to write.
 
     Raises:
         ConfigError: There is no such file, or no network where there are several nodes.
         ArgumentError: The operator is not around one product, the GPU has no profile, or a shape is
             none.
     """
-    declaration = operator_named(operator)
-    if not isinstance(declaration, GemmOperator):
-        products = [
-            name for name in sorted(operators()) if isinstance(operator_named(name), GemmOperator)
-        ]
-        raise ArgumentError(
-            f"operator must be one around one product, such as {', '.join(products)}; got "
-            f"{operator!r}. docs/results.md has what was measured of the others."
-        )
+    declaration = product_operator(operator)
     device = gpu_named(gpu)
     name = device.name
     rates = None
@@ -65,10 +61,11 @@ def run_explain(
                 f"--nodes must have a measured network; the profile of {name} has none. Measure it "
                 "by `interlace tune machine` on the nodes, or say --network FILE."
             )
-    console = make_console()
+    console, outputs = make_console(), outputs or Outputs()
     bench.require_dtype(dtype)
     meaning, example = "MxNxK, the sizes of one rank's product", "4096x4096x4096"
     sizes = [bench.parse_sizes(shape, meaning, example) for shape in shapes]
+    calls: list[dict[str, Any]] = []
     for rows, columns, inner in sizes:
         call = SizedCall.of_dtype(dtype, rows, columns, inner, world_size)
         console.print(
@@ -77,22 +74,82 @@ def run_explain(
         )
         if rates is None:
             choice = choice_on(device, declaration, call, getattr(torch, dtype))
+            times_us, impl = dict(choice.times_us), choice.impl
             console.print(_table(declaration, device, call, choice))
-            if not choice.times_us:
+            if not times_us:
                 console.print(
                     f"No time of {declaration.name} is predicted: `interlace tune profile` fits "
                     f"its times to what `interlace bench {declaration.name}` has measured. "
                     f"impl='auto' takes {choice.impl}: {choice.reason}."
                 )
         else:
-            console.print(_table_between_nodes(declaration, name, call, nodes, rates))
+            times = _times_between_nodes(declaration, name, call, nodes, rates)
+            times_us = {each: times.predictions[each].us for each in times.order(declaration)}
+            impl = next(iter(times_us))
+            console.print(_table_between_nodes(declaration, name, call, times))
+        sized = {"rows": rows, "columns": columns, "inner": inner}
+        calls.append({**sized, "impl": impl, "times_us": times_us})
         console.print()
-    console.print(
-        f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
-        f"{profile_of(name).margin:.0%} faster.",
-        style="dim",
+    names = list(dict.fromkeys(each for call in calls for each in call["times_us"]))
+    if names:
+        console.print(
+            f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
+            f"{profile_of(name).margin:.0%} faster.",
+            style="dim",
+        )
+        source = profile_of(name).source
+        console.print(
+            f"Predicted, not measured: {source}. {provenance(device, world_size)}", style="dim"
+        )
+        # Between nodes, implementations of the same names exchange in other ways.
+        if nodes == 1:
+            print_legend(console, [(declaration, each) for each in names])
+    outputs.write_json(
+        lambda: {
+            "operator": declaration.name, "gpu": name, "world_size": world_size, "dtype": dtype,
+            "nodes": nodes, "calls": calls,
+        }
+    )  # fmt: skip
+    outputs.say_written(console)
+
+
+def product_operator(name: str) -> GemmOperator:
+    """Return the operator around one product that has a name.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    declaration = find_operator(name)
+    if isinstance(declaration, GemmOperator):
+        return declaration
+    products = [each for each in operators().values() if isinstance(each, GemmOperator)]
+    known = sorted({*(each.name for each in products), *(each.vector_name for each in products)})
+    others = (
+        f"{did_you_mean(name, known)} Experts and embeddings are explained as calls of a model: "
+        "interlace explain --model mixtral-8x7b."
     )
-    console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
+    raise ArgumentError(
+        f"operator must be one around one product, such as {', '.join(filter(None, known))}; got "
+        f"{name!r}.{others}"
+    )
+
+
+def print_legend(console: Console, implementations: Iterable[tuple[Operator, str]]) -> None:
+    """Print a line for each implementation that says what it does.
+
+    Args:
+        implementations: Operators, and names of implementations of each. An implementation that
+            does the same in several operators has one line.
+    """
+    lines: dict[tuple[str, str], list[str]] = {}
+    for declaration, name in implementations:
+        known = lines.setdefault((name, declaration.implementation(name).summary), [])
+        if declaration.name not in known:
+            known.append(declaration.name)
+    of_several = len({each for known in lines.values() for each in known}) > 1
+    for (name, summary), known in lines.items():
+        where = f" ({', '.join(known)})" if of_several else ""
+        console.print(f"{name}{where}: {summary}.", style="dim")
 
 
 def _table(declaration: GemmOperator, gpu: Gpu, call: SizedCall, choice: Choice[Any]) -> Table:
@@ -110,18 +167,24 @@ def _table(declaration: GemmOperator, gpu: Gpu, call: SizedCall, choice: Choice[
     return table
 
 
-def _table_between_nodes(
+def _times_between_nodes(
     declaration: GemmOperator, gpu: str, call: SizedCall, nodes: int, network: NetworkRates
-) -> Table:
+) -> NetworkTimes:
     profile = dataclasses.replace(profile_of(gpu), network=network)
     times = predicted_times(profile, declaration.name, nodes, call)
     assert times is not None
+    return times
+
+
+def _table_between_nodes(
+    declaration: GemmOperator, gpu: str, call: SizedCall, times: NetworkTimes
+) -> Table:
     table = make_table("implementation", "slices", "us", "of the best stock pair")
     pairs = [each.us for name, each in times.predictions.items() if declaration.is_pair(name)]
     for name in times.order(declaration):
         each = times.predictions[name]
         marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
         table.add_row(marked, each.cut, f"{each.us:.0f}", f"{each.us / min(pairs):.2f}")
-    product_us = profile.library_product_us(call)
+    product_us = profile_of(gpu).library_product_us(call)
     table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
     return table

@@ -9,9 +9,14 @@ from typing import Any, cast
 import torch
 
 from interlace.costs.datasheets import DATASHEETS
-from interlace.costs.known_profiles import own_gpus, profile_of, profiled_gpus
+from interlace.costs.known_profiles import (
+    most_measured_ranks,
+    own_gpus,
+    profile_of,
+    profiled_gpus,
+)
 from interlace.costs.time import SizedCall
-from interlace.errors import ArgumentError, BackendError
+from interlace.errors import ArgumentError, BackendError, did_you_mean
 from interlace.gemm.choice import Gpu, choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
@@ -58,8 +63,8 @@ def gpu_named(text: str) -> Gpu:
             hint = ", which is a part of each of these names. Give more of the one that you mean."
         else:
             hint = (
-                ". `interlace tune machine` on another GPU measures its profile; until then "
-                "impl='auto' guesses."
+                f".{did_you_mean(text, known)} `interlace tune machine` on another GPU measures "
+                "its profile; until then impl='auto' guesses."
             )
         raise ArgumentError(
             f"--gpu must name one of {', '.join(matching or known)}; got {text!r}{hint}"
@@ -87,3 +92,18 @@ def choice_on(
         world_size=call.world_size,
         default=declaration.implementations[0].name,
     )
+
+
+def provenance(gpu: Gpu, world_size: int) -> str:
+    """Return sentences that say with how many ranks calls were measured on a GPU, and whether ever
+    with so many.
+    """
+    profile, most = profile_of(gpu.name, gpu.processors), most_measured_ranks()
+    ranks = " and ".join(map(str, profile.measured_ranks))
+    text = f"Measured on {gpu.name}: {f'calls with {ranks} ranks' if ranks else 'no calls'}."
+    if world_size > max([most, *profile.measured_ranks]):
+        text += (
+            f" Calls with more than {most} ranks were never run: all times with {world_size} are "
+            "predicted only."
+        )
+    return text

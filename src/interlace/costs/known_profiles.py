@@ -224,6 +224,13 @@ def profiled_gpus() -> list[str]:
     return sorted(parse_profile(file.read_text(encoding="utf-8")).gpu for file in files)
 
 
+@functools.cache
+def most_measured_ranks() -> int:
+    """Return the largest number of ranks with which calls were measured on any of these GPUs."""
+    profiles = (profile for gpu in profiled_gpus() if (profile := shipped_profile(gpu)))
+    return max(ranks for profile in profiles for ranks in profile.measured_ranks)
+
+
 def own_gpus() -> list[str]:
     """Return the names of the GPUs whose profiles this user has measured."""
     names = []

@@ -246,6 +246,11 @@ class Corrections:
             return 1.0
         return math.exp(math.fsum(map(mul, weights, self._nearness_to(tuple(call.size)))))
 
+    def has(self, implementation: str, call: TimedCall) -> bool:
+        """Return whether an implementation was measured at a call of these sizes."""
+        index = self._indices.get(tuple(call.size))
+        return index is not None and any(self.weights.get(implementation, ())[index : index + 1])
+
     def _nearness_to(self, size: tuple[int, ...]) -> list[float]:
         """Return the nearness of each measured call to a call of this size: 1 if they are the same,
         0 if they are far apart.
@@ -361,6 +366,21 @@ class MachineProfile:
         if not self.is_guess:
             return _MARGIN
         return _ALIKE_MARGIN if self.is_alike else _GUESS_MARGIN
+
+    @property
+    def measured_ranks(self) -> list[int]:
+        """The numbers of ranks with which calls of operators were measured on the GPU."""
+        known = (call for each in self.corrections.values() for call in each.calls)
+        return sorted({ranks for *_, ranks in known})
+
+    def basis(self, operator: str, implementation: str, call: TimedCall) -> str:
+        """Return what a predicted time goes by: ``"measured"`` if a call of these sizes was, on
+        this GPU and of 16-bit operands; ``"predicted"``; or ``"guessed"`` from another GPU.
+        """
+        corrections = self.corrections.get(operator)
+        if corrections is not None and call.itemsize == 2 and corrections.has(implementation, call):
+            return "measured"
+        return "guessed" if self.is_guess else "predicted"
 
     @property
     def worst_error(self) -> float:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from interlace.comm.groups.group import known_nodes
 from interlace.comm.groups.process_groups import rank_and_size
-from interlace.errors import ArgumentError
+from interlace.errors import ArgumentError, did_you_mean
 from interlace.registry import operators
 
 
@@ -34,7 +34,7 @@ def explain(
         operator: The operator's name, such as ``"gemm_reduce_scatter"``.
         arguments: The operator's tensors as it takes them: ``x, w``; or ``weights, indices,
             offsets``, of which this rank's stand for all ranks'. ``x, w`` of float8 need no scales
-            here.
+            here. Options may follow in their order: ``x, w, bias``.
         bias, out_dtype, splits, input_splits, output_splits, further: Options as the operator takes
             them, if it does. This rank's ``input_splits`` and ``output_splits`` stand for all
             ranks'.
@@ -61,11 +61,14 @@ def explain(
     if operator not in known:
         raise ArgumentError(
             f"explain: operator must be one of {', '.join(sorted(known))}; got {operator!r}."
+            f"{did_you_mean(str(operator), known)}"
         )
     names, optional = known[operator].argument_names()
-    if len(arguments) != len(names):
+    if not len(names) <= len(arguments) <= len(names) + len(optional):
         raise ArgumentError(
-            f"explain: {operator} must have {', '.join(names)}; got {len(arguments)} arguments."
+            f"explain: {operator} must have {', '.join(names)}"
+            + (f", and may have {', '.join(optional)}" if optional else "")
+            + f"; got {len(arguments)} arguments."
         )
     options = {
         "bias": bias,
@@ -75,6 +78,12 @@ def explain(
         "output_splits": output_splits,
         **further,
     }
+    # Operands that a call need not have follow the others, as in a call.
+    for name, value in zip(optional, arguments[len(names) :], strict=False):
+        if options.get(name) is not None:
+            raise ArgumentError(f"explain: {name} of {operator} must be given once; got two.")
+        options[name] = value
+    arguments = arguments[: len(names)]
     # No operator has all of these options, so those that were not given must not be refused.
     call_options = {name: value for name, value in options.items() if value is not None}
     for name in call_options:

@@ -1,0 +1,406 @@
+"""``interlace explain --model``: the calls of a layer and of a step, with Interlace and without.
+
+Times are those of ``interlace explain`` of each single call.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from interlace.cli import bench
+from interlace.cli.console import make_console, make_table
+from interlace.cli.explain import print_legend, product_operator
+from interlace.cli.gpus import choice_on, gpu_named, provenance
+from interlace.cli.outputs import Outputs
+from interlace.costs import embedding_all_to_all as embedding
+from interlace.costs.known_profiles import profile_of
+from interlace.costs.models import EmbeddingModel, Model, find_model
+from interlace.costs.time import SizedCall
+from interlace.errors import ArgumentError
+from interlace.gemm.choice import Gpu, fastest
+from interlace.operators.gemm_all_reduce.config import MOST_NORMED_ROWS
+from interlace.operators.mixture_of_experts.choice import ExpertTerms, predicted_times
+from interlace.operators.mixture_of_experts.config import untuned_config
+from interlace.operators.mixture_of_experts.layout import ExpertSizes
+from interlace.registry import operator_named
+from interlace.units import ceil_div, format_number
+
+_SUM, _NORMED = "gemm_all_reduce", "gemm_all_reduce_norm"
+_NORM_RANKS, _NORM_GPU = 2, "NVIDIA H200"
+"""Ranks with which the residual and the norm of PyTorch were measured behind a sum, and the GPU
+whose times stand for those of GPUs that were not measured.
+"""
+
+_INDEX_BYTES, _ADAGRAD_BYTES = 8, 8
+"""Bytes of an index, and of row-wise Adagrad's state that an update of a row moves."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CallTime:
+    """The predicted time of one call of a layer, or of one product that is no operator's.
+
+    Attributes:
+        part: The call's place in the layer.
+        operator: Name of the operator; empty for a product without a collective.
+        sizes: The call's sizes on one rank, as text.
+        pair_us: Microseconds of PyTorch's fastest pair; None if no time of any is predicted.
+        auto_us: Microseconds of what ``impl="auto"`` takes.
+        impl: What it takes.
+        basis: ``"measured"``, ``"predicted"`` or ``"guessed"``.
+    """
+
+    part: str
+    operator: str
+    sizes: str
+    pair_us: float | None
+    auto_us: float
+    impl: str
+    basis: str
+
+    @property
+    def without_us(self) -> float:
+        """Return the microseconds without Interlace; where they are unknown, those with it."""
+        return self.auto_us if self.pair_us is None else self.pair_us
+
+
+@dataclasses.dataclass(frozen=True)
+class StepTime:
+    """The predicted times of a step.
+
+    Attributes:
+        tokens: Tokens of the step; samples, of a recommendation model.
+        layers: Number of layers, each with these calls.
+        calls: The calls of a layer in their order.
+        unit: ``"tokens"``, or ``"samples"``.
+    """
+
+    tokens: int
+    layers: int
+    calls: Sequence[CallTime]
+    unit: str = "tokens"
+
+    @property
+    def layer_us(self) -> tuple[float, float]:
+        """Return the microseconds of a layer's calls, without Interlace and with it."""
+        return sum(each.without_us for each in self.calls), sum(each.auto_us for each in self.calls)
+
+    @property
+    def share(self) -> float:
+        """Return the fraction of the time without Interlace that calls with a collective take."""
+        of_operators = sum(each.without_us for each in self.calls if each.operator)
+        return of_operators / self.layer_us[0]
+
+
+def run_explain_model(
+    model: str,
+    tokens: str,
+    gpu: str,
+    world_size: int,
+    dtype: str,
+    outputs: Outputs,
+    *,
+    sequence_parallel: bool = False,
+) -> None:
+    """Print the calls of a model's layer, for each number of tokens, and what a step takes.
+
+    Args:
+        model: A model, as :func:`interlace.costs.models.find_model` takes it.
+        tokens: Numbers of tokens in a step, of all ranks: ``"1,8,4096"``; of samples, of a
+            recommendation model.
+        dtype: bfloat16, float16, or float32 without tensor cores.
+        outputs: The files to write.
+        sequence_parallel: Whether activations between the products are sharded by rows.
+
+    Raises:
+        ArgumentError: There is no such model or GPU, or the ranks do not divide what they share.
+    """
+    found, device = find_model(model), gpu_named(gpu)
+    bench.require_dtype(dtype)
+    kind: torch.dtype = getattr(torch, dtype)
+    numbers = [int(part) if part.strip().isdecimal() else 0 for part in tokens.split(",")]
+    if not all(numbers):
+        raise ArgumentError(f"--tokens must be positive whole numbers, 1,8,4096; got {tokens!r}.")
+    if isinstance(found, EmbeddingModel):
+        if sequence_parallel:
+            raise ArgumentError("--sequence-parallel must be of a transformer; got tables.")
+        steps = [_embedding_step(found, device, each, world_size, kind) for each in numbers]
+        left_out = "the MLPs, the interaction, the exchange of indices"
+    else:
+        _require_division(found, world_size)
+        steps = [
+            _transformer_step(found, device, each, world_size, kind, sequence_parallel)
+            for each in numbers
+        ]
+        left_out = _left_out(found, max(numbers), sequence_parallel)
+    console = make_console()
+    ranks = f"{world_size} ranks, {dtype}, {device.name}"
+    for step in steps:
+        _print_step(console, f"{found.name}, {ranks}", step)
+    notes = [
+        f"Not counted, and about the same with and without: {left_out}, and what the host takes "
+        "between calls. So the gain of a whole step is smaller.",
+        *_notes(steps),
+        f"Rates: {profile_of(device.name).source}. {provenance(device, world_size)}",
+    ]
+    for note in notes:
+        console.print(note, style="dim")
+    calls = [each for step in steps for each in step.calls if each.operator]
+    print_legend(console, [(operator_named(each.operator), each.impl) for each in calls])
+    outputs.write_json(
+        lambda: {
+            "model": dataclasses.asdict(found), "gpu": device.name, "world_size": world_size,
+            "dtype": dtype, "sequence_parallel": sequence_parallel, "notes": notes,
+            "steps": [
+                dataclasses.asdict(each) | {"layer_us": each.layer_us, "share": each.share}
+                for each in steps
+            ],
+        }
+    )  # fmt: skip
+    outputs.say_written(console)
+
+
+def _print_step(console: Console, title: str, step: StepTime) -> None:
+    parts = "part", "call", "sizes"
+    table = make_table(
+        *parts, "PyTorch us", "auto us", "ratio", "by", "basis",
+        left=(*parts, "by", "basis"), title=f"{title}, {_counted(step.tokens, step.unit)}",
+    )  # fmt: skip
+    for each in step.calls:
+        pair = "unknown" if each.pair_us is None else format_number(each.pair_us)
+        us = pair, format_number(each.auto_us)
+        ratio = f"{each.auto_us / each.without_us:.2f}" if each.operator else ""
+        called = each.operator or "product"
+        table.add_row(each.part, called, each.sizes, *us, ratio, each.impl, each.basis)
+        if each.part == "qkv":
+            table.add_row("attention", "not counted")
+    without, auto = step.layer_us
+    sums = {"layer": 1, f"{step.layers} layers": step.layers}
+    for name, layers in ({"both": 1} if step.unit == "samples" else sums).items():
+        us = format_number(layers * without), format_number(layers * auto)
+        table.add_row(name, "", "", *us, f"{auto / without:.2f}", style="bold")
+    console.print(table)
+    if step.share < 1:
+        console.print(
+            f"Calls with a collective are {step.share:.0%} of what is counted without Interlace."
+        )
+    console.print()
+
+
+def _counted(count: int, things: str) -> str:
+    """Return a number with its noun, which is given in the plural."""
+    return f"{count} {things.removesuffix('s') if count == 1 else things}"
+
+
+def _left_out(model: Model, most_tokens: int, sequence_parallel: bool) -> str:
+    """Return what the times of a layer and a step leave out, in words."""
+    parts = ["attention and its cache", "positions", "the activation"]
+    if sequence_parallel or most_tokens > MOST_NORMED_ROWS:
+        after = "" if sequence_parallel else f" of more than {MOST_NORMED_ROWS} tokens"
+        parts.append(f"residuals and norms{after}")
+    if model.experts:
+        parts.append("the router")
+        if not sequence_parallel:
+            parts.append("the gather of what the experts return")
+    return ", ".join([*parts, "embedding, head and sampling"])
+
+
+def _notes(steps: Sequence[StepTime]) -> list[str]:
+    """Return sentences on how the times of the calls of these steps are to be read."""
+    calls = [each for step in steps for each in step.calls]
+    operators = {each.operator for each in calls}
+    notes = []
+    if {"measured"} & {each.basis for each in calls}:
+        notes.append("measured: such a call was, on this GPU, and took about as long.")
+    if _NORMED in operators:
+        notes.append(
+            f"{_NORMED}: PyTorch's time is that of its fastest product and all-reduce, and what "
+            f"its residual and norm take beside them on {_NORM_RANKS} ranks, of H200s if this GPU "
+            "was not measured. Engines with an all-reduce of their own take less than PyTorch."
+        )
+    if "mixture_of_experts" in operators:
+        notes.append(
+            "mixture_of_experts: experts are shared out whole, each rank sends an equal share of "
+            "the tokens, one at least, and all experts are equally likely."
+        )
+    if any(each.pair_us is None for each in calls):
+        notes.append("unknown: counted as if PyTorch took as long as Interlace.")
+    if "embedding_all_to_all" in operators:
+        notes.append(
+            "embedding_all_to_all: bytes over the rates of memory and links. Forward, the shorter "
+            "time is hidden: measured calls took 1.0 to 1.2 times that, 1.7 times with one lookup "
+            "in few narrow tables. Backward, nothing is taken to be hidden, PyTorch's update to be "
+            "as fast as Interlace's, and rows to be sorted in no time."
+        )
+    return notes
+
+
+# A transformer
+
+
+def _require_division(model: Model, ranks: int) -> None:
+    """Refuse a number of ranks that does not divide what they share out.
+
+    Raises:
+        ArgumentError: It does not.
+    """
+    shared = {"heads": model.heads}
+    shared |= {"experts": model.experts} if model.experts else {"inner columns": model.intermediate}
+    for name, count in shared.items():
+        if count % ranks:
+            raise ArgumentError(
+                f"--tensor must divide the {count} {name} of {model.name}; got {ranks}."
+            )
+    # Ranks share a head of keys and values where there are fewer of them.
+    if model.kv_heads % ranks and ranks % model.kv_heads:
+        raise ArgumentError(
+            f"--tensor must divide the {model.kv_heads} heads of keys and values of {model.name}, "
+            f"or be a multiple of them; got {ranks}."
+        )
+
+
+def _transformer_step(
+    model: Model,
+    gpu: Gpu,
+    tokens: int,
+    ranks: int,
+    dtype: torch.dtype,
+    sequence_parallel: bool,
+) -> StepTime:
+    """Return the times of the calls of a layer for some tokens."""
+    if sequence_parallel and tokens % ranks:
+        raise ArgumentError(
+            f"--tokens must be multiples of the {ranks} ranks with --sequence-parallel; got "
+            f"{tokens}."
+        )
+    name, hidden = str(dtype).removeprefix("torch."), model.hidden
+    first, last = "", _NORMED if tokens <= MOST_NORMED_ROWS else _SUM
+    if sequence_parallel:
+        first, last = "all_gather_gemm", "gemm_reduce_scatter"
+
+    def call(part: str, operator: str, columns: int, inner: int) -> CallTime:
+        sized = SizedCall.of_dtype(name, tokens, columns, inner, ranks)
+        return _product_time(part, operator, sized, gpu, dtype)
+
+    kv_heads = max(model.kv_heads // ranks, 1)
+    qkv = (model.heads // ranks + 2 * kv_heads) * model.head_dim
+    calls = [
+        call("qkv", first, qkv, hidden),
+        call("output", last, hidden, model.heads * model.head_dim // ranks),
+    ]
+    if model.experts:
+        calls.append(_experts_time(model, gpu, ceil_div(tokens, ranks), ranks, dtype))
+    else:
+        inner = model.intermediate // ranks
+        calls += [call("gate, up", first, 2 * inner, hidden), call("down", last, hidden, inner)]
+    return StepTime(tokens, model.layers, calls)
+
+
+def _product_time(
+    part: str, operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype
+) -> CallTime:
+    """Return the time of a product, and of the collective that an operator has."""
+    profile = profile_of(gpu.name, gpu.processors)
+    sizes = f"{call.rows}x{call.columns}x{call.inner}"
+    if not operator:
+        us = profile.library_product_us(call)
+        return CallTime(part, "", sizes, us, us, "cuBLAS", profile.basis("", "", call))
+    declaration = product_operator(operator)
+    choice = choice_on(gpu, declaration, call, dtype)
+    pair_us = auto_us = _pair_us(operator, call, gpu, dtype)
+    if not declaration.is_pair(choice.impl):
+        auto_us = choice.times_us[choice.impl]
+    basis = profile.basis(operator, choice.impl, call)
+    return CallTime(part, operator, sizes, pair_us, auto_us, choice.impl, basis)
+
+
+def _pair_us(operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype) -> float:
+    """Return the microseconds of PyTorch's fastest pair.
+
+    Behind a sum, residual and norm take the same time with any number of ranks and over any links,
+    and that is known of few of them.
+    """
+    if operator == _NORMED:
+        two = dataclasses.replace(call, world_size=_NORM_RANKS)
+        known = gpu_named(_NORM_GPU) if profile_of(gpu.name, gpu.processors).is_guess else gpu
+        normed, summed = (
+            choice_on(known, product_operator(each), two, dtype).times_us["unfused"]
+            for each in (_NORMED, _SUM)
+        )
+        return _pair_us(_SUM, call, gpu, dtype) + max(normed - summed, 0.0)
+    declaration = product_operator(operator)
+    times_us = choice_on(gpu, declaration, call, dtype).times_us
+    return min(times_us[name] for name in declaration.pairs_among(times_us))
+
+
+def _experts_time(model: Model, gpu: Gpu, tokens: int, ranks: int, dtype: torch.dtype) -> CallTime:
+    """Return the time of a layer of experts, forward.
+
+    Args:
+        tokens: Tokens of each rank.
+    """
+    name, profile = "mixture_of_experts", profile_of(gpu.name, gpu.processors)
+    sizes = ExpertSizes(
+        tokens, model.top_k, model.experts, model.hidden, model.intermediate, ranks, tokens
+    )
+    terms = ExpertTerms(sizes, dtype, "cuda", keeps=False)
+    times_us = predicted_times(profile, terms)
+    choice = fastest(name, profile, times_us, lambda impl: untuned_config(impl, terms.call))
+    pair_us = min(
+        (times_us[each] for each in operator_named(name).pairs_among(times_us)), default=None
+    )
+    text = f"{_counted(tokens, 'tokens')}, {model.top_k} of {model.experts}, "
+    text += f"{model.hidden}x{model.intermediate}"
+    basis = profile.basis(name, choice.impl, terms.call)
+    return CallTime("experts", name, text, pair_us, times_us[choice.impl], choice.impl, basis)
+
+
+# A recommendation model
+
+
+def _embedding_step(
+    model: EmbeddingModel, gpu: Gpu, batch: int, ranks: int, dtype: torch.dtype
+) -> StepTime:
+    """Return the times of looking up tables that are shared out whole, and of the backward pass
+    with row-wise Adagrad, on the rank with most tables.
+    """
+    rates = profile_of(gpu.name, gpu.processors)
+    memory_rate, launch_us = rates.product.memory_bytes_per_s, rates.product.launch_us
+    widths = [[model.width] * len(range(rank, model.tables, ranks)) for rank in range(ranks)]
+    tables, itemsize = len(widths[0]), dtype.itemsize
+    call: dict[str, Any] = {"widths": widths, "batch": batch, "rank": 0}
+    looked_up: dict[str, Any] = {"lookups": [model.lookups * batch] * tables, "itemsize": itemsize}
+    moved_bytes = embedding.floor_memory_bytes(
+        **call, **looked_up, output_itemsize=itemsize, index_itemsize=_INDEX_BYTES
+    )
+    updated_bytes = embedding.backward_floor_memory_bytes(
+        **call, **looked_up, distinct_rows=looked_up["lookups"], gradient_itemsize=itemsize,
+        row_accesses=2, state_bytes=_ADAGRAD_BYTES,
+    )  # fmt: skip
+    pair = embedding.stock_between_nodes(
+        **call, output_itemsize=itemsize, node_of_rank=range(ranks)
+    )
+    # What PyTorch's all-to-all brings is copied to its place, and gradients are before it.
+    copies_us = 1e6 * pair.landing_bytes / memory_rate
+    pooling_us = embedding.pooling_us(moved_bytes, launch_us, memory_rate)
+    stock_us = embedding.stock_pooling_us(moved_bytes, launch_us, memory_rate, itemsize)
+    update_us = launch_us + 1e6 * updated_bytes / memory_rate
+    there, back = (
+        1e6 * floor(widths=widths, batch=batch, rank=0, itemsize=itemsize) / rates.link_bytes_per_s
+        for floor in (embedding.floor_link_bytes, embedding.backward_floor_link_bytes)
+    )
+    sizes = f"{_counted(tables, 'tables')} {model.width} wide, "
+    sizes += f"{_counted(model.lookups, 'lookups')} each"
+    times = {
+        "forward": (stock_us + there + copies_us, max(pooling_us, there)),
+        "backward": (back + copies_us + update_us, back + update_us),
+    }
+    calls = [
+        CallTime(part, "embedding_all_to_all", sizes, pair_us, auto_us, "fused", "guessed")
+        for part, (pair_us, auto_us) in times.items()
+    ]
+    return StepTime(batch, 1, calls, "samples")

@@ -1,0 +1,331 @@
+"""``interlace explain --model``: the calls of a layer and of a step, and what a model is."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner, Result
+
+from interlace.cli.app import app
+from interlace.costs.models import EmbeddingModel, Model, explained_models, find_model
+from interlace.errors import ArgumentError
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 32,
+    "vocab_size": 128256,
+}
+QWEN = LLAMA | {
+    "model_type": "qwen3_moe",
+    "num_experts": 128,
+    "moe_intermediate_size": 768,
+    "num_experts_per_tok": 8,
+    "head_dim": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of pytest-xdist have COLUMNS, as a terminal has."""
+    monkeypatch.delenv("COLUMNS", raising=False)
+
+
+def explain(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["explain", *map(str, arguments)])
+
+
+def document(tmp_path: Path, *arguments: object) -> dict[str, Any]:
+    """Return what a command writes as JSON."""
+    file = tmp_path / "explained.json"
+    done = explain(*arguments, "--json", file)
+    assert done.exit_code == 0, done.output
+    written: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return written
+
+
+@pytest.mark.parametrize(("gpu", "ranks"), [("h100", 8), ("h200", 2)])
+def test_a_layer_is_the_sum_of_its_calls(tmp_path: Path, gpu: str, ranks: int) -> None:
+    where = ("--tensor", ranks, "--gpu", gpu)
+    written = document(tmp_path, "--model", "llama3-70b", "--tokens", "8,4096", *where)
+    assert written["model"]["layers"] == 80
+    for step in written["steps"]:
+        calls = step["calls"]
+        assert [each["part"] for each in calls] == ["qkv", "output", "gate, up", "down"]
+        assert step["layer_us"] == [
+            pytest.approx(sum(each[us] for each in calls)) for us in ("pair_us", "auto_us")
+        ]
+        for each in calls:
+            if not each["operator"]:
+                assert each["pair_us"] == each["auto_us"]
+                continue
+            single = document(tmp_path, each["operator"], each["sizes"], *where)["calls"][0]
+            assert each["impl"] == single["impl"]
+            assert each["auto_us"] == single["times_us"][single["impl"]]
+            # PyTorch's all-reduce in symmetric memory may precede its norm as well.
+            pairs = [
+                us for name, us in single["times_us"].items() if name in ("unfused", "symm_mem")
+            ]
+            if each["operator"] == "gemm_all_reduce":
+                assert each["pair_us"] == min(pairs)
+            elif ranks == 2:
+                assert 0.7 * min(pairs) < each["pair_us"] <= min(pairs)
+        of_operators = sum(each["pair_us"] for each in calls if each["operator"])
+        assert step["share"] == pytest.approx(of_operators / step["layer_us"][0])
+    few, many = written["steps"]
+    assert {each["operator"] for each in few["calls"]} == {"", "gemm_all_reduce_norm"}
+    assert {each["operator"] for each in many["calls"]} == {"", "gemm_all_reduce"}
+    assert few["calls"][0]["sizes"] == f"8x{10240 // ranks}x8192"
+
+
+def test_a_norm_takes_the_same_time_behind_any_sum(tmp_path: Path) -> None:
+    """The pair with a norm was measured on two ranks alone; on eight it is predicted to take
+    several times too long, as the bytes that the fused kernel sends grow with the ranks.
+    """
+    sizes = "256x8192x3584"
+    norms = []
+    for ranks in (2, 8):
+        where = ("--gpu", "h100", "--tensor", ranks)
+        model = f"hidden=8192,heads=64,inner={3584 * ranks},layers=1"
+        (step,) = document(tmp_path, "--model", model, "--tokens", 256, *where)["steps"]
+        (down,) = (each for each in step["calls"] if each["sizes"] == sizes)
+        times_us = document(tmp_path, "gemm_all_reduce", sizes, *where)["calls"][0]["times_us"]
+        norms.append(down["pair_us"] - min(times_us["unfused"], times_us["symm_mem"]))
+    assert norms[0] == pytest.approx(norms[1])
+    assert 20 < norms[0] < 60
+
+
+def test_what_is_printed() -> None:
+    done = explain("--model", "llama3-70b", "--tensor", 8, "--tokens", "1,4096", "--gpu", "h100")
+    assert done.exit_code == 0
+    title = "Llama-3-70B, 8 ranks, bfloat16, NVIDIA H100 80GB HBM3"
+    assert f"{title}, 1 token\n" in done.output
+    assert f"{title}, 4096 tokens\n" in done.output
+    assert done.output.count("attention  not counted") == 2
+    assert done.output.count("80 layers ") == 2
+    assert "Calls with a collective are " in done.output
+    assert (
+        "Not counted, and about the same with and without: attention and its cache" in done.output
+    )
+    assert "Calls with more than 4 ranks were never run: all times with 8 are" in done.output
+    assert "chunked (gemm_all_reduce): torch.mm for each rank's rows, and copy" in done.output
+    assert "guessed" not in done.output
+    guessed = explain("--model", "llama3-8b", "--tensor", 2, "--tokens", 1, "--gpu", "b200")
+    assert "Measured on NVIDIA B200: no calls." in guessed.output
+    assert " predicted" not in guessed.output
+    assert "never run" not in guessed.output
+
+
+def test_the_page_shows_what_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "tensor-parallel.md").read_text(encoding="utf-8")
+    shown = page.split("```text\n")[1].split("\n```")[0].splitlines()
+    done = explain("--model", "llama3-70b", "--tensor", 8, "--tokens", "8,4096", "--gpu", "h100")
+    assert [line.rstrip() for line in done.output.splitlines()[: len(shown)]] == shown
+
+
+def test_single_calls_say_so_too(tmp_path: Path) -> None:
+    done = explain("gemm_all_reduce", "64x8192x1024", "-n", 8, "--gpu", "h100")
+    assert "Calls with more than 4 ranks were never run" in done.output
+    assert "\nsymm_mem: cuBLAS, then PyTorch's all-reduce in symmetric memory" in done.output
+    few = explain("gemm_all_reduce", "64x8192x1024", "-n", 4, "--gpu", "h100")
+    assert "never run" not in few.output
+    assert "Measured on NVIDIA H100 80GB HBM3: calls with 2 ranks." in few.output
+
+
+def test_calls_that_were_measured_are_told_apart(tmp_path: Path) -> None:
+    """docs/decoding.md has 4 x 8192 x 14336 on two H200s."""
+    written = document(tmp_path, "--model", "llama3-70b", "--tensor", 2, "--tokens", "3,4")
+    bases = [{each["part"]: each["basis"] for each in step["calls"]} for step in written["steps"]]
+    assert [each["down"] for each in bases] == ["predicted", "measured"]
+    assert {each["qkv"] for each in bases} == {"predicted"}
+    assert any(note.startswith("measured: ") for note in written["notes"])
+
+
+@pytest.mark.parametrize("ranks", [2, 8])
+@pytest.mark.parametrize("name", explained_models())
+def test_every_model_of_the_table(tmp_path: Path, name: str, ranks: int) -> None:
+    model = find_model(name)
+    file = tmp_path / "explained.json"
+    sizes = ("--model", name, "--tensor", ranks, "--tokens", "1,8,4096", "--json", file)
+    done = explain(*sizes)
+    if isinstance(model, Model) and model.heads % ranks:
+        assert f"--tensor must divide the {model.heads} heads of {name}" in done.output
+        return
+    if isinstance(model, Model) and model.kv_heads % ranks and ranks % model.kv_heads:
+        assert "heads of keys and values" in done.output
+        return
+    assert done.exit_code == 0, done.output
+    written = json.loads(file.read_text(encoding="utf-8"))
+    assert [step["tokens"] for step in written["steps"]] == [1, 8, 4096]
+    for step in written["steps"]:
+        without, auto = step["layer_us"]
+        assert 0 < auto < 1.2 * without
+        assert auto > 0.2 * without
+
+
+def test_experts_and_sequence_parallelism(tmp_path: Path) -> None:
+    common = ("--model", "qwen3-30b-a3b", "--tensor", 8, "--tokens", 64)
+    written = document(tmp_path, *common, "--sequence-parallel")
+    (step,) = written["steps"]
+    assert [each["operator"] for each in step["calls"]] == [
+        "all_gather_gemm", "gemm_reduce_scatter", "mixture_of_experts",
+    ]  # fmt: skip
+    assert step["share"] == 1
+    # Each of four heads of keys and values is on two ranks.
+    assert step["calls"][0]["sizes"] == f"64x{(32 // 8 + 2) * 128}x2048"
+    assert step["calls"][2]["sizes"] == "8 tokens, 8 of 128, 2048x768"
+    (step,) = document(tmp_path, *common)["steps"]
+    assert [each["operator"] for each in step["calls"]] == [
+        "", "gemm_all_reduce_norm", "mixture_of_experts",
+    ]  # fmt: skip
+    # PyTorch's grouped products are of bfloat16.
+    (step,) = document(tmp_path, *common, "--dtype", "float16")["steps"]
+    assert step["calls"][2]["pair_us"] is None
+    assert "unknown" in explain(*common, "--dtype", "float16").output
+
+
+def test_tables(tmp_path: Path) -> None:
+    """Forward as measured: 64 tables 256 wide, 4096 samples, one lookup, float32 on four H200s took
+    585 us, and 1685 with PyTorch's operators (docs/results.md).
+    """
+    sizes = "tables=256,width=256,lookups=1"
+    common = ("--tensor", 4, "--tokens", 4096, "--dtype", "float32")
+    (step,) = document(tmp_path, "--model", sizes, *common)["steps"]
+    forward, backward = step["calls"]
+    assert forward["auto_us"] == pytest.approx(585, rel=0.1)
+    assert forward["auto_us"] < forward["pair_us"] < 1685
+    assert backward["auto_us"] < backward["pair_us"]
+    assert forward["basis"] == backward["basis"] == "guessed"
+    assert forward["sizes"] == "64 tables 256 wide, 1 lookup each"
+    done = explain("--model", "dlrm", "--tokens", 65536)
+    assert "DLRM-Criteo, 4 ranks, bfloat16, NVIDIA H200, 65536 samples" in done.output
+    assert "Not counted, and about the same with and without: the MLPs" in done.output
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("llama3-70b", "Llama-3-70B"),
+        ("Llama 3 8B", "Llama-3-8B"),
+        ("llama3-405b", "Llama-3.1-405B"),
+        ("qwen3-235b", "Qwen3-235B-A22B"),
+        ("dlrm", "DLRM-Criteo"),
+    ],
+)
+def test_names(text: str, name: str) -> None:
+    assert find_model(text) == explained_models()[name]
+
+
+def test_configurations_and_lists_of_sizes(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(LLAMA))
+    sizes = Model(tmp_path.name, 4096, 14336, 32, 8, 128, layers=32)
+    assert find_model(str(file)) == find_model(str(tmp_path)) == sizes
+    file.write_text(json.dumps({"text_config": LLAMA | {"head_dim": None}}))
+    assert find_model(str(file)) == sizes
+    file.write_text(json.dumps(QWEN))
+    assert find_model(str(file)) == Model(tmp_path.name, 4096, 768, 32, 8, 128, 128, 8, 32)
+    mixtral = LLAMA | {"num_local_experts": 8, "num_experts_per_tok": 2}
+    file.write_text(json.dumps(mixtral))
+    assert find_model(str(file)) == Model(tmp_path.name, 4096, 14336, 32, 8, 128, 8, 2, 32)
+    text = "hidden=4096, heads=32, kv_heads=8, inner=14336, layers=32"
+    assert find_model(text) == Model(text, 4096, 14336, 32, 8, 128, layers=32)
+    assert find_model("tables=4,width=8") == EmbeddingModel("tables=4,width=8", 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (LLAMA | {"hidden_size": None}, "config.json: hidden_size must be a positive whole number; "
+         "got none."),
+        (LLAMA | {"num_hidden_layers": -1}, "num_hidden_layers must be a positive whole"),
+        (LLAMA | {"intermediate_size": "14336"}, "intermediate_size must be a positive whole"),
+        (LLAMA | {"num_attention_heads": True}, "num_attention_heads must be a positive whole"),
+        (LLAMA | {"num_attention_heads": 33}, "hidden_size must be a multiple of num_attention"),
+        (QWEN | {"num_experts_per_tok": None}, "num_experts_per_tok must be a positive whole"),
+        (QWEN | {"mlp_only_layers": [0]}, "mlp_only_layers must be absent, 0 or empty; got [0]"),
+        (QWEN | {"decoder_sparse_step": 2}, "decoder_sparse_step must be 1"),
+        (LLAMA | {"model_type": "falcon"}, "model_type must be one of granite, llama"),
+        (LLAMA | {"kv_lora_rank": 512}, "kv_lora_rank must be absent"),
+        ([], "got no JSON object"),
+    ],
+)  # fmt: skip
+def test_configurations_that_are_refused(tmp_path: Path, content: Any, message: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(content))
+    done = explain("--model", file)
+    assert done.exit_code == 1
+    assert message in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "lama3-70b"], "Phi-4, Yi-34B, Granite-3-8B, DLRM-Criteo; got 'lama3-70b'. Did "
+         "you mean Llama-3-70B? Or give a config.json"),
+        (["--model", "mixtral"], "one of Mixtral-8x7B, Mixtral-8x22B; got 'mixtral'. That is"),
+        (["--model", "DeepSeek-V3"], "--model must be one of"),
+        (["--model", "absent.json"], "absent.json must be a config.json of transformers"),
+        (["--model", "hidden=8,head=2"], "got 'head'. Did you mean heads?"),
+        (["--model", "hidden=4096,heads=x,inner=1,layers=1"], "--model: heads must be a positive"),
+        (["--model", "hidden=4096,heads=6,inner=8,layers=1"], "hidden must be a multiple of heads"),
+        (["--model", "hidden=64,heads=8,kv_heads=6,inner=64,layers=1"],
+         "--tensor must divide the 6 heads of keys and values of"),
+        (["--model", "hidden=64,heads=8,inner=66,layers=1"], "divide the 66 inner columns of"),
+        (["--model", "tables=26"], "--model: width must be a positive whole number; got none."),
+        (["--model", "qwen2.5-7b", "--tensor", "8"], "divide the 28 heads of Qwen2.5-7B; got 8."),
+        (["--model", "mixtral-8x7b", "--tensor", "3"], "must divide the 32 heads of Mixtral-8x7B"),
+        (["--model", "llama3-8b", "--tokens", "1,x"], "whole numbers, 1,8,4096; got '1,x'"),
+        (["--model", "llama3-8b", "--tokens", "2", "--sequence-parallel"], "multiples of the 4"),
+        (["--model", "dlrm", "--sequence-parallel"], "must be of a transformer"),
+        (["--model", "llama3-8b", "--gpu", "b2000"], "got 'b2000'. Did you mean NVIDIA B200?"),
+        (["--model", "llama3-8b", "--nodes", "2"], "must come without an operator, --nodes and"),
+        (["gemm_all_reduce", "8x8x8", "--model", "llama3-8b"], "must come without an operator"),
+        (["gemm_all_reduce"], "explain must have an operator and shapes"),
+        (["gemm_all_redce", "8x8x8"], "gemv_all_reduce; got 'gemm_all_redce'. Did you mean "
+         "gemm_all_reduce? Experts and embeddings"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(arguments: list[str], message: str) -> None:
+    done = explain(*arguments)
+    assert done.exit_code == 1
+    assert message in " ".join(done.output.split())
+
+
+def test_one_rank_has_nothing_to_exchange() -> None:
+    done = explain("--model", "llama3-8b", "--tensor", 1)
+    assert done.exit_code == 2
+    assert "greater than or equal to 2" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize(
+    ("preset", "name"),
+    [("transformer/llama3-70b", "Llama-3-70B"), ("moe/mixtral-8x7b", "Mixtral-8x7B")],
+)
+def test_the_simulator_has_the_same_sizes(preset: str, name: str) -> None:
+    """Its presets give each number a source, and are files of their own."""
+    text = importlib.resources.files("interlace_sim").joinpath(f"presets/{preset}.yaml").read_text()
+    values = {
+        key: entry["value"]
+        for key, entry in yaml.safe_load(text).items()
+        if isinstance(entry, dict)
+    }
+    model = find_model(name)
+    assert isinstance(model, Model)
+    inner = values["expert_ffn"] if model.experts else values["ffn"]
+    sizes = (values["hidden"], inner, values["heads"], values["key_value_heads"], values["layers"])
+    assert sizes == (model.hidden, model.intermediate, model.heads, model.kv_heads, model.layers)
+    assert values.get("experts", 0) == model.experts
+
+
+def test_a_model_that_is_not_explained_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="--model must be one of"):
+        find_model("gpt-3-175b")

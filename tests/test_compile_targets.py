@@ -92,6 +92,8 @@ def _cases_of(kernel):
         "gemm_reduce_scatter": _products,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
+        "gradients_of_rows": lambda: [_losses()[0]],
+        "losses_of_rows": _losses,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
         "multiply_sum_and_norm": _multiply_sum_and_norm,
         "norm_rows": lambda: [
@@ -106,6 +108,12 @@ def _cases_of(kernel):
             for ranks, (types, more) in zip((1, 2, 3), _norms(), strict=True)
         ],
         "multiply_few_rows": _multiply_few_rows,
+        "multiply_unless_one": lambda: [
+            (
+                {"values": "*bf16", "factor": "*fp32", "count": "i64"},
+                {"BLOCK": 4096, "num_warps": 8},
+            )
+        ],
         "hold": lambda: [
             (
                 {"signals": "i64", "unread": "i64", "ctx": "*i64", "duration": "i64"},
@@ -178,6 +186,25 @@ _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32",
 def _ones(*names):
     """Sizes of 1, of which Triton makes constants."""
     return dict.fromkeys(names, 1)
+
+
+def _losses():
+    """Losses alone and with gradients, of one rank and of several, smoothed and not."""
+    numbers = dict.fromkeys(("losses", "log_sums", "scale", "scales"), "*fp32")
+    sizes = dict.fromkeys(("rows", "columns", "stride", "first", "vocabulary", "ignored"), "i32")
+    types = _TYPES | numbers | sizes | dict.fromkeys(("smoothing", "z_loss"), "fp32")
+    return [
+        (
+            types | {"logits": logits, "targets": targets},
+            {"WORLD_SIZE": ranks, "SMOOTHS": smooths, "GRADIENT": gradient}
+            | {"BLOCK": 256 * warps, "num_warps": warps},
+        )
+        for logits, targets, ranks, smooths, gradient, warps in (
+            ("*bf16", "*i64", 2, True, True, 16),
+            ("*fp32", "*i32", 3, False, False, 8),
+            ("*bf16", "*i64", 1, False, True, 8),
+        )
+    ]
 
 
 def _stage_rows():

@@ -204,6 +204,7 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
 
 _GEMV, _SUM = "operators.gemm_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
 _GRANTS = "gemm.kernels.grants"
+_LOSS = "operators.linear_cross_entropy.kernel:losses_of_rows"
 _A2A = "operators.gemm_all_to_all.kernel:gemm_all_to_all"
 _EMBEDDING, _EXPERTS = (
     "operators.embedding_all_to_all.kernels",
@@ -243,6 +244,12 @@ MUTANTS = [
         (f"{_GEMV}.two_phase:gemv_all_reduce_two_phase", "half reused"),
         (f"{_GEMV}.two_phase:gemv_all_reduce_two_phase", "wrong epoch", ("get_packed", 0)),
         (f"{_GEMV}.two_phase:_send_sum", "wrong epoch", ("sum_packed", 0)),
+    ),
+    *_of(
+        "linear_cross_entropy",
+        (_LOSS, "half reused"),
+        (_LOSS, "wrong epoch", ("get_packed", 0)),
+        (_LOSS, "wrong epoch", ("put_packed", 0)),
     ),
     *_of(
         "gemm_reduce_scatter, fused",

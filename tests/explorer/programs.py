@@ -69,6 +69,27 @@ def gemv(rank: Rank, protocol: str = "one_shot", dtype: torch.dtype = torch.floa
     _rounds(rank, make)
 
 
+# A loss
+
+
+def loss(rank: Rank) -> None:
+    """A row, and rows of two chunks, several to a program. The backward pass has no kernel of
+    its own that communicates.
+    """
+
+    def make(kind: int, turn: int) -> Call:
+        rows = (1, 8)[kind]
+        x = _numbers(0, rows, 16, seed=turn)
+        ws = _everyones(rank, 8, 16, seed=9)
+        target = torch.arange(rows) * 5 % (8 * rank.world_size)
+        call = functools.partial(
+            interlace.linear_cross_entropy, x, ws[rank.rank], target, chunk_rows=6, impl="fused"
+        )
+        return call, F.cross_entropy(x @ torch.cat(ws).T, target)
+
+    _rounds(rank, make)
+
+
 # Products
 
 
@@ -422,6 +443,7 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemv, one shot": gemv,
     "gemv, one shot, two values a word": functools.partial(gemv, dtype=torch.bfloat16),
     "gemv, two phases": functools.partial(gemv, protocol="two_phase"),
+    "linear_cross_entropy": loss,
     "gemm_reduce_scatter, fused": reduce_scatter,
     "gemm_reduce_scatter, fused, no rows": functools.partial(reduce_scatter, empty=True),
     "gemm_reduce_scatter, chunked": functools.partial(reduce_scatter, impl="chunked"),

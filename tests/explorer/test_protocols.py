@@ -13,6 +13,7 @@ _NAMES = [
     "gemv, one shot",
     "gemv, one shot, two values a word",
     "gemv, two phases",
+    "linear_cross_entropy",
     "gemm_reduce_scatter, fused",
     "gemm_reduce_scatter, fused, no rows",
     "gemm_reduce_scatter, chunked",

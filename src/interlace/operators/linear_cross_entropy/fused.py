@@ -146,7 +146,8 @@ class _Chunks:
 
     def part(self, values: torch.Tensor, rows: slice) -> torch.Tensor:
         """Return a chunk's of the numbers that there are for all rows."""
-        return values.view(self._ranks, self._rows)[:, rows].reshape(-1)
+        # Of one row of each rank, reshape alone would return a view that skips the others.
+        return values.view(self._ranks, self._rows)[:, rows].reshape(-1).contiguous()
 
     def joined(self, of_rows: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return both numbers of all rows, of the chunks' ``[2, rows of the chunk]``."""

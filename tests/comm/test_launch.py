@@ -130,8 +130,8 @@ def _load_another_size():
         (
             _load_another_size,
             "RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in "
-            'state_dict: "bias". size mismatch for weight: copying a param with shape torch.Size([4, 2]) from '
-            "checkpoint, the shape in current model is torch.Size([3, 2]).",
+            'state_dict: "bias". size mismatch for weight: copying a param with shape '
+            "torch.Size([4, 2]) from checkpoint, the shape in current model is torch.Size([3, 2]).",
             RuntimeError,
         ),
         (_raise_unpicklable, "Unpicklable: Caught KeyError in a process.", None),

@@ -166,7 +166,7 @@ def _use(kind: tuple[str, bool], used: dict[str, Any]) -> None:
     family, fused = kind
     used.setdefault(family, Patch(color=_COLOURS[family], label=family))
     if fused:
-        look = {"facecolor": "#777777", "edgecolor": "white", "hatch": "////"}
+        look: dict[str, Any] = {"facecolor": "#777777", "edgecolor": "white", "hatch": "////"}
         used.setdefault("fused", Patch(label="fused: computes and sends", **look))
 
 

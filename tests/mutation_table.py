@@ -253,6 +253,12 @@ MUTANTS = [
         "...",
         "explorer/test_explorer.py::test_right_kernels",
     ),
+    Mutant(
+        "interlace_explorer/search.py",
+        "raise self._cause(machine, _failure_of(rank, at[rank].detail))",
+        "raise _failure_of(rank, at[rank].detail)",
+        "explorer/test_explorer.py::test_a_race_is_said_before_the_wrong_result_of_its_schedule",
+    ),
     # gemm
     Mutant(
         "interlace/gemm/dispatch.py",

@@ -1,11 +1,13 @@
 """Check a built documentation site: ``python -m tests.site build/site``.
 
 Every link inside of it leads to a page and an anchor that exist, and nothing is fetched from
-another host when a page is opened.
+another host when a page is opened. Pages say the version, and the search ranks how-to pages and the
+API before decisions.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -13,6 +15,8 @@ from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+import interlace
 
 
 class _Page(HTMLParser):
@@ -56,7 +60,23 @@ def faults_of(site: Path) -> list[str]:
         for target in _fetched_by_style(path.read_text(encoding="utf-8")):
             fault = _fault_of_fetched(path, target)
             faults += [f"{path.relative_to(site)}: {fault}"] if fault else []
-    return faults
+    return [*faults, *_faults_of_front_page(site), *_faults_of_search(site)]
+
+
+def _faults_of_front_page(site: Path) -> Iterator[str]:
+    name = f"Interlace {interlace.__version__}"
+    if f"{name}</title>" not in (site / "index.html").read_text(encoding="utf-8"):
+        yield f"index.html: the title must end with {name}"
+
+
+def _faults_of_search(site: Path) -> Iterator[str]:
+    """Look at what a page counts, in an order that readers expect."""
+    index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
+    boosts = {page["location"]: page.get("boost", 1.0) for page in index["docs"]}
+    order = ["compile.html", "api/operators.html", "architecture.html", "decisions/index.html"]
+    found = [boosts.get(page, 0.0) for page in order]
+    if sorted(set(found), reverse=True) != found:
+        yield f"search: {', '.join(order)} must count for less and less; they count {found}"
 
 
 def _faults_of_page(path: Path) -> Iterator[str]:

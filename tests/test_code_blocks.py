@@ -127,6 +127,36 @@ def worker():
 """,
         ranks=2,
     ),
+    # The lines of programs that are not installed are only parsed.
+    "docs/integrations.md": Program(
+        """
+import importlib.util
+"""
+        + _IMPORTS
+        + """
+def worker():
+    model = torch.nn.Linear(8, 8)
+    # block 0
+    if importlib.util.find_spec("transformers"):
+        # block 1
+        # block 2
+        assert (compiled.backend, config.ep_implementation) == ("interlace", "interlace")
+    # block 3
+    # block 4
+    # block 5
+    if importlib.util.find_spec("torchrec"):
+        from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+
+        tables = [
+            EmbeddingBagConfig(
+                name="t", num_embeddings=8, embedding_dim=4, feature_names=["f"]
+            )
+        ]
+        ebc = EmbeddingBagCollection(tables=tables)
+        # block 6
+""",
+        ranks=2,
+    ),
     "docs/mapped-outputs.md": Program(
         _IMPORTS
         + """

@@ -16,6 +16,8 @@ from interlace.cli.app import app
 
 DRAWN = {
     "timeline": ("sim", "run", "dlrm", "--plot", "{folder}/simulator-timeline.png"),
+    "layer": ("sim", "run", "transformer", "--model", "llama3-70b", "--nodes", "16", "--tensor", "8", "--pipeline", "4",
+              "--plot", "{scratch}/step.png"),
     "call": ("trace", "gemm_reduce_scatter", "8192x8192x2048", "--gpu", "h200", "-n", "4", "--trace", "{scratch}/call.json",
              "--plot", "{folder}/simulator-call.png"),
     "validate": ("sim", "validate", "--out", "{scratch}"),
@@ -25,7 +27,7 @@ DRAWN = {
 }
 KEPT = {"validate.png": "simulator-validate.png", "sc24-tornado.png": "simulator-tornado.png", "sc24-tornado-both.png": "simulator-tornado-both.png",
         "sc24-tornado-per_dimension.png": "simulator-tornado-per_dimension.png",
-        "sc24-nodes.png": "simulator-nodes.png", "sc24-networks.png": "simulator-networks.png"}
+        "sc24-nodes.png": "simulator-nodes.png", "step-layer.png": "simulator-layer.png", "sc24-networks.png": "simulator-networks.png"}
 
 
 def algorithms() -> None:

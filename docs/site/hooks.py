@@ -11,8 +11,10 @@ pages as they lead to files elsewhere. Beside them the site has pages that are m
 from __future__ import annotations
 
 import logging
+import os
 import re
 import subprocess
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -40,6 +42,11 @@ _MORE_API = {
     "gin": ("GPU-initiated puts", ["interlace_gin", "interlace_gin.language"]),
 }
 
+# How much a page counts in the search, by the first heading of the navigation that it is under; 1 for
+# other pages. A reader asks how something is done, or what a name means, more often than why it was
+# decided, or when it changed.
+_BOOSTS = {"How to": 5.0, "Start here": 5.0, "Reference": 3.0, "Decisions": 0.25, "Project": 0.5}
+
 # Pages whose addresses do not say in which folder of the sources they are.
 _NAMED_PAGES = {
     "src/interlace/language/README.md": "memory-model.html",
@@ -48,7 +55,12 @@ _NAMED_PAGES = {
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Fill the parts of the navigation that follow from the repository's contents."""
+    """Fill the parts of the navigation that follow from the repository's contents, and say which
+    version the site is of, and where the sources are.
+    """
+    config.site_name = f"{config.site_name} {_version()}"
+    config.repo_url = _address_of_sources()
+    config.repo_name = "Sources"
     decisions = sorted(_names("docs/decisions/*.md"), key=_readme_first)
     contents: dict[str, list[Any]] = {
         "API": [f"docs/api/{page}.md" for page in _api_pages()],
@@ -70,6 +82,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page's text with the links that the site alone has."""
     name = page.file.src_uri
+    if page.ancestors:
+        page.meta["search"] = {"boost": _BOOSTS.get(page.ancestors[-1].title, 1.0)}
     if page.file.inclusion.is_not_in_nav():
         page.meta["hide"] = ["navigation", "toc"]  # the width is for tables and code
         page.meta["search"] = {"exclude": True}  # numbers, which nobody looks up
@@ -97,6 +111,23 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a page's HTML with a link from each picture to the picture in full size."""
     return re.sub(r'(?<!">)(<img [^>]*\bsrc="([^"]+)"[^>]*>)', r'<a href="\2">\1</a>', html)
+
+
+def _version() -> str:
+    text = (ROOT / "src/interlace/__init__.py").read_text(encoding="utf-8")
+    return text.split('__version__ = "')[1].split('"')[0]
+
+
+def _address_of_sources() -> str:
+    """Return the address of the repository, or nothing.
+
+    It is ``INTERLACE_REPOSITORY``, for sites of a copy of the repository, or else what the package
+    says of itself in ``pyproject.toml``.
+    """
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    urls = {name.lower(): address for name, address in project.get("urls", {}).items()}
+    stated = next((urls[name] for name in ("source", "repository", "homepage") if name in urls), "")
+    return os.environ.get("INTERLACE_REPOSITORY", stated)
 
 
 def _fill(items: list[Any], contents: dict[str, list[Any]]) -> None:

@@ -1,5 +1,5 @@
 """A Transformer's down projection on several ranks: product and all-reduce in one kernel, checked,
-with a picture of who sent what when.
+with a picture of who sends what in which order.
 
     python examples/demos/down_projection.py --world-size 4
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,12 +19,13 @@ import down_projection_picture as picture
 import torch
 import torch.distributed as dist
 
+import interlace
 from interlace.cli.ranks import advance
 from interlace.comm import Group, group_of
 from interlace.costs.gemv_all_reduce import fused
 from interlace.operators.gemm_all_reduce import gemv_all_reduce
 from interlace.operators.gemm_all_reduce.config import GemvAllReduceConfig, block_tokens
-from interlace.operators.gemm_all_reduce.gemv import prepare, tuned
+from interlace.operators.gemm_all_reduce.gemv import tuned
 from interlace.units import ceil_div, format_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from interlace.cli.outputs import Outputs
+    from interlace.tracing import Trace
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,7 +161,7 @@ def _show(console: Console, document: dict[str, Any], outputs: Outputs) -> None:
     if outputs.plot is not None:
         with console.status("Drawing"):
             outputs.write_plot(lambda file: picture.draw(document, file))
-        title = "Who sent what when" if document["backend"] == "cpu" else "Picture"
+        title = "Who sends what in which order" if document["backend"] == "cpu" else "Picture"
         console.print(f"\n{title}: {outputs.plot}")
 
 
@@ -263,8 +264,8 @@ def _can_draw_blocks(console: Console) -> bool:
 def run_rank(folder: str, shapes: list[tuple[int, int]], tokens: int) -> list[dict[str, Any]]:
     """Run every ``(rows, columns per rank)``; return a report of each for JSON.
 
-    The progress bar advances once per shape. On the CPU the times are recorded at which the last
-    shape's puts left, fused and unfused.
+    The progress bar advances once per shape. On the CPU the steps of the last shape are recorded,
+    fused and unfused, in their order.
     """
     group = group_of()
     # Imports and compiles what must be, before anything is recorded
@@ -289,10 +290,7 @@ def _one_shape(
         device=x.device,
     ).config
     group.traffic.reset()
-    group.traffic.events = []
-    started = _meet(group)
     y = _run(group, x, w, config)
-    ended = time.monotonic()
     # The sum in float64, of the same bfloat16 operands.
     expected = x.double() @ w.double().T
     dist.all_reduce(expected)
@@ -322,11 +320,9 @@ def _one_shape(
             "signals": traffic.signals,
         }
         if record:
-            report["fused"] = {"start": started, "end": ended, "puts": traffic.events}
-            report["unfused"] = _record_unfused(group, x, w, config)
+            report["steps"] = _record(group, x, w, config)
     else:
         report["times_us"] = _time(x, w, config)
-    group.traffic.events = None
     advance(folder)
     return report
 
@@ -349,34 +345,36 @@ def _run(
     return y
 
 
-def _meet(group: Group) -> float:
-    """Meet the other ranks in a barrier; return the time of leaving it."""
-    if group.world_size > 1:
-        dist.barrier()
-    return time.monotonic()
-
-
-def _record_unfused(
+def _record(
     group: Group, x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig
-) -> dict[str, Any]:
-    """Record the kernel taken apart: all of its compute, and then all of its communication.
+) -> dict[str, list[tuple[str, int]]]:
+    """Record the steps of this rank in their order: ``"compute"``, ``"put"`` and ``"wait"``, each
+    with the rank that a put goes to, else -1.
 
-    The compute is the kernel in a group of one.
+    The unfused steps are those of the kernel taken apart: all of its tiles, and then, in a call
+    without columns, all of its communication.
     """
-    from interlace.comm.groups.group import solo_group
-
-    # A group of one has no puts and no waits; no columns have no products.
-    solo = solo_group(x.device)
-    compute = prepare(solo, x, w, None, x.new_empty(x.shape[0], w.shape[0]), config)
-    traffic = group.traffic
-    traffic.reset()
-    started = _meet(group)
-    with solo.running():
-        compute()
-    computed = time.monotonic()
-    if group.world_size > 1:
+    with interlace.trace() as fused_trace:
+        _run(group, x, w, config)
+    fused_steps = _steps(fused_trace, group.rank)
+    with interlace.trace() as exchange_trace:
         _run(group, x[:, :0], w[:, :0], config)
-    return {"start": started, "computed": computed, "end": time.monotonic(), "puts": traffic.events}
+    exchange = [step for step in _steps(exchange_trace, group.rank) if step[0] != "compute"]
+    tiles = [step for step in fused_steps if step[0] == "compute"]
+    return {"fused": fused_steps, "unfused": [*tiles, *exchange]}
+
+
+def _steps(trace: Trace, rank: int) -> list[tuple[str, int]]:
+    """Return the steps of a rank in a trace."""
+    puts = iter(
+        sorted((put.time_ns, put.peer) for put in trace.work.puts if put.place.rank == rank)
+    )
+    spans = sorted(
+        (span.start_ns, span.end_ns, span.activity)
+        for span in trace.work.spans
+        if span.place.rank == rank and span.activity != "other"
+    )
+    return [(activity, next(puts)[1] if activity == "put" else -1) for *_, activity in spans]
 
 
 def _time(x: torch.Tensor, w: torch.Tensor, config: GemvAllReduceConfig) -> dict[str, float]:

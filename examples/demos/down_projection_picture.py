@@ -1,5 +1,5 @@
-"""Pictures of the down projection: who sent what when (CPU), how long it took (CUDA); as PNG and as
-text.
+"""Pictures of the down projection: who sent what in which order (CPU), how long it took (CUDA); as
+PNG and as text.
 """
 
 from __future__ import annotations
@@ -13,16 +13,11 @@ from interlace.figure import open_figure
 
 # Okabe and Ito's colours, one per rank: colour-blind readers can tell them apart.
 _COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#D55E00", "#56B4E9", "#8C6D31", "#000000")
-_COMPUTE, _EXCHANGE = "#9AA5B1", "#E4E8EC"
+_COMPUTE, _WAIT = "#9AA5B1", "#E4E8EC"
 _CAVEAT = (
-    "Recorded in Triton's interpreter on the CPU: the order of events is real, the durations say "
-    "nothing about speed."
+    "Steps in their order, recorded in Triton's interpreter on the CPU, whose times say nothing "
+    "about speed."
 )
-_TITLES = (
-    "Fused: one kernel. A tile's sums leave while other tiles are still being multiplied.",
-    "Unfused: the same work in two steps. Nothing leaves before everything is multiplied.",
-)
-_TITLES_ALONE = ("Fused: one rank has nothing to send.", "Unfused: one rank has nothing to send.")
 _BLOCKS, _ASCII = " ▁▂▃▄▅▆▇█", " .:-=+*#@"
 
 
@@ -43,93 +38,66 @@ def draw(document: dict[str, Any], file: Path) -> None:
 
 def _timeline(document: dict[str, Any], figure: Any) -> None:
     """Draw two panels, one lane per rank: the fused kernel, and the kernel taken apart."""
-    from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
     model = document["models"][-1]
     ranks = model["ranks"]
     above, below = figure.subplots(2, 1, sharex=True)
     figure.suptitle(
-        f"gemv_all_reduce: who sent what when\n{model['name']} down projection at "
+        f"gemv_all_reduce: who sends what in which order\n{model['name']} down projection at "
         f"1/{model['scale']}, "
         f"{count(len(ranks), 'rank')}, {count(document['tokens'], 'token')}, "
-        f"w [{model['rows_run']}, {model['columns_run_per_rank']}] a rank",
+        f"w [{model['rows_run']}, {model['columns_run_per_rank']}] per rank",
         fontsize=12,
     )
     for axes, kind in ((above, "fused"), (below, "unfused")):
-        start = min(rank[kind]["start"] for rank in ranks)
         for rank in ranks:
-            span, lane = rank[kind], rank["rank"]
-            # A fused kernel computes to its end; it sends meanwhile if there is anybody to send to.
-            computed = span.get("computed", span["end"])
-            is_fused = kind == "fused" and len(ranks) > 1
-            _span(axes, lane, span["start"] - start, computed - start, _COMPUTE, hatched=is_fused)
-            if span["end"] > computed and len(ranks) > 1:
-                _span(axes, lane, computed - start, span["end"] - start, _EXCHANGE)
-            _puts(axes, lane, span["puts"], start, len(ranks))
-    for axes, text in zip(
-        (above, below), _TITLES if len(ranks) > 1 else _TITLES_ALONE, strict=True
-    ):
-        axes.set_title(text, loc="left", fontsize=10)
-    below.set_xlabel(f"milliseconds\n{_CAVEAT}", fontsize=9)
-    for axes in (above, below):
+            _draw_steps(axes, rank["rank"], rank["steps"][kind])
+        axes.set_title(_finding(ranks, kind), loc="left", fontsize=10)
         _lanes(axes, len(ranks))
-    handles: list[Any] = [Patch(facecolor=_COMPUTE, label="multiplies only")]
-    if len(ranks) > 1:
-        handles = [
-            Patch(
-                facecolor=_EXCHANGE, edgecolor=_COMPUTE, hatch="////", label="multiplies and sends"
-            ),
-            *handles,
-            Patch(facecolor=_EXCHANGE, label="sends and waits"),
-        ]
+    axes.set_xlim(0, max(len(rank["steps"][kind]) for rank in ranks for kind in rank["steps"]))
+    axes.set_xlabel(f"number of the rank's step\n{_CAVEAT}", fontsize=9)
+    used = {activity for rank in ranks for activity, _ in rank["steps"]["fused"]}
+    handles: list[Any] = [Patch(color=_COMPUTE, label="multiplies a tile")]
+    if "put" in used:
         handles += [
-            Line2D(
-                [],
-                [],
-                color=_COLOURS[rank["rank"]],
-                linestyle="",
-                marker="|",
-                markersize=11,
-                markeredgewidth=2.5,
-                label=f"put to rank {rank['rank']}",
-            )
+            Patch(color=_COLOURS[rank["rank"]], label=f"puts a tile to rank {rank['rank']}")
             for rank in ranks
         ]
+    if "wait" in used:
+        handles.append(
+            Patch(facecolor=_WAIT, edgecolor=_COMPUTE, linewidth=0.5, label="waits, and adds up")
+        )
     figure.legend(
         handles=handles,
         loc="outside lower center",
-        ncols=min(len(handles), 7 if len(ranks) <= 4 else 6),
+        ncols=min(len(handles), 4 if len(ranks) == 3 else 6),
         fontsize=9,
         frameon=False,
     )
 
 
-def _span(
-    axes: Any, lane: int, start: float, end: float, colour: str, hatched: bool = False
-) -> None:
-    hatch = {"facecolor": _EXCHANGE, "edgecolor": colour, "hatch": "////", "linewidth": 0}
-    style = hatch if hatched else {"color": colour}
-    axes.barh(lane, 1e3 * (end - start), left=1e3 * start, height=0.86, zorder=1, **style)
+def _finding(ranks: list[dict[str, Any]], kind: str) -> str:
+    """Say how many puts leave before their rank multiplies its last tile."""
+    early = total = 0
+    for rank in ranks:
+        activities = [activity for activity, _ in rank["steps"][kind]]
+        last = max(place for place, activity in enumerate(activities) if activity == "compute")
+        early += activities[:last].count("put")
+        total += activities.count("put")
+    what = {"fused": "Fused, one kernel", "unfused": "Unfused, the same work in two steps"}[kind]
+    if not total:
+        return f"{what}: one rank has nothing to send."
+    return f"{what}: {early} of {total} puts leave before the last tile is multiplied."
 
 
-def _puts(
-    axes: Any, lane: int, puts: list[tuple[float, int, int]], start: float, world_size: int
-) -> None:
-    """Draw a mark per put, and a row per destination within the sender's lane."""
-    rows = [peer for peer in range(world_size) if peer != lane]
-    room = 0.8 / max(1, len(rows))
-    for row, peer in enumerate(rows):
-        times = [1e3 * (put[0] - start) for put in puts if put[1] == peer]
-        low = lane - 0.4 + row * room
-        axes.vlines(
-            times,
-            low + 0.08 * room,
-            low + 0.92 * room,
-            color=_COLOURS[peer],
-            linewidth=2.2,
-            zorder=2,
-        )
+def _draw_steps(axes: Any, lane: int, steps: list[tuple[str, int]]) -> None:
+    """Draw a cell per step; puts are higher than tiles, so that they can be told apart."""
+    for place, (activity, peer) in enumerate(steps):
+        colour = {"compute": _COMPUTE, "wait": _WAIT}.get(activity, _COLOURS[peer])
+        height = 0.86 if activity == "put" else 0.5
+        axes.barh(lane, 1, left=place, height=height, align="center", color=colour,
+                  edgecolor="white", linewidth=0.6)  # fmt: skip
 
 
 def _lanes(axes: Any, world_size: int) -> None:
@@ -177,38 +145,33 @@ def _bars(document: dict[str, Any], figure: Any) -> None:
 def timeline_text(model: dict[str, Any], *, width: int = 48, blocks: bool = True) -> list[str]:
     """Return the picture as text for a terminal: a line per rank.
 
-    The height of a cell says how many puts left in that time.
+    The height of a cell says how many of its steps are puts.
     """
     ranks = model["ranks"]
     if len(ranks) == 1:
         return [f"{model['name']}: one rank, nothing to send."]
-    lines = [
-        f"Puts over time, {model['name']}: fused, they leave while the kernel multiplies; "
-        "unfused, only after."
-    ]
+    lines = [f"Puts among the steps of each rank, {model['name']}."]
     for kind in ("fused", "unfused"):
-        start = min(rank[kind]["start"] for rank in ranks)
-        length = max(rank[kind]["end"] for rank in ranks) - start
+        lines.append(f"  {_finding(ranks, kind)}")
+        longest = max(len(rank["steps"][kind]) for rank in ranks)
         for rank in ranks:
-            span = rank[kind]
-            # Each cell counts the puts of its part of the time.
+            steps = rank["steps"][kind]
             cells = [0] * width
-            for time, _, _ in span["puts"]:
-                cells[min(width - 1, int((time - start) / length * width))] += 1
-            end = (span["end"] - start) / length * width
+            for place, (activity, _) in enumerate(steps):
+                cells[place * width // longest] += activity == "put"
+            end = len(steps) * width / longest
             lines.append(
-                f"  {kind:<8} rank {rank['rank']}  {_cells(cells, end, blocks)}  "
-                f"{len(span['puts'])} puts"
+                f"  {kind:<8} rank {rank['rank']}  {_cells(cells, end, blocks)}  {sum(cells)} puts"
             )
     lines.append(f"  {_CAVEAT}")
     return lines
 
 
 def _cells(counts: list[int], end: float, blocks: bool) -> str:
-    """Write ``[0, 1, 8]`` as ``"·▁█"``: a dot where the kernel runs and nothing leaves."""
+    """Write ``[0, 1, 8]`` as ``"·▁█"``: a dot where nothing leaves."""
     marks, idle = (_BLOCKS, "·") if blocks else (_ASCII, "_")
     top = max(*counts, 1)
     return "".join(
-        marks[1 + (len(marks) - 2) * count // top] if count else idle if i <= end else " "
+        marks[1 + (len(marks) - 2) * count // top] if count else idle if i < end else " "
         for i, count in enumerate(counts)
     )

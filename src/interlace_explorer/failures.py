@@ -14,6 +14,10 @@ _WAITS = {
 }
 
 
+DATA_RACES = ("race", "two writers")
+"""Kinds of failures that are accesses to the same memory in no order."""
+
+
 class Violation(Exception):
     """A rule of the memory model is broken, a rank's program failed, or no rank can go on.
 
@@ -44,13 +48,18 @@ def unordered_stores(rank: int, node: Operation, writer: str) -> Violation:
     )
 
 
-def early_store(rank: int, node: Operation, reader: int) -> Violation:
+def early_store(rank: int, node: Operation, reader: str) -> Violation:
     """Return the violation of a store that does not come after a load that it overwrites."""
     return Violation(
         "race",
-        f"rank {rank}, {node.site}, stores what rank {reader} may still load: nothing says that "
-        "its load is over",
+        f"rank {rank}, {node.site}, stores what {reader} may still load: nothing says that its "
+        "load is over",
     )
+
+
+def wrong_result_of_a_race(race: Violation, wrong: Violation) -> Violation:
+    """Return a race whose schedule has a wrong result as well, which is said after its cause."""
+    return Violation(race.kind, f"{race}; the same schedule has a wrong result {wrong}")
 
 
 def describe_wait(rank: int, node: Operation, seen: Words | None) -> str:
@@ -84,9 +93,10 @@ class Failure:
     """A mistake of a program, which one schedule shows.
 
     Attributes:
-        kind: ``"wrong result"``; ``"deadlock"``; ``"race"``: a load of memory that may still be
-            written, or a store to memory that may still be loaded; ``"two writers"``: two ranks
-            store to the same memory in no order; ``"error"``: the program raised an exception.
+        kind: ``"wrong result"``, if no race was found in the same schedule; ``"deadlock"``;
+            ``"race"``: a load of memory that may still be written, or a store to memory that may
+            still be loaded; ``"two writers"``: two ranks store to the same memory in no order;
+            ``"error"``: the program raised an exception.
         message: The rank, the program and the line; for a deadlock, the wait of every rank.
         schedule: The shortest failing schedule that was found, for ``explore(..., replay=...)``.
         switches: Number of times that the schedule goes on with another rank.

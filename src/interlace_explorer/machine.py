@@ -155,7 +155,8 @@ class ExploredGpus:
         at: The operation that each rank does next.
         under_way: By rank, the stores that have left and not arrived.
         eager: True if stores arrive when they leave.
-        trace: By cell, the line of the last store to it; None if no lines are kept.
+        trace: By cell, the line of the last store to it, and by rank and cell, the line of that
+            rank's last load of it; None if no lines are kept.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class ExploredGpus:
         self.under_way: list[list[_Store]] = [[] for _ in range(ranks)]
         self.at: list[Operation] = []
         self.eager = True
-        self.trace: dict[int, str] | None = None
+        self.trace: dict[int | tuple[int, int], str] | None = None
 
     def copy(self) -> ExploredGpus:
         """Return a copy of the state, for another schedule."""
@@ -295,6 +296,9 @@ class ExploredGpus:
             # Remembered for stores: they must come after the last load of each rank.
             self._read_thread[rank, cells] = thread
             self._read_clock[rank, cells] = self._knowledge.clock[thread]
+            if self.trace is not None:
+                site = f"rank {rank}, {node.site},"
+                self.trace.update(((rank, cell), site) for cell in cells.tolist())
             response = self._data[cells].tobytes()
             return response, response
         elif kind == Kind.RELEASE:
@@ -361,7 +365,8 @@ class ExploredGpus:
         reads = self._read_clock.take(cells, 1)
         early = reads > store.released.take(self._read_thread.take(cells, 1))
         if np.count_nonzero(early):
-            raise early_store(rank, store.node, int(early.any(1).argmax()))
+            reader = int(early.any(1).argmax())
+            raise early_store(rank, store.node, self._reader(reader, cells[early[reader]]))
         self._data[cells] = store.values
         self._write_thread[cells] = store.thread
         self._write_clock[cells] = store.clock
@@ -452,6 +457,10 @@ class ExploredGpus:
         if self.trace is None:
             return f"rank {int(self._write_thread[cells[0]]) // (1 + PROGRAMS)}"
         return self.trace.get(int(cells[0]), "nobody")
+
+    def _reader(self, rank: int, cells: Cells) -> str:
+        """Name the rank, and with a trace the line, that loaded the first of these cells."""
+        return (self.trace or {}).get((rank, int(cells[0])), f"rank {rank}")
 
     def awaiting(self) -> str:
         """Describe the point at which every rank stands, in one line."""

@@ -8,7 +8,13 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from interlace_explorer.failures import Failure, Report, Violation
+from interlace_explorer.failures import (
+    DATA_RACES,
+    Failure,
+    Report,
+    Violation,
+    wrong_result_of_a_race,
+)
 from interlace_explorer.machine import ExploredGpus
 from interlace_explorer.memory import CellTable, FinerGrain
 from interlace_explorer.operations import Kind
@@ -225,7 +231,7 @@ class Search:
             enabled = [rank for rank in self._ranks if machine.enabled(rank, self._judge)]
             for rank in self._ranks:
                 if at[rank].kind == Kind.END and at[rank].detail is not None:
-                    raise _failure_of(rank, at[rank].detail)
+                    raise self._cause(machine, _failure_of(rank, at[rank].detail))
             if not enabled:
                 # No rank can go on by itself. Either all are at a common point, or a wait depends
                 # on a store that is under way, or the program is over, or it is stuck.
@@ -252,6 +258,32 @@ class Search:
                 machine.step(rank)
 
     # Failures
+
+    def _cause(self, machine: ExploredGpus, failure: BaseException) -> BaseException:
+        """Return the race that the schedule of a wrong result comes to, or the failure as it is.
+
+        A rank that does not wait loads before its peer has stored. That is a race only once the
+        peer stores, and the rank's assertion may fail earlier. So the other ranks go on, for as
+        long as they can without the rank that has failed.
+
+        Args:
+            machine: The state in which the failure was seen; it changes.
+            failure: The exception to raise.
+        """
+        if not isinstance(failure, Violation) or failure.kind != "wrong result":
+            return failure
+        try:
+            while True:
+                enabled = [rank for rank in self._ranks if machine.enabled(rank, self._judge)]
+                waiting = [rank for rank in self._ranks if machine.under_way[rank]]
+                if enabled:
+                    machine.step(enabled[0])
+                elif waiting:
+                    machine.deliver(waiting[0], 0)
+                else:
+                    return failure
+        except Violation as later:
+            return wrong_result_of_a_race(later, failure) if later.kind in DATA_RACES else failure
 
     def _shorten(self, failed: _ScheduleFailed, attempts: int = _SHRINKING_ATTEMPTS) -> Failure:
         """Leave out parts of a failing schedule, as long as it fails with the same kind."""

@@ -11,10 +11,21 @@ from pathlib import Path
 
 from interlace.figure import open_figure, time_unit
 from interlace.units import format_number
+from interlace_sim.layer_picture import has_layers, layer
 from interlace_sim.results import Result
-from interlace_sim.timeline import timeline
+from interlace_sim.timeline import ADDED, timeline
 
-__all__ = ["bars", "correlation", "curve", "heat_map", "open_figure", "timeline", "tornado"]
+__all__ = [
+    "bars",
+    "correlation",
+    "curve",
+    "has_layers",
+    "heat_map",
+    "layer",
+    "open_figure",
+    "timeline",
+    "tornado",
+]
 
 
 def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
@@ -46,9 +57,9 @@ def bars(results: Sequence[tuple[str, Result]], file: Path) -> None:
                 positions,
                 added,
                 bottom=bottom,
-                color="#E69F00",
                 width=0.6,
                 label="pipeline fill and drain",
+                **ADDED,
             )
         for position, (_, result) in zip(positions, results, strict=True):
             bound = result.bound.time_ns / scale

@@ -23,11 +23,21 @@ _COLOURS = {
     "All-to-All": "#D55E00",
     "AllReduce": "#E69F00",
     "AllGather": "#009E73",
-    "ReduceScatter": "#009E73",
+    "ReduceScatter": "#F0E442",
     "message": "#000000",
-    "copy": "#8C6D31",
-    "other": "#56B4E9",
+    "copy": "#882255",
+    "other": "#D3D9DF",
 }
+ADDED: dict[str, Any] = {
+    "facecolor": "white",
+    "edgecolor": "#BBBBBB",
+    "hatch": "..",
+    "linewidth": 0.0,
+}
+"""The look of a pipeline's fill and drain, in which a rank does nothing of the step."""
+_STEPS = 240  # parts of a step, of which each has the shares of what is drawn as shares
+_MOST_BARS = 60
+"""More bars than this in a row are slivers; the row then has the shares of time, as links have."""
 _TRAFFIC = {**TITLES, "message": "message"}
 
 
@@ -50,13 +60,18 @@ def timeline(results: Sequence[Result], file: Path) -> None:
         axes[-1].set_xlim(0, 1.02 * max(result.total_ns for result in results) / scale)
         axes[-1].set_xlabel(unit)
         figure.get_layout_engine().set(h_pad=0.08, w_pad=0.08)
-        figure.legend(
-            handles=list(used.values()),
-            loc="outside lower center",
-            ncols=min(8, len(used)),
-            frameon=False,
-            fontsize=9,
-        )
+        legend_of(figure, used)
+
+
+def legend_of(figure: Any, used: dict[str, Any]) -> None:
+    """Put the legend of what was used under the panels."""
+    figure.legend(
+        handles=list(used.values()),
+        loc="outside lower center",
+        ncols=min(8, len(used)),
+        frameon=False,
+        fontsize=9,
+    )
 
 
 def _panel(
@@ -70,37 +85,25 @@ def _panel(
     from matplotlib.patches import Patch
 
     rows = [*streams, *(f"link {link}" for link in links)]
-    for row, stream in enumerate(streams):
-        for family, start, end, fused in _merged(
-            [span for span in result.spans if span.row == stream]
-        ):
-            colour = _COLOURS[family]
-            axis.barh(
-                row,
-                (end - start) / scale,
-                left=start / scale,
-                height=0.72,
-                color=colour,
-                hatch="////" if fused else None,
-                edgecolor="white" if fused else colour,
-                linewidth=0,
-            )
-            used.setdefault(family, Patch(color=colour, label=family))
-            if fused:
-                used.setdefault(
-                    "fused",
-                    Patch(
-                        facecolor="#777777",
-                        edgecolor="white",
-                        hatch="////",
-                        label="fused: computes and sends",
-                    ),
-                )
-    by_link = _by_link(result.link_uses)
     simulated_ns = result.total_ns - result.added_ns
-    for number, link in enumerate(links):
-        row = len(streams) + number
-        _utilisation(axis, simulated_ns, by_link.get(link, {}), row, scale, used)
+    for row, stream in enumerate(streams):
+        bars = _merged([span for span in result.spans if span.row == stream])
+        if len(bars) <= _MOST_BARS:
+            for family, start, end, fused in bars:
+                bar_of(axis, row, (start / scale, (end - start) / scale), (family, fused), used)
+            continue
+        uses: dict[tuple[str, bool], list[tuple[int, int]]] = {}
+        for family, start, end, fused in bars:
+            uses.setdefault((family, fused), []).append((start, end))
+        _shares(axis, simulated_ns, uses, row, scale, used)
+        rows[row] = f"{stream}, share of time"
+    by_link = _by_link(result.link_uses)
+    for row, link in enumerate(links, start=len(streams)):
+        of_link = {
+            (_TRAFFIC.get(traffic, "other"), False): uses
+            for traffic, uses in by_link.get(link, {}).items()
+        }
+        _shares(axis, simulated_ns, of_link, row, scale, used)
     axis.axvline(result.bound.time_ns / scale, color="black", linestyle=":", linewidth=1.2)
     axis.annotate(
         "physical bound",
@@ -116,10 +119,10 @@ def _panel(
         axis.axvspan(
             (result.total_ns - result.added_ns) / scale,
             result.total_ns / scale,
-            color="#F3E3B5",
             zorder=0,
+            **ADDED,
         )
-        used.setdefault("added", Patch(color="#F3E3B5", label="pipeline fill and drain"))
+        used.setdefault("added", Patch(label="pipeline fill and drain", **ADDED))
     axis.set_yticks(range(len(rows)), rows, fontsize=9)
     axis.set_ylim(len(rows) - 0.4, -0.95)
     axis.spines[["top", "right", "left"]].set_visible(False)
@@ -130,6 +133,41 @@ def _panel(
         loc="left",
         fontsize=10,
     )
+
+
+def bar_of(
+    axis: Any, row: int, place: tuple[float, float], kind: tuple[str, bool], used: dict[str, Any]
+) -> None:
+    """Draw a bar of a row, and put what it is into the legend.
+
+    Args:
+        place: Its start and its length on the axis.
+        kind: The family of the tasks, and whether they are fused.
+    """
+    family, fused = kind
+    colour = _COLOURS[family]
+    axis.barh(
+        row,
+        place[1],
+        left=place[0],
+        height=0.72,
+        color=colour,
+        hatch="////" if fused else None,
+        edgecolor="white" if fused else colour,
+        linewidth=0,
+    )
+    _use(kind, used)
+
+
+def _use(kind: tuple[str, bool], used: dict[str, Any]) -> None:
+    """Put a family, and what hatching means, into the legend."""
+    from matplotlib.patches import Patch
+
+    family, fused = kind
+    used.setdefault(family, Patch(color=_COLOURS[family], label=family))
+    if fused:
+        look: dict[str, Any] = {"facecolor": "#777777", "edgecolor": "white", "hatch": "////"}
+        used.setdefault("fused", Patch(label="fused: computes and sends", **look))
 
 
 def _links(result: Result) -> list[str]:
@@ -164,7 +202,7 @@ _FAMILIES = (
 )
 
 
-def _family(name: str) -> str:
+def family_of(name: str) -> str:
     """Return the family of a task's colour; a fused task has its computation's."""
     if " + " not in name:
         collective = next((title for title in TITLES.values() if title in name), None)
@@ -179,7 +217,7 @@ def _merged(spans: list[Span]) -> list[tuple[str, int, int, bool]]:
     """Merge neighbours of one family into one bar: (family, start, end, fused)."""
     out: list[tuple[str, int, int, bool]] = []
     for span in sorted(spans, key=lambda span: span.start_ns):
-        family, fused = _family(span.name), " + " in span.name
+        family, fused = family_of(span.name), " + " in span.name
         # A microsecond between bars is less than a pixel.
         if (
             out
@@ -215,35 +253,35 @@ def busy_until(uses: Sequence[tuple[int, int]], edges: Any) -> Any:
     return busy
 
 
-def _utilisation(
+def _shares(
     axis: Any,
     total_ns: int,
-    by_traffic: Mapping[str, Sequence[tuple[int, int]]],
+    by_kind: Mapping[tuple[str, bool], Sequence[tuple[int, int]]],
     row: int,
     scale: float,
     used: dict[str, Any],
 ) -> None:
-    """Draw the share of time that a link was busy, in 240 steps, by kind of traffic."""
+    """Draw the share of time that a link or a stream was busy, by family and whether fused."""
     import numpy as np
-    from matplotlib.patches import Patch
 
-    steps = 240
-    edges = np.linspace(0, max(1, total_ns), steps + 1)
-    below = np.zeros(steps)
-    for traffic, uses in by_traffic.items():
+    edges = np.linspace(0, max(1, total_ns), _STEPS + 1)
+    below = np.zeros(_STEPS)
+    for kind, uses in by_kind.items():
         # The busy time until each edge; differences between edges give each step's share exactly,
         # which counting samples would not.
         share = np.diff(busy_until(uses, edges)) / np.diff(edges)
-        family = _TRAFFIC.get(traffic, "other")
+        family, fused = kind
         # Rows are 0.72 high, and the vertical axis points down.
         low = row + 0.36 - 0.72 * below
         axis.fill_between(
             np.repeat(edges, 2)[1:-1] / scale,
             np.repeat(low, 2),
             np.repeat(low - 0.72 * share, 2),
-            color=_COLOURS[family],
+            facecolor=_COLOURS[family],
+            hatch="////" if fused else None,
+            edgecolor="white" if fused else _COLOURS[family],
             linewidth=0,
         )
-        used.setdefault(family, Patch(color=_COLOURS[family], label=family))
+        _use(kind, used)
         below = below + share
     axis.axhline(row + 0.36, color="#BBBBBB", linewidth=0.6)

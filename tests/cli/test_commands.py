@@ -235,14 +235,19 @@ def test_demo(tmp_path: Path) -> None:
     ] * 2  # the half that is for the other rank
     recorded = document["models"][-1]["ranks"]
     for rank in recorded:
-        for kind in ("fused", "unfused"):
-            span = rank[kind]
-            assert {peer for _, peer, _ in span["puts"]} == {1 - rank["rank"]}
-            assert len(span["puts"]) == rank["counted"]["puts"]
-            assert all(span["start"] <= time <= span["end"] for time, _, _ in span["puts"])
-        assert min(time for time, _, _ in rank["unfused"]["puts"]) >= rank["unfused"]["computed"]
+        order = {}
+        for kind, steps in rank["steps"].items():
+            assert {peer for activity, peer in steps if activity == "put"} == {1 - rank["rank"]}
+            order[kind] = [activity for activity, _ in steps]
+            assert order[kind].count("put") == rank["counted"]["puts"]
+        assert sorted(order["fused"]) == sorted(order["unfused"])
+        tiles = order["fused"].count("compute")
+        assert order["unfused"][:tiles] == ["compute"] * tiles
+        assert order["fused"].index("put") < tiles  # between two of its tiles
     assert plot.read_bytes().startswith(PNG)
     assert done.output.count("fused    rank") == 2
+    assert "Unfused, the same work in two steps: 0 of 32 puts leave before" in done.output
+    assert not re.search(r"\d (ms|us|ns|s)\b", done.output)  # no times of the interpreter
     assert "say nothing about speed" in re.sub(r"\s+", " ", done.output)
 
 
@@ -264,6 +269,7 @@ def _document(
     error: float = 1e-3, digests: tuple[str, str] = ("a", "a"), puts: int = 2
 ) -> dict[str, Any]:
     demo = scripts.demo("down_projection")
+    tile, wait = [("compute", -1)], ("wait", -1)
     ranks: list[dict[str, Any]] = [
         {
             "rank": rank,
@@ -271,16 +277,14 @@ def _document(
             "digest": digests[rank],
             "predicted": {"puts": 2, "bytes": 64, "signals": 0},
             "counted": {"puts": puts, "bytes": 64, "signals": 0},
-            "fused": {"start": 0.0, "end": 1.0, "puts": [(0.1, 1 - rank, 32), (0.9, 1 - rank, 32)]},
-            "unfused": {
-                "start": 2.0,
-                "computed": 2.5,
-                "end": 3.0,
-                "puts": [(2.6, 1 - rank, 32), (2.9, 1 - rank, 32)],
+            "steps": {
+                "fused": [*tile, put, *tile, put, wait],
+                "unfused": [*tile, *tile, put, put, wait],
             },
             "times_us": {"fused": 10.0, "unfused": 15.0, "compute alone": 9.0},
         }
         for rank in range(2)
+        for put in [("put", 1 - rank)]
     ]
     model = demo._judge(demo.MODELS[0], 32, (128, 112), 1, ranks)
     return {
@@ -325,8 +329,15 @@ def test_pictures(backend: str, tmp_path: Path) -> None:
 def test_picture_as_text() -> None:
     picture = scripts.demo("down_projection_picture")
     lines = picture.timeline_text(_document()["models"][0], width=10, blocks=False)
-    assert lines[1] == "  fused    rank 0  _@_______@  2 puts"
-    assert lines[3] == "  unfused  rank 0  ______@__@  2 puts"
+    assert lines[1:3] == [
+        "  Fused, one kernel: 2 of 4 puts leave before the last tile is multiplied.",
+        "  fused    rank 0  __@___@___  2 puts",
+    ]
+    assert lines[4:6] == [
+        "  Unfused, the same work in two steps: 0 of 4 puts leave before the last tile is "
+        "multiplied.",
+        "  unfused  rank 0  ____@_@___  2 puts",
+    ]
     assert picture.timeline_text({"name": "M", "ranks": [{}]}) == ["M: one rank, nothing to send."]
 
 

@@ -119,10 +119,21 @@ def _raise_group():
     raise ExceptionGroup("two", [KeyError(1), ValueError("b")])
 
 
+def _load_another_size():
+    torch.nn.Linear(2, 3).load_state_dict(torch.nn.Linear(2, 4, bias=False).state_dict())
+
+
 @pytest.mark.usefixtures("quick_launches")
 @pytest.mark.parametrize(
     ("worker", "line", "cause"),
     [
+        (
+            _load_another_size,
+            "RuntimeError: Error(s) in loading state_dict for Linear: Missing key(s) in "
+            'state_dict: "bias". size mismatch for weight: copying a param with shape '
+            "torch.Size([4, 2]) from checkpoint, the shape in current model is torch.Size([3, 2]).",
+            RuntimeError,
+        ),
         (_raise_unpicklable, "Unpicklable: Caught KeyError in a process.", None),
         (_raise_group, "ExceptionGroup: two (2 sub-exceptions)", ExceptionGroup),
     ],

@@ -69,6 +69,17 @@ def _putting(rank: Rank) -> None:
         )
 
 
+def _swapping(rank: Rank) -> None:
+    from tests.explorer import kernels
+
+    (data, signals), y = _memory(), torch.zeros(4)
+    rank.ready()
+    with rank.group.running():
+        context = rank.group.context("test")
+        kernels.swap_without_waiting[(1,)](data.address, signals.address, y, context)
+    torch.testing.assert_close(y, torch.ones(4))
+
+
 def _halves(rank: Rank) -> None:
     from tests.explorer import kernels
 
@@ -199,7 +210,7 @@ def test_right_kernels(ranks: Any, program: Any) -> None:
             )
             for primitive in ("put", "get", "signal", "wait", "get_packed", "get_lamport")
         ),
-        (functools.partial(_copying, through=""), "race|wrong result", "may still load|not close"),
+        (functools.partial(_copying, through=""), "race", "may still load|does not come after"),
         (
             functools.partial(_failing, error=RuntimeError),
             "error",
@@ -225,6 +236,21 @@ def test_mistakes(ranks: Any, program: Any, kind: str, message: str) -> None:
         interlace.InterlaceError, match=f"every schedule of a program must be right; got a ({kind})"
     ):
         report.raise_if_failed()
+
+
+def test_a_race_is_said_before_the_wrong_result_of_its_schedule(ranks: Any) -> None:
+    """A rank that does not wait ends with a wrong result before its peer's store makes it a
+    race.
+    """
+    [report] = ranks(1).run(_exploring, _swapping, 1, "eager 0x2")
+    assert report.failure is not None
+    assert report.failure.kind == "race"
+    assert re.fullmatch(
+        r"rank 1, .* in swap_without_waiting, stores what rank 0, .* in swap_without_waiting, may "
+        r"still load: nothing says that its load is over; the same schedule has a wrong result on "
+        r"rank 0: .* not close!.*",
+        report.failure.message,
+    )
 
 
 def test_memory_of_an_earlier_run_counts_no_longer(ranks: Any) -> None:

@@ -143,18 +143,27 @@ def _misuse():
     with pytest.raises(Exception, match=r"ptr must be a 1-D tile of signals") as scalar:
         _launch(group, kernels.wait_for_a_scalar, signals.address, context)
     peer = (group.rank + 1) % group.world_size
-    tensor = error_of(
-        _launch, group, kernels.masked_put, data.local, context, peer, COUNT=BLOCK, BLOCK=BLOCK
+    tensor, symmetric = (
+        error_of(_launch, group, kernels.masked_put, given, context, peer, COUNT=BLOCK, BLOCK=BLOCK)
+        for given in (data.local, data)
     )
-    return str(scalar.value), tensor
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.compiler import BaseBackend
+
+    for ask in (
+        data.data_ptr,
+        lambda: native_specialize_impl(BaseBackend, data, False, True, True),
+    ):
+        assert error_of(ask)[:2] == symmetric[:2]  # what compiled kernels ask
+    return str(scalar.value), tensor, symmetric
 
 
 def test_a_tensor_in_place_of_its_address_and_a_scalar_signal(ranks):
     """The first one would store to this rank, or to the memory of nobody; only rank 0's own tensor
-    has the address that a kernel expects.
+    has the address that a kernel expects. A symmetric tensor has several, and is refused.
     """
     outcomes = ranks(2).run(_misuse)
-    assert all("ptr + tl.arange(0, 1)" in scalar for scalar, _ in outcomes)
+    assert all("ptr + tl.arange(0, 1)" in scalar for scalar, *_ in outcomes)
     assert outcomes[0][1] is None
     kind, message, _ = outcomes[1][1]
     assert kind == "ArgumentError"
@@ -162,6 +171,11 @@ def test_a_tensor_in_place_of_its_address_and_a_scalar_signal(ranks):
         f"put: every address must be of symmetric memory of rank 0; {BLOCK} of {BLOCK} are not, on "
         "rank 1. Allocate as much as the kernel uses, mask what is beyond it, and give the kernel "
         "SymmetricTensor.address, for il.pointer, instead of a tensor."
+    )
+    assert outcomes[0][2][:2] == (
+        "ArgumentError",
+        "a kernel must get the address of symmetric memory; got the SymmetricTensor. Give the "
+        "kernel sym.address, for il.pointer, or sym.local, if it reaches this rank's tensor only.",
     )
 
 

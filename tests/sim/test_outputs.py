@@ -38,6 +38,7 @@ from interlace_sim.cli import progress as sim_progress
 from interlace_sim.cli.commands import sim_app
 from interlace_sim.cli.studies import STUDIES
 from interlace_sim.defaults import DEFAULTS
+from interlace_sim.layer_picture import windows
 from interlace_sim.machine import load_machine
 from interlace_sim.results import LinkUse, Result
 from interlace_sim.scenario import Scenario
@@ -155,6 +156,48 @@ def test_pictures(results: list[Result], tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(PNG)
     with pytest.raises(ValueError, match="must be a PNG, SVG or PDF file that can be written"):
         plot.bars([("unfused", results[0])], tmp_path / "nowhere" / "bars.png")
+
+
+@pytest.mark.parametrize(
+    ("kind", "model", "streams"),
+    [("transformer", "llama3-70b", "all_reduce"), ("moe", "mixtral-8x7b", "all_to_all")],
+)
+def test_pictures_of_one_layer(kind: str, model: str, streams: str, tmp_path: Path) -> None:
+    """Tasks of one layer and one microbatch follow one another; fused, no stream of the library is
+    left. A step of many layers has shares of time in place of bars.
+    """
+    options = {"tensor": 8} if kind == "transformer" else {}
+    both = [
+        Scenario(kind, model, "h100-cluster", 2, fused=fused, pipeline=1, **options).simulate()
+        for fused in ("none", "both")
+    ]
+    assert all(plot.has_layers(result) for result in both)
+    found = [windows(result) for result in both]
+    assert found[0][0] == found[1][0] > 0
+    for (_, passes), rows in zip(found, ({"compute", streams}, {"compute"}), strict=True):
+        assert [window.title for window in passes] == ["forward", "backward"]
+        for window in passes:
+            assert {span.row for span in window.spans} == rows
+            times = [window.start_ns]
+            for span in window.spans:
+                assert span.start_ns == times[-1]
+                times.append(span.end_ns)
+            assert times[-1] == window.end_ns
+            assert not re.search(r"l\d", " ".join(span.name for span in window.spans))
+    plot.layer(both, tmp_path / "layer.png")
+    plot.timeline(both, tmp_path / "timeline.svg")
+    assert (tmp_path / "layer.png").read_bytes().startswith(PNG)
+    assert "compute, share of time" in (tmp_path / "timeline.svg").read_text(encoding="utf-8")
+
+
+def test_one_gpu_of_a_machine_says_so() -> None:
+    done = command(
+        "run", "moe", "--model", "mixtral-8x7b", "--machine", "h200-node-8", "--nodes", 1
+    )
+    assert "1 GPU, switch:1" in done.output
+    assert "a node of this machine is one GPU" in re.sub(r"\s+", " ", done.output)
+    listed = re.sub(r"\s+", " ", command("presets").output)
+    assert "h100-cluster (8 GPUs per node), h100-node, h200-cluster (8 GPUs per node)" in listed
 
 
 def test_the_examples_of_the_package_run() -> None:
@@ -392,6 +435,7 @@ def test_dlrm_command(tmp_path: Path) -> None:
     assert document["comparison"]["both"]["saved_percent"] > 0
     assert json.loads(files["trace"].read_text())["traceEvents"]
     assert (tmp_path / "d-bars.png").exists()
+    assert not (tmp_path / "d-layer.png").exists()  # a DLRM has no layers that are alike
 
 
 @pytest.mark.parametrize(

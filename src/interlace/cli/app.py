@@ -312,7 +312,7 @@ def demo(
         str, typer.Option(metavar="FILE", help="Where to draw the picture (PNG), or none.")
     ] = "demo-gemv_all_reduce.png",
 ) -> None:
-    """Run a Transformer's down projection on several ranks, and draw who sent what when.
+    """Run a Transformer's down projection on several ranks, and draw who sends what in which order.
 
     Then train a recommendation model. With --nodes, send slices between nodes.
     """

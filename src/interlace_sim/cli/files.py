@@ -207,7 +207,14 @@ def run_presets(name: str | None, yaml: Path | None) -> None:
     folders = ("machines", "dlrm", "transformer", "moe", "t3_machines", "t3_models")
     if name is None:
         for folder in folders:
-            console.print(f"{folder}: {', '.join(presets(folder))}")
+            console.print(
+                f"{folder}: {', '.join(_listed(folder, name) for name in presets(folder))}"
+            )
+        console.print(
+            "--nodes counts nodes of as many GPUs as stand beside a machine, and single GPUs of a "
+            "machine without a number.",
+            style="dim",
+        )
         console.print(
             "Show one with its sources: interlace sim presets NAME; begin a file of your own: "
             "interlace sim presets NAME --yaml mine.yaml",
@@ -247,6 +254,12 @@ def run_presets(name: str | None, yaml: Path | None) -> None:
     console.print(table)
     if document.get("note"):
         console.print(document["note"].strip(), style="dim")
+
+
+def _listed(folder: str, name: str) -> str:
+    """Return a preset's name, with the GPUs of a node if it is a machine with several of them."""
+    node = read(find(folder, name)).get("node") if folder == "machines" else None
+    return f"{name} ({node['gpus']} GPUs per node)" if node else name
 
 
 def _flat(document: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any]]:

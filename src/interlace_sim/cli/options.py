@@ -59,7 +59,13 @@ _OPTIONS = {
     "machine": _Option(
         str | None, None, "A machine preset or YAML file; see `interlace sim presets`.", _WHAT
     ),
-    "nodes": _Option(int | None, None, "Nodes of the machine's GPUs.", _WHAT, settings=_AT_LEAST_1),
+    "nodes": _Option(
+        int | None,
+        None,
+        "Nodes of the machine's GPUs; single GPUs if its file has no node.",
+        _WHAT,
+        settings=_AT_LEAST_1,
+    ),
     "topology": _Option(
         str | None,
         None,

@@ -74,6 +74,16 @@ def _parse_changes(changes: Changes) -> dict[str, Any]:
     return pairs
 
 
+_ALONE = (
+    "One GPU, which has nobody to send to: a node of this machine is one GPU, as its file says of "
+    "no node how many it has. --nodes 8 is eight GPUs of it."
+)
+
+
+def _gpus(ranks: int) -> str:
+    return f"{ranks} GPU" if ranks == 1 else f"{ranks} GPUs"
+
+
 def run_step(
     workload: str,
     *,
@@ -100,9 +110,11 @@ def run_step(
     result = results[requested.fused]
     console = make_console()
     console.print(
-        f"{result.name.split(', fused')[0]}: {result.ranks} GPUs, {result.topology}; "
+        f"{result.name.split(', fused')[0]}: {_gpus(result.ranks)}, {result.topology}; "
         f"{result.machine}"
     )
+    if result.ranks == 1:
+        console.print(_ALONE, style="yellow")
     console.print(_comparison(results, requested.fused))
     console.print(_resources(results["none"], result))
     console.print(_layers(results["none"], result))
@@ -137,6 +149,8 @@ def run_step(
         (f"fused: {fused}" if fused != "none" else "unfused", run) for fused, run in results.items()
     ]
     outputs.write_plot(lambda file: plot.bars(titled, file), "-bars")
+    if plot.has_layers(result):
+        outputs.write_plot(lambda file: plot.layer(shown, file), "-layer")
     outputs.write_trace(lambda: to_perfetto(shown))
     if chakra_files:
         console.print(f"Written: {chakra_files[0]}, one file for each rank")
@@ -287,9 +301,11 @@ def run_collective(
     if first is None:
         raise ConfigError(next(iter(skipped.values())))
     console.print(
-        f"{kind}, {format_bytes(base.size)} a rank: {first.ranks} GPUs, {first.topology}; "
+        f"{kind}, {format_bytes(base.size)} a rank: {_gpus(first.ranks)}, {first.topology}; "
         f"{first.machine}"
     )
+    if first.ranks == 1:
+        console.print(_ALONE, style="yellow")
     table = make_table(
         "algorithm", "time", "buffer / time", "physical bound", "over the bound", "messages' links"
     )

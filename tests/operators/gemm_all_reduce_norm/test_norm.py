@@ -302,9 +302,18 @@ def test_options_of_a_norm_need_one(function: Any, name: str) -> None:
 
 
 def test_gradients_are_refused() -> None:
+    """The error names the functions that users call, and a parameter of a norm may be the cause."""
     x = torch.ones(2, 3, requires_grad=True)
     with pytest.raises(interlace.ArgumentError, match="cannot be differentiated"):
         interlace.gemm_all_reduce(x, torch.ones(4, 3), norm="rms")
+    weight = torch.nn.Parameter(torch.ones(4))
+    with pytest.raises(interlace.ArgumentError) as refused:
+        interlace.gemv_all_reduce(torch.ones(2, 3), torch.ones(4, 3), norm_weight=weight)
+    assert str(refused.value) == (
+        "gemm_all_reduce or gemv_all_reduce with a norm: this operator cannot be differentiated, "
+        "as it has no gradient; got an argument that requires a gradient. Call it under "
+        "torch.no_grad() or torch.inference_mode(), or give it detached arguments."
+    )
 
 
 def test_columns_of_a_receiving_program() -> None:

@@ -32,8 +32,6 @@ class Traffic:
         signals: Number of signals, once per peer.
         bytes_to: Bytes of puts by destination rank.
         bytes_from: Bytes that copies fetched, by source rank.
-        events: Departures of puts: (``time.monotonic()`` seconds, destination rank, bytes). None,
-            the default, records nothing; set it to ``[]`` to start.
     """
 
     messages: int = 0
@@ -41,23 +39,18 @@ class Traffic:
     signals: int = 0
     bytes_to: dict[int, int] = dataclasses.field(default_factory=dict)
     bytes_from: dict[int, int] = dataclasses.field(default_factory=dict)
-    events: list[tuple[float, int, int]] | None = None
 
     def reset(self) -> None:
         """Set all counts to zero."""
         self.messages = self.message_bytes = self.signals = 0
         self.bytes_to.clear()
         self.bytes_from.clear()
-        if self.events is not None:
-            self.events = []
 
     def count_put(self, peer: int, nbytes: int) -> None:
         """Count a put of ``nbytes`` to ``peer``."""
         self.messages += 1
         self.message_bytes += nbytes
         self.bytes_to[peer] = self.bytes_to.get(peer, 0) + nbytes
-        if self.events is not None:
-            self.events.append((time.monotonic(), peer, nbytes))
 
     def add(self, other: Traffic, ranks: Sequence[int]) -> None:
         """Add what ``other`` has counted, whose peer ``i`` is ``ranks[i]`` here."""
@@ -66,8 +59,6 @@ class Traffic:
         self.signals += other.signals
         for peer, nbytes in other.bytes_to.items():
             self.bytes_to[ranks[peer]] = self.bytes_to.get(ranks[peer], 0) + nbytes
-        if self.events is not None:
-            self.events += [(when, ranks[peer], size) for when, peer, size in other.events or ()]
 
     def count_fetch(self, peer: int, nbytes: int) -> None:
         """Count a copy of ``nbytes`` from ``peer``'s memory."""

@@ -228,7 +228,10 @@ def _require_results(processes: mp.ProcessContext, folder: Path) -> None:
 def _leave_error(error: Exception, file: Path) -> None:
     """Leave the error of a rank for :func:`_error_of`."""
     lines = "".join(traceback.format_exception_only(error)).splitlines()
-    line = next(line for line in lines if not line.startswith(" "))  # others quote code
+    line, *others = (line for line in lines if not line.startswith(" "))  # others quote code
+    # PyTorch's error of a state dict says in its further lines what is wrong.
+    if line.endswith(":"):
+        line = " ".join([line, *(other.strip() for other in others if other.strip())])
     try:
         pickled = pickle.dumps(error)
     except Exception:  # errors may hold anything
@@ -238,6 +241,8 @@ def _leave_error(error: Exception, file: Path) -> None:
 
 def _error_of(rank: int, folder: Path) -> tuple[str, BaseException | None]:
     """Return the class and the first line of a rank's error, and the error.
+
+    A first line that ends with a colon has the others behind it.
 
     Only a rank of this launch writes to the folder, which it does with its result as well. The
     error is None if it cannot be pickled, or not be unpickled.

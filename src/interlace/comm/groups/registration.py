@@ -40,6 +40,7 @@ def register(
     backward: Callable[..., Any] | None = None,
     setup_context: Callable[..., None] | None = None,
     record: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    called: str = "",
 ) -> None:
     """Register the kernels of the operator ``interlace::<qualified_name>``, which ``library`` has
     defined; :func:`entrance` returns what calls it.
@@ -60,15 +61,18 @@ def register(
             ``torch.library.register_autograd``.
         record: Returns what records a call that goes past PyTorch's dispatcher, given what does so
             for any call; default: the latter.
+        called: What users call to get the operator, for errors; default: the operator's name.
     """
     name, _, overload = qualified_name.partition(".")
     operator = getattr(getattr(torch.ops.interlace, name), overload or "default")
 
     def run_without_autograd(*args: Any) -> Any:
         if forward_ad._current_level >= 0:
-            _refuse(name, "in forward mode", "a call inside of forward-mode differentiation")
+            got = "a call inside of forward-mode differentiation"
+            _refuse(called or name, " in forward mode", got, _WITHOUT_GRADIENT)
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
-            _refuse(name, "at all", "an argument that requires a gradient")
+            got = "an argument that requires a gradient"
+            _refuse(called or name, ", as it has no gradient", got, _WITHOUT_GRADIENT)
         return run(*args)
 
     kernel = run_without_autograd if backward is None else run
@@ -93,10 +97,10 @@ def register(
 
     def run_with_autograd(keys: _C.DispatchKeySet, *args: Any) -> Any:
         if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
-            _refuse(name, "in forward mode", "an argument with a tangent")
+            _refuse(name, " in forward mode", "an argument with a tangent")
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
             if _C._are_functorch_transforms_active():
-                _refuse(name, "by torch.func", "a call inside of grad, vjp or jacrev")
+                _refuse(name, " by torch.func", "a call inside of grad, vjp or jacrev")
             return record_call(functools.partial(redispatch, keys), *args)
         # No argument requires a gradient, so the kernel is called without the cost of autograd.
         with _C._AutoDispatchBelowAutograd():
@@ -351,15 +355,28 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> NoReturn:
-        _refuse(ctx.operator, "twice", "a second derivative")
+        _refuse(ctx.operator, " twice", "a second derivative")
 
 
-def _refuse(name: str, mode: str, got: str) -> NoReturn:
-    """Raise the error of an operator that cannot be differentiated in a mode."""
+_IN_REVERSE = (
+    "Use reverse mode, once (loss.backward()), or take the operator out of what is differentiated."
+)
+_WITHOUT_GRADIENT = (
+    "Call it under torch.no_grad() or torch.inference_mode(), or give it detached arguments."
+)
+
+
+def _refuse(name: str, mode: str, got: str, advice: str = _IN_REVERSE) -> NoReturn:
+    """Raise the error of an operator that cannot be differentiated in a mode.
+
+    Args:
+        name: The operator, or what users call.
+        mode: Which derivative, or why, as it follows "differentiated".
+        got: What asks for it.
+        advice: What to do, as a sentence.
+    """
     raise ArgumentError(
-        f"{name}: this operator cannot be differentiated {mode}; got {got}. "
-        "Use reverse mode, once (loss.backward()), or take the operator out of what is "
-        "differentiated."
+        f"{name}: this operator cannot be differentiated{mode}; got {got}. {advice}"
     )
 
 

@@ -40,6 +40,25 @@ class SymmetricTensor:
         """
         return self.peers.data_ptr()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the element type."""
+        return self.local.dtype
+
+    def data_ptr(self) -> NoReturn:
+        """Refuse to be the argument of a kernel, of which Triton asks this method.
+
+        Raises:
+            ArgumentError: Always.
+        """
+        raise ArgumentError(
+            "a kernel must get the address of symmetric memory; got the SymmetricTensor. Give the "
+            "kernel sym.address, for il.pointer, or sym.local, if it reaches this rank's tensor "
+            "only."
+        )
+
+    untyped_storage = data_ptr  # what Triton's interpreter asks first
+
     def __reduce__(self) -> NoReturn:
         """Refuse to leave this process, whose mappings the tensor consists of.
 

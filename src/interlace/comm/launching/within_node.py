@@ -83,7 +83,7 @@ class WithinNode:
         group = self._group
         # These kernels number the node's ranks from 0, so they count on their own, and the counts
         # are added under the group's ranks.
-        traffic = cpu_faults.Traffic(events=None if group.traffic.events is None else [])
+        traffic = cpu_faults.Traffic()
         with cpu_faults.counting(traffic):
             yield
         group.traffic.add(traffic, self.ranks)

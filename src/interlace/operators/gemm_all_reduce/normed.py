@@ -218,7 +218,7 @@ def _fake(x: torch.Tensor, w: torch.Tensor, _: object, *arguments: Any) -> _Resu
     return tuple(epilogue.empty_results(x.shape[0], w.shape[0], x))
 
 
-register(_library, _NAME, _run, _fake)
+register(_library, _NAME, _run, _fake, called="gemm_all_reduce or gemv_all_reduce with a norm")
 
 
 def call_normed(

@@ -15,6 +15,7 @@ from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator
 
 OPERATOR = "linear_cross_entropy"
 IMPLEMENTATIONS = {OPERATOR: ("fused", "unfused")}
+REDUCTIONS = ("mean", "sum", "none")
 
 _IGNORED = -100
 _Z_LOSS = 0.01

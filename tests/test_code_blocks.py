@@ -167,12 +167,14 @@ def worker():
     assert y.shape == (3, 32)
     model = torch.nn.ModuleDict({"up": up, "down": down})
     dist.barrier()
-    # block 1
     optimizer = torch.optim.SGD(model.parameters())
+    loss = y.sum()
+    # block 1
     # block 2
+    # block 3
     scaler = torch.amp.GradScaler("cpu")
     loss = down(up(x)[:, :32]).sum()
-    # block 3
+    # block 4
 """,
         ranks=1,
         smaller={"4096": "32", "28672": "64", "14336": "32"},

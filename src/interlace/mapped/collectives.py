@@ -36,7 +36,8 @@ def memory_of(
     Raises:
         ArgumentError: More than half would be padding.
     """
-    nbytes = chunk_of("fuse", shape, dtype.itemsize, ranks, granularity).nbytes
+    owner = MappedOutput if transport == "stores" else TriggeredTransfers
+    nbytes = chunk_of(owner.__name__, shape, dtype.itemsize, ranks, granularity).nbytes
     pieces = [(nbytes, received_pieces(ranks))]
     if transport == "copy_engine" and ranks > 1:
         pieces.append((nbytes, waiting_pieces(ranks)))

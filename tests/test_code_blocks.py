@@ -127,6 +127,16 @@ def worker():
 """,
         ranks=2,
     ),
+    "docs/costs.md": Program(
+        _IMPORTS
+        + """
+def worker():
+    interlace.gemm_reduce_scatter(torch.ones(4, 8), torch.ones(8, 8))
+    # block 0
+    assert held.keys() == {"gemm_reduce_scatter"} and total > 0
+""",
+        ranks=2,
+    ),
     "docs/mapped-outputs.md": Program(
         _IMPORTS
         + """

@@ -9,6 +9,9 @@ from collections.abc import Iterator, Mapping
 
 from interlace.errors import ArgumentError
 
+LIMIT_VARIABLE = "INTERLACE_MAX_WORKSPACE"
+"""The variable with the most bytes of symmetric memory that a group's operators may hold."""
+
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
 

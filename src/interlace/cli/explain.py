@@ -13,6 +13,7 @@ from rich.table import Table
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
 from interlace.cli.gpus import choice_on, gpu_named
+from interlace.comm.groups.reservation import GPU_GRANULARITY
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import SizedCall
@@ -20,8 +21,10 @@ from interlace.errors import ArgumentError, ConfigError
 from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu
 from interlace.gemm.operator import GemmOperator
+from interlace.gemm.reservations import on_gpu
 from interlace.registry import operator_named, operators
 from interlace.tuning.choice import Choice
+from interlace.units import format_memory
 
 
 def run_explain(
@@ -77,7 +80,8 @@ def run_explain(
         )
         if rates is None:
             choice = choice_on(device, declaration, call, getattr(torch, dtype))
-            console.print(_table(declaration, device, call, choice))
+            memory = _memory(declaration, device, call, choice, getattr(torch, dtype))
+            console.print(_table(declaration, device, call, choice, memory))
             if not choice.times_us:
                 console.print(
                     f"No time of {declaration.name} is predicted: `interlace tune profile` fits "
@@ -95,18 +99,40 @@ def run_explain(
     console.print(f"Predicted, not measured: {profile_of(name).source}.", style="dim")
 
 
-def _table(declaration: GemmOperator, gpu: Gpu, call: SizedCall, choice: Choice[Any]) -> Table:
+def _memory(
+    declaration: GemmOperator, gpu: Gpu, call: SizedCall, choice: Choice[Any], dtype: torch.dtype
+) -> dict[str, str]:
+    """Return the symmetric memory of each implementation in words, by name."""
+    reservations = on_gpu(
+        declaration, call.rows, call.columns, call.inner, dtype, call.world_size, choice.config,
+        processors=gpu.processors,
+    )  # fmt: skip
+    counts = {
+        name: each.nbytes(GPU_GRANULARITY)
+        for name, each in reservations.items()
+        if each is not None
+    }
+    return {name: format_memory(count) if count else "none" for name, count in counts.items()}
+
+
+def _table(
+    declaration: GemmOperator,
+    gpu: Gpu,
+    call: SizedCall,
+    choice: Choice[Any],
+    memory: dict[str, str],
+) -> Table:
     profile = profile_of(gpu.name)
-    table = make_table("implementation", "us", "of the best stock pair")
+    table = make_table("implementation", "symmetric memory", "us", "of the best stock pair")
     pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
     for name, us in choice.times_us.items():
         marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
-        table.add_row(marked, f"{us:.0f}", f"{us / min(pairs):.2f}" if pairs else "")
+        ratio = f"{us / min(pairs):.2f}" if pairs else ""
+        table.add_row(marked, memory.get(name, ""), f"{us:.0f}", ratio)
     product_us = profile.library_product_us(call)
-    table.add_row("the product alone", f"{product_us:.0f}", "", style="dim")
-    table.add_row(
-        "the links alone", f"{profile.link_us(declaration.name, call):.0f}", "", style="dim"
-    )
+    table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
+    links_us = profile.link_us(declaration.name, call)
+    table.add_row("the links alone", "", f"{links_us:.0f}", "", style="dim")
     return table
 
 

@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from interlace.comm.groups.reservation import CPU_GRANULARITY, GPU_GRANULARITY, Reservation
-from interlace.comm.launching.kernels import processors
+from interlace.comm.launching import kernels
+from interlace.errors import ArgumentError
+from interlace.gemm import launch
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.launch import moves_tiles
 from interlace.tuning.configuration import Configuration
 
 if TYPE_CHECKING:
@@ -46,7 +47,10 @@ class Memory:
         if device.type == "cpu":
             return Memory(device, granularity or CPU_GRANULARITY, 0, False)
         return Memory(
-            device, granularity or GPU_GRANULARITY, processors(device), moves_tiles(device)
+            device,
+            granularity or GPU_GRANULARITY,
+            kernels.processors(device),
+            launch.moves_tiles(device),
         )
 
 
@@ -106,6 +110,39 @@ class SizedProduct:
     def by_implementation(self) -> dict[str, Reservation | None]:
         """Return what each implementation reserves; None where that is not known."""
         return {each.name: each.reservation(self) for each in self.operator.implementations}
+
+
+def on_gpu(
+    operator: GemmOperator,
+    rows: int,
+    columns: int,
+    inner: int,
+    dtype: torch.dtype,
+    world_size: int,
+    config: GemmConfig,
+    *,
+    processors: int,
+    moves_tiles: bool = True,
+) -> dict[str, Reservation | None]:
+    """Return what each implementation reserves on a GPU that need not be here; nothing for rows
+    that the ranks do not divide.
+
+    Args:
+        rows, columns, inner: M, N and K of one rank's product.
+        config: The fused kernel's configuration.
+        processors: The GPU's streaming multiprocessors.
+        moves_tiles: Whether its kernels move tiles through tensor descriptors.
+    """
+    own_rows = rows // world_size if operator.collective_first else rows
+    try:
+        plan = plan_of(operator, own_rows, world_size)
+    except ArgumentError:
+        return {}
+    out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
+    memory = Memory(torch.device("meta"), GPU_GRANULARITY, processors, moves_tiles)
+    return SizedProduct(
+        operator, plan, own_rows, columns, inner, dtype, out_dtype, world_size, config, {}, memory
+    ).by_implementation()
 
 
 def shortage(implementation: Any, call: GemmCall) -> str | None:

@@ -12,8 +12,7 @@ from interlace.comm.groups.group import known_group, known_nodes
 from interlace.comm.groups.process_groups import rank_and_size
 from interlace.comm.groups.reservation import CPU_GRANULARITY, GPU_GRANULARITY
 from interlace.comm.groups.symmetric_memory import shortage_in_words
-from interlace.comm.host.identity import LIMIT_VARIABLE
-from interlace.environment import byte_count
+from interlace.environment import LIMIT_VARIABLE, byte_count
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
 from interlace.units import format_memory

@@ -268,7 +268,7 @@ class Group:
 
     def workspace_bytes(self) -> dict[str, int]:
         """Return the symmetric bytes that operators hold on this rank, by operator and
-        implementation; their sum is what ``INTERLACE_MAX_WORKSPACE`` limits.
+        implementation; docs/costs.md says what they add up to, and how to limit it.
 
         A name is an operator's, mostly with a dot and the implementation's. ``"outputs"`` are the
         buffers that all operators return results in. Symmetric tensors and mapped outputs that the

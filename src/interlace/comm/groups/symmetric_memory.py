@@ -12,13 +12,12 @@ from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
-from interlace.comm.host.identity import LIMIT_VARIABLE
 from interlace.comm.replay.memory import Block, Heap, SoloHeap, call_when_gone, releases
 from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime.dlpack import bytes_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
-from interlace.environment import byte_count
+from interlace.environment import LIMIT_VARIABLE, byte_count
 from interlace.errors import WorkspaceError
 from interlace.units import format_memory, round_up
 
@@ -113,6 +112,8 @@ class SymmetricMemory:
         # What was refused stays so until memory is released. A rank that asks again later, because
         # it has forgotten a decision that its peers remember, gets their answer.
         self._refused: set[Reservation] = set()
+        # Workspaces to which the limit does not apply.
+        self._unlimited: set[str] = set()
         # Replaced, but captured in a graph of the program on any rank; the oldest first.
         self._retained: dict[str, list[Workspace]] = {}
         self.outputs = OutputPool(
@@ -163,7 +164,12 @@ class SymmetricMemory:
         """Return the bytes that the limit leaves beside what is held; None for no limit."""
         if self.limit_bytes is None:
             return None
-        return max(0, self.limit_bytes - sum(self.held_bytes().values()))
+        return max(0, self.limit_bytes - self._counted_bytes())
+
+    def _counted_bytes(self) -> int:
+        """Return the bytes that count towards the limit."""
+        held = self.held_bytes()
+        return sum(nbytes for name, nbytes in held.items() if name not in self._unlimited)
 
     def shortage(self, reservation: Reservation, *, is_asked_only: bool = False) -> str | None:
         """Return why a call's memory does not fit under the limit, in words, or None if it does.
@@ -217,7 +223,7 @@ class SymmetricMemory:
         raise WorkspaceError(
             f"symmetric memory for {subject} must fit under the limit {LIMIT_VARIABLE}="
             f"{self.limit_bytes}; got {shortage_in_words(nbytes, room)} beside "
-            f"{format_memory(sum(self.held_bytes().values()))} that the group holds. Raise the "
+            f"{format_memory(self._counted_bytes())} that the group holds. Raise the "
             "limit, free memory by Group.release(), or take impl='auto' or 'unfused'."
         )
 
@@ -258,7 +264,9 @@ class SymmetricMemory:
         workspace = self.workspaces.get(operator)
         if workspace is None or not workspace.suffices(half_bytes, signal_count):
             size = _grown(WorkspaceSize(operator, half_bytes, signal_count), workspace)
-            if is_limited:
+            if not is_limited:
+                self._unlimited.add(operator)
+            else:
                 self.require_room(operator, size.nbytes(self.heap.granularity))
             return self._grow(size)
         for previous in self._retained.get(operator, ()):

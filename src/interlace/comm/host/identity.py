@@ -20,10 +20,6 @@ from interlace.costs.known_profiles import cached_by_profiles, text_of
 PACKAGE = Path(__file__).parents[2]
 TABLES = PACKAGE / "tuning" / "tables"
 PROFILES = PACKAGE / "costs" / "profiles"
-LIMIT_VARIABLE = "INTERLACE_MAX_WORKSPACE"
-"""The environment variable with the most bytes of symmetric memory that a group's operators hold.
-"""
-
 _SOURCES = (".py", ".json")  # modules, and tuned tables
 
 
@@ -68,11 +64,11 @@ def settings() -> dict[str, str]:
     A rank that measures its implementations, or its machine, waits for its peers to do so, too; and
     what a limit refuses on one rank, all of them must do without.
     """
-    limit = environment.byte_count(LIMIT_VARIABLE)
+    limit = environment.byte_count(environment.LIMIT_VARIABLE)
     return {
         "the_environment's_setting_of_autotuning": str(environment.switch("INTERLACE_AUTOTUNE")),
         "the_environment's_setting_of_measuring_machines": str(is_asked_for()),
-        "the_environment's_limit_of_symmetric_memory": f"{LIMIT_VARIABLE}={limit}",
+        "the_environment's_limit_of_symmetric_memory": f"{environment.LIMIT_VARIABLE}={limit}",
     }
 
 

@@ -262,3 +262,30 @@ def test_all_ranks_need_the_same_limit(ranks: Any) -> None:
         assert kind == "RankMismatchError"
         assert "INTERLACE_MAX_WORKSPACE=1048576" in text
         assert "INTERLACE_MAX_WORKSPACE=None" in text
+
+
+def _allocations() -> Any:
+    """Return what allocations beyond the limit raise, beside one within it and one without it."""
+    with _limited("100K") as process_group:
+        group = interlace.group_of(process_group)
+        group.workspace("within", 4096)
+        group.workspace("of a pair", 1 << 20, is_limited=False)
+        errors = [
+            error_of(group.workspace, "beyond", 1 << 20),
+            error_of(group.outputs.landing, 1 << 20),
+        ]
+        return errors, group.memory.room_bytes(), group.broken
+
+
+def test_allocations_beyond_the_limit(ranks: Any) -> None:
+    """Memory of operators that do not say beforehand what they need is refused when it is
+    allocated; signals of PyTorch's pairs do not count.
+    """
+    for errors, room, broken in ranks(2).run(_allocations):
+        assert room == (100 - 8 - 4) << 10
+        assert not broken
+        for (kind, text, _), needs in zip(errors, ("2 MiB", "3 MiB"), strict=True):
+            assert kind == "WorkspaceError"
+            assert "under the limit INTERLACE_MAX_WORKSPACE=102400; got " in text
+            assert f"{needs} of symmetric memory; INTERLACE_MAX_WORKSPACE leaves 88 KiB" in text
+            assert "beside 12 KiB that the group holds" in text

@@ -127,8 +127,8 @@ def _table(
     pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
     for name, us in choice.times_us.items():
         marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
-        ratio = f"{us / min(pairs):.2f}" if pairs else ""
-        table.add_row(marked, memory.get(name, ""), f"{us:.0f}", ratio)
+        times = f"{us:.0f}", f"{us / min(pairs):.2f}" if pairs else ""
+        table.add_row(marked, memory.get(name, ""), *times)
     product_us = profile.library_product_us(call)
     table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
     links_us = profile.link_us(declaration.name, call)

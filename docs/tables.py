@@ -1,22 +1,33 @@
-"""Write the tables of measurements in ``docs/results.md`` anew: ``python docs/tables.py``.
+"""Write the tables of ``docs/results.md`` and ``docs/costs.md`` anew: ``python docs/tables.py``.
 
-Each stands below a comment with the command that prints it, whose files are in
-``benchmarks/results``. A test compares the tables with the files.
+Those of measurements stand below a comment with the command that prints them, whose files are in
+``benchmarks/results``; those of symmetric memory below one with the sizes, from which the code
+computes them. A test compares the tables with both.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shlex
 from pathlib import Path
 
+import torch
 from typer.testing import CliRunner
 
 from interlace.cli.app import app
+from interlace.comm.groups.reservation import GPU_GRANULARITY
+from interlace.gemm.choice import default_config
+from interlace.gemm.config import GemmConfig
+from interlace.gemm.operator import GemmOperator
+from interlace.gemm.reservations import on_gpu
+from interlace.gemm.terms import Terms
+from interlace.registry import operator_named
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
+COSTS = ROOT / "docs" / "costs.md"
 # The table of a sweep is followed by how many calls it has.
 _TABLE = re.compile(
     r"(<!-- interlace (bench\s+table\s[^>]*?) -->\n\n)(?:\|.*\n)+(?:\n\d+ calls drawn.*\n)?"
@@ -45,6 +56,48 @@ def _host_times(match: re.Match[str]) -> str:
     return match[1] + "\n".join(lines) + "\n"
 
 
+# The symmetric memory of an operator's implementations, by N and K of a rank's product, ranks and
+# tokens.
+_MEMORY = re.compile(
+    r"(<!-- symmetric memory: (\w+), (\d+) columns, (\d+) inner, (\d+) ranks, tokens ([\d ]+) -->"
+    r"\n\n)(?:\|.*\n)+"
+)
+_PROCESSORS, _SHARED_BYTES = 132, 227 << 10  # of an H100 and an H200
+
+
+def _memory(match: re.Match[str]) -> str:
+    operator, columns, inner, ranks = match[2], *map(int, match.groups()[2:5])
+    tokens = [int(number) for number in match[6].split()]
+    declaration = operator_named(operator)
+    assert isinstance(declaration, GemmOperator)
+    cells: dict[str, list[str]] = {each.name: [] for each in declaration.implementations}
+    for rows in tokens:
+        config = default_config(
+            declaration.config_type if declaration.command_module else GemmConfig,
+            rows=rows // ranks, inner=inner, dtype=torch.bfloat16, shared_bytes=_SHARED_BYTES,
+        )  # fmt: skip
+        found = on_gpu(
+            declaration, rows, columns, inner, torch.bfloat16, ranks, config,
+            processors=_PROCESSORS,
+        )  # fmt: skip
+        terms = Terms.of_sizes(rows, columns, torch.bfloat16, "cuda")
+        terms = dataclasses.replace(terms, is_even=rows % ranks == 0)
+        for implementation in declaration.implementations:
+            # PyTorch's own need another PyTorch on some machines, where nothing else differs.
+            is_refused = not implementation.is_stock and implementation.refusal(terms) is not None
+            reservation = None if is_refused else found.get(implementation.name)
+            nbytes = None if reservation is None else reservation.nbytes(GPU_GRANULARITY)
+            cells[implementation.name].append(
+                "" if nbytes is None else f"{nbytes >> 20:,} MiB" if nbytes else "none"
+            )
+    lines = [
+        "| implementation | " + " | ".join(f"{number} token{'s'[: number > 1]}" for number in tokens) + " |",
+        "|---|" + len(tokens) * "---:|",
+        *(f"| `{name}` | {' | '.join(row)} |" for name, row in cells.items() if any(row)),
+    ]
+    return match[1] + "\n".join(lines) + "\n"
+
+
 def with_tables(text: str) -> str:
     """Return a page's text, in which the tables are what the commands above them print, and what
     the files above them hold.
@@ -59,8 +112,9 @@ def with_tables(text: str) -> str:
         *kept, _machines = result.output.strip().split("\n\n")
         return match[1] + "\n\n".join(kept) + "\n"
 
-    return _HOST_TIMES.sub(_host_times, _TABLE.sub(rendered, text))
+    return _MEMORY.sub(_memory, _HOST_TIMES.sub(_host_times, _TABLE.sub(rendered, text)))
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in (PAGE, COSTS):
+        page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

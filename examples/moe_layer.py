@@ -42,6 +42,9 @@ def worker(
     upstream = torch.randn(tokens, hidden, generator=generator, device=device).to(x.dtype)
     y, routing = layer(x)
     y.backward(upstream)
+    # The router has seen this rank's tokens, and the experts those of all ranks. The loss is the
+    # sum of the ranks' losses.
+    interlace.nn.sum_replicated_gradients(layer, average=False)
     results = {
         "y": y,
         "x": x.grad,
@@ -70,6 +73,7 @@ def worker(
     layer.router.zero_grad()
     again = x.detach().requires_grad_()
     layer.route(again).weights.backward(all_weights.grad[local_tokens])
+    dist.all_reduce(layer.router.weight.grad)
     expected = {
         "y": total[local_tokens],
         "x": all_x.grad[local_tokens] + again.grad,

@@ -177,20 +177,6 @@ def parallel_layers(model: nn.Module) -> Iterator[tuple[str, ParallelLinear]]:
             yield name, module
 
 
-def sum_replicated_gradients(model: Llama) -> None:
-    """Sum the gradients of replicated parameters over the ranks, under sequence parallelism.
-
-    Norms and the embedding are the same on every rank, but have seen this rank's positions only.
-    """
-    if model.sequence_parallel:
-        sharded = {
-            id(parameter) for _, layer in parallel_layers(model) for parameter in layer.parameters()
-        }
-        for parameter in model.parameters():
-            if id(parameter) not in sharded and parameter.grad is not None:
-                dist.all_reduce(parameter.grad)
-
-
 class _ShardedCrossEntropy(torch.autograd.Function):
     """Mean cross-entropy of logits whose last dimension is sharded; the same on every rank."""
 
@@ -235,7 +221,9 @@ def step(model: Llama, tokens: torch.Tensor, targets: torch.Tensor) -> dict[str,
     model.zero_grad()
     loss, logits = loss_of(model, tokens, targets)
     loss.backward()
-    sum_replicated_gradients(model)
+    if isinstance(model.head, ParallelLinear):
+        # With sequence parallelism, norms and the embedding have seen this rank's positions only.
+        interlace.nn.sum_replicated_gradients(model)
     gradients = {
         name: parameter.grad
         for name, parameter in model.named_parameters()

@@ -96,6 +96,18 @@ MUTANTS = [
     ),
     # comm
     Mutant(
+        "interlace/comm/groups/reservation.py",
+        "return (BUFFERS + 1) * bytes_of_buffer(output_bytes, previous_bytes)",
+        "return BUFFERS * bytes_of_buffer(output_bytes, previous_bytes)",
+        "operators/test_reservations.py::test_allocates_what_it_says",
+    ),
+    Mutant(
+        "interlace/comm/groups/symmetric_memory.py",
+        "if room is None or nbytes <= room:",
+        "if room is None or room:",
+        "operators/test_reservations.py::test_allocations_beyond_the_limit",
+    ),
+    Mutant(
         "interlace/comm/host/agreement.py",
         "remainder = (self.number * _BETWEEN_FAMILIES + size) % _MARKS_OF_SIZES",
         "remainder = (self.number * _BETWEEN_FAMILIES) % _MARKS_OF_SIZES",
@@ -360,6 +372,24 @@ MUTANTS = [
         "capacity_of(tokens.shape[0], self.top_k",
         "capacity_of(len(tokens), self.top_k",
         "nn/test_modes.py",
+    ),
+    Mutant(
+        "interlace/nn/replicated_gradients.py",
+        "factor = 1 / world_size if is_averaged else 1.0",
+        "factor = 1.0",
+        "nn/test_replicated_gradients.py",
+    ),
+    Mutant(
+        "interlace/nn/replicated_gradients.py",
+        "if missing == ranks:",
+        "if missing:",
+        "nn/test_replicated_gradients.py::test_few_exchanges",
+    ),
+    Mutant(
+        "interlace/nn/replicated_gradients.py",
+        "self._complete.update(map(id, holder.parameters()))",
+        "self._complete.update(map(id, shards))",
+        "nn/test_replicated_gradients.py::test_tensor_and_sequence_parallel_model",
     ),
     Mutant("interlace/nn/sharding.py", "copies=self.copies", "copies=1", "nn/test_sharding.py"),
     Mutant(

@@ -157,6 +157,16 @@ def worker():
 """,
         ranks=2,
     ),
+    "docs/costs.md": Program(
+        _IMPORTS
+        + """
+def worker():
+    interlace.gemm_reduce_scatter(torch.ones(4, 8), torch.ones(8, 8))
+    # block 0
+    assert held.keys() == {"gemm_reduce_scatter"} and total > 0
+""",
+        ranks=2,
+    ),
     "docs/mapped-outputs.md": Program(
         _IMPORTS
         + """
@@ -197,12 +207,14 @@ def worker():
     assert y.shape == (3, 32)
     model = torch.nn.ModuleDict({"up": up, "down": down})
     dist.barrier()
-    # block 1
     optimizer = torch.optim.SGD(model.parameters())
+    loss = y.sum()
+    # block 1
     # block 2
+    # block 3
     scaler = torch.amp.GradScaler("cpu")
     loss = down(up(x)[:, :32]).sum()
-    # block 3
+    # block 4
 """,
         ranks=1,
         smaller={"4096": "32", "28672": "64", "14336": "32"},

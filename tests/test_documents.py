@@ -117,6 +117,14 @@ def test_tables_of_results_are_those_of_the_measurements() -> None:
     assert script["with_tables"](text) == text
 
 
+def test_tables_of_memory_are_what_the_code_computes() -> None:
+    """If this fails, ``python docs/tables.py`` writes them anew."""
+    script = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    text = script["COSTS"].read_text(encoding="utf-8")
+    assert text.count("<!-- symmetric memory") == 4
+    assert script["with_tables"](text) == text
+
+
 def test_every_page_has_its_place_in_the_site() -> None:
     """``make docs`` refuses a page without one; decisions and operators follow from folders."""
     order = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -42,6 +42,17 @@ def test_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
             environment.whole_number(VARIABLE, 4)
 
 
+def test_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert environment.byte_count(VARIABLE) is None
+    for text, count in (("0", 0), ("4096", 4096), ("512M", 512 << 20), ("3GiB", 3 << 30)):
+        monkeypatch.setenv(VARIABLE, text)
+        assert environment.byte_count(VARIABLE) == count
+    for text in ("1.5G", "512MB", "M", "-1", "few"):
+        monkeypatch.setenv(VARIABLE, text)
+        with pytest.raises(ArgumentError, match=f"must be a number of bytes, .*; got '{text}'"):
+            environment.byte_count(VARIABLE)
+
+
 def test_commands_say_which_variable_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INTERLACE_DEBUG", "perhaps")
     done = CliRunner().invoke(app, ["explain", "gemm_all_to_all", "8x8x8"])

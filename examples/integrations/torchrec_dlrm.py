@@ -74,9 +74,7 @@ def sharded_losses(device: str) -> list[float]:
             model(inputs, features(indices)).squeeze(1), labels
         )
         loss.backward()
-        for weight in dense:
-            dist.all_reduce(weight.grad)
-            weight.grad /= ranks
+        interlace.nn.sum_replicated_gradients(model)  # averages, as the tables' module does
         optimizer.step()
         total = loss.detach().clone()
         dist.all_reduce(total)

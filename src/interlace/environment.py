@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator, Mapping
 
 from interlace.errors import ArgumentError
+
+LIMIT_VARIABLE = "INTERLACE_MAX_WORKSPACE"
+"""The variable with the most bytes of symmetric memory that a group's operators may hold."""
 
 _ON, _OFF = ("1", "true", "yes", "on"), ("0", "false", "no", "off")
 
@@ -48,6 +52,29 @@ def whole_number(variable: str, default: int | None = None, *, least: int = 0) -
             f"{variable} must be {rule}; got {text!r}. Unset it, or leave it to the launcher."
         )
     return int(text)
+
+
+_BYTES = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+
+
+def byte_count(variable: str) -> int | None:
+    """Return the number of bytes that a variable holds; None if it is not set, or empty.
+
+    The number may end in ``K``, ``M``, ``G`` or ``T``, powers of 1024, also as in ``512MiB``.
+
+    Raises:
+        ArgumentError: The variable holds something else.
+    """
+    text = os.environ.get(variable, "")
+    if not text:
+        return None
+    match = re.fullmatch(r"(\d+)(?:([KMGT])(?:iB)?)?", text)
+    if match is None:
+        raise ArgumentError(
+            f"{variable} must be a number of bytes, such as 536870912 or 512M; got {text!r}. "
+            "Change it, or unset it."
+        )
+    return int(match[1]) << _BYTES[match[2] or ""]
 
 
 @contextlib.contextmanager

@@ -59,6 +59,10 @@ class Implementation:
             only a caller or a table takes the implementation.
         host_us: Microseconds that the host takes in an eager call, where they are several times
             those of the others; no time of a GPU in a choice is less (decision record 0014).
+        reservation: Returns the symmetric memory that a call of these sizes needs on each rank, as
+            an :class:`interlace.comm.groups.reservation.Reservation`; None where it is not known.
+            Sizes are those of the operator's own, such as
+            :class:`interlace.gemm.reservations.SizedProduct`.
         backward: Runs the backward pass of a call, of operators whose backward pass depends on the
             implementation; its arguments are the operator's own. None where it does not, or where
             this implementation is for calls without gradients.
@@ -77,6 +81,7 @@ class Implementation:
     config_type: type | None = None
     is_predictable: Callable[[Any], bool] = lambda _: True
     host_us: float = 0.0
+    reservation: Callable[[Any], Any] = lambda _: None
     backward: Callable[..., Any] | None = None
     alias: str | None = None
 
@@ -148,10 +153,26 @@ class Operator(abc.ABC):
     def explain(self, *arguments: Any, world_size: int, **options: Any) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason.
 
+        An operator with :meth:`reservations` also takes the option ``lacking``: by the names of
+        implementations that do not fit under the limit of symmetric memory, what they need.
+
         Raises:
             ArgumentError: The operator would refuse the arguments.
         """
         raise NotImplementedError
+
+    def reservations(
+        self, *arguments: Any, world_size: int, granularity: int | None = None, **options: Any
+    ) -> Mapping[str, Any]:
+        """Return the symmetric memory that each implementation needs for a call on one node, by
+        name, as ``Implementation.reservation`` does; empty if the operator does not say.
+
+        Args:
+            arguments, options: Those of :meth:`explain`.
+            world_size: Number of ranks.
+            granularity: Bytes of which every allocation is a multiple; default: what is usual.
+        """
+        return {}
 
     def timed_call(self, result: Mapping[str, Any]) -> Any:
         """Return the call whose times a benchmark's result holds, for predictions of time; None if

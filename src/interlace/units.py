@@ -47,6 +47,14 @@ def format_binary_bytes(count: int) -> str:
     return f"{count} B"
 
 
+def format_memory(count: int) -> str:
+    """Format any number of bytes with powers of two: ``1_572_864`` -> ``"1.5 MiB"``."""
+    for size, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if count >= size:
+            return f"{format_number(count / size)} {name}"
+    return f"{count} B"
+
+
 def format_ns(nanoseconds: float) -> str:
     """Format a time in nanoseconds: ``12_600`` -> ``"12.6 us"``."""
     for size, name in ((NS_PER_S, "s"), (NS_PER_MS, "ms"), (NS_PER_US, "us")):

@@ -54,6 +54,11 @@ def test_explain_needs_no_gpu() -> None:
     assert lines[0] == "gemm_reduce_scatter of 8192 x 8192 x 2048, bfloat16, 4 ranks, NVIDIA H200"
     assert lines[2].split()[0] == "chunked", "the fastest first"
     assert "unfused (PyTorch's)" in done.output
+    memory = dict(re.findall(r"^(\w+) .*?(\d+ MiB|none) ", done.output, re.MULTILINE))
+    # Parts of the last call, 6001 x 5120 in bfloat16, in one set of slots or in two.
+    assert memory == {
+        "chunked": "62 MiB", "fused": "122 MiB", "unfused": "none", "async_tp": "none",
+    }  # fmt: skip
     rows = re.findall(r"^(\S+).* (\d+) +(\d\.\d\d) *$", done.output.split("6001")[0], re.MULTILINE)
     (best_us,) = (int(us) for _, us, ratio in rows if ratio == "1.00")
     assert len({ratio for *_, ratio in rows}) > 2
@@ -181,6 +186,17 @@ def test_doctor(tmp_path: Path) -> None:
     assert document["machine"]["torch"] == torch.__version__
     assert {row["status"] for row in document["checks"]} <= {"ok", "missing", "not here"}
     assert all(row["action"] for row in document["checks"] if row["status"] == "missing")
+
+
+def test_doctor_says_what_the_limit_of_memory_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "not set" in doctor.check_limit().meaning
+    monkeypatch.setenv("INTERLACE_MAX_WORKSPACE", "768M")
+    row = doctor.check_limit()
+    assert row.status == "ok"
+    assert row.meaning.startswith("768 MiB of symmetric memory per rank and group")
+    assert "workspace_bytes()" in row.meaning
+    monkeypatch.setenv("INTERLACE_MAX_WORKSPACE", "much")
+    assert doctor.check_limit().status == "missing"
 
 
 def test_doctor_knows_which_numpy_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, o
 
     def choose(self, **call):
         asked.append(call["rows"])
-        return Choice(chosen, None, "measured")
+        return Choice(chosen, declaration.config_type(), "measured")
 
     monkeypatch.setattr(type(declaration), "choose", choose)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
@@ -308,8 +308,13 @@ def test_explain_knows_what_the_choice_cannot_run(monkeypatch, operator, rows, o
         if unmet
         else f"{chosen}, because measured."
     )
-    assert text.endswith(f" on 2 ranks: {expected}")
-    assert asked == [
+    said, _, memory = text.partition(" Symmetric memory per rank: ")
+    assert said.endswith(f" on 2 ranks: {expected}")
+    # The memory of lists of rows is not said: some of them differ from rank to rank.
+    assert bool(memory) == (not any("splits" in name for name in options))
+    assert "unfused none" in memory or not memory
+    # The memory depends on the configuration, for which the choice is asked, too.
+    assert asked == (2 if memory else 1) * [
         {"all_gather_gemm": sum(options.get("splits", [rows, rows]))}.get(operator, rows)
     ]
 

@@ -19,7 +19,9 @@ from rich.table import Table
 from interlace.cli.console import make_console
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
-from interlace.errors import BackendError
+from interlace.environment import LIMIT_VARIABLE, byte_count
+from interlace.errors import ArgumentError, BackendError
+from interlace.units import format_memory
 
 OK, MISSING, ABSENT = "ok", "missing", "not here"
 """The statuses of a check: fine; needed by a backend that could work here; not part of this
@@ -95,7 +97,7 @@ def run(outputs: Outputs) -> int:
 
 def check_all() -> list[Row]:
     """Return all checks; the last two rows are the verdicts on the backends."""
-    rows = [*check_packages(), *check_cpu()]
+    rows = [*check_packages(), *check_cpu(), check_limit()]
     cuda = check_cuda()
     # The interpreter needs shared memory and numpy, compiled kernels do not.
     cpu_needs = _missing(rows, ignored=())
@@ -229,6 +231,20 @@ def check_cpu() -> list[Row]:
         action = "use Linux; in a sandbox, allow memfd_create and Unix sockets"
         rows.append(Row("shared memory", MISSING, meaning, action))
     return rows
+
+
+def check_limit() -> Row:
+    """Return the limit of symmetric memory, and how to see what a program holds."""
+    check, held = "limit of workspaces", "interlace.group_of().workspace_bytes() in a program"
+    try:
+        limit = byte_count(LIMIT_VARIABLE)
+    except ArgumentError as error:
+        return Row(check, MISSING, str(error), f"unset {LIMIT_VARIABLE}, or correct it")
+    if limit is None:
+        meaning = f"none ({LIMIT_VARIABLE} is not set): operators take the memory that they need"
+    else:
+        meaning = f"{format_memory(limit)} of symmetric memory per rank and group, for operators"
+    return Row(check, OK, f"{meaning}; {held} says what they hold")
 
 
 def _pass_memory() -> None:

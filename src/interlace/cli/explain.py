@@ -15,6 +15,7 @@ from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
 from interlace.cli.gpus import choice_on, gpu_named, provenance
 from interlace.cli.outputs import Outputs
+from interlace.comm.groups.reservation import GPU_GRANULARITY
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, read_network
 from interlace.costs.time import SizedCall
@@ -22,8 +23,10 @@ from interlace.errors import ArgumentError, ConfigError, did_you_mean
 from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu
 from interlace.gemm.operator import GemmOperator
+from interlace.gemm.reservations import on_gpu
 from interlace.registry import Operator, find_operator, operators
 from interlace.tuning.choice import Choice, NetworkTimes
+from interlace.units import format_memory
 
 
 def run_explain(
@@ -75,7 +78,8 @@ def run_explain(
         if rates is None:
             choice = choice_on(device, declaration, call, getattr(torch, dtype))
             times_us, impl = dict(choice.times_us), choice.impl
-            console.print(_table(declaration, device, call, choice))
+            memory = _memory(declaration, device, call, choice, getattr(torch, dtype))
+            console.print(_table(declaration, device, call, choice, memory))
             if not times_us:
                 console.print(
                     f"No time of {declaration.name} is predicted: `interlace tune profile` fits "
@@ -152,18 +156,40 @@ def print_legend(console: Console, implementations: Iterable[tuple[Operator, str
         console.print(f"{name}{where}: {summary}.", style="dim")
 
 
-def _table(declaration: GemmOperator, gpu: Gpu, call: SizedCall, choice: Choice[Any]) -> Table:
+def _memory(
+    declaration: GemmOperator, gpu: Gpu, call: SizedCall, choice: Choice[Any], dtype: torch.dtype
+) -> dict[str, str]:
+    """Return the symmetric memory of each implementation in words, by name."""
+    reservations = on_gpu(
+        declaration, call.rows, call.columns, call.inner, dtype, call.world_size, choice.config,
+        processors=gpu.processors,
+    )  # fmt: skip
+    counts = {
+        name: each.nbytes(GPU_GRANULARITY)
+        for name, each in reservations.items()
+        if each is not None
+    }
+    return {name: format_memory(count) if count else "none" for name, count in counts.items()}
+
+
+def _table(
+    declaration: GemmOperator,
+    gpu: Gpu,
+    call: SizedCall,
+    choice: Choice[Any],
+    memory: dict[str, str],
+) -> Table:
     profile = profile_of(gpu.name)
-    table = make_table("implementation", "us", "of the best stock pair")
+    table = make_table("implementation", "symmetric memory", "us", "of the best stock pair")
     pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
     for name, us in choice.times_us.items():
         marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
-        table.add_row(marked, f"{us:.0f}", f"{us / min(pairs):.2f}" if pairs else "")
+        times = f"{us:.0f}", f"{us / min(pairs):.2f}" if pairs else ""
+        table.add_row(marked, memory.get(name, ""), *times)
     product_us = profile.library_product_us(call)
-    table.add_row("the product alone", f"{product_us:.0f}", "", style="dim")
-    table.add_row(
-        "the links alone", f"{profile.link_us(declaration.name, call):.0f}", "", style="dim"
-    )
+    table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
+    links_us = profile.link_us(declaration.name, call)
+    table.add_row("the links alone", "", f"{links_us:.0f}", "", style="dim")
     return table
 
 

@@ -34,6 +34,7 @@ from interlace.gemm.invariance import (
 )
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.reservations import shortage
 from interlace.gemm.terms import Terms
 from interlace.mapped.meeting import StreamMeeting
 from interlace.registry import Implementation
@@ -166,6 +167,8 @@ def run(
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
+    if group.memory.limit_bytes is not None and not decision.has_run:
+        _keep_what_fits(call, decision)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
     is_open = decision.predicted_us and not (decision.is_measured or is_new_each_time)
     if is_open and autotune.is_enabled(impl):
@@ -204,6 +207,25 @@ def _known(
     if epilogue is None:
         return key
     return *key, epilogue.norm, epilogue.eps, epilogue.out_dtype, *epilogue.memory()
+
+
+def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
+    """Do without implementations whose symmetric memory is beyond the group's limit. All ranks do
+    so alike, by sizes and what the group holds.
+
+    Raises:
+        WorkspaceError: None is left, as the caller has asked for one.
+    """
+    lacking = {each: shortage(each, call) for each in decision.implementations}
+    fitting = tuple(each for each, lack in lacking.items() if lack is None)
+    if not fitting:
+        name, lack = next((each.name, lack) for each, lack in lacking.items())
+        raise WorkspaceError(
+            f"{call.operator.name}: impl={name!r} must fit under the group's limit of symmetric "
+            f"memory; got {lack}. Raise the limit, free memory by Group.release(), or take "
+            "impl='auto' or 'unfused'."
+        )
+    decision.implementations = fitting
 
 
 def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:
@@ -304,7 +326,9 @@ def _meet_before_pair(call: GemmCall, decision: Decision) -> None:
     if not is_pair or group.capture_id() is not None:
         return
     family.met.add(rows)
-    StreamMeeting.of(group, f"{operator.name}, comparison of rows", decision.mark)()
+    name = f"{operator.name}, comparison of rows"
+    # A pair must run under any limit.
+    StreamMeeting.of(group, name, decision.mark, is_limited=False)()
 
 
 def _link_bytes(call: GemmCall) -> int | None:

@@ -14,6 +14,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
+from interlace.comm.groups.reservation import WorkspaceSize
 from interlace.comm.launching.kernels import Launch, known_factor, processors
 from interlace.gemm.kernels import layout
 from interlace.gemm.launch import padded_columns, row_stride, scale_stride
@@ -54,15 +55,19 @@ class Staging:
         """The number of bytes from the first row to the first scale."""
         return offset_behind(self.rows * self.row_bytes)
 
+    def size(self, ranks: int) -> WorkspaceSize:
+        """Return the size of the workspace that holds the staged rows."""
+        # A copy's address must be known on the host before the call's epoch, so the rows span both
+        # halves of the workspace instead of alternating between them by epoch.
+        nbytes = self.scale_offset + 4 * self.rows
+        return WorkspaceSize(self.operator, ceil_div(nbytes, 2), layout.HEADER + ranks)
+
     def workspace(self, group: Group) -> Workspace:
         """Return the operator's workspace, grown to hold the staged rows.
 
         Collective when it must grow.
         """
-        # A copy's address must be known on the host before the call's epoch, so the rows span both
-        # halves of the workspace instead of alternating between them by epoch.
-        nbytes = self.scale_offset + 4 * self.rows
-        return group.workspace(self.operator, ceil_div(nbytes, 2), layout.HEADER + group.world_size)
+        return group.workspace(*self.size(group.world_size))
 
 
 def offset_behind(nbytes: int) -> int:

@@ -12,6 +12,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.group import Workspace
 from interlace.comm.groups.outputs import Destination, Output, TakeOutput, destination_of, kept
+from interlace.comm.groups.reservation import WorkspaceSize
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     Launch,
@@ -200,6 +201,11 @@ def _stride(matrix: torch.Tensor, dimension: int) -> int:
     return padded_columns(max(matrix.shape[dimension], 1), matrix.dtype)
 
 
+def output_bytes(most_rows: int, columns: int, dtype: torch.dtype) -> int:
+    """Return the bytes of a buffer in which peers store rows, of the rank that has most."""
+    return most_rows * padded_columns(columns, dtype) * dtype.itemsize
+
+
 def run_into_peers(
     group: Group,
     operands: Operands,
@@ -236,7 +242,7 @@ def run_into_peers(
     return DeferredCall(
         (*key, operands.memory()),
         # Peers store tiles straight into the result, so it is symmetric memory.
-        TakeOutput(most_rows * shape[1] * dtype.itemsize, tuple(shape), dtype),
+        TakeOutput(output_bytes(most_rows, columns, dtype), tuple(shape), dtype),
         prepare_launch,
         functools.partial(_output_rows, columns=columns),
         where=destination_of,
@@ -267,6 +273,21 @@ class PartSlots:
     routes: torch.Tensor
 
 
+def slots_size(
+    operator: str,
+    rows: Sequence[int],
+    columns: int,
+    dtype: torch.dtype,
+    config: GemmConfig,
+) -> WorkspaceSize:
+    """Return the size of the workspace with the slots for ``rows`` of each rank."""
+    most_rows, stride, ranks = max(rows), padded_columns(columns, dtype), len(rows)
+    count = ceil_div(most_rows, config.block_m) * ceil_div(columns, config.block_n)
+    # Every rank asks for the slots of the rank that has most rows, so that all agree on the size.
+    nbytes = max(4096, ranks * most_rows * stride * dtype.itemsize)
+    return WorkspaceSize(operator, nbytes, layout.HEADER + ranks * count)
+
+
 def slots_for(
     group: Group,
     operator: str,
@@ -278,10 +299,7 @@ def slots_for(
 ) -> PartSlots:
     """Return slots for ``rows`` of each rank. Collective when the workspace must grow."""
     most_rows, stride, ranks = max(rows), padded_columns(columns, dtype), group.world_size
-    count = ceil_div(most_rows, config.block_m) * ceil_div(columns, config.block_n)
-    # Every rank asks for the slots of the rank that has most rows, so that all agree on the size.
-    nbytes = max(4096, ranks * most_rows * stride * dtype.itemsize)
-    workspace = group.workspace(operator, nbytes, layout.HEADER + ranks * count)
+    workspace = group.workspace(*slots_size(operator, rows, columns, dtype, config))
     routes = group.cache.tables.on_device(
         [(sum(rows[:rank]), rows[rank], 0) for rank in range(ranks)]
     )
@@ -303,6 +321,17 @@ def slots_for(
     )
 
 
+def lamport_size(operator: str, impl: str, slot_bytes: int, ranks: int) -> WorkspaceSize:
+    """Return the size of the workspace of a kernel whose values travel by Lamport's protocol.
+
+    Args:
+        slot_bytes: Bytes that a rank sends to each.
+    """
+    from interlace.gemm.kernels.lamport import HEADER_WORDS
+
+    return WorkspaceSize(f"{operator}.{impl}", 8 * HEADER_WORDS + ranks * slot_bytes)
+
+
 def lamport_arguments(
     group: Group | WithinNode, operator: str, impl: str, slot_bytes: int, mark: int
 ) -> dict[str, Any]:
@@ -317,10 +346,7 @@ def lamport_arguments(
         slot_bytes: Bytes that a rank sends to each.
         mark: The number from ``Group.agree``.
     """
-    from interlace.gemm.kernels.lamport import HEADER_WORDS
-
-    nbytes = 8 * HEADER_WORDS + group.world_size * slot_bytes
-    workspace = group.workspace(f"{operator}.{impl}", nbytes)
+    workspace = group.workspace(*lamport_size(operator, impl, slot_bytes, group.world_size))
     return {
         "words": workspace.data.address,
         "epochs": workspace.epochs,

@@ -6,19 +6,23 @@ import abc
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
 
 from interlace.comm import Group
+from interlace.comm.groups.reservation import Reservation
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
+from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
+from interlace.gemm.reservations import Memory, SizedProduct, plan_of
 from interlace.gemm.splits import check_sum, validate_list
 from interlace.registry import BATCH_INVARIANT, Operator
 from interlace.tuning.choice import Choice
@@ -119,6 +123,12 @@ class GemmOperator(Operator):
         """
         raise NotImplementedError(f"{self.name} has no kernel of its own")
 
+    def fused_reservation(self, sized: SizedProduct) -> Reservation | None:
+        """Return the symmetric memory that the operator's own kernel needs for a call of these
+        sizes; None if it does not say.
+        """
+        return None
+
     @abc.abstractmethod
     def run_unfused(self, call: GemmCall) -> Any:
         """Run the call as a program without Interlace would: ``F.linear``, torch.distributed."""
@@ -180,34 +190,28 @@ class GemmOperator(Operator):
         nodes: int = 1,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
+        lacking: Mapping[str, str] = MappingProxyType({}),
         **splits: Sequence[int],
     ) -> tuple[str, str, str]:
         """Return a description of the call, what ``impl="auto"`` runs, and the reason."""
-        # The choice depends on no scale's value, so one stands for what the call will be given.
-        scale = x.new_empty([], dtype=torch.float32) if x.dtype == FLOAT8 else None
-        validate(
-            self, x, w, bias, scale, scale, out_dtype, "auto", None, takes_float8=self.takes_float8
-        )
-        operands = Operands(x, w, bias, scale, scale, output_dtype(x, out_dtype))
+        operands = self._operands(x, w, bias, out_dtype)
         lists = tuple(splits.get(name) for name in self.split_names)
         self.validate_splits(lists)
         dtype = str(x.dtype).removeprefix("torch.")
         described = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
-        sizes = operands.sizes(rows) | {"world_size": world_size}
-        predicted = times_between_nodes(self.name, nodes, **sizes) if nodes > 1 else None
-        layout = {"out_dtype": operands.out_dtype, "w_along_k": operands.w_along_k}
-        choice = self.choose(**sizes, **layout).between(self, nodes, predicted)
+        choice = self._choice_of(operands, rows, world_size, nodes)
         node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
         terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
         if invariance.is_enabled():
             name = invariance.invariant_implementation(self, x.device, x.dtype, choice, terms).name
             chosen = self._described(name, self.invariant_choice(operands, choice, world_size))
             return described, chosen, f"calls must be batch-invariant; {choice.reason}"
-        name, unmet = choice.accepted(self, terms)
+        name, unmet = choice.accepted(self, terms, lacking)
         reason = choice.reason
         for refusing, lacks in unmet.items():
-            reason = f"{refusing} must have {lacks}; {reason}"
+            verb = "needs" if refusing in lacking else "must have"
+            reason = f"{refusing} {verb} {lacks}; {reason}"
         measured_us = {}
         if nodes == 1:
             measured_us = self._measured_us(operands, world_size, lists, choice.times_us)
@@ -218,6 +222,74 @@ class GemmOperator(Operator):
                 f"impl='measured' {next(iter(measured_us))}: {times}"
             )
         return described, self._described(name, choice), reason
+
+    def _operands(
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+        out_dtype: torch.dtype | None,
+    ) -> Operands:
+        """Return the operands of a call that is explained.
+
+        Raises:
+            ArgumentError: The operator would refuse them.
+        """
+        # The choice depends on no scale's value, so one stands for what the call will be given.
+        scale = x.new_empty([], dtype=torch.float32) if x.dtype == FLOAT8 else None
+        validate(
+            self, x, w, bias, scale, scale, out_dtype, "auto", None, takes_float8=self.takes_float8
+        )
+        return Operands(x, w, bias, scale, scale, output_dtype(x, out_dtype))
+
+    def _choice_of(self, operands: Operands, rows: int, world_size: int, nodes: int) -> Choice[Any]:
+        """Return what ``impl="auto"`` chooses for a product of so many rows."""
+        sizes = operands.sizes(rows) | {"world_size": world_size}
+        predicted = times_between_nodes(self.name, nodes, **sizes) if nodes > 1 else None
+        layout = {"out_dtype": operands.out_dtype, "w_along_k": operands.w_along_k}
+        return self.choose(**sizes, **layout).between(self, nodes, predicted)
+
+    def reservations(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        world_size: int,
+        granularity: int | None = None,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        **splits: Sequence[int],
+    ) -> dict[str, Reservation | None]:
+        """Return what each implementation reserves for a call on one node; nothing for lists of
+        rows.
+        """
+        operands = self._operands(x, w, bias, out_dtype)
+        if any(splits.get(name) is not None for name in self.split_names):
+            return {}
+        try:
+            plan = plan_of(self, operands.rows, world_size)
+        except ArgumentError:  # rows that the ranks do not divide
+            return {}
+        choice = self._choice_of(operands, plan.product, world_size, 1)
+        is_invariant = invariance.is_enabled()
+        if is_invariant:
+            choice = self.invariant_choice(operands, choice, world_size)
+        sized = SizedProduct(
+            self,
+            plan,
+            operands.rows,
+            operands.columns,
+            operands.inner,
+            x.dtype,
+            operands.out_dtype,
+            world_size,
+            choice.config,
+            choice.configs,
+            Memory.of(x.device, granularity),
+            bias is not None,
+            is_invariant,
+        )
+        return sized.by_implementation()
 
     @staticmethod
     def _described(name: str, choice: Choice[Any]) -> str:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from interlace.comm.groups.symmetric import require_dtype, sizes_of
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.errors import ArgumentError
+from interlace.mapped.layout import SUM_PIECES, chunk_of, received_pieces, waiting_pieces
 from interlace.mapped.output import MappedOutput
 from interlace.mapped.triggered import TriggeredTransfers
 
@@ -19,6 +20,30 @@ COLLECTIVES = ("all_to_all", "reduce_scatter", "all_reduce", "gather", "scatter"
 TRANSPORTS = ("stores", "copy_engine")
 _ROOTED = ("gather", "scatter")
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def memory_of(
+    collective: str,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    transport: str,
+    ranks: int,
+    granularity: int,
+) -> list[tuple[int, int]]:
+    """Return the symmetric memory that :func:`fuse` allocates beside signals: bytes and number of
+    its pieces, each of which is a multiple of ``granularity``. For collectives without a root.
+
+    Raises:
+        ArgumentError: More than half would be padding.
+    """
+    owner = MappedOutput if transport == "stores" else TriggeredTransfers
+    nbytes = chunk_of(owner.__name__, shape, dtype.itemsize, ranks, granularity).nbytes
+    pieces = [(nbytes, received_pieces(ranks))]
+    if transport == "copy_engine" and ranks > 1:
+        pieces.append((nbytes, waiting_pieces(ranks)))
+    if collective == "all_reduce":
+        pieces.append((math.prod(shape) * dtype.itemsize, SUM_PIECES))
+    return pieces
 
 
 class Fused:
@@ -44,9 +69,9 @@ class Fused:
         self._parts = shape if len(shape) != 2 else (ranks, shape[0] // ranks, shape[1])
         self._sums, self._gives_views = None, False
         output.collects = collective in ("reduce_scatter", "all_reduce")
-        # Two halves take turns, so that a result stays as it is during the next call.
         if collective == "all_reduce":
-            self._sums = output.group.allocate(math.prod(shape) * output.dtype.itemsize, 2)
+            nbytes = math.prod(shape) * output.dtype.itemsize
+            self._sums = output.group.allocate(nbytes, SUM_PIECES)
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run the producer, and the rest of the collective. Collective; the host does not wait.

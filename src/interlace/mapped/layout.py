@@ -73,6 +73,35 @@ def stride_of_rows(rows: int, columns: int, itemsize: int, granularity: int) -> 
     return None if is_wasteful else stride
 
 
+def chunk_of(
+    owner: str, sizes: Sequence[int], itemsize: int, ranks: int, granularity: int
+) -> Chunk:
+    """Return the part of a rank of an output of these sizes, ``(M, N)`` or ``(R, ...)``.
+
+    Raises:
+        ArgumentError: More than half would be padding.
+    """
+    if len(sizes) == 2:
+        return chunk_of_rows(owner, sizes[0] // ranks, sizes[1], itemsize, granularity)
+    return chunk_of_block(sizes[1:], itemsize, granularity)
+
+
+def received_pieces(ranks: int) -> int:
+    """Return the number of parts that a rank receives: one from each rank, in both halves."""
+    return 2 * ranks
+
+
+def waiting_pieces(ranks: int) -> int:
+    """Return the number of parts that wait on a rank until a copy engine takes them away."""
+    return ranks - 1
+
+
+SUM_PIECES = 2
+"""Number of tensors in which the sums of all ranks arrive. They take turns, so that a result stays
+as it is during the next call.
+"""
+
+
 def chunk_of_block(sizes: Sequence[int], itemsize: int, granularity: int) -> Chunk:
     """Return a chunk that is a contiguous tensor, padded at its end."""
     strides = torch.empty(sizes, device="meta").stride()

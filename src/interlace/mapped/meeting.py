@@ -8,12 +8,18 @@ from typing import Any
 import torch
 
 from interlace.comm import Group
+from interlace.comm.groups.reservation import WorkspaceSize
 from interlace.comm.groups.symmetric_memory import Workspace
 from interlace.comm.launching.kernels import MOST_MOVERS, Launch
 from interlace.comm.runtime.interpreter import require
 from interlace.mapped.layout import BARRIERS
 
 _LEAST_BYTES = 4096
+
+
+def memory_of(operator: str, world_size: int) -> WorkspaceSize:
+    """Return the size of the workspace in which an operator's streams meet."""
+    return WorkspaceSize(operator, _LEAST_BYTES, BARRIERS * MOST_MOVERS * 2 * world_size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +40,15 @@ class StreamMeeting:
     mark: int
 
     @staticmethod
-    def of(group: Group, operator: str, mark: int) -> StreamMeeting:
-        """Return the meeting of an operator's calls. Collective where its signals are new."""
-        signals = BARRIERS * MOST_MOVERS * 2 * group.world_size
-        workspace = group.workspace(operator, _LEAST_BYTES, signals)
+    def of(group: Group, operator: str, mark: int, *, is_limited: bool = True) -> StreamMeeting:
+        """Return the meeting of an operator's calls. Collective where its signals are new.
+
+        Args:
+            group, operator, mark: Those of the class.
+            is_limited: Whether the group's limit of symmetric memory applies to the signals.
+        """
+        size = memory_of(operator, group.world_size)
+        workspace = group.workspace(*size, is_limited=is_limited)
         return StreamMeeting(group, operator, workspace, mark)
 
     def __call__(self, is_valid: torch.Tensor | None = None) -> None:

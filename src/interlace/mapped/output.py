@@ -21,7 +21,14 @@ from interlace.comm.replay.memory import Block
 from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
-from interlace.mapped.layout import Mapping, chunk_of_block, chunk_of_rows, tensor_at
+from interlace.mapped.layout import (
+    Mapping,
+    chunk_of,
+    chunk_of_block,
+    chunk_of_rows,
+    received_pieces,
+    tensor_at,
+)
 from interlace.mapped.meeting import StreamMeeting
 
 OPERATOR = "mapped output"
@@ -105,18 +112,16 @@ class MappedOutput:
         granularity = self.group.granularity
         if root is not None:
             chunk = chunk_of_block(sizes, dtype.itemsize, granularity)
-        elif len(sizes) == 2:
-            rows = sizes[0] // ranks
-            chunk = chunk_of_rows(class_name, rows, sizes[1], dtype.itemsize, granularity)
         else:
-            chunk = chunk_of_block(sizes[1:], dtype.itemsize, granularity)
+            chunk = chunk_of(class_name, sizes, dtype.itemsize, ranks, granularity)
         first = rank + 1 if order == "rotated" else 0
         self.destinations = (
             [root] if root is not None else [(first + i) % ranks for i in range(ranks)]
         )
         # [half][source]: the parts that this rank receives. Every rank has as much memory, even if
         # only a root receives parts.
-        self._chunk, self._block = chunk, self.group.allocate(chunk.nbytes, 2 * ranks)
+        self._chunk = chunk
+        self._block = self.group.allocate(chunk.nbytes, received_pieces(ranks))
         step = chunk.nbytes // dtype.itemsize
         # The received parts are contiguous on this rank; the written ones are spread over ranks.
         received = (ranks, *chunk.sizes), (step, *chunk.strides)

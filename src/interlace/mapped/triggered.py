@@ -19,6 +19,7 @@ from interlace.comm.launching.kernels import Launch
 from interlace.comm.runtime.interpreter import require
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError
+from interlace.mapped.layout import waiting_pieces
 from interlace.mapped.output import MappedOutput
 from interlace.units import next_power_of_2
 
@@ -145,7 +146,7 @@ class TriggeredTransfers(MappedOutput):
         rank, ranks = self.group.rank, self.group.world_size
         waiting: list[int] = []
         if ranks > 1:
-            self._staging = self.group.allocate(self._chunk.nbytes, ranks - 1)
+            self._staging = self.group.allocate(self._chunk.nbytes, waiting_pieces(ranks))
             first = self._staging.address + rank * self._staging.stride
             waiting = [first + i * self._chunk.nbytes for i in range(ranks - 1)]
         homes = []

@@ -7,6 +7,7 @@ from interlace.nn.parallel_linear import (
     RowParallelLinear,
     unsharded_state_dict,
 )
+from interlace.nn.replicated_gradients import sum_replicated_gradients
 from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
 
 __all__ = [
@@ -20,5 +21,6 @@ __all__ = [
     "ShardedEmbeddingBags",
     "ShardingPlan",
     "make_plan",
+    "sum_replicated_gradients",
     "unsharded_state_dict",
 ]

@@ -70,10 +70,9 @@ class MoE(ShardHolder):
     The experts are :func:`interlace.mixture_of_experts`: tokens travel during the first matrix
     product, and results during the second.
 
-    **Gradients.** The gradients of experts' parameters hold the sum over all ranks' tokens:
-    leave them out of data-parallel reduction, and divide them by R if each rank's loss is the mean
-    over its own tokens. The router is the same on every rank, and its gradient is of this rank's
-    tokens: reduce it as the gradients of other replicated parameters. The backward pass is
+    **Gradients.** The gradients of experts' parameters hold the sum over all ranks' tokens; that of
+    the router, which is the same on every rank, is of this rank's tokens.
+    :func:`sum_replicated_gradients` completes and scales both after the backward pass, which is
     collective. ``clip_grad_norm_`` and ``GradScaler`` count all ranks' experts, and are collective.
 
     **State dict.** ``state_dict()`` holds this rank's experts one by one, ``experts.<e>.w_gate``

@@ -221,7 +221,8 @@ class ColumnParallelLinear(ParallelLinear):
 
     by :func:`interlace.all_gather_gemm`; grad_x_shard_s comes from
     :func:`interlace.gemm_reduce_scatter`. Parameters that come before, such as a normalisation's
-    weight, then see this rank's tokens only: sum their gradients over the ranks.
+    weight, then see this rank's tokens only: :func:`sum_replicated_gradients` completes their
+    gradients.
 
     ``state_dict`` holds this rank's shard. ``load_state_dict`` takes this rank's shard, or a full
     layer's tensors and keeps its shard of them. To start from a full layer, use

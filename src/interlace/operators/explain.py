@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from interlace.comm.groups.group import known_nodes
+from interlace.comm.groups.group import known_group, known_nodes
 from interlace.comm.groups.process_groups import rank_and_size
+from interlace.comm.groups.reservation import CPU_GRANULARITY, GPU_GRANULARITY
+from interlace.comm.groups.symmetric_memory import shortage_in_words
+from interlace.environment import LIMIT_VARIABLE, byte_count
 from interlace.errors import ArgumentError, did_you_mean
-from interlace.registry import operators
+from interlace.registry import Operator, operators
+from interlace.units import format_memory
 
 
 def explain(
@@ -43,8 +47,9 @@ def explain(
 
     Returns:
         One sentence: the implementation, the fused kernel's configuration, sizes, ranks, and the
-        reason. A group keeps mapped outputs of eight sizes; a call with a ninth runs another
-        implementation, which is not foreseen here.
+        reason. Then, of several ranks on one node, the symmetric memory that each implementation
+        needs on a rank that holds none yet. A group keeps mapped outputs of eight sizes; a call
+        with a ninth runs another implementation, which is not foreseen here.
 
     Raises:
         ArgumentError: No such operator, or arguments that it does not have or would refuse.
@@ -98,9 +103,58 @@ def explain(
         arguments = (x[None] if isinstance(x, torch.Tensor) and x.dim() == 1 else x, *others)
     _, world_size = rank_and_size(group)
     nodes = (known_nodes(group) if world_size > 1 else None) or 1
+    needed = {}
+    if world_size > 1 and nodes == 1:
+        needed = _needed(known[operator], arguments, call_options, group, world_size)
+    lacking = {name: words for name, (_, words) in needed.items() if words is not None}
+    if lacking:
+        call_options["lacking"] = lacking
     call, chosen, reason = known[operator].explain(
         *arguments, world_size=world_size, nodes=nodes, **call_options
     )
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     ranks += f" of {nodes} nodes" if nodes > 1 else ""
-    return f"{call}, on {ranks}: {chosen}, because {reason}."
+    text = f"{call}, on {ranks}: {chosen}, because {reason}."
+    if needed:
+        memory = ", ".join(f"{name} {size}" for name, (size, _) in needed.items())
+        text += f" Symmetric memory per rank: {memory}."
+    return text
+
+
+def _needed(
+    declaration: Operator,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    world_size: int,
+) -> dict[str, tuple[str, str | None]]:
+    """Return the symmetric memory that implementations need, in words, and why it does not fit
+    under the limit, by name; None for what fits. Those of which it is not known are left out.
+    """
+    tensors = [each for argument in arguments for each in _tensors(argument)]
+    owner = known_group(group, tensors[0].device) if tensors else None
+    granularity = None if owner is None else owner.granularity
+    reservations = declaration.reservations(
+        *arguments, world_size=world_size, granularity=granularity, **options
+    )
+    found = {}
+    for name, reservation in reservations.items():
+        if reservation is None:
+            continue
+        usual = CPU_GRANULARITY if tensors[0].device.type == "cpu" else GPU_GRANULARITY
+        nbytes = reservation.nbytes(granularity or usual)
+        if owner is not None:
+            words = owner.memory.shortage(reservation, is_asked_only=True)
+        else:
+            limit = byte_count(LIMIT_VARIABLE)
+            words = None
+            if limit is not None and nbytes > limit:
+                words = shortage_in_words(nbytes, limit)
+        found[name] = format_memory(nbytes) if nbytes else "none", words
+    return found
+
+
+def _tensors(argument: Any) -> list[torch.Tensor]:
+    """Return an argument that is a tensor, or those of a list of tensors."""
+    items = argument if isinstance(argument, list | tuple) else [argument]
+    return [item for item in items if isinstance(item, torch.Tensor)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -166,17 +167,20 @@ class Choice(Generic[Config]):
         own = {implementation.name: kind.parse(text)}
         return dataclasses.replace(self, configs={**self.configs, **own})
 
-    def accepted(self, operator: Operator, terms: Any) -> tuple[str, dict[str, str]]:
+    def accepted(
+        self, operator: Operator, terms: Any, lacking: Mapping[str, str] = MappingProxyType({})
+    ) -> tuple[str, dict[str, str]]:
         """Return the first candidate that does not refuse a call, and what the ones before it must
         have and have not, by name.
 
         Args:
             operator: The operator's declaration.
             terms: The properties of the call by which its implementations may refuse it.
+            lacking: What further implementations must have and have not, by name.
         """
         unmet: dict[str, str] = {}
         for name in self.candidates:
-            refusal = operator.refusal(name, terms)
+            refusal = operator.refusal(name, terms) or lacking.get(name)
             if refusal is None:
                 return name, unmet
             unmet[name] = refusal

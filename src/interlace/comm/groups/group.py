@@ -260,16 +260,25 @@ class Group:
         """Map symmetric memory once more; see :meth:`SymmetricMemory.remap`."""
         return self.memory.remap(addresses, nbytes)
 
-    def workspace(self, operator: str, half_bytes: int, signal_count: int = 1) -> Workspace:
+    def workspace(
+        self, operator: str, half_bytes: int, signal_count: int = 1, *, is_limited: bool = True
+    ) -> Workspace:
         """Return the memory of ``operator``; see :meth:`SymmetricMemory.workspace`."""
-        return self.memory.workspace(operator, half_bytes, signal_count)
+        return self.memory.workspace(operator, half_bytes, signal_count, is_limited=is_limited)
 
     def workspace_bytes(self) -> dict[str, int]:
-        """Return the symmetric bytes that each operator's workspace holds on this rank."""
-        return {
-            name: workspace.data.nbytes + workspace.signals.nbytes
-            for name, workspace in self.memory.workspaces.items()
-        }
+        """Return the symmetric bytes that operators hold on this rank, by operator and
+        implementation; docs/costs.md says what they add up to, and how to limit it.
+
+        A name is an operator's, mostly with a dot and the implementation's. ``"outputs"`` are the
+        buffers that all operators return results in. Symmetric tensors and mapped outputs that the
+        program has made itself do not count.
+
+        Example:
+            >>> interlace.group_of().workspace_bytes()
+            {'gemm_reduce_scatter': 58720256, 'gemm_all_reduce.pushed': 6291456}
+        """
+        return self.memory.held_bytes()
 
     # Between nodes
 

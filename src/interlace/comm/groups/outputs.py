@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from interlace.comm.groups.reservation import BUFFERS as BUFFERS
+from interlace.comm.groups.reservation import bytes_of_buffer
 from interlace.comm.host.health import Health
 from interlace.comm.host.members import Members
 from interlace.comm.replay.memory import Block
@@ -27,12 +29,6 @@ from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.ordinary import in_inductors_run
 from interlace.comm.runtime.streams import Streams
-from interlace.units import round_up
-
-BUFFERS = 2
-"""Number of tensors that may be alive at once before a call has to copy its result: the tensor of
-this step and that of the previous one.
-"""
 
 LANDING = BUFFERS
 """The landing's index, after the buffers."""
@@ -215,6 +211,11 @@ class OutputPool:
         """Return the program's capture that is going on, to which buffers belong from then on."""
         return None if self._replays.capturing else self._streams.capture_id()
 
+    def missing(self, nbytes: int) -> int:
+        """Return the bytes that would be allocated if a call asked for ``nbytes`` now."""
+        previous = 0 if self._space is None else self._space.buffer_bytes
+        return 0 if previous >= nbytes else (BUFFERS + 1) * bytes_of_buffer(nbytes, previous)
+
     @property
     def nbytes(self) -> int:
         """Return the symmetric bytes that the pool holds on this rank."""
@@ -247,9 +248,7 @@ class OutputPool:
         if previous is not None and previous.buffer_bytes >= nbytes:
             kept = (space for space in self._retained if space.buffer_bytes >= nbytes)
             return next(kept, previous)
-        # Sizes that grow by and by, as prompts' lengths do, shall not each be new memory.
-        least = 0 if previous is None else previous.buffer_bytes // 4 * 5
-        size = round_up(max(nbytes, least, 1), 4096)
+        size = bytes_of_buffer(nbytes, 0 if previous is None else previous.buffer_bytes)
         with self._health.indivisible("growing the memory of outputs"):
             block = self._allocate((BUFFERS + 1) * size)
             if previous is not None and self._any_rank_now(

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import torch
 
 from interlace.comm.groups.outputs import OutputPool
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.channel import HostChannel
 from interlace.comm.host.health import Health
@@ -16,17 +17,15 @@ from interlace.comm.replay.replays import Replays
 from interlace.comm.runtime.dlpack import bytes_at
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams
+from interlace.environment import LIMIT_VARIABLE, byte_count
 from interlace.errors import WorkspaceError
-from interlace.units import next_power_of_2, round_up
+from interlace.units import format_memory, round_up
 
 # A power of two: ``il.arrive_last`` tells the end of a round by a remainder.
 MAX_PROGRAMS = 4096
 """Largest number of programs in one launch of an operator; each has an epoch cell (see
 ``interlace.language``).
 """
-
-_MIN_HALF_BYTES = 4096
-_MIN_SIGNALS = 1024
 
 
 @dataclasses.dataclass
@@ -82,6 +81,9 @@ class SymmetricMemory:
     Attributes:
         heap: Allocator of the group's address range.
         workspaces: The largest workspace of each operator, by the operator's name.
+        mapped: Bytes of the mapped outputs that the group keeps for its operators, by the names of
+            operator and implementation and by what tells outputs apart; the same on all ranks.
+        limit_bytes: The most bytes that all of these and the outputs may take; None for no limit.
         outputs: Symmetric memory that operators return as tensors.
     """
 
@@ -102,11 +104,22 @@ class SymmetricMemory:
         self._streams, self._replays = streams, replays
         self.heap = _new_heap(channel, streams.device)
         self.workspaces: dict[str, Workspace] = {}
+        self.mapped: dict[tuple[str, Hashable], int] = {}
+        # A process on its own allocates ordinary memory. All ranks have the same limit, as they
+        # compare it when they join.
+        is_alone = channel.members.world_size == 1
+        self.limit_bytes = None if is_alone else byte_count(LIMIT_VARIABLE)
+        # What was refused stays so until memory is released. A rank that asks again later, because
+        # it has forgotten a decision that its peers remember, gets their answer.
+        self._refused: set[Reservation] = set()
+        # Workspaces to which the limit does not apply.
+        self._unlimited: set[str] = set()
         # Replaced, but captured in a graph of the program on any rank; the oldest first.
         self._retained: dict[str, list[Workspace]] = {}
         self.outputs = OutputPool(
-            channel.members, health, streams, replays, self.allocate, agreement.any_rank_now
-        )
+            channel.members, health, streams, replays, self._allocate_outputs,
+            agreement.any_rank_now,
+        )  # fmt: skip
         # Kernels that are running when the group goes still use the workspaces.
         held = [self.workspaces, self._retained]
         call_when_gone(self, streams.device, held.clear)
@@ -128,6 +141,92 @@ class SymmetricMemory:
         with self._streams.on_device(), self._agreement.together("allocating symmetric memory"):
             return self.heap.allocate(nbytes, pieces)
 
+    def _allocate_outputs(self, nbytes: int) -> Block:
+        self.require_room("results of operators", round_up(nbytes, self.heap.granularity))
+        return self.allocate(nbytes)
+
+    def held_bytes(self) -> dict[str, int]:
+        """Return the symmetric bytes on this rank that operators hold, by the names of workspaces,
+        of operator and implementation for mapped outputs, and ``"outputs"`` for the buffers that
+        all operators return.
+        """
+        held: dict[str, int] = {}
+        for name, workspace in self.workspaces.items():
+            for each in (workspace, *self._retained.get(name, ())):
+                held[name] = held.get(name, 0) + each.data.nbytes + each.signals.nbytes
+        for (name, _), nbytes in self.mapped.items():
+            held[name] = held.get(name, 0) + nbytes
+        if self.outputs.nbytes:
+            held["outputs"] = self.outputs.nbytes
+        return held
+
+    def room_bytes(self) -> int | None:
+        """Return the bytes that the limit leaves beside what is held; None for no limit."""
+        if self.limit_bytes is None:
+            return None
+        return max(0, self.limit_bytes - self._counted_bytes())
+
+    def _counted_bytes(self) -> int:
+        """Return the bytes that count towards the limit."""
+        held = self.held_bytes()
+        return sum(nbytes for name, nbytes in held.items() if name not in self._unlimited)
+
+    def shortage(self, reservation: Reservation, *, is_asked_only: bool = False) -> str | None:
+        """Return why a call's memory does not fit under the limit, in words, or None if it does.
+
+        All ranks get the same answer in the same call: it depends on sizes, and on what is held,
+        which is alike as allocations are collective. A memory that grows counts once more, because
+        the new one is there before the old one goes.
+
+        Args:
+            reservation: The memory.
+            is_asked_only: Whether this rank may ask alone, as no call depends on the answer.
+        """
+        room = self.room_bytes()
+        if room is None:
+            return None
+        needed = self._missing_bytes(reservation)
+        if needed <= room and reservation not in self._refused:
+            return None
+        if not is_asked_only:
+            self._refused.add(reservation)
+        return shortage_in_words(needed, room)
+
+    def _missing_bytes(self, reservation: Reservation) -> int:
+        """Return the bytes that would be allocated for a call now."""
+        granularity, total = self.heap.granularity, 0
+        for size in reservation.workspaces:
+            held = self.workspaces.get(size.name)
+            if held is None or not held.suffices(size.half_bytes, size.signal_count):
+                total += _grown(size, held).nbytes(granularity)
+        kept = {key for _, key in self.mapped}
+        for each in reservation.mapped:
+            if each.key not in kept:
+                total += each.pieces * round_up(each.nbytes, granularity)
+        if reservation.output_bytes:
+            total += round_up(self.outputs.missing(reservation.output_bytes), granularity)
+        return total
+
+    def require_room(self, subject: str, nbytes: int) -> None:
+        """Refuse to allocate more than the limit leaves; raised on all ranks alike.
+
+        Args:
+            subject: What the memory is for.
+            nbytes: Bytes that are to be allocated on each rank.
+
+        Raises:
+            WorkspaceError: They are too many.
+        """
+        room = self.room_bytes()
+        if room is None or nbytes <= room:
+            return
+        raise WorkspaceError(
+            f"symmetric memory for {subject} must fit under the limit {LIMIT_VARIABLE}="
+            f"{self.limit_bytes}; got {shortage_in_words(nbytes, room)} beside "
+            f"{format_memory(self._counted_bytes())} that the group holds. Raise the "
+            "limit, free memory by Group.release(), or take impl='auto' or 'unfused'."
+        )
+
     def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
         """Map pieces of symmetric memory once more, consecutively. Collective; see ``Heap.remap``.
 
@@ -142,7 +241,9 @@ class SymmetricMemory:
         with self._streams.on_device(), self._agreement.together("mapping memory once more"):
             return self.heap.remap(addresses, nbytes)
 
-    def workspace(self, operator: str, half_bytes: int, signal_count: int = 1) -> Workspace:
+    def workspace(
+        self, operator: str, half_bytes: int, signal_count: int = 1, *, is_limited: bool = True
+    ) -> Workspace:
         """Return the memory of ``operator``, allocated or grown on all ranks if it is too small.
 
         Every rank must ask with equal numbers in the same order, which :meth:`Agreement.agree` has
@@ -154,14 +255,20 @@ class SymmetricMemory:
             operator: Name of the operator.
             half_bytes: Bytes that one call needs; the workspace has two such halves.
             signal_count: Number of int32 signals that one call needs.
+            is_limited: Whether the group's limit applies.
 
         Raises:
-            WorkspaceError: The memory does not fit on one rank; raised on every rank. The previous
-                workspace stays in force.
+            WorkspaceError: The memory does not fit on one rank, or is beyond the limit; raised on
+                every rank. The previous workspace stays in force.
         """
         workspace = self.workspaces.get(operator)
         if workspace is None or not workspace.suffices(half_bytes, signal_count):
-            return self._grow(operator, half_bytes, signal_count)
+            size = _grown(WorkspaceSize(operator, half_bytes, signal_count), workspace)
+            if not is_limited:
+                self._unlimited.add(operator)
+            else:
+                self.require_room(operator, size.nbytes(self.heap.granularity))
+            return self._grow(size)
         for previous in self._retained.get(operator, ()):
             if previous.suffices(half_bytes, signal_count):
                 workspace = previous
@@ -171,17 +278,10 @@ class SymmetricMemory:
         return workspace
 
     @makes_ordinary_tensors
-    def _grow(self, operator: str, half_bytes: int, signal_count: int) -> Workspace:
-        """Return a new workspace of at least these sizes and of the sizes of the previous one."""
+    def _grow(self, size: WorkspaceSize) -> Workspace:
+        """Return a new workspace of a rounded size, and let go of the previous one."""
+        operator, half_bytes, signal_count = size
         previous = self.workspaces.get(operator)
-        if previous is not None:
-            half_bytes = max(half_bytes, previous.half_bytes)
-            signal_count = max(signal_count, previous.signal_count)
-        # Rounded up, so that it seldom grows, by an eighth at most: programs have other uses for
-        # memory.
-        half_bytes = max(half_bytes, _MIN_HALF_BYTES)
-        half_bytes = round_up(half_bytes, next_power_of_2(half_bytes) // 16)
-        signal_count = next_power_of_2(max(signal_count, _MIN_SIGNALS))
         step = f"growing the memory of {operator}"
         with self._health.indivisible(step):
             data, signals = self.allocate(2 * half_bytes), self.allocate(4 * signal_count)
@@ -215,7 +315,27 @@ class SymmetricMemory:
         """
         self.workspaces.clear()
         self._retained.clear()
+        self.mapped.clear()
+        self._refused.clear()
         self.outputs.release()
+
+
+def _grown(size: WorkspaceSize, previous: Workspace | None) -> WorkspaceSize:
+    """Return the size that is allocated where a workspace must become at least so large."""
+    if previous is not None:
+        size = size._replace(
+            half_bytes=max(size.half_bytes, previous.half_bytes),
+            signal_count=max(size.signal_count, previous.signal_count),
+        )
+    return size.rounded()
+
+
+def shortage_in_words(needed_bytes: int, room_bytes: int) -> str:
+    """Return that a call needs more memory than the limit leaves, for errors and explanations."""
+    return (
+        f"{format_memory(needed_bytes)} of symmetric memory; {LIMIT_VARIABLE} leaves "
+        f"{format_memory(room_bytes)}"
+    )
 
 
 def _new_heap(channel: HostChannel, device: torch.device) -> Heap:

@@ -61,11 +61,14 @@ def identity(device: torch.device) -> dict[str, str]:
 def settings() -> dict[str, str]:
     """Return the settings in the environment that all ranks must share, by name.
 
-    A rank that measures its implementations, or its machine, waits for its peers to do so, too.
+    A rank that measures its implementations, or its machine, waits for its peers to do so, too; and
+    what a limit refuses on one rank, all of them must do without.
     """
+    limit = environment.byte_count(environment.LIMIT_VARIABLE)
     return {
         "the_environment's_setting_of_autotuning": str(environment.switch("INTERLACE_AUTOTUNE")),
         "the_environment's_setting_of_measuring_machines": str(is_asked_for()),
+        "the_environment's_limit_of_symmetric_memory": f"{environment.LIMIT_VARIABLE}={limit}",
     }
 
 

@@ -8,14 +8,17 @@ from collections.abc import Callable
 import torch
 
 from interlace.comm import Group
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.outputs import (
     KeptOutput,
+    kept_reservation,
     run_into_output,
 )
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.operands import Operands
+from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 from interlace.units import ceil_div
 
@@ -31,11 +34,21 @@ def run(call: GemmCall) -> DeferredCall | None:
         "chunked",
         call.operator.collective,
         functools.partial(multiply_in_chunks, group),
-        (group.world_size, ceil_div(operands.rows, group.world_size), operands.columns),
+        _shape(operands.rows, operands.columns, group.world_size),
         operands.out_dtype,
         {"transport": "copy_engine"},
     )
     return run_into_output(call, output, operands, call.operator.adds_ranks)
+
+
+def _shape(rows: int, columns: int, ranks: int) -> tuple[int, ...]:
+    """Return the shape of the output, ``[R, M/R, N]`` with rows rounded up."""
+    return ranks, ceil_div(rows, ranks), columns
+
+
+def _reservation(sized: SizedProduct) -> Reservation | None:
+    shape = _shape(sized.own_rows, sized.columns, sized.world_size)
+    return kept_reservation(sized, "chunked", shape, "copy_engine")
 
 
 def multiply_in_chunks(
@@ -86,4 +99,5 @@ CHUNKED = Implementation(
     run,
     needs(even_rows=True, same_dtype=True),
     schedule="by_rank",
+    reservation=_reservation,
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from interlace.comm.groups.reservation import Reservation
 from interlace.gemm.call import GemmCall
+from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 
 
@@ -13,6 +15,15 @@ def run(call: GemmCall) -> Any:
     return call.operator.run_fused(call)
 
 
+def reservation(sized: SizedProduct) -> Reservation | None:
+    """Return the symmetric memory of the operator's kernel."""
+    return sized.operator.fused_reservation(sized)
+
+
 FUSED = Implementation(
-    "fused", "one kernel that sends tiles as it computes them", run, schedule="tiled"
+    "fused",
+    "one kernel that sends tiles as it computes them",
+    run,
+    schedule="tiled",
+    reservation=reservation,
 )

@@ -14,11 +14,17 @@ from typing import Any, cast
 import torch
 
 from interlace.comm import Group, process_group_named
+from interlace.comm.groups.reservation import MappedSize, Reservation
 from interlace.comm.host.channel import GivenUpError
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
+from interlace.gemm.reservations import SizedProduct
 from interlace.mapped import Fused, fuse
+from interlace.mapped.collectives import memory_of
+from interlace.mapped.meeting import memory_of as meeting_memory
+from interlace.mapped.output import OPERATOR
+from interlace.units import round_up
 
 _MOST_OUTPUTS = 8
 """The number of outputs that a group keeps. Mapping an output takes tens of milliseconds, so a
@@ -54,6 +60,31 @@ class KeptOutput:
         """Return what tells outputs apart, as does its text; both are the same on every rank."""
         return self.implementation, self.collective, self.shape, self.dtype
 
+    def mapped(self, ranks: int, granularity: int) -> tuple[MappedSize, ...]:
+        """Return the memory of the output.
+
+        Raises:
+            ArgumentError: More than half would be padding.
+        """
+        transport = self.settings.get("transport", "stores")
+        pieces = memory_of(self.collective, self.shape, self.dtype, transport, ranks, granularity)
+        return tuple(MappedSize(self.key, nbytes, count) for nbytes, count in pieces)
+
+
+def kept_reservation(
+    sized: SizedProduct, implementation: str, shape: tuple[int, ...], transport: str
+) -> Reservation | None:
+    """Return the symmetric memory of an output; None if it would be padded too much to be made."""
+    settings = {"transport": transport}
+    output = KeptOutput(
+        implementation, sized.operator.collective, print, shape, sized.out_dtype, settings
+    )
+    try:
+        mapped = output.mapped(sized.world_size, sized.memory.granularity)
+    except ArgumentError:
+        return None
+    return Reservation((meeting_memory(OPERATOR, sized.world_size),), mapped=mapped)
+
 
 def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> DeferredCall | None:
     """Return the work of a product and the collective of its rows, written into an output that the
@@ -72,7 +103,7 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> D
         BackendError: The caller has asked for it, and the driver cannot map memory or let copies
             wait.
     """
-    product = _kept_output(output, call.group, call.group_name, replace=call.is_explicit)
+    product = _kept_output(output, call, replace=call.is_explicit)
     if product is None:
         return None
     mapped = product.output
@@ -102,9 +133,7 @@ def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> D
     )
 
 
-def _kept_output(
-    output: KeptOutput, group: Group, group_name: str, *, replace: bool
-) -> Fused | None:
+def _kept_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused | None:
     """Return the producer with the output that the group keeps for it; None if there is none.
 
     All ranks make the same calls, so a key is new on every rank or on none. What is new is settled
@@ -116,7 +145,7 @@ def _kept_output(
     Args:
         replace: Whether another output may be given up for a new one.
     """
-    key = output.key
+    key, group = output.key, call.group
     if group.kept.get(key) is None and (replace or key not in group.kept):
         absent = [other for other, value in group.kept.items() if value is None]
         if len(absent) >= _MOST_ABSENT:  # on every rank at once
@@ -128,16 +157,15 @@ def _kept_output(
         is_asked = len(absent) & (len(absent) - 1) == 0
         if replace or is_asked or count < _MOST_OUTPUTS:
             with group.indivisible("making a mapped output"):
-                made = _make_output(output, group, group_name, replace=replace)
+                made = _make_output(output, call, replace=replace)
         group.kept[key] = made
     group.kept.move_to_end(key)
     return cast("Fused | None", group.kept[key])
 
 
-def _make_output(
-    output: KeptOutput, group: Group, group_name: str, *, replace: bool
-) -> Fused | None:
+def _make_output(output: KeptOutput, call: GemmCall, *, replace: bool) -> Fused | None:
     """Return a producer with a new output, for which another one may be given up. Collective."""
+    group, name = call.group, f"{call.operator.name}.{output.implementation}"
     if group.capture_id() is not None:
         raise WorkspaceError(
             "a mapped output must be made before a CUDA graph is captured. Call the operator once "
@@ -162,12 +190,15 @@ def _make_output(
     if len(free) >= _MOST_OUTPUTS and not replace:
         return None
     try:
+        pieces = output.mapped(group.world_size, group.granularity)
+        nbytes = sum(each.pieces * round_up(each.nbytes, group.granularity) for each in pieces)
+        group.memory.require_room(name, nbytes)
         product = fuse(
             output.producer,
             output.collective,
             shape=output.shape,
             dtype=output.dtype,
-            group=process_group_named(group_name),
+            group=process_group_named(call.group_name),
             device=group.device,
             **output.settings,
         )
@@ -179,8 +210,11 @@ def _make_output(
     if given_up:
         # Graphs may refer to the memory that goes.
         group.replays.clear()
+    group.memory.mapped[name, output.key] = nbytes
     for key in given_up:
         del group.kept[key]
+        for owner in [each for each in group.memory.mapped if each[1] == key]:
+            del group.memory.mapped[owner]
     return product
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.comm import Group
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     MOST_MOVERS,
@@ -27,8 +28,9 @@ from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.launch import lamport_arguments, row_stride
+from interlace.gemm.launch import lamport_arguments, lamport_size, row_stride
 from interlace.gemm.operands import FLOATS
+from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 from interlace.units import ceil_div, round_up
 
@@ -38,6 +40,33 @@ and of an all-reduce each rank should sum a share.
 """
 
 _CHUNK = 2048
+
+
+def _rows_slot_bytes(arriving_bytes: int, ranks: int) -> int:
+    """Return the bytes of a slot for one rank's part of the rows that arrive."""
+    return ceil_div(arriving_bytes, ranks)
+
+
+def _sum_slot_bytes(elements: int, itemsize: int) -> int:
+    """Return the bytes of a slot for a part of a sum."""
+    return round_up(elements, 16) * itemsize
+
+
+def rows_reservation(sized: SizedProduct, arriving_bytes: int) -> Reservation:
+    """Return the symmetric memory of :func:`push_rows` where so many bytes arrive."""
+    ranks = sized.world_size
+    slot_bytes = _rows_slot_bytes(arriving_bytes, ranks)
+    return Reservation((lamport_size(sized.operator.name, "pushed", slot_bytes, ranks),))
+
+
+def _moved_reservation(sized: SizedProduct) -> Reservation:
+    return rows_reservation(sized, sized.rows.result * sized.columns * sized.dtype.itemsize)
+
+
+def _sum_reservation(sized: SizedProduct) -> Reservation:
+    slot_bytes = _sum_slot_bytes(sized.rows.result * sized.columns, sized.dtype.itemsize)
+    size = lamport_size(sized.operator.name, "pushed", slot_bytes, sized.world_size)
+    return Reservation((size,))
 
 
 def push_rows(
@@ -69,7 +98,7 @@ def push_rows(
             it.
     """
     ranks, columns = group.world_size, x.shape[1]
-    slot_bytes = ceil_div(gathered.nbytes, ranks)
+    slot_bytes = _rows_slot_bytes(gathered.nbytes, ranks)
     memory = lamport_arguments(group, operator, "pushed", slot_bytes, mark)
 
     def enqueue() -> None:
@@ -121,7 +150,7 @@ def push_and_sum(
         mark: The number from ``Group.agree``.
         scatter: Whether each rank has a sum of its own.
     """
-    slot_bytes = round_up(y.numel(), 16) * y.element_size()
+    slot_bytes = _sum_slot_bytes(y.numel(), y.element_size())
     arguments = lamport_arguments(group, operator, "pushed", slot_bytes, mark) | {
         "part": part,
         "bias": bias,
@@ -243,6 +272,7 @@ PUSHED_ALL_REDUCE = Implementation(
     needs(same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     schedule="to_all",
     is_batch_invariant=True,
+    reservation=_sum_reservation,
 )
 PUSHED_ALL_TO_ALL = Implementation(
     "pushed",
@@ -250,6 +280,7 @@ PUSHED_ALL_TO_ALL = Implementation(
     functools.partial(_run, push=_push_all_to_all),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
+    reservation=_moved_reservation,
 )
 PUSHED_REDUCE_SCATTER = Implementation(
     "pushed",
@@ -257,4 +288,5 @@ PUSHED_REDUCE_SCATTER = Implementation(
     functools.partial(_run, push=functools.partial(_push_sum, scatter=True)),
     needs(even_rows=True, same_dtype=True, dtypes=FLOATS, most_bytes=_MOST_BYTES),
     is_batch_invariant=True,
+    reservation=_sum_reservation,
 )

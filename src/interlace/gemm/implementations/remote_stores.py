@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import torch
 
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
-from interlace.gemm.implementations.outputs import KeptOutput, run_into_output
+from interlace.gemm.implementations.outputs import KeptOutput, kept_reservation, run_into_output
 from interlace.gemm.implementations.refusals import needs
+from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 from interlace.units import ceil_div, next_power_of_2
 
@@ -30,24 +32,37 @@ def run(call: GemmCall) -> DeferredCall | None:
         "remote_stores",
         call.operator.collective,
         multiply_for_ranks,
-        _shape(call, group.world_size, group.granularity),
+        _shape(
+            operands.rows,
+            operands.columns,
+            operands.out_dtype.itemsize,
+            group.world_size,
+            group.granularity,
+        ),
         operands.out_dtype,
     )
     return run_into_output(call, output, operands.x, operands.w.T)
 
 
-def _shape(call: GemmCall, ranks: int, granularity: int) -> tuple[int, ...]:
+def _shape(
+    all_rows: int, columns: int, itemsize: int, ranks: int, granularity: int
+) -> tuple[int, ...]:
     """Return the shape of the output: ``[M, N]``, for one product, where M may be rounded up, or
     ``[R, M / R, N]``, for one product per rank.
     """
-    operands = call.operands
-    rows, columns = ceil_div(operands.rows, ranks), operands.columns
+    rows = ceil_div(all_rows, ranks)
     if rows <= _FEW_ROWS:
         # Some ranks may sum fewer rows than others. Powers of 2 need little padding.
         return ranks * next_power_of_2(rows), columns
-    if rows * columns * operands.out_dtype.itemsize % granularity == 0:
+    if rows * columns * itemsize % granularity == 0:
         return ranks * rows, columns
     return ranks, rows, columns
+
+
+def _reservation(sized: SizedProduct) -> Reservation | None:
+    itemsize, granularity = sized.out_dtype.itemsize, sized.memory.granularity
+    shape = _shape(sized.own_rows, sized.columns, itemsize, sized.world_size, granularity)
+    return kept_reservation(sized, "remote_stores", shape, "stores")
 
 
 def multiply_for_ranks(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -77,4 +92,5 @@ REMOTE_STORES = Implementation(
     run,
     # It does not matter which rank sums which rows, so they need not divide evenly.
     needs(same_dtype=True, no_bias=True),
+    reservation=_reservation,
 )

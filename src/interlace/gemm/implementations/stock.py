@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.host.channel import GivenUpError
 from interlace.comm.runtime.driver import has_memory
 from interlace.errors import BackendError, WorkspaceError
@@ -136,6 +137,8 @@ SYMM_MEM = Implementation(
     # PyTorch has had the one-shot operator for longer.
     _needs(torch_operator="two_shot_all_reduce_out", multiple_bytes=_ALIGNMENT_BYTES),
     is_stock=True,
+    # PyTorch's symmetric memory is none of the group's.
+    reservation=lambda _: Reservation(),
 )
 
 
@@ -211,6 +214,7 @@ def _async_tp(steps: str, run: Callable[[GemmCall, str], Any], operator: str) ->
         schedule="by_rank",
         is_stock=True,
         host_us=_ASYNC_HOST_US,
+        reservation=lambda _: Reservation(),
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from interlace.comm.groups.reservation import Reservation
 from interlace.gemm.call import GemmCall
 from interlace.registry import Implementation
 
@@ -21,4 +22,5 @@ UNFUSED = Implementation(
     run,
     spans_nodes=True,
     alias="nccl",
+    reservation=lambda _: Reservation(),
 )

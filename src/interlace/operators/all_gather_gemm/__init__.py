@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.comm.groups.registration import entrance
+from interlace.comm.groups.reservation import Reservation
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -23,6 +24,7 @@ from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import FLOATS, Operands
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import check_sum
 from interlace.operators.all_gather_gemm import fused, reference
 from interlace.registry import Implementation, operator
@@ -60,6 +62,7 @@ class AllGatherGemm(GemmOperator):
             fused.run_pushed,
             needs(same_dtype=True, dtypes=FLOATS),
             is_batch_invariant=True,
+            reservation=fused.pushed_reservation,
         ),
         network.across_nodes(
             Implementation(
@@ -68,6 +71,7 @@ class AllGatherGemm(GemmOperator):
                 fused.run_chunked,
                 needs(same_dtype=True),
                 schedule="by_rank",
+                reservation=fused.staged_reservation,
             ),
             two_levels.run_all_gather,
             two_levels.needs_rails,
@@ -122,6 +126,10 @@ class AllGatherGemm(GemmOperator):
     def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.all_gather_gemm.kernel`."""
         return fused.run(call)
+
+    def fused_reservation(self, sized: SizedProduct) -> Reservation:
+        """Return the symmetric memory of the kernel."""
+        return fused.staged_reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> Pair:
         """Run ``all_gather``, then ``F.linear``."""

@@ -11,6 +11,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups import copies
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.dlpack import bytes_at, view_as
@@ -20,8 +21,14 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.fetch import Piece, Staging, offset_behind
 from interlace.gemm.implementations.chunked import multiply_into
-from interlace.gemm.implementations.pushed import laid_out, multiply, push_rows
+from interlace.gemm.implementations.pushed import (
+    laid_out,
+    multiply,
+    push_rows,
+    rows_reservation,
+)
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
+from interlace.gemm.reservations import SizedProduct
 
 NAME = "all_gather_gemm"
 
@@ -63,6 +70,18 @@ def run(call: GemmCall) -> DeferredCall | Pair:
         return work
     y, _ = group.perform(work)
     return y, _gathered_alone(operands, call.gather)
+
+
+def staged_reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of a call whose rows copy engines fetch: this rank's rows."""
+    staging = Staging(NAME, max(sized.rows.by_rank), sized.inner, sized.dtype)
+    return Reservation((staging.size(sized.world_size),))
+
+
+def pushed_reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of a call whose rows one kernel stores in all ranks' memory."""
+    width = launch.padded_columns(max(sized.inner, 1), sized.dtype)
+    return rows_reservation(sized, sum(sized.rows.by_rank) * width * sized.dtype.itemsize)
 
 
 def run_chunked(call: GemmCall) -> DeferredCall | Pair:

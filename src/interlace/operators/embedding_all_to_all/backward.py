@@ -11,6 +11,7 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group, Workspace
 from interlace.comm.groups.outputs import Output
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.replay.replays import places
@@ -325,9 +326,22 @@ def _reserve(call: EmbeddingCall) -> tuple[int, Workspace]:
     signals. Collective when memory must grow.
     """
     landing = _address(*_landing(call.layout, call.dtype.itemsize, call.group))
-    # A table's signals lie at the same place on every rank, however many tables a rank has.
-    signals = HEADER + MAX_TABLES * (1 + MAX_RANKS)
-    return landing, call.group.workspace(BACKWARD, 4096, signals)
+    return landing, call.group.workspace(*_SIGNALS)
+
+
+# A table's signals lie at the same place on every rank, however many tables a rank has.
+_SIGNALS = WorkspaceSize(BACKWARD, 4096, HEADER + MAX_TABLES * (1 + MAX_RANKS))
+
+
+def reservation(layout: Layout, itemsize: int) -> Reservation:
+    """Return the symmetric memory of the backward pass on one node: signals, and where peers'
+    gradients of ``itemsize`` bytes arrive.
+    """
+    return Reservation((_SIGNALS,), _landing_bytes(layout, itemsize))
+
+
+def _landing_bytes(layout: Layout, itemsize: int) -> int:
+    return layout.batch * max(layout.rank_columns) * itemsize
 
 
 def _temporary_bytes(call: EmbeddingCall) -> int:
@@ -353,7 +367,7 @@ def _landing(layout: Layout, itemsize: int, group: Group) -> tuple[Output, ...]:
     """
     if layout.world_size == 1:
         return ()
-    return (group.outputs.landing(layout.batch * max(layout.rank_columns) * itemsize),)
+    return (group.outputs.landing(_landing_bytes(layout, itemsize)),)
 
 
 def _address(*landing: Output) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from interlace.comm.groups.outputs import Destination, TakeOutput, destination_of, kept
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
@@ -16,7 +17,12 @@ from interlace.operators.embedding_all_to_all import (
 )
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.config import OPERATOR
-from interlace.operators.embedding_all_to_all.layout import HEADER, MAX_RANKS
+from interlace.operators.embedding_all_to_all.layout import (
+    HEADER,
+    MAX_RANKS,
+    Layout,
+    SizedLookups,
+)
 from interlace.operators.embedding_all_to_all.lookups import Sorted
 from interlace.units import ceil_div
 
@@ -27,6 +33,32 @@ def refusal(call: EmbeddingCall) -> str | None:
     if call.group.spans_nodes and ranks > MAX_RANKS:
         return f"at most {MAX_RANKS} ranks; got {ranks}"
     return None
+
+
+_SIGNALS = WorkspaceSize(OPERATOR, 4096, HEADER)
+
+
+def _output_bytes(layout: Layout, itemsize: int) -> int:
+    """Return the bytes of the rank's result that has most samples."""
+    return layout.chunk * layout.columns * itemsize
+
+
+def forward_reservation(layout: Layout, itemsize: int) -> Reservation:
+    """Return the symmetric memory of the forward pass on one node.
+
+    Args:
+        layout: The columns of all tables and the samples of all ranks.
+        itemsize: Of the output, and so of gradients that travel.
+    """
+    return Reservation((_SIGNALS,), _output_bytes(layout, itemsize))
+
+
+def reservation(sized: SizedLookups) -> Reservation:
+    """Return the symmetric memory of a call, with its backward pass if there is one."""
+    forward = forward_reservation(sized.layout, sized.itemsize)
+    if not sized.has_backward:
+        return forward
+    return forward.then(backward.reservation(sized.layout, sized.itemsize))
 
 
 def run(call: EmbeddingCall) -> DeferredCall | torch.Tensor:
@@ -40,7 +72,7 @@ def run(call: EmbeddingCall) -> DeferredCall | torch.Tensor:
     return DeferredCall(
         (OPERATOR, call.mark, call.config, layout, call.mode, call.dtype, call.memory()),
         # Peers store to the output directly: symmetric memory that this rank grants to them.
-        TakeOutput(layout.chunk * layout.columns * call.dtype.itemsize, tuple(shape), call.dtype),
+        TakeOutput(_output_bytes(layout, call.dtype.itemsize), tuple(shape), call.dtype),
         lambda output, y: prepare(call, output.destination),
         kept,
         where=destination_of,
@@ -73,7 +105,7 @@ def prepare(call: EmbeddingCall, destination: Destination) -> Launch:
 
     tasks = len(call.weights) * ceil_div(layout.chunk, config.block_bags) * layout.world_size
     programs = max(1, min(tasks, config.max_programs))
-    workspace = group.workspace(OPERATOR, 4096, HEADER)
+    workspace = group.workspace(*_SIGNALS)
     arguments, constants = pooling.arguments(call)
     arguments |= {
         "buffers": destination.address,

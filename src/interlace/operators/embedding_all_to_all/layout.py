@@ -159,3 +159,17 @@ def owners_of(layout: Layout) -> list[list[int]]:
         ]
         rows += [[0, 0, 0]] * (layout.most_tables - len(widths))
     return rows
+
+
+class SizedLookups(NamedTuple):
+    """The sizes of a call by which its symmetric memory follows.
+
+    Attributes:
+        layout: The columns of all tables and the samples of all ranks.
+        itemsize: Bytes of an element of the output, and so of gradients that travel.
+        has_backward: Whether there is a backward pass.
+    """
+
+    layout: Layout
+    itemsize: int
+    has_backward: bool

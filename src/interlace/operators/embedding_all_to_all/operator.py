@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.between_nodes import known_network
 from interlace.operators.embedding_all_to_all import exchanged, fused, network_choice
 from interlace.operators.embedding_all_to_all.backward import BACKWARD, Target
+from interlace.operators.embedding_all_to_all.backward import reservation as reserve_backward
 from interlace.operators.embedding_all_to_all.call import EmbeddingCall
 from interlace.operators.embedding_all_to_all.config import EmbeddingAllToAllConfig, choose
-from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.operators.embedding_all_to_all.layout import Layout, SizedLookups
 from interlace.operators.embedding_all_to_all.lookups import Sorted, sort_lookups
 from interlace.operators.embedding_all_to_all.validate import batch_of, validate
 from interlace.registry import Implementation, Operator, operator
@@ -37,6 +41,7 @@ class EmbeddingAllToAll(Operator):
             fused.run,
             fused.refusal,
             spans_nodes=True,
+            reservation=fused.reservation,
             backward=fused.run_backward,
         ),
         Implementation(
@@ -44,6 +49,7 @@ class EmbeddingAllToAll(Operator):
             "the kernel without peers, then all_to_all_single",
             exchanged.run_pooled,
             spans_nodes=True,
+            reservation=lambda _: Reservation(),
             backward=exchanged.run_pooled_backward,
         ),
         Implementation(
@@ -51,6 +57,7 @@ class EmbeddingAllToAll(Operator):
             "F.embedding_bag, then all_to_all_single",
             exchanged.run_unfused,
             spans_nodes=True,
+            reservation=lambda _: Reservation(),
             backward=exchanged.run_unfused_backward,
         ),
     )
@@ -63,7 +70,7 @@ class EmbeddingAllToAll(Operator):
         """Run the forward pass; return ``[samples of this rank, columns]``. Collective."""
         if call.is_empty:
             return call.new_output()
-        implementation = self._chosen(call)
+        implementation = self._chosen(call, fused.forward_reservation)
         with self._range(self.name, implementation, call):
             y: torch.Tensor = call.group.perform(implementation.run(call), call.known)
         return y
@@ -84,23 +91,35 @@ class EmbeddingAllToAll(Operator):
         # Ranks have agreed on an empty batch, too: their peers would wait for them otherwise.
         if call.is_empty:
             return sort_lookups(call, target.rows) if target.by_segment else None
-        implementation = self._chosen(call)
+        implementation = self._chosen(call, reserve_backward)
         assert implementation.backward is not None
         with self._range(BACKWARD, implementation, call):
             outcome = implementation.backward(call, grad, target)
             lookups: Sorted | None = call.group.perform(outcome, call.known)
         return lookups
 
-    def _chosen(self, call: EmbeddingCall) -> Implementation:
+    def _chosen(
+        self, call: EmbeddingCall, reserve: Callable[[Layout, int], Reservation]
+    ) -> Implementation:
         """Return the implementation that runs: the one that was asked for, or that of ``"auto"``.
 
         Collective in the first call of a kind by ``"auto"`` between nodes.
+
+        Args:
+            call: The pass.
+            reserve: Returns the symmetric memory of the kernels' pass on one node.
 
         Raises:
             ArgumentError: The implementation was asked for, and cannot run such a call.
         """
         if call.impl in self.choosers:
-            return self.implementation(call.plan.impl if call.group.spans_nodes else "fused")
+            if call.group.spans_nodes:
+                return self.implementation(call.plan.impl)
+            memory, name = call.group.memory, "fused"
+            if memory.limit_bytes is not None:
+                reservation = reserve(call.layout, call.dtype.itemsize)
+                name = "fused" if memory.shortage(reservation) is None else "pooled"
+            return self.implementation(name)
         implementation = self.implementation(call.impl)
         refusal = implementation.refusal(call)
         if refusal is not None:
@@ -129,6 +148,7 @@ class EmbeddingAllToAll(Operator):
         *,
         world_size: int,
         nodes: int = 1,
+        lacking: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         validate(weights, indices, offsets, None, "sum", None, "dense")
@@ -173,4 +193,27 @@ class EmbeddingAllToAll(Operator):
                 count = network_choice.gradient_slices(sizes, indices.device)
                 reason += f"; gradients in {count} slice{'s' if count > 1 else ''}"
             return call, impl, reason
+        if "fused" in lacking:
+            return call, "pooled", f"fused needs {lacking['fused']}; {choice.reason}"
         return call, f"fused ({choice.config})", choice.reason
+
+    def reservations(  # type: ignore[override]
+        self,
+        weights: list[torch.Tensor],
+        indices: torch.Tensor,
+        offsets: torch.Tensor,
+        *,
+        world_size: int,
+        granularity: int | None = None,
+    ) -> dict[str, Reservation]:
+        """Return what each implementation reserves, if all ranks' tables are like this rank's, and
+        the output has their dtype.
+        """
+        validate(weights, indices, offsets, None, "sum", None, "dense")
+        if not weights:
+            return {}
+        widths = tuple(weight.shape[1] for weight in weights)
+        layout = Layout((widths,) * world_size, batch_of(len(weights), offsets, None))
+        has_backward = any(weight.requires_grad for weight in weights)
+        sized = SizedLookups(layout, weights[0].dtype.itemsize, has_backward)
+        return {each.name: each.reservation(sized) for each in self.implementations}

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
+from interlace.comm.groups.reservation import Reservation
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -24,6 +25,7 @@ from interlace.gemm.implementations.stock import SYMM_MEM
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands, require_float, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, gemv, reference
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
@@ -90,6 +92,10 @@ class GemmAllReduce(GemmOperator):
     def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernels.fused`."""
         return fused.run(call)
+
+    def fused_reservation(self, sized: SizedProduct) -> Reservation:
+        """Return the symmetric memory of the kernel."""
+        return fused.reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_reduce``."""

@@ -6,6 +6,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups.outputs import BUFFERS, Destination
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import Launch, describe_ranks
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
@@ -13,6 +14,7 @@ from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
+from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced, balanced_tiles
 
 NAME = "gemm_all_reduce"
@@ -34,6 +36,25 @@ def run(call: GemmCall) -> DeferredCall | torch.Tensor:
         ),
         is_of_operands=operands is call.operands,
     )
+
+
+def _shares(rows: int, ranks: int, config: GemmConfig, tiles: bool) -> list[int]:
+    """Return the rows that each rank sums."""
+    if tiles:
+        # A whole tile at the end of one rank's rows would cover the next rank's; behind the last
+        # rank's rows there is nothing.
+        return balanced_tiles(rows, ranks, config.block_m)
+    return balanced(rows, ranks)
+
+
+def reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of a call: slots for the parts of this rank's share, and the
+    result.
+    """
+    config, tiles, dtype = sized.config, sized.memory.moves_tiles, sized.out_dtype
+    rows = _shares(sized.own_rows, sized.world_size, config, tiles)
+    slots = launch.slots_size(NAME, rows, sized.columns, dtype, config)
+    return Reservation((slots,), launch.output_bytes(sized.own_rows, sized.columns, dtype))
 
 
 def prepare(
@@ -58,11 +79,7 @@ def prepare(
     from interlace.operators.gemm_all_reduce.kernels import fused as kernels
 
     dtype, tiles = operands.out_dtype, launch.has_descriptors(group)
-    rows = balanced(operands.rows, group.world_size)
-    if tiles:
-        # A whole tile at the end of one rank's rows would cover the next rank's; behind the last
-        # rank's rows there is nothing.
-        rows = balanced_tiles(operands.rows, group.world_size, config.block_m)
+    rows = _shares(operands.rows, group.world_size, config, tiles)
     slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     stride, results = launch.padded_columns(operands.columns, dtype), None
     if tiles:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, known_factor
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.replays import places
@@ -20,6 +21,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.launch import row_stride
 from interlace.gemm.operands import FLOATS
+from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import (
     GemmAllReduceNormConfig,
@@ -86,6 +88,7 @@ GEMV = Implementation(
     is_batch_invariant=True,
     config_type=GemvAllReduceConfig,
     is_predictable=_is_predictable,
+    reservation=lambda sized: _reservation(sized),
 )
 
 
@@ -181,6 +184,71 @@ def tiling_of(
     )
 
 
+class _Words(NamedTuple):
+    """The words in which a call's sums travel.
+
+    Attributes:
+        block_b: Tokens of a tile.
+        tiles: Number of tiles.
+        values: Values of a word.
+        slot: Words of a slot.
+        size: The size of the workspace.
+    """
+
+    block_b: int
+    tiles: int
+    values: int
+    slot: int
+    size: WorkspaceSize
+
+    @staticmethod
+    def of(
+        tokens: int,
+        rows: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        ranks: int,
+        config: GemvAllReduceConfig,
+        is_batch_invariant: bool,
+    ) -> _Words:
+        """Return the words of ``[tokens, rows]`` sums."""
+        fewest = fewest_tokens(device, dtype) if is_batch_invariant else 1
+        block_b = block_tokens(tokens, fewest)
+        tiles = ceil_div(rows, config.block_n) * ceil_div(tokens, block_b)
+        # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
+        values = 2 if dtype.itemsize == 2 and block_b > 1 else 1
+        words = tiles * config.block_n * block_b // values
+        if config.protocol == "one_shot":
+            slot, results = round_up(words, 16), 0
+        else:
+            owned_rows = tiles * ceil_div(config.block_n, ranks)
+            slot, results = round_up(owned_rows * block_b // values, 16), words
+        # Protocols have workspaces of their own, because their slots and epochs differ. The 16
+        # words in front of the slots say which call this is.
+        name, nbytes = f"{_KERNEL}.{config.protocol}", 8 * (16 + ranks * slot + results)
+        return _Words(block_b, tiles, values, slot, WorkspaceSize(name, nbytes))
+
+
+def _reservation(sized: SizedProduct) -> Reservation:
+    config = sized.configs.get(GEMV.name) or default_config(
+        rows=sized.own_rows,
+        columns=sized.columns,
+        world_size=sized.world_size,
+        itemsize=sized.dtype.itemsize,
+    )
+    assert isinstance(config, GemvAllReduceConfig)
+    words = _Words.of(
+        sized.own_rows,
+        sized.columns,
+        sized.dtype,
+        sized.memory.device,
+        sized.world_size,
+        config,
+        sized.is_batch_invariant,
+    )
+    return Reservation((words.size,))
+
+
 def prepare(
     group: Group,
     x: torch.Tensor,
@@ -205,13 +273,9 @@ def prepare(
     from interlace.operators.gemm_all_reduce.kernels.two_phase import gemv_all_reduce_two_phase
 
     tokens, rows, columns, ranks = x.shape[0], w.shape[0], w.shape[1], group.world_size
-    fewest = fewest_tokens(x.device, x.dtype) if is_batch_invariant else 1
-    block_b = block_tokens(tokens, fewest)
-    row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
-    tiles = row_tiles * token_tiles
+    words = _Words.of(tokens, rows, x.dtype, x.device, ranks, config, is_batch_invariant)
+    block_b, tiles, values = words.block_b, words.tiles, words.values
     programs = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS)
-    # Two values per word halve the bytes; float32 would lose digits, and a pair is two tokens.
-    values = 2 if x.element_size() == 2 and block_b > 1 else 1
     tiling = tiling_of(x, w, config, block_b)._replace(
         word_values=values, round_parts=is_batch_invariant
     )
@@ -224,17 +288,11 @@ def prepare(
     }
     if config.max_registers:
         constants["maxnreg"] = config.max_registers
-    # Protocols have workspaces of their own, because their slots and epochs differ.
-    name = f"{_KERNEL}.{config.protocol}"
-    words = tiles * config.block_n * block_b // values
-    if config.protocol == "one_shot":
-        function, slot, results = gemv_all_reduce_one_shot, round_up(words, 16), 0
-    else:
-        owned_rows = tiles * ceil_div(config.block_n, ranks)
-        slot, results = round_up(owned_rows * block_b // values, 16), words
-        function = gemv_all_reduce_two_phase
-    # The 16 words in front of the slots say which call this is.
-    workspace = group.workspace(name, 8 * (16 + ranks * slot + results))
+    function = (
+        gemv_all_reduce_one_shot if config.protocol == "one_shot" else gemv_all_reduce_two_phase
+    )
+    name = words.size.name
+    workspace = group.workspace(*words.size)
     arguments = {
         "x": x,
         "w": w,
@@ -245,7 +303,7 @@ def prepare(
         "ctx": group.context(name),
         "call": mark,
         "half": workspace.half_bytes // 8,
-        "slot": slot,
+        "slot": words.slot,
         "N": rows,
         "B": tokens,
         "K": columns,

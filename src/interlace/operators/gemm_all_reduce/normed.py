@@ -64,13 +64,20 @@ class GemmAllReduceNorm(GemmOperator):
             needs(most_rows=MOST_FUSED_ROWS, dtypes=FLOATS),
             # It reads w along K, and copies another one in each call.
             is_predictable=lambda terms: terms.w_along_k,
+            reservation=launch.fused_reservation,
         ),
-        Implementation("pushed", "a product, then one kernel", launch.run_pushed),
+        Implementation(
+            "pushed",
+            "a product, then one kernel",
+            launch.run_pushed,
+            reservation=launch.pushed_reservation,
+        ),
         Implementation(
             "gemm",
             "gemm_all_reduce, by the implementation that it takes itself, then one kernel",
             launch.run_gemm,
             is_batch_invariant=True,
+            reservation=launch.gemm_reservation,
         ),
         UNFUSED,
     )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.registration import entrance
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     Launch,
@@ -23,7 +24,9 @@ from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
 from interlace.gemm.implementations.pushed import multiply
-from interlace.gemm.launch import lamport_arguments, row_stride
+from interlace.gemm.launch import lamport_arguments, lamport_size, row_stride
+from interlace.gemm.reservations import SizedProduct, plan_of
+from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
     MOST_NORMED_ROWS,
@@ -31,7 +34,7 @@ from interlace.operators.gemm_all_reduce.config import (
     GemmAllReduceNormConfig,
 )
 from interlace.operators.gemm_all_reduce.gemv import tiling_of
-from interlace.registry import BATCH_INVARIANT
+from interlace.registry import BATCH_INVARIANT, operator_named
 from interlace.units import ceil_div, next_power_of_2, round_up
 
 MOST_COLUMNS = 1 << 16
@@ -354,11 +357,72 @@ def _sum_rows(
 def _pushed_memory(group: Group, operator: str, product: torch.Tensor, mark: int) -> dict[str, Any]:
     """Return the arguments by which rows of a product travel. Collective when memory must grow."""
     rows, columns = product.shape
-    if is_pushed(rows, columns, product.dtype, group.world_size):
+    slot_bytes = _pushed_slot_bytes(rows, columns, product.dtype, group.world_size)
+    return lamport_arguments(group, operator, "pushed", slot_bytes, mark)
+
+
+def _pushed_slot_bytes(rows: int, columns: int, dtype: torch.dtype, world_size: int) -> int:
+    """Return the bytes of a slot for the rows of a product."""
+    if is_pushed(rows, columns, dtype, world_size):
         # Programs with many rows have them in any number, and memory should seldom grow.
         rows = next_power_of_2(rows)
-    slot = round_up(rows * columns, 16) * product.element_size()
-    return lamport_arguments(group, operator, "pushed", slot, mark)
+    return round_up(rows * columns, 16) * dtype.itemsize
+
+
+def pushed_reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of ``impl="pushed"``."""
+    ranks = sized.world_size
+    slot_bytes = _pushed_slot_bytes(sized.own_rows, sized.columns, sized.dtype, ranks)
+    return Reservation((lamport_size(sized.operator.name, "pushed", slot_bytes, ranks),))
+
+
+def _fused_slot(tokens: int, rows: int, block_n: int) -> tuple[int, int]:
+    """Return the elements of a slot, and of one token in it, of complete tiles; the compiler must
+    know that tokens are aligned.
+    """
+    block_b = _block_tokens(tokens)
+    line = round_up(ceil_div(rows, block_n) * block_n, 16)
+    return ceil_div(tokens, block_b) * block_b * line, line
+
+
+def _block_tokens(tokens: int) -> int:
+    """Return the tokens of a tile."""
+    return min(64, next_power_of_2(tokens))
+
+
+def gemm_reservation(sized: SizedProduct) -> Reservation | None:
+    """Return the symmetric memory of ``impl="gemm"``: that of what the sum takes itself."""
+    memory, declaration = sized.memory, cast(Any, operator_named("gemm_all_reduce"))
+    if memory.device.type == "meta":
+        return None
+    choice = declaration.choose(
+        rows=sized.own_rows,
+        columns=sized.columns,
+        inner=sized.inner,
+        dtype=sized.dtype,
+        out_dtype=sized.out_dtype,
+        world_size=sized.world_size,
+        device=memory.device,
+    )
+    terms = Terms.of_sizes(sized.own_rows, sized.columns, sized.dtype, memory.device.type)
+    terms = dataclasses.replace(terms, has_bias=sized.has_bias)
+    name, _ = choice.accepted(declaration, terms)
+    sum_ = dataclasses.replace(
+        sized,
+        operator=declaration,
+        rows=plan_of(declaration, sized.own_rows, sized.world_size),
+        config=choice.config,
+        configs=choice.configs,
+    )
+    reservation: Reservation | None = declaration.implementation(name).reservation(sum_)
+    return reservation
+
+
+def fused_reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of ``impl="fused"``."""
+    slot, _ = _fused_slot(sized.own_rows, sized.columns, sized.config.block_n)
+    ranks = sized.world_size
+    return Reservation((lamport_size(sized.operator.name, "fused", 4 * slot, ranks),))
 
 
 def _pushing_programs(product: torch.Tensor, group: Group) -> int:
@@ -381,7 +445,7 @@ def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any
     assert isinstance(config, GemmAllReduceNormConfig)
     x, w, ranks = operands.x, operands.w, group.world_size
     tokens, rows, columns = operands.rows, operands.columns, operands.inner
-    block_b = min(64, next_power_of_2(tokens))
+    block_b = _block_tokens(tokens)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     # The interpreter runs programs one after another, so none may wait for another of its rank.
@@ -396,9 +460,7 @@ def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any
     receivers = tokens * sections
     producers = min(tiles, config.max_programs or MAX_PROGRAMS, MAX_PROGRAMS - receivers)
     tiling = tiling_of(x, w, config, block_b)
-    # Tokens of complete tiles; the compiler must know that they are aligned.
-    line = round_up(row_tiles * config.block_n, 16)
-    slot = token_tiles * block_b * line
+    slot, line = _fused_slot(tokens, rows, config.block_n)
     arguments = _epilogue_arguments(call, results) | slots(4 * slot)
     arguments |= {
         "x": x,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
+from interlace.comm.groups.reservation import Reservation
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -23,6 +24,7 @@ from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced, check_sum
 from interlace.operators.gemm_all_to_all import fused, reference
 from interlace.registry import operator
@@ -127,6 +129,10 @@ class GemmAllToAll(GemmOperator):
     def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.gemm_all_to_all.kernel`."""
         return fused.run(call)
+
+    def fused_reservation(self, sized: SizedProduct) -> Reservation:
+        """Return the symmetric memory of the kernel."""
+        return fused.reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_to_all_single``."""

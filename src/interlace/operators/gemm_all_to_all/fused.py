@@ -8,6 +8,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.comm.groups.outputs import BUFFERS, Destination
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, describe_ranks
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.comm.runtime.interpreter import require
@@ -16,6 +17,7 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import Operands
+from interlace.gemm.reservations import SizedProduct
 from interlace.units import ceil_div
 
 NAME = "gemm_all_to_all"
@@ -45,6 +47,15 @@ def _received(sent: Sent) -> list[int]:
     return [sum(counts) for counts in zip(*sent, strict=True)]
 
 
+_SIGNALS = WorkspaceSize(NAME, 4096, layout.HEADER)
+
+
+def reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of a call: signals, and the result."""
+    most_rows = max(_received(sized.rows.sent))
+    return Reservation((_SIGNALS,), launch.output_bytes(most_rows, sized.columns, sized.out_dtype))
+
+
 def prepare(
     group: Group,
     operands: Operands,
@@ -69,7 +80,7 @@ def prepare(
 
     ranks, me = group.world_size, group.rank
     # Tiles go straight into results, so the workspace is there for its signals.
-    workspace = group.workspace(NAME, 4096, layout.HEADER)
+    workspace = group.workspace(*_SIGNALS)
     # Rows for a rank come one rank after the other in x; in that rank's result they follow those of
     # the sources before this one.
     routes, first = [], 0

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.comm.groups.registration import entrance
+from interlace.comm.groups.reservation import Reservation
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
@@ -21,6 +22,7 @@ from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
+from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced, balanced_rows, check_sum, rank_in
 from interlace.operators.gemm_reduce_scatter import chunked, fused, reference
 from interlace.registry import Implementation, operator
@@ -49,6 +51,7 @@ class GemmReduceScatter(GemmOperator):
                 chunked.run,
                 needs(same_dtype=True),
                 schedule="by_peer",
+                reservation=chunked.reservation,
             ),
             two_levels.run_reduce_scatter,
             two_levels.needs_rails,
@@ -72,6 +75,10 @@ class GemmReduceScatter(GemmOperator):
     def run_fused(self, call: GemmCall) -> Any:
         """Run the kernel of :mod:`interlace.operators.gemm_reduce_scatter.kernel`."""
         return fused.run(call)
+
+    def fused_reservation(self, sized: SizedProduct) -> Reservation:
+        """Return the symmetric memory of the kernel."""
+        return fused.reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``reduce_scatter``."""

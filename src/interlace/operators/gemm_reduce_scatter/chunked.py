@@ -15,6 +15,7 @@ import torch
 from interlace.comm import Group
 from interlace.comm.groups import copies
 from interlace.comm.groups.group import Workspace
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, describe_ranks
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.dlpack import bytes_at, view_as
@@ -25,6 +26,7 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import Operands
+from interlace.gemm.reservations import SizedProduct
 from interlace.units import ceil_div, round_up
 
 NAME = "gemm_reduce_scatter"
@@ -36,6 +38,19 @@ _LINK_BYTES_PER_NS = 380  # of a copy engine to one peer of an H200
 def run(call: GemmCall) -> DeferredCall | torch.Tensor:
     """Return this rank's rows ``[rows, N]`` of the product, summed over ranks."""
     return run_products([call.operands], call.rows.by_rank, call.group, call.config, call.mark)
+
+
+def _size(ranks: int, slot_bytes: int) -> WorkspaceSize:
+    """Return the size of the workspace with one set of slots, in both halves."""
+    signals = layout.HEADER + ranks * _PIECES
+    return WorkspaceSize(f"{NAME}.chunked", ceil_div(ranks * slot_bytes, 2), signals)
+
+
+def reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of a call."""
+    stride = launch.padded_columns(sized.columns, sized.out_dtype)
+    slot_bytes = max(sized.rows.by_rank) * stride * sized.out_dtype.itemsize
+    return Reservation((_size(sized.world_size, slot_bytes),))
 
 
 def run_products(
@@ -70,9 +85,7 @@ def run_products(
     piece_rows = _piece_rows(rows, row_bytes, operands.inner, config)
     # A copy's addresses are known before its epoch is, so there is one set of slots, in both halves
     # of the workspace.
-    workspace = group.workspace(
-        f"{NAME}, split", ceil_div(ranks * rows * row_bytes, 2), layout.HEADER + ranks * _PIECES
-    )
+    workspace = group.workspace(*_size(ranks, rows * row_bytes))
     context, signals, address = (
         group.context(NAME),
         workspace.signals.address,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from interlace.comm import Group
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
@@ -15,6 +16,7 @@ from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
+from interlace.gemm.reservations import SizedProduct
 
 NAME = "gemm_reduce_scatter"
 
@@ -40,6 +42,12 @@ def run(call: GemmCall) -> DeferredCall:
         functools.partial(launch.without_padding, columns=operands.columns),
         is_of_operands=operands is call.operands,
     )
+
+
+def reservation(sized: SizedProduct) -> Reservation:
+    """Return the symmetric memory of a call: slots for the parts of this rank's rows."""
+    rows, dtype = sized.rows.by_rank, sized.out_dtype
+    return Reservation((launch.slots_size(NAME, rows, sized.columns, dtype, sized.config),))
 
 
 def prepare(

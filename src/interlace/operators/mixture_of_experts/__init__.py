@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from interlace.comm import default_name, process_group_named, rank_and_size
 from interlace.comm.groups.group import known_nodes
 from interlace.comm.groups.registration import entrance
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.host.nodes import declared_ranks_per_node
 from interlace.costs.mixture_of_experts import ExpertsCall
 from interlace.gemm import invariance
@@ -43,6 +45,7 @@ class MixtureOfExperts(Operator):
             "fused",
             "kernels that send rows as they compute them",
             fused.run,
+            reservation=fused.reservation,
             backward=fused.backward,
             schedule="by_slot",
             is_batch_invariant=True,
@@ -52,6 +55,7 @@ class MixtureOfExperts(Operator):
             "kernels for few tokens, which read each weight once",
             decode.run,
             decode.refusal,
+            reservation=decode.reservation,
             schedule="by_token",
             is_batch_invariant=True,
         ),
@@ -69,6 +73,7 @@ class MixtureOfExperts(Operator):
             "torch._grouped_mm between all-gather and reduce-scatter, or, where that takes no such "
             "call, F.linear between two of all_to_all_single",
             stock.run,
+            reservation=lambda _: Reservation(),
             schedule="to_all",
             spans_nodes=True,
             is_predictable=stock.is_grouped,
@@ -116,6 +121,7 @@ class MixtureOfExperts(Operator):
         activation: str | ExpertActivation = "silu",
         world_size: int,
         nodes: int = 1,
+        lacking: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         the_activation = ExpertActivation.of(activation)
@@ -132,7 +138,32 @@ class MixtureOfExperts(Operator):
             f"{self.name} of {sizes.tokens} tokens per rank, top {sizes.top_k} of {sizes.experts} "
             f"experts {sizes.hidden} x {sizes.ffn}, {name}"
         )
+        if choice.impl in lacking:
+            reason = f"{choice.impl} needs {lacking[choice.impl]}; {choice.reason}"
+            return call, "unfused", reason
         return call, chosen, choice.reason
+
+    def reservations(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        w_in: torch.Tensor,
+        w_out: torch.Tensor,
+        *,
+        b_in: torch.Tensor | None = None,
+        b_out: torch.Tensor | None = None,
+        activation: str | ExpertActivation = "silu",
+        world_size: int,
+        granularity: int | None = None,
+    ) -> dict[str, Reservation | None]:
+        """Return what each implementation reserves for a call without a capacity."""
+        the_activation = ExpertActivation.of(activation)
+        validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, None, world_size)
+        sizes = ExpertSizes.of(x, experts, w_in, world_size, max(1, len(x)))
+        keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
+        terms = ExpertTerms(sizes, x.dtype, x.device.type, keeps, 1)
+        return {each.name: each.reservation(terms) for each in self.implementations}
 
 
 _DECLARATION = MixtureOfExperts()

@@ -9,6 +9,7 @@ import torch
 
 from interlace.comm import Workspace
 from interlace.comm.groups.group import MAX_PROGRAMS
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, processors, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
@@ -80,14 +81,24 @@ def _result(
 
 def _workspaces(call: LayerCall) -> tuple[Workspace, Workspace]:
     """Return the memory of tokens and signals, and of results. Collective when it must grow."""
-    sizes = call.sizes
-    row_bytes = sizes.hidden * call.x.dtype.itemsize
+    tokens, results = _sizes(call.sizes, call.x.dtype)
+    return call.group.workspace(*tokens), call.group.workspace(*results)
+
+
+def _sizes(sizes: ExpertSizes, dtype: torch.dtype) -> tuple[WorkspaceSize, WorkspaceSize]:
+    """Return the sizes of the workspaces of tokens and signals, and of results."""
+    row_bytes = sizes.hidden * dtype.itemsize
     half_bytes = round_up(rows_at(sizes) + sizes.world_size * sizes.tokens * row_bytes, 16)
     return (
-        call.group.workspace(WORKSPACE, half_bytes, DECODE_SIGNALS),
+        WorkspaceSize(WORKSPACE, half_bytes, DECODE_SIGNALS),
         # Used as one memory: its halves need not take turns.
-        call.group.workspace(_RESULTS, ceil_div(sizes.slots * row_bytes, 2)),
+        WorkspaceSize(_RESULTS, ceil_div(sizes.slots * row_bytes, 2)),
     )
+
+
+def reservation(terms: ExpertTerms) -> Reservation:
+    """Return the symmetric memory of a call."""
+    return Reservation(_sizes(terms.sizes, terms.dtype))
 
 
 def rows_at(sizes: ExpertSizes) -> int:

@@ -14,11 +14,13 @@ import torch
 
 from interlace.comm import Group, Workspace
 from interlace.comm.groups.outputs import Output
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.replay.deferred import DeferredCall, addresses
 from interlace.comm.replay.replays import places
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.mixture_of_experts import layout, stock
 from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
+from interlace.operators.mixture_of_experts.choice import ExpertTerms
 from interlace.operators.mixture_of_experts.config import OPERATOR
 from interlace.operators.mixture_of_experts.layout import ExpertSizes, Saved
 from interlace.units import ceil_div
@@ -33,6 +35,9 @@ def run(call: LayerCall) -> DeferredCall:
 
     def prepared(space: Output, y: torch.Tensor, *saved: torch.Tensor) -> Callable[[], None]:
         workspaces(call, OPERATOR)  # what may have to grow
+        if call.keeps and call.group.memory.limit_bytes is not None:
+            # Its backward pass must not find later that others have taken what was left.
+            workspaces(call, BACKWARD)
         require(call.group.backend)
         from interlace.operators.mixture_of_experts.fused_launches import forward_launches
 
@@ -189,10 +194,29 @@ def workspaces(call: LayerCall, operator: str) -> tuple[Workspace, Workspace]:
         call: The call.
         operator: The name of the pass.
     """
-    group, sizes = call.group, call.sizes
-    numbers = 4 * sizes.world_size * (sizes.experts + 1)
+    results, numbers = workspace_sizes(call.sizes, call.x.dtype, operator)
+    workspace = call.group.workspace(*results)
+    return call.group.workspace(*numbers), workspace
+
+
+def workspace_sizes(
+    sizes: ExpertSizes, dtype: torch.dtype, operator: str
+) -> tuple[WorkspaceSize, WorkspaceSize]:
+    """Return the sizes of the workspaces of a pass: for the rows that come back, and for numbers
+    and signals.
+    """
     # The workspace's two halves are used as one: peers write here only once this rank is in its
     # next call.
-    row_bytes = sizes.hidden * call.x.dtype.itemsize
-    results = group.workspace(_RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2))
-    return group.workspace(operator, numbers, layout.SIGNALS), results
+    row_bytes = sizes.hidden * dtype.itemsize
+    results = WorkspaceSize(_RESULTS, ceil_div(sizes.returns * (row_bytes + 4), 2))
+    numbers = 4 * sizes.world_size * (sizes.experts + 1)
+    return results, WorkspaceSize(operator, numbers, layout.SIGNALS)
+
+
+def reservation(terms: ExpertTerms) -> Reservation:
+    """Return the symmetric memory of a call, with its backward pass if there is one."""
+    sizes, dtype = terms.sizes, terms.dtype
+    names = [OPERATOR, BACKWARD] if terms.keeps else [OPERATOR]
+    results, *_ = workspace_sizes(sizes, dtype, OPERATOR)
+    numbers = [workspace_sizes(sizes, dtype, name)[1] for name in names]
+    return Reservation((results, *numbers), buffer_bytes(sizes, dtype))

@@ -101,9 +101,7 @@ class LossCase(Case):
     def expected(self, rank: int, ranks: int, seed: int) -> list[tuple[torch.Tensor, float]]:
         inputs = [self.tensors(each, ranks, seed) for each in range(ranks)]
         names = [name for name in self.leaf_names if name in inputs[0]]
-        leaves = [
-            {name: call[name].double().requires_grad_() for name in names} for call in inputs
-        ]
+        leaves = [{name: call[name].double().requires_grad_() for name in names} for call in inputs]
         x = torch.cat([call["x"] for call in leaves]) if self.sharded else leaves[0]["x"]
         w = torch.cat([call["w"] for call in leaves])
         bias = torch.cat([call["bias"] for call in leaves]) if self.bias else None

@@ -18,10 +18,12 @@ from interlace import environment
 from interlace.comm.groups.reservation import Reservation
 from interlace.gemm.operator import GemmOperator
 from interlace.operators.embedding_all_to_all.layout import Layout, SizedLookups
+from interlace.operators.linear_cross_entropy.call import SizedLoss
 from interlace.operators.mixture_of_experts.choice import ExpertTerms
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operators
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
+from interlace.testing.cases.losses import LossCase
 from tests.errors import error_of
 
 # What stock pairs compare their rows by; no limit applies to it.
@@ -37,6 +39,9 @@ def _cases(world_size: int) -> list[Case]:
         declaration = operators()[case.operator]
         if isinstance(declaration, GemmOperator):
             case = dataclasses.replace(case, backward=False)
+        elif isinstance(case, LossCase):
+            # Rows are gathered, and gradients summed, by other operators.
+            case = dataclasses.replace(case, backward=False, sharded=False)
         if case not in cases:
             cases.append(case)
     return cases
@@ -56,6 +61,8 @@ def _said(case: Any, tensors: dict[str, torch.Tensor], granularity: int) -> Rese
             len(x), top_k, ranks * case.local, case.hidden, case.ffn, ranks, capacity
         )
         sized = ExpertTerms(sizes, x.dtype, "cpu", case.backward)
+    elif case.operator == "linear_cross_entropy":
+        sized = SizedLoss(case.rows, case._options(ranks)["chunk_rows"], ranks)
     elif getattr(case, "splits", None) is not None:
         return None
     else:

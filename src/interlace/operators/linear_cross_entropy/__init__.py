@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+
 import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name, rank_and_size
 from interlace.comm.groups.registration import entrance
+from interlace.comm.groups.reservation import Reservation
 from interlace.operators.linear_cross_entropy import fused, reference, schema  # noqa: F401
-from interlace.operators.linear_cross_entropy.call import OPERATOR, Options, validate
+from interlace.operators.linear_cross_entropy.call import OPERATOR, Options, SizedLoss, validate
 from interlace.registry import Implementation, Operator, operator
 
 
@@ -25,6 +29,7 @@ class LinearCrossEntropy(Operator):
             "chunks of rows: a product, and a kernel that exchanges what ranks know of its rows",
             fused.run,
             backward=fused.backward,
+            reservation=fused.reservation,
         ),
         Implementation(
             "unfused",
@@ -33,6 +38,7 @@ class LinearCrossEntropy(Operator):
             spans_nodes=True,
             backward=reference.gradients,
             alias="nccl",
+            reservation=lambda _: Reservation(),
         ),
     )
 
@@ -53,6 +59,7 @@ class LinearCrossEntropy(Operator):
         bias: torch.Tensor | None = None,
         world_size: int,
         nodes: int = 1,
+        lacking: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
         rows, columns = target.numel(), len(w)
@@ -63,11 +70,30 @@ class LinearCrossEntropy(Operator):
         call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {x.shape[1]} wide, {name}"
         if nodes > 1:
             return call, "unfused", "the ranks do not all share memory"
+        if "fused" in lacking:
+            return call, "unfused", f"fused needs {lacking['fused']}"
         reason = (
             f"logits of {chunk} rows are stored at a time, {chunk * columns * x.itemsize} bytes; "
             f"the stock way stores {rows * columns * 4} bytes of them, more than once"
         )
         return call, "fused", reason
+
+    def reservations(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        world_size: int,
+        granularity: int | None = None,
+    ) -> dict[str, Reservation]:
+        """Return what each implementation reserves for a call with chunks of the default size,
+        without the sum of x's gradient over ranks, which is another operator's.
+        """
+        rows = target.numel()
+        sized = SizedLoss(rows, fused.chunk_rows(rows, len(w), x.itemsize), world_size)
+        return {each.name: each.reservation(sized) for each in self.implementations}
 
 
 def linear_cross_entropy(

@@ -60,6 +60,20 @@ def columns_of_rank(rows: int, vocabulary: int, world_size: int) -> int:
     return max(rows, ceil_div(vocabulary, world_size))
 
 
+class SizedLoss(NamedTuple):
+    """The sizes of a call by which its symmetric memory follows.
+
+    Attributes:
+        rows: Rows of all ranks that the call has.
+        chunk_rows: Rows whose logits are stored at a time.
+        world_size: Number of ranks.
+    """
+
+    rows: int
+    chunk_rows: int
+    world_size: int
+
+
 class Gradients(NamedTuple):
     """The gradients of x, w and the bias; None where it is not needed."""
 
@@ -228,9 +242,16 @@ class LossCall:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        self.operator.require_nodes(self.impl, self.group.nodes)
-        name = self.operator.choose(nodes=self.group.nodes) if self.impl == "auto" else self.impl
-        return self.operator.implementation(name)
+        group, operator = self.group, self.operator
+        operator.require_nodes(self.impl, group.nodes)
+        if self.impl != "auto":
+            return operator.implementation(self.impl)
+        chosen = operator.implementation(operator.choose(nodes=group.nodes))
+        if group.spans_nodes or group.memory.limit_bytes is None:
+            return chosen
+        sized = SizedLoss(self.target.numel(), self.options.chunk_rows, group.world_size)
+        lacks = group.memory.shortage(chosen.reservation(sized))
+        return chosen if lacks is None else operator.implementation("unfused")
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return the range of this call for profilers, by the name of the operator or its half."""

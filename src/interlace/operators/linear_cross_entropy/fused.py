@@ -13,12 +13,14 @@ import torch.nn.functional as F
 
 from interlace.comm import MAX_PROGRAMS
 from interlace.comm.groups.registration import entrance
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.linear_cross_entropy.call import (
     OPERATOR,
     Gradients,
     LossCall,
+    SizedLoss,
     columns_of_rank,
 )
 from interlace.units import ceil_div, next_power_of_2, round_up
@@ -45,6 +47,17 @@ def chunk_rows(rows: int, columns: int, itemsize: int) -> int:
     """
     most = max(_MOST_LOGITS_BYTES // (columns * itemsize), _ROW_MULTIPLE)
     return round_up(ceil_div(rows, ceil_div(rows, most)), _ROW_MULTIPLE) if rows else _ROW_MULTIPLE
+
+
+def _size(rows: int, world_size: int) -> WorkspaceSize:
+    """Return the size of the memory in which ranks tell one another of a chunk's rows."""
+    return WorkspaceSize(OPERATOR, rows * world_size * _ROW_BYTES)
+
+
+def reservation(sized: SizedLoss) -> Reservation:
+    """Return the symmetric memory of the loss itself; products with an exchange have their own."""
+    rows = min(sized.rows, max(sized.chunk_rows, 1))
+    return Reservation((_size(rows, sized.world_size),) if rows else ())
 
 
 def run(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
@@ -178,7 +191,7 @@ def _losses(
     """
     group, options = call.group, call.options
     ranks = group.world_size
-    workspace = group.workspace(OPERATOR, len(logits) * ranks * _ROW_BYTES)
+    workspace = group.workspace(*_size(len(logits), ranks))
     arguments = _row_arguments(call, logits, targets) | {
         "losses": numbers[0],
         "log_sums": numbers[1],

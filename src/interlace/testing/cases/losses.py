@@ -22,7 +22,7 @@ _Z_LOSS = 0.01
 _ROUNDINGS = 16  # of logits, of their exponentials, of gradients and of sums of these
 
 # Rows of a rank, width, columns of a rank, dtype, bias, label smoothing, reduction, rows sharded.
-_KINDS = (
+_KINDS: tuple[tuple[int, int, int, str, bool, float, str, bool], ...] = (
     (7, 24, 40, "float32", True, 0.1, "mean", False),
     (5, 16, 33, "float32", False, 0.0, "none", True),
     (16, 64, 300, "bfloat16", False, 0.1, "sum", False),
@@ -154,6 +154,10 @@ def every(operator: str, impl: str, ranks: int) -> list[LossCase]:
 
 def draw(operator: str, impl: str, ranks: int, source: random.Random, large: bool) -> LossCase:
     """Return a random call; ``large`` allows one with many columns."""
-    rows, hidden, columns, dtype, *others = source.choice(_KINDS if large else _KINDS[:-1])
-    backward = source.random() < 0.7
-    return LossCase(OPERATOR, impl, dtype, backward, rows, hidden, columns, *others)
+    rows, hidden, columns, dtype, bias, smoothing, reduction, sharded = source.choice(
+        _KINDS if large else _KINDS[:-1]
+    )
+    return LossCase(
+        OPERATOR, impl, dtype, source.random() < 0.7, rows, hidden, columns, bias, smoothing,
+        reduction, sharded,
+    )  # fmt: skip

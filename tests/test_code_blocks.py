@@ -167,15 +167,19 @@ def worker():
     assert y.shape == (3, 32)
     model = torch.nn.ModuleDict({"up": up, "down": down})
     dist.barrier()
+    target = torch.randint(50, (3,))
     # block 1
-    optimizer = torch.optim.SGD(model.parameters())
+    expected = torch.nn.functional.cross_entropy(y @ head.weight.T, target)
+    torch.testing.assert_close(loss, expected)
     # block 2
+    optimizer = torch.optim.SGD(model.parameters())
+    # block 3
     scaler = torch.amp.GradScaler("cpu")
     loss = down(up(x)[:, :32]).sum()
-    # block 3
+    # block 4
 """,
         ranks=1,
-        smaller={"4096": "32", "28672": "64", "14336": "32"},
+        smaller={"4096": "32", "28672": "64", "14336": "32", "128256": "50"},
     ),
     "docs/tracing.md": _PRODUCT,
     "docs/training-dlrm.md": Program(

@@ -12,6 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import interlace
 from interlace.nn import LinearCrossEntropyLoss, unsharded_state_dict
@@ -166,6 +169,34 @@ def _other_ways() -> list[bool]:
 def test_compiles_and_takes_autocast(ranks: Any) -> None:
     for found in ranks(2).run(_other_ways):
         assert all(found), found
+
+
+def _sharded_twice() -> dict[str, float]:
+    """Return the errors of a clipped step under FSDP2, on two of four ranks with other samples."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "vocabulary"))
+    linear = _linear()
+    head = LinearCrossEntropyLoss.from_linear(linear, mesh.get_group("vocabulary"))
+    fully_shard(head, mesh=mesh["data"])
+    x, target = torch.randn(2, 4, WIDTH), torch.randint(VOCABULARY, (2, 4))
+    sample = mesh.get_local_rank("data")
+    head(x[sample], target[sample]).backward()
+    # Samples have equally many tokens, so the mean of their means is that of all tokens.
+    _expected(linear, x, target).backward()
+    norms = []
+    for module in (head, linear):
+        norm = nn.utils.clip_grad_norm_(module.parameters(), 0.1)
+        norms.append(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        torch.optim.SGD(module.parameters(), 1.0).step()
+    state = unsharded_state_dict(head)
+    errors = {
+        name: _error(state[name], value.double()) for name, value in linear.state_dict().items()
+    }
+    return errors | {"norm": _error(*norms)}
+
+
+def test_a_clipped_step_under_fsdp2(ranks: Any) -> None:
+    for errors in ranks(4).run(_sharded_twice):
+        assert max(errors.values()) < TOLERANCE, errors
 
 
 def _refused() -> list[tuple[str, str]]:

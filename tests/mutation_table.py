@@ -368,6 +368,12 @@ MUTANTS = [
     ),
     # nn
     Mutant(
+        "interlace/nn/linear_cross_entropy_loss.py",
+        "vocabulary=self.out_features",
+        "vocabulary=None",
+        "nn/test_linear_cross_entropy_loss.py::test_ranks_match_the_full_layer",
+    ),
+    Mutant(
         "interlace/nn/moe.py",
         "capacity_of(tokens.shape[0], self.top_k",
         "capacity_of(len(tokens), self.top_k",

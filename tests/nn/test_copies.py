@@ -21,6 +21,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
+    LinearCrossEntropyLoss,
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
@@ -46,6 +47,10 @@ def _modules(
         "row": (
             RowParallelLinear(SIZE, SIZE, group=group),
             lambda module: module(x[:, : SIZE // dist.get_world_size(group)]),
+        ),
+        "loss": (
+            LinearCrossEntropyLoss(SIZE, 3, group=group),
+            lambda module: module(x, INDICES[:3]),
         ),
         "experts": (MoE(SIZE, SIZE, 2, 1, group=group), lambda module: module(x)[0]),
         "bags": (ShardedEmbeddingBags(TABLES, **bags), lambda module: module(INDICES)),
@@ -120,7 +125,7 @@ def test_a_copy_works_like_the_original(ranks: Any, with_group: bool, method: st
     The original is unchanged.
     """
     for outcomes in ranks(2).run(_copied, with_group, method):
-        assert len(outcomes) == 5
+        assert len(outcomes) == 6
         assert all(all(holds.values()) for holds in outcomes.values()), outcomes
 
 
@@ -200,7 +205,7 @@ def test_functional_call(ranks: Any) -> None:
 
 
 def _converted() -> dict[str, Any]:
-    """Return results and gradients of linear layers and experts that were moved to bfloat16."""
+    """Return results and gradients of layers that were moved to bfloat16."""
     outcomes: dict[str, Any] = {}
     group = dist.group.WORLD
     for name, (module, _) in _modules(group).items():
@@ -209,26 +214,28 @@ def _converted() -> dict[str, Any]:
         moved = copy.deepcopy(module).to(torch.bfloat16)
         columns = SIZE // 2 if name == "row" else SIZE
         x = torch.randn(3, columns, dtype=torch.bfloat16, requires_grad=True)
-        y = moved(x)
+        arguments = (INDICES[:3],) if name == "loss" else ()
+        y = moved(x, *arguments)
         y = y[0] if isinstance(y, tuple) else y
         y.sum().backward()
         dtypes = {
             parameter.grad.dtype for parameter in moved.parameters() if parameter.grad is not None
         }
         outcomes[name] = (y.dtype, x.grad.dtype if x.grad is not None else None, dtypes)
-        outcomes[f"{name}, x of another dtype"] = error_of(moved, x.detach().float())
+        outcomes[f"{name}, x of another dtype"] = error_of(moved, x.detach().float(), *arguments)
     return outcomes
 
 
 def test_modules_in_another_dtype(ranks: Any) -> None:
     for outcomes in ranks(2).run(_converted):
-        assert len(outcomes) == 6
+        assert len(outcomes) == 8
         for name, outcome in outcomes.items():
             if name.endswith("dtype"):
                 assert outcome is not None, name
                 assert outcome[0] == "ArgumentError"
             else:
-                assert outcome == (torch.bfloat16, torch.bfloat16, {torch.bfloat16})
+                result = torch.float32 if name == "loss" else torch.bfloat16
+                assert outcome == (result, torch.bfloat16, {torch.bfloat16})
 
 
 _SOLO = """

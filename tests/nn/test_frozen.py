@@ -14,6 +14,7 @@ from torch import nn
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
+    LinearCrossEntropyLoss,
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
@@ -44,6 +45,7 @@ def _layers(impl: str, on: str) -> dict[str, Any]:
         "row": RowParallelLinear(SIZE, SIZE),
         "column, sequence": ColumnParallelLinear(SIZE, SIZE, sequence_parallel=True),
         "row, sequence": RowParallelLinear(SIZE, SIZE, sequence_parallel=True),
+        "loss": LinearCrossEntropyLoss(SIZE, 7, bias=True),
         "experts": MoE(SIZE, SIZE, 2, 1),
     }
     wrong = {}
@@ -52,7 +54,7 @@ def _layers(impl: str, on: str) -> dict[str, Any]:
         x = torch.randn(TOKENS, SIZE // 2 if name.startswith("row") else SIZE, requires_grad=True)
 
         def call(layer: nn.Module = layer, x: torch.Tensor = x) -> torch.Tensor:
-            y = layer(x)
+            y = layer(x, *([INDICES[:TOKENS]] if isinstance(layer, LinearCrossEntropyLoss) else []))
             gradients: torch.Tensor = y[0] if isinstance(y, tuple) else y
             return gradients
 

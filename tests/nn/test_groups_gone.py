@@ -14,6 +14,7 @@ from interlace.gemm.reference import exchange_rows
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
+    LinearCrossEntropyLoss,
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
@@ -29,11 +30,13 @@ def _calls(group: dist.ProcessGroup | None) -> dict[str, Callable[[], Any]]:
     x = torch.ones(2, 8)
     column, row = ColumnParallelLinear(8, 4, group=group), RowParallelLinear(16, 4, group=group)
     scattered = RowParallelLinear(16, 4, sequence_parallel=True, group=group)
+    loss, target = LinearCrossEntropyLoss(8, 4, group=group), torch.zeros(2, dtype=torch.int64)
     moe, bags = MoE(8, 8, 4, group=group), ShardedEmbeddingBags(TABLES, group=group)
     return {
         "column": lambda: column(x),
         "row": lambda: row(x),
         "scattered": lambda: scattered(x),
+        "loss": lambda: loss(x, target),
         "moe": lambda: moe(x),
         "bags": lambda: bags(torch.tensor([0, 1, 2, 3])),
     }
@@ -52,7 +55,7 @@ def _after_a_group() -> dict[str, Any]:
 
 def test_a_destroyed_group(ranks: Any) -> None:
     for errors in ranks(2).run(_after_a_group):
-        assert len(errors) == 7
+        assert len(errors) == 8
         for name, error in errors.items():
             assert error is not None, name
             assert error[0] == "GroupError", (name, error)
@@ -69,6 +72,7 @@ def _alone() -> dict[str, Callable[[], Any]]:
         "unfused": lambda: interlace.gemm_reduce_scatter(x, w, impl="unfused"),
         "decoding": lambda: interlace.gemv_all_reduce(x, w, impl="unfused"),
         "embedding": lambda: interlace.embedding_all_to_all([w], indices[:2], indices[:3]),
+        "loss of an operator": lambda: interlace.linear_cross_entropy(x, w, indices[:2]),
         "experts": lambda: interlace.mixture_of_experts(x, *routing, *experts),
         "explain": lambda: interlace.explain("gemm_all_reduce", x, w),
         "layer": lambda: RowParallelLinear(8, 4)(x),
@@ -116,7 +120,7 @@ def test_calls_without_the_default_group(quick_launches: None) -> None:
                 "must exist in each of several processes; got none, and WORLD_SIZE is 2. Call"
                 in (error[1])
             )
-        assert len(outcome["destroyed"]) == 16
+        assert len(outcome["destroyed"]) == 18
         for name, error in outcome["destroyed"].items():
             assert error[0] == "GroupError", (name, error)
             assert (

@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
+    LinearCrossEntropyLoss,
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
@@ -52,9 +53,18 @@ def _linear(kind: Any, group: Any) -> Any:
     return layer, lambda: layer(_x(4, layer.weight.shape[1]))
 
 
+def _loss(group: Any, impl: str) -> Any:
+    torch.manual_seed(0)
+    head = LinearCrossEntropyLoss(8, 5, group=group, **HERE)
+    head.impl = impl
+    return head, lambda: head(_x(4, 8), INDICES[1:5] % 5)
+
+
 LAYERS: dict[str, Callable[[Any], Any]] = {
     "rows": lambda group: _linear(RowParallelLinear, group),
     "columns": lambda group: _linear(ColumnParallelLinear, group),
+    "loss": lambda group: _loss(group, "fused"),
+    "unfused loss": lambda group: _loss(group, "unfused"),
     "experts": lambda group: _experts(group, "fused"),
     "unfused experts": lambda group: _experts(group, "unfused"),
     "one-hot bags": lambda group: _bags(group, 2, "dense", "unfused"),
@@ -154,12 +164,16 @@ def _on_meta() -> list[Any]:
         y = y[0] if isinstance(y, tuple) else y
         y.sum().backward()
         found.append((y.is_meta, list(y.shape)))
-    return found
+    loss = LinearCrossEntropyLoss(4, 7, **meta)(
+        calls[0][1], torch.empty(3, dtype=torch.int64, device="meta")
+    )
+    loss.backward()
+    return [*found, (loss.is_meta, list(loss.shape))]
 
 
 def test_layers_on_the_meta_device(ranks: Any) -> None:
     for found in ranks(2).run(_on_meta):
-        assert found == [(True, [3, 4])] * 3
+        assert found == [*[(True, [3, 4])] * 3, (True, [])]
 
 
 class _Block(torch.nn.Module):

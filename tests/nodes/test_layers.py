@@ -13,6 +13,7 @@ import interlace
 from interlace.nn import (
     ColumnParallelLinear,
     EmbeddingTable,
+    LinearCrossEntropyLoss,
     MoE,
     RowParallelLinear,
     ShardedEmbeddingBags,
@@ -37,6 +38,22 @@ def _linears(group: dist.ProcessGroup, impl: str, sequence_parallel: bool) -> li
     y = down(torch.relu(up(x)))
     y.square().sum().backward()
     return [y.detach(), x.grad, *(each.grad for layer in (up, down) for each in layer.parameters())]
+
+
+def _loss(group: dist.ProcessGroup, impl: str, sequence_parallel: bool) -> list[Any]:
+    torch.manual_seed(5)
+    linear = torch.nn.Linear(12, 23)  # the last of four ranks has a row of padding
+    head = LinearCrossEntropyLoss.from_linear(
+        linear, group, sequence_parallel=sequence_parallel, label_smoothing=0.1
+    )
+    head.impl = impl
+    x, target = torch.randn(8, 12), torch.randint(23, (8,))
+    if sequence_parallel:
+        x = x.chunk(dist.get_world_size())[dist.get_rank()]
+    x = x.clone().requires_grad_()
+    loss = head(x, target)
+    loss.backward()
+    return [loss.detach(), x.grad, *(each.grad for each in head.parameters())]
 
 
 def _experts(group: dist.ProcessGroup, impl: str) -> list[Any]:
@@ -91,6 +108,8 @@ def _steps(step: Callable[..., list[Any]], arguments: tuple[Any, ...], nodes: in
         (_linears, ("chunked", True)),
         (_linears, ("chunked", False)),
         (_linears, ("auto", True)),
+        (_loss, ("auto", False)),
+        (_loss, ("auto", True)),
         (_experts, ("auto",)),
         (_bags, ("auto",)),
         (_bags, ("fused",)),

@@ -1,6 +1,7 @@
 """Modules that compute and communicate at once, to be used instead of torch's modules."""
 
 from interlace.nn.embedding_bags import PooledEmbeddings, ShardedEmbeddingBags
+from interlace.nn.linear_cross_entropy_loss import LinearCrossEntropyLoss
 from interlace.nn.moe import MoE, Routing
 from interlace.nn.parallel_linear import (
     ColumnParallelLinear,
@@ -13,6 +14,7 @@ from interlace.nn.sharding import EmbeddingTable, Shard, ShardingPlan, make_plan
 __all__ = [
     "ColumnParallelLinear",
     "EmbeddingTable",
+    "LinearCrossEntropyLoss",
     "MoE",
     "PooledEmbeddings",
     "Routing",

@@ -23,11 +23,12 @@ from interlace.nn.sharded_parameters import Sharing
 from interlace.operators.all_gather_gemm import all_gather_gemm
 from interlace.operators.gemm_all_reduce import gemm_all_reduce
 from interlace.operators.gemm_reduce_scatter import gemm_reduce_scatter
-from interlace.units import round_up
+from interlace.units import ceil_div, round_up
 
 
 class ParallelLinear(ShardHolder):
-    """Base of :class:`RowParallelLinear` and :class:`ColumnParallelLinear`.
+    """Base of the layers whose weight ``[N, K]`` is sharded: :class:`ColumnParallelLinear`,
+    :class:`RowParallelLinear` and :class:`LinearCrossEntropyLoss`.
 
     Attributes:
         weight: This rank's shard of the full weight ``[N, K]``.
@@ -82,7 +83,8 @@ class ParallelLinear(ShardHolder):
         self.parts = tuple(parts)
         self.sequence_parallel, self.impl = sequence_parallel, "auto"
         shape = [out_features, in_features]
-        shape[self._axis] //= self.world_size
+        # Only a layer without parts pads what the ranks do not divide.
+        shape[self._axis] = ceil_div(shape[self._axis], self.world_size)
         self.weight = nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         if bias:
             self.bias = nn.Parameter(
@@ -159,6 +161,20 @@ class ParallelLinear(ShardHolder):
         sizes = [part // self.world_size for part in self.parts]
         by_part = zip(*(shard.split(sizes, axis) for shard in shards), strict=True)
         return torch.cat([piece for pieces in by_part for piece in pieces], axis)
+
+    def _require_features(self, x: torch.Tensor) -> None:
+        """Refuse an x that does not end in all input features, or has no sequence where it must.
+
+        Raises:
+            ArgumentError: x has another shape.
+        """
+        least = 2 if self.sequence_parallel else 1
+        if x.dim() < least or x.shape[-1] != self.in_features:
+            shape = "[sequence, ..., " if self.sequence_parallel else "[..., "
+            raise ArgumentError(
+                f"{type(self).__name__}: x must be {shape}{self.in_features}]; got shape "
+                f"{list(x.shape)}."
+            )
 
     def _sharded(self) -> list[str]:
         # A bias that is added once, after a sum over ranks, is the same on every rank.
@@ -313,13 +329,7 @@ class ColumnParallelLinear(ParallelLinear):
             GroupError: the layer's process group was destroyed or replaced.
         """
         require_same_ranks(type(self).__name__, self.group, self.rank, self.world_size)
-        least = 2 if self.sequence_parallel else 1
-        if x.dim() < least or x.shape[-1] != self.in_features:
-            shape = "[sequence, ..., " if self.sequence_parallel else "[..., "
-            raise ArgumentError(
-                f"ColumnParallelLinear: x must be {shape}{self.in_features}]; got shape "
-                f"{list(x.shape)}."
-            )
+        self._require_features(x)
         x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
         # Gathering x is part of the operator: products of rows that have arrived begin at once.
         if self.sequence_parallel:

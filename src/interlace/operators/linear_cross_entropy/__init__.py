@@ -62,10 +62,11 @@ class LinearCrossEntropy(Operator):
         lacking: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        rows, columns = target.numel(), len(w)
+        x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+        rows, columns = len(target), len(w)
         options = Options(world_size * columns, -100, 0.0, 0.0, "mean", False, 1)
         validate(x, w, target, bias, options, world_size)
-        chunk = fused.chunk_rows(rows, columns, x.itemsize)
+        chunk = min(fused.chunk_rows(rows, columns, x.itemsize), rows)
         name = str(x.dtype).removeprefix("torch.")
         call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {x.shape[1]} wide, {name}"
         if nodes > 1:
@@ -153,7 +154,7 @@ def linear_cross_entropy(
     Returns:
         The loss, a float32 number; with ``reduction="none"`` of target's shape.
 
-        Gradients go to x, w and bias. That of x is the sum over ranks: do not reduce it again.
+        LossGradients go to x, w and bias. That of x is the sum over ranks: do not reduce it again.
         Those of w and bias are this rank's. The loss's own gradient must be the same on every rank.
 
     Raises:

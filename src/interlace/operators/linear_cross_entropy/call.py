@@ -34,7 +34,7 @@ class Options(NamedTuple):
     chunk_rows: int
 
 
-class Shard(NamedTuple):
+class VocabularyShard(NamedTuple):
     """This rank's columns of the vocabulary.
 
     Attributes:
@@ -46,13 +46,13 @@ class Shard(NamedTuple):
     columns: int
 
     @staticmethod
-    def of(rows: int, vocabulary: int, rank: int, world_size: int) -> Shard:
+    def of(rows: int, vocabulary: int, rank: int, world_size: int) -> VocabularyShard:
         """Return the columns of a rank whose w has so many rows.
 
         Ranks have equally many, as ``torch.chunk`` shares them out; with more, w is padded.
         """
         first = rank * columns_of_rank(rows, vocabulary, world_size)
-        return Shard(first, max(min(rows, vocabulary - first), 0))
+        return VocabularyShard(first, max(min(rows, vocabulary - first), 0))
 
 
 def columns_of_rank(rows: int, vocabulary: int, world_size: int) -> int:
@@ -74,7 +74,7 @@ class SizedLoss(NamedTuple):
     world_size: int
 
 
-class Gradients(NamedTuple):
+class LossGradients(NamedTuple):
     """The gradients of x, w and the bias; None where it is not needed."""
 
     x: torch.Tensor | None
@@ -191,10 +191,12 @@ class LossCall:
         return self.needs_x or self.needs_w or self.needs_bias
 
     @functools.cached_property
-    def shard(self) -> Shard:
+    def shard(self) -> VocabularyShard:
         """This rank's columns of the vocabulary."""
         group = self.group
-        return Shard.of(len(self.w), self.options.vocabulary, group.rank, group.world_size)
+        return VocabularyShard.of(
+            len(self.w), self.options.vocabulary, group.rank, group.world_size
+        )
 
     def agree(self, step: str) -> None:
         """Agree on this call with all ranks, once for all numbers of rows, which gives it its mark.

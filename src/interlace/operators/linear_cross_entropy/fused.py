@@ -18,7 +18,7 @@ from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.linear_cross_entropy.call import (
     OPERATOR,
-    Gradients,
+    LossGradients,
     LossCall,
     SizedLoss,
     columns_of_rank,
@@ -60,13 +60,13 @@ def reservation(sized: SizedLoss) -> Reservation:
     return Reservation((_size(rows, sized.world_size),) if rows else ())
 
 
-def run(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
+def run(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, LossGradients]:
     """Return each row's loss and logarithm of the sum of exponentials, float32 ``[M]``, and the
     gradients that the call needs of their sum, times ``call.scale``.
     """
     require(call.group.backend)
     rows_of_w, call = len(call.w), _with_equal_rows(call)
-    chunks, found = _Chunks(call), _Sums(call)
+    chunks, found = _LogitChunks(call), _ChunkGradients(call)
     of_rows = []
     for x, logits, targets, _ in chunks:
         numbers = torch.empty((2, len(logits)), dtype=torch.float32, device=logits.device)
@@ -78,13 +78,13 @@ def run(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     return losses, log_sums, found.result(rows_of_w)
 
 
-def backward(call: LossCall, log_sums: torch.Tensor) -> Gradients:
+def backward(call: LossCall, log_sums: torch.Tensor) -> LossGradients:
     """Return the gradients that the call needs of the rows' losses, each times its own of
     ``call.scale``.
     """
     require(call.group.backend)
     rows_of_w, call = len(call.w), _with_equal_rows(call)
-    chunks, found = _Chunks(call), _Sums(call)
+    chunks, found = _LogitChunks(call), _ChunkGradients(call)
     for x, logits, targets, rows in chunks:
         arguments = _row_arguments(call, logits, targets)
         arguments |= {"log_sums": chunks.part(log_sums, rows)}
@@ -109,7 +109,7 @@ def _with_equal_rows(call: LossCall) -> LossCall:
     return padded
 
 
-def multiply(gradients: Gradients, factor: torch.Tensor) -> None:
+def multiply(gradients: LossGradients, factor: torch.Tensor) -> None:
     """Multiply gradients in place by a float32 number on their device, which is 1 in most programs;
     nothing is read or written then.
     """
@@ -126,7 +126,7 @@ def multiply(gradients: Gradients, factor: torch.Tensor) -> None:
         Launch(multiply_unless_one, (programs,), arguments, {"BLOCK": 4096, "num_warps": 8})()
 
 
-class _Chunks:
+class _LogitChunks:
     """The chunks of a call: rows of x of all ranks that this call has, their logits and targets.
 
     Where x has this rank's rows alone, a chunk has equally many rows of each rank, rank 0's first.
@@ -245,7 +245,7 @@ def _launch(
     return Launch(getattr(kernels, kernel), (min(rows, programs),), arguments, constants)
 
 
-class _Sums:
+class _ChunkGradients:
     """The gradients of a call, which grow chunk by chunk."""
 
     def __init__(self, call: LossCall) -> None:
@@ -270,7 +270,7 @@ class _Sums:
             total = grad.sum(0, dtype=torch.float32)
             self._of_bias = total if self._of_bias is None else self._of_bias.add_(total)
 
-    def result(self, rows_of_w: int) -> Gradients:
+    def result(self, rows_of_w: int) -> LossGradients:
         """Return the gradients in x's dtype, of so many rows of w; of no chunk they are 0."""
         call, of_x, of_w, of_bias = self._call, None, self._of_w, self._of_bias
         if call.needs_x:
@@ -282,7 +282,7 @@ class _Sums:
             if of_bias is None:
                 of_bias = torch.zeros_like(call.bias)
             of_bias = of_bias[:rows_of_w].to(call.x.dtype, copy=True)
-        return Gradients(of_x, of_w, of_bias)
+        return LossGradients(of_x, of_w, of_bias)
 
     def _summed(self, grad: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of the gradient of x, of this rank's rows where x has those."""

@@ -100,10 +100,11 @@ def gradients_of_rows(
     """
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         target = tl.load(targets + row).to(tl.int64)
+        is_column = (target >= 0) & (target < vocabulary)
+        scale = tl.where(is_column, tl.load(scales + row), float("nan"))
         _store_gradient(
-            logits + _start_of(row, stride), tl.load(log_sums + row), target - first,
-            tl.load(scales + row), target != ignored, columns, stride, vocabulary, smoothing,
-            z_loss, BLOCK,
+            logits + _start_of(row, stride), tl.load(log_sums + row), target - first, scale,
+            target != ignored, columns, stride, vocabulary, smoothing, z_loss, BLOCK,
         )
 
 

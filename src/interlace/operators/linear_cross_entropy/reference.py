@@ -9,10 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.gemm.reference import gather_rows, sum_rows
-from interlace.operators.linear_cross_entropy.call import Gradients, LossCall
+from interlace.operators.linear_cross_entropy.call import LossGradients, LossCall
 
 
-def losses(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
+def losses(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, LossGradients]:
     """Return each row's loss and logarithm of the sum of exponentials, float32 ``[M]``, and the
     gradients that the call needs of their sum, times ``call.scale``.
     """
@@ -24,9 +24,7 @@ def losses(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     own = targets - call.shard.first
     is_here = (own >= 0) & (own < logits.shape[1])
     place = torch.where(is_here, own, 0)[:, None]
-    chosen = torch.zeros_like(log_sum)
-    if logits.shape[1]:
-        chosen = torch.where(is_here, logits.gather(1, place)[:, 0], 0.0)
+    chosen = torch.where(is_here, logits.gather(1, place)[:, 0], 0.0)
     sums = torch.stack([chosen, logits.sum(1)])
     _reduce(call, sums, dist.ReduceOp.SUM)
     smoothing, vocabulary = call.options.label_smoothing, call.options.vocabulary
@@ -35,18 +33,17 @@ def losses(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, Gradients]:
     loss = torch.where(is_valid, loss, float("nan"))
     loss = torch.where(is_counted, loss, 0.0)
     if not call.is_differentiated:
-        return loss, log_sum, Gradients(None, None, None)
-    scale = torch.where(is_valid, call.scale.expand_as(loss), float("nan"))
-    return loss, log_sum, _gradients(call, x, probabilities, log_sum, scale)
+        return loss, log_sum, LossGradients(None, None, None)
+    return loss, log_sum, _gradients(call, x, probabilities, log_sum)
 
 
-def gradients(call: LossCall, log_sum: torch.Tensor) -> Gradients:
+def gradients(call: LossCall, log_sum: torch.Tensor) -> LossGradients:
     """Return the gradients that the call needs of the rows' losses, each times its own of
     ``call.scale``.
     """
     x, logits = _logits(call)
     probabilities = torch.exp(logits - log_sum[:, None])
-    return _gradients(call, x, probabilities, log_sum, call.scale)
+    return _gradients(call, x, probabilities, log_sum)
 
 
 def _logits(call: LossCall) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,9 +60,7 @@ def _softmax(call: LossCall, logits: torch.Tensor) -> tuple[torch.Tensor, torch.
     """Return the logarithm of the sum of exponentials of each row, and this rank's columns of the
     softmax.
     """
-    highest = logits.new_full((len(logits),), float("-inf"))
-    if logits.shape[1]:
-        highest = logits.amax(1)
+    highest = logits.amax(1)
     _reduce(call, highest, dist.ReduceOp.MAX)
     exponentials = torch.exp(logits - highest[:, None])
     total = exponentials.sum(1)
@@ -78,10 +73,11 @@ def _gradients(
     x: torch.Tensor,
     probabilities: torch.Tensor,
     log_sum: torch.Tensor,
-    scale: torch.Tensor,
-) -> Gradients:
+) -> LossGradients:
     """Return the gradients that the call needs, of the softmax in this rank's columns."""
     smoothing, targets = call.options.label_smoothing, call.target.long()
+    is_valid = (targets >= 0) & (targets < call.options.vocabulary)
+    scale = torch.where(is_valid, call.scale.expand_as(log_sum), float("nan"))
     grad = probabilities * (1 + 2 * call.options.z_loss * log_sum)[:, None]
     grad -= smoothing / call.options.vocabulary
     own = targets - call.shard.first
@@ -89,7 +85,7 @@ def _gradients(
     grad = torch.where(columns == own[:, None], grad - (1 - smoothing), grad)
     is_counted = targets != call.options.ignore_index
     grad = torch.where(is_counted[:, None], grad * scale[:, None], 0.0).to(x.dtype)
-    return Gradients(
+    return LossGradients(
         _of_x(call, grad @ call.w[: grad.shape[1]]) if call.needs_x else None,
         _padded(call, grad.T @ x) if call.needs_w else None,
         _padded(call, grad.float().sum(0).to(x.dtype)) if call.needs_bias else None,

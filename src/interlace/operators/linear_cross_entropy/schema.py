@@ -19,7 +19,7 @@ from interlace.comm.groups.registration import (
     once_differentiable,
     register,
 )
-from interlace.operators.linear_cross_entropy.call import OPERATOR, Gradients, LossCall, Options
+from interlace.operators.linear_cross_entropy.call import OPERATOR, LossGradients, LossCall, Options
 from interlace.operators.linear_cross_entropy.fused import multiply
 
 _library = torch.library.Library("interlace", "FRAGMENT")
@@ -31,7 +31,7 @@ _keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
 _TENSORS, _OTHERS = 4, 10  # how many arguments these are
 _library.define(
     f"{OPERATOR}(Tensor x, Tensor w, Tensor target, Tensor? bias, {_OPTIONS}) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=OPERATOR_TAGS,
 )
 _library.define(
@@ -56,7 +56,7 @@ def _call(tensors: Any, others: Any, scale: torch.Tensor, *, computes: bool) -> 
     )  # fmt: skip
 
 
-def _results(call: LossCall, found: Gradients) -> tuple[torch.Tensor, ...]:
+def _results(call: LossCall, found: LossGradients) -> tuple[torch.Tensor, ...]:
     """Return gradients as results of an operator, empty where there is none."""
     return tuple(call.x.new_empty(0) if each is None else each for each in found)
 
@@ -65,16 +65,19 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
     tensors, others = arguments[:_TENSORS], arguments[_TENSORS:]
     x, _, target, _ = tensors
     options = Options(*others[:-3])
-    scale = torch.ones(1, dtype=torch.float32, device=x.device)
+    one = torch.ones(1, dtype=torch.float32, device=x.device)
+    scale = one
     if options.reduction == "mean":
-        scale /= (target != options.ignore_index).sum()
-    call = _call(tensors, others, scale, computes=options.reduction != "none")
+        scale = one / (target != options.ignore_index).sum()
+    # In float16 the gradients of a mean would vanish before a program's own scale reaches them.
+    is_scaled = x.dtype != torch.float16
+    call = _call(tensors, others, scale if is_scaled else one, computes=options.reduction != "none")
     call.agree("forward")
     with call.range(OPERATOR):
         losses, log_sums, found = call.implementation.run(call)
     if options.reduction != "none":
-        losses = (losses.sum() * scale).reshape(())
-    return losses, log_sums, *_results(call, found)
+        losses = losses.sum() * scale[0]
+    return losses, log_sums, one if is_scaled else scale.clone(), *_results(call, found)
 
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
@@ -84,7 +87,8 @@ def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     if reduction == "none":
         needed = [False] * len(needed)
     found = _fake_gradients(arguments[:_TENSORS], needed)
-    return losses, x.new_empty(target.shape, dtype=torch.float32), *found
+    numbers = (x.new_empty(shape, dtype=torch.float32) for shape in (target.shape, [1]))
+    return losses, *numbers, *found
 
 
 def _fake_gradients(tensors: Any, needed: Any) -> tuple[torch.Tensor, ...]:
@@ -117,11 +121,11 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     _, *rest = output
     ctx.mark_non_differentiable(*rest)
     ctx.set_materialize_grads(False)
-    log_sums, *found = rest
+    log_sums, *computed = rest
     if Options(*ctx.others[:-3]).reduction == "none":
         ctx.save_for_backward(*inputs[:_TENSORS], log_sums)
     else:
-        ctx.save_for_backward(*found)
+        ctx.save_for_backward(*computed)
 
 
 @once_differentiable(OPERATOR)
@@ -130,16 +134,17 @@ def _backward(ctx: Any, grad: torch.Tensor | None, *_: None) -> tuple[Any, ...]:
     if grad is not None and Options(*ctx.others[:-3]).reduction == "none":
         found = entrance(f"{OPERATOR}_backward")(grad, *ctx.saved_tensors, *ctx.others)
     elif grad is not None:
-        found = _multiplied(ctx.saved_tensors, grad)
+        remaining, *computed = ctx.saved_tensors
+        found = _multiplied(computed, grad * remaining[0])
     x, w, bias = (each if need else None for each, need in zip(found, ctx.others[-1], strict=True))
     return x, w, None, bias, *[None] * _OTHERS
 
 
-def _multiplied(found: Sequence[torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
-    """Return the gradients times the loss's own, in their own memory if nobody needs it again."""
+def _multiplied(found: Sequence[torch.Tensor], factor: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients times a factor, in their own memory if nobody needs it again."""
     if not is_unobserved() or _keeps_graph():
-        return [each * grad for each in found]
-    multiply(Gradients(*found), grad)
+        return [each * factor for each in found]
+    multiply(LossGradients(*found), factor)
     # Autograd copies a tensor that is saved as well, unless it comes as a view.
     return [each.view_as(each) for each in found]
 

@@ -102,8 +102,24 @@ def _calls(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
         yield lambda x=x, w=w: OPS.gemm_sum_reduce_scatter([x, x], [w, w], name)
         yield lambda x=x, w=w, bias=bias: OPS.linears(x, [w, w], [bias, bias])
         yield lambda x=x, w=w: OPS.linears(x.bfloat16(), [w.bfloat16()], [None])
+    yield from _calls_of_losses(group)
     yield from _calls_of_experts(group)
     yield from _calls_of_tables(group)
+
+
+def _calls_of_losses(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
+    for reduction, rows, has_bias, training in itertools.product(
+        ("mean", "none"), (4, 0), (False, True), (False, True)
+    ):
+        x = torch.randn(K, rows).T.requires_grad_(training)
+        w = torch.randn(K, N).T.requires_grad_(training)
+        bias = torch.ones(N, requires_grad=training) if has_bias else None
+        target = torch.arange(rows)
+        yield (
+            lambda x=x, w=w, bias=bias, target=target, reduction=reduction: (
+                interlace.linear_cross_entropy(x, w, target, bias, reduction=reduction, group=group)
+            )
+        )
 
 
 def _calls_of_experts(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:

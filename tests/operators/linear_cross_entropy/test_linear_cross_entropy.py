@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -124,20 +125,26 @@ def test_ignored_rows_count_for_nothing(ranks: Any) -> None:
 
 
 def _beyond_the_vocabulary(impl: str) -> list[Any]:
+    """Which losses are NaN, and which rows of x's gradient, of a loss for each row; and whether any
+    is of a mean.
+    """
     x, w, target = _tensors(2 * COLUMNS)
     target[1], target[2] = 2 * COLUMNS, -1
-    losses = interlace.linear_cross_entropy(x, _own(w), target, reduction="none", impl=impl)
-    _, of_x, _ = _gradients(
-        lambda x, w: interlace.linear_cross_entropy(x, w, target, impl=impl), x, _own(w)
-    )
-    return [losses.isnan().tolist(), bool(of_x.isnan().any())]
+    w, call = _own(w), functools.partial(interlace.linear_cross_entropy, impl=impl)
+    leaf = x.clone().requires_grad_()
+    losses = call(leaf, w, target, reduction="none")
+    (of_rows,) = torch.autograd.grad(losses, leaf, torch.ones(ROWS))
+    (of_mean,) = torch.autograd.grad(call(leaf, w, target), leaf)
+    return [
+        losses.isnan().tolist(), of_rows.isnan().any(1).tolist(), bool(of_mean.isnan().any()),
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("impl", ["fused", "unfused"])
 def test_targets_that_are_no_column_make_nan(ranks: Any, impl: str) -> None:
-    for are_nan, gradient_is_nan in ranks(2).run(_beyond_the_vocabulary, impl):
-        assert are_nan == [row in (1, 2) for row in range(ROWS)]
-        assert gradient_is_nan
+    for of_rows, gradients, is_nan in ranks(2).run(_beyond_the_vocabulary, impl):
+        assert of_rows == gradients == [row in (1, 2) for row in range(ROWS)]
+        assert is_nan
 
 
 def _of_no_rows() -> list[Any]:
@@ -194,6 +201,26 @@ def test_a_graph_may_be_run_backward_twice(ranks: Any) -> None:
     assert ranks(2).run(_run_twice) == [[True, True]] * 2
 
 
+def _in_float16() -> list[float]:
+    """The largest gradients of x of a mean over many rows: as it is, and as a program scales it."""
+    x, w, target = _tensors(2 * COLUMNS, 4096)
+    x, w = x.half().requires_grad_(), _own(w).half().mul_(0.001)
+    scale, found = 2.0**16, []
+    for factor in (1.0, scale):
+        loss = interlace.linear_cross_entropy(x, w, target)
+        (of_x,) = torch.autograd.grad(loss, x, torch.tensor(factor))
+        found.append(of_x.double() / factor)
+    exact = x.detach().double().requires_grad_()
+    whole = _tensors(2 * COLUMNS, 4096)[1].half().mul_(0.001).double()
+    (wanted,) = torch.autograd.grad(F.cross_entropy(F.linear(exact, whole), target), exact)
+    return [float((each - wanted).norm() / wanted.norm()) for each in found]
+
+
+def test_gradients_in_float16_do_not_vanish_before_they_are_scaled(ranks: Any) -> None:
+    for plain, scaled in ranks(2).run(_in_float16):
+        assert scaled < 0.01 < plain
+
+
 def _of_some() -> list[Any]:
     """Gradients of x alone, of w alone, and of nothing."""
     x, w, target = _tensors(2 * COLUMNS)
@@ -206,6 +233,10 @@ def _of_some() -> list[Any]:
     (of_w,) = torch.autograd.grad(interlace.linear_cross_entropy(x, w, target), w)
     with torch.no_grad():
         loss = interlace.linear_cross_entropy(x, w, target)
+    # No view, which a program could not divide in place.
+    interlace.linear_cross_entropy(x, w, target).div_(2).backward()
+    assert w.grad is not None
+    assert w.grad.equal(of_w / 2)
     return [of_x.equal(both[1]), of_w.equal(both[2]), loss.equal(both[0]), loss.requires_grad]
 
 

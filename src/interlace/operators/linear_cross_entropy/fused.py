@@ -18,8 +18,8 @@ from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.runtime.interpreter import require
 from interlace.operators.linear_cross_entropy.call import (
     OPERATOR,
-    LossGradients,
     LossCall,
+    LossGradients,
     SizedLoss,
     columns_of_rank,
 )
@@ -274,9 +274,9 @@ class _ChunkGradients:
         """Return the gradients in x's dtype, of so many rows of w; of no chunk they are 0."""
         call, of_x, of_w, of_bias = self._call, None, self._of_w, self._of_bias
         if call.needs_x:
-            of_x = torch.cat(self._of_x) if self._of_x else torch.zeros_like(call.x)
+            of_x = torch.cat(self._of_x) if self._of_x else call.x.new_zeros(call.x.shape)
         if call.needs_w:
-            of_w = torch.zeros_like(call.w) if of_w is None else of_w
+            of_w = call.w.new_zeros(call.w.shape) if of_w is None else of_w
             of_w = of_w if len(of_w) == rows_of_w else of_w[:rows_of_w].clone()
         if call.bias is not None and call.needs_bias:
             if of_bias is None:

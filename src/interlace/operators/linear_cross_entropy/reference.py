@@ -9,7 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.gemm.reference import gather_rows, sum_rows
-from interlace.operators.linear_cross_entropy.call import LossGradients, LossCall
+from interlace.operators.linear_cross_entropy.call import LossCall, LossGradients
 
 
 def losses(call: LossCall) -> tuple[torch.Tensor, torch.Tensor, LossGradients]:

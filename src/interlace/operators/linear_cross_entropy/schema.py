@@ -19,7 +19,7 @@ from interlace.comm.groups.registration import (
     once_differentiable,
     register,
 )
-from interlace.operators.linear_cross_entropy.call import OPERATOR, LossGradients, LossCall, Options
+from interlace.operators.linear_cross_entropy.call import OPERATOR, LossCall, LossGradients, Options
 from interlace.operators.linear_cross_entropy.fused import multiply
 
 _library = torch.library.Library("interlace", "FRAGMENT")

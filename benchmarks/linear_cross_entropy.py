@@ -12,8 +12,8 @@ can do without.
 ``--share R`` with one rank gives it the columns of one of R ranks: all of its work, and no
 exchange.
 
-Times are milliseconds, eager, of the slowest rank, the median and deciles of 15; host time is that
-of enqueueing. Memory is what the call needs beside its arguments at its peak, gradients of x and w
+Times are milliseconds of the slowest rank, the median and deciles of 15, eager, and in a CUDA graph
+where that is possible; host time is that of enqueueing. Memory is what the call needs beside its arguments at its peak, gradients of x and w
 included. Losses and gradients are compared with ``unfused`` first.
 """
 
@@ -32,6 +32,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import interlace
+from interlace.bench.timing import measure
 from interlace.comm import group_of
 
 # Rows, width of x, vocabulary: Llama 3 8B and 70B, Qwen3, Llama 2.
@@ -42,6 +43,7 @@ SIZES = (
     (16384, 2048, 151936),
     (8192, 4096, 32000),
 )
+CAPTURED = ("unfused", "auto", "eager")  # ways that a CUDA graph can hold
 SAMPLES, SETTLING = 15, 3
 TOLERANCE = 0.02  # of the norm of a gradient, in bfloat16
 
@@ -164,6 +166,12 @@ def time_sizes(rows: int, width: int, vocabulary: int, share: int) -> dict[str, 
         torch.cuda.synchronize()
         memory = torch.cuda.max_memory_allocated() - before
         found[name] = _times(both) | {"memory_mib": memory >> 20, "distances": distances}
+        if name in CAPTURED:
+            timing = measure(lambda _, call=both: call())
+            found[name]["graph"] = {
+                f"{key}_ms": round(getattr(timing, f"{key}_us") / 1e3, 3)
+                for key in ("median", "p10", "p90")
+            }
         x.grad = w.grad = None
         torch.cuda.empty_cache()
     logits = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import json
 import math
 import re
 import runpy
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ def test_tables_of_results_are_those_of_the_measurements() -> None:
     text = script["PAGE"].read_text(encoding="utf-8")
     tables = re.findall(r"^\|---", text, flags=re.MULTILINE)
     kinds = "<!-- interlace bench table", "<!-- host times", "<!-- figures of"
-    assert sum(map(text.count, kinds)) == len(tables)
+    # The first table is checked by a test of its own, below.
+    assert sum(map(text.count, kinds)) == len(tables) - 1
     assert script["with_tables"](text) == text
 
 
@@ -252,7 +254,7 @@ def _eager_ratios(file: str) -> list[float]:
     ]
 
 
-def test_the_table_of_the_readme() -> None:
+def test_the_first_table_of_the_results() -> None:
     """Times, their changes and numbers of calls, in the order of its rows."""
     products = {"shape": "8192 x 8192 x 2048"}
     decoding = "exploration/2026-11-25-huggingface-decode-2xh200.json"
@@ -276,7 +278,7 @@ def test_the_table_of_the_readme() -> None:
         _ways("2026-11-25-transformers-experts-2xh200.json", "interlace", "all_reduce", "block",
               "median_us"),
     ]  # fmt: skip
-    table = (ROOT / "README.md").read_text(encoding="utf-8").split("## What it gains\n")[1]
+    table = (ROOT / "docs/results.md").read_text(encoding="utf-8").split("## In short\n")[1]
     lines = re.findall(r"^\|.*", table.split("\n## ")[0], flags=re.MULTILINE)
     rows = [_cells(line) for line in lines[2:]]
     assert len(rows) == len(expected) + 4
@@ -301,3 +303,63 @@ def test_the_table_of_the_readme() -> None:
     assert f" {len(ratios)} calls" in rows[-1][0]
     mean = math.exp(sum(map(math.log, ratios)) / len(ratios))
     assert rows[-1][4] == f"{100 * (mean - 1):+.0f} %"
+
+
+def _less(ratios: Iterable[float]) -> tuple[float, float]:
+    """Return the least and the largest gain, in percent of the time without Interlace."""
+    gains = [100 * (1 - ratio) for ratio in ratios]
+    return min(gains), max(gains)
+
+
+def _row(program: str) -> str:
+    """Return the gains in a row of the first page's table, which begins with ``program``."""
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    (line,) = (line for line in lines if line.startswith(f"| {program}"))
+    return _cells(line)[3]
+
+
+def test_gains_on_the_first_page_are_those_that_were_measured() -> None:
+    """Each range is that of all sizes of a file, or what is said of it."""
+    way = functools.partial(_ways, "2026-11-25-transformers-experts-2xh200.json", "interlace",
+                            "all_reduce")  # fmt: skip
+    layer, step = way("block", "median_us"), way("step", "median_us")
+    experts = _row("transformers, experts")
+    assert f"{100 * (1 - layer[0] / layer[1]):.0f} % of a layer's experts" in experts
+    assert f"{100 * (1 - step[0] / step[1]):.0f} % of a step" in experts
+    for text, (ours, pair) in _of_dense_models().items():
+        assert f"{text} {100 * (1 - ours / pair):.0f} %" in _row("transformers, by `tp_plan`")
+
+    seeds = [f"2026-11-26-sweep-2xh200-seed-{seed}" for seed in (214, 215, 216)]
+    calls, mean = _mean(*seeds)
+    eager = _eager_ratios("2026-11-27-host_time-2xh100.json")
+    eager_mean = math.exp(sum(map(math.log, eager)) / len(eager))
+    own = _row("layers of your own")
+    assert f"{100 * (1 - mean):.0f} % on average over {calls} random calls" in own
+    assert f"{100 * (1 - eager_mean):.0f} % on average over {len(eager)} calls (eager)" in own
+
+    losses = _results("2026-11-28-linear_cross_entropy-2xh200.json")
+    least, most = _less(
+        each["auto"]["eager"]["median_ms"] / each["loss_parallel"]["eager"]["median_ms"]
+        for each in losses
+    )
+    less = [each["loss_parallel"]["memory_mib"] / each["auto"]["memory_mib"] for each in losses]
+    loss = _row("a head and its loss")
+    assert f"{least:.0f} to {most:.0f} % of `loss_parallel`" in loss
+    assert f"and {int(min(less))} to {int(max(less))} times less memory" in loss
+
+
+def _results(file: str) -> Any:
+    return json.loads((RESULTS / file).read_text(encoding="utf-8"))["results"]
+
+
+def _of_dense_models() -> dict[str, tuple[float, float]]:
+    """Return the times with Interlace and by Inductor of a prompt and of a training step."""
+    times = {
+        (each["workload"], each["way"]): each["step"]["median_us"]
+        for each in _results("2026-11-25-transformers-dense-2xh200.json")
+    }
+    workloads = {"prompt": "prefill", "training step": "training"}
+    return {
+        text: (times[workload, "Interlace"], times[workload, "Inductor"])
+        for text, workload in workloads.items()
+    }

@@ -27,7 +27,8 @@ _OPTIONS = (
     "SymInt vocabulary, int ignore_index, float label_smoothing, float z_loss, str reduction, "
     "bool sequence_parallel, SymInt chunk_rows, str group_name, str impl, bool[] needed"
 )
-_keeps_graph = torch._C._autograd._get_current_graph_task_keep_graph
+# A PyTorch that does not say so may need the gradients again.
+_keeps_graph = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", lambda: True)
 _TENSORS, _OTHERS = 4, 10  # how many arguments these are
 _library.define(
     f"{OPERATOR}(Tensor x, Tensor w, Tensor target, Tensor? bias, {_OPTIONS}) -> "

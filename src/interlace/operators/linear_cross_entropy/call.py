@@ -14,8 +14,8 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_float, require_tensor
+from interlace.gemm.vocabulary import VocabularyShard, agree
 from interlace.registry import Implementation, Operator, operator_named
-from interlace.units import ceil_div
 
 OPERATOR = "linear_cross_entropy"
 MAX_RANKS = 8
@@ -32,32 +32,6 @@ class Options(NamedTuple):
     reduction: str
     sequence_parallel: bool
     chunk_rows: int
-
-
-class VocabularyShard(NamedTuple):
-    """This rank's columns of the vocabulary.
-
-    Attributes:
-        first: The first of them.
-        columns: Their number; rows of w behind them are padding.
-    """
-
-    first: int
-    columns: int
-
-    @staticmethod
-    def of(rows: int, vocabulary: int, rank: int, world_size: int) -> VocabularyShard:
-        """Return the columns of a rank whose w has so many rows.
-
-        Ranks have equally many, as ``torch.chunk`` shares them out; with more, w is padded.
-        """
-        first = rank * columns_of_rank(rows, vocabulary, world_size)
-        return VocabularyShard(first, max(min(rows, vocabulary - first), 0))
-
-
-def columns_of_rank(rows: int, vocabulary: int, world_size: int) -> int:
-    """Return how many columns each rank has before the next one's begin."""
-    return max(rows, ceil_div(vocabulary, world_size))
 
 
 class SizedLoss(NamedTuple):
@@ -199,43 +173,20 @@ class LossCall:
         )
 
     def agree(self, step: str) -> None:
-        """Agree on this call with all ranks, once for all numbers of rows, which gives it its mark.
-
-        Raises:
-            ArgumentError: A rank's w has fewer rows than its share of the vocabulary.
-            RankMismatchError: Ranks differ in what must be the same; raised on every rank.
+        """Agree on this call with all ranks, once for all numbers of rows, which gives it its mark;
+        see :func:`interlace.gemm.vocabulary.agree`.
         """
-        group, options = self.group, self.options
-        group.check()
-        group.require_size(OPERATOR, MAX_RANKS)
-        ranks = group.world_size
-        per_rank = columns_of_rank(len(self.w), options.vocabulary, ranks)
-        share = max(min(per_rank, options.vocabulary - group.rank * per_rank), 0)
+        self.group.require_size(OPERATOR, MAX_RANKS)
         shared = {
-            **options._asdict(),
+            **self.options._asdict(),
             "the_step": step,
             "the_width_of_x": self.x.shape[1],
-            "columns_of_a_rank": per_rank,
-            "whether_w_has_its_columns": self.shard.columns == share,
             "dtype": str(self.x.dtype),
             "whether_there_is_a_bias": self.bias is not None,
             "whether_x_needs_its_gradient": self.needs_x,
             "impl": self.impl,
         }
-        rows = self.target.numel()
-        family = group.agreement.family(OPERATOR, shared, {"rows": rows}, "")
-        if self.shard.columns != share:
-            raise ArgumentError(
-                f"{OPERATOR}: w must have {share} rows, this rank's share of vocabulary="
-                f"{options.vocabulary}, or as many on all ranks, some of them padding; got "
-                f"{len(self.w)}."
-            )
-        if (ranks - 1) * per_rank >= options.vocabulary:
-            raise ArgumentError(
-                f"{OPERATOR}: vocabulary must have a column for each of {ranks} ranks with "
-                f"{per_rank} columns each; got {options.vocabulary}."
-            )
-        self.mark = family.mark(rows)
+        self.mark = agree(self.group, OPERATOR, shared, len(self.w), self.target.numel())
 
     @functools.cached_property
     def implementation(self) -> Implementation:

@@ -16,12 +16,12 @@ from interlace.comm.groups.registration import entrance
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.runtime.interpreter import require
+from interlace.gemm.vocabulary import columns_of_rank
 from interlace.operators.linear_cross_entropy.call import (
     OPERATOR,
     LossCall,
     LossGradients,
     SizedLoss,
-    columns_of_rank,
 )
 from interlace.units import ceil_div, next_power_of_2, round_up
 

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from interlace.operators.gemm_all_to_all import GemmAllToAllConfig, gemm_all_to_all
     from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig, gemm_reduce_scatter
     from interlace.operators.linear_cross_entropy import linear_cross_entropy
+    from interlace.operators.linear_top_k import TopColumns, linear_top_k
     from interlace.operators.mixture_of_experts import mixture_of_experts
     from interlace.operators.mixture_of_experts.activation import ExpertActivation
     from interlace.operators.mixture_of_experts.config import MixtureOfExpertsConfig
@@ -100,6 +101,8 @@ _PUBLIC = {
     "gemv_all_reduce": "interlace.operators.gemm_all_reduce",
     "GemvAllReduceConfig": "interlace.operators.gemm_all_reduce.config",
     "linear_cross_entropy": "interlace.operators.linear_cross_entropy",
+    "linear_top_k": "interlace.operators.linear_top_k",
+    "TopColumns": "interlace.operators.linear_top_k",
     "mixture_of_experts": "interlace.operators.mixture_of_experts",
     "ExpertActivation": "interlace.operators.mixture_of_experts.activation",
     "MixtureOfExpertsConfig": "interlace.operators.mixture_of_experts.config",
@@ -132,6 +135,7 @@ __all__ = [
     "PeerTimeoutError",
     "RankMismatchError",
     "SymmetricTensor",
+    "TopColumns",
     "Traffic",
     "TriggeredTransfers",
     "WorkspaceError",
@@ -152,6 +156,7 @@ __all__ = [
     "inject",
     "launch",
     "linear_cross_entropy",
+    "linear_top_k",
     "mapped",
     "mixture_of_experts",
     "nn",

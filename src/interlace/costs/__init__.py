@@ -12,6 +12,7 @@ from interlace.costs import (  # noqa: F401
     gemm,
     gemv_all_reduce,
     linear_cross_entropy,
+    linear_top_k,
     mixture_of_experts,
 )
 from interlace.costs.registry import (

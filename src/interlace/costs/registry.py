@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 
 from interlace.errors import ArgumentError
 
-Computation = Literal["GEMM", "GEMV", "embedding", "experts", "loss"]
+Computation = Literal["GEMM", "GEMV", "embedding", "experts", "loss", "choice"]
 Formula = TypeVar("Formula", bound=Callable[..., Any])
 
 

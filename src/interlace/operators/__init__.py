@@ -16,6 +16,7 @@ _MODULES = (
     "gemm_reduce_scatter",
     "gemm_reduce_scatter.sums",
     "linear_cross_entropy",
+    "linear_top_k",
     "linears",
     "mixture_of_experts",
 )

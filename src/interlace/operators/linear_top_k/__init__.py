@@ -1,0 +1,187 @@
+"""The columns with the highest logits, of a vocabulary that is shared out over ranks; see
+README.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from interlace.comm import default_name, rank_and_size
+from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
+from interlace.comm.groups.reservation import Reservation
+from interlace.comm.runtime import ranges
+from interlace.operators.linear_top_k import fused, reference
+from interlace.operators.linear_top_k.call import OPERATOR, SizedChoice, TopKCall, validate
+from interlace.registry import Implementation, Operator, operator
+
+
+class TopColumns(NamedTuple):
+    """The highest logits of rows.
+
+    Attributes:
+        values: ``[..., k]``, float32, the highest first.
+        columns: Their columns of the vocabulary, int64.
+    """
+
+    values: torch.Tensor
+    columns: torch.Tensor
+
+
+@operator
+class LinearTopK(Operator):
+    """A product with the vocabulary's weight, and the highest of its columns over all ranks."""
+
+    name = OPERATOR
+    collective = "all_gather"
+    sizes = ("rows", "hidden", "columns")
+    implementations = (
+        Implementation(
+            "fused",
+            "a product, and a kernel that exchanges each rank's candidates",
+            fused.choose,
+            reservation=fused.reservation,
+        ),
+        Implementation(
+            "unfused",
+            "F.linear, all_gather of the logits, and topk",
+            reference.choose,
+            spans_nodes=True,
+            alias="nccl",
+            reservation=lambda _: Reservation(),
+        ),
+    )
+
+    def choose(self, *, nodes: int = 1) -> str:  # type: ignore[override]
+        """Return what ``impl="auto"`` runs: the fused kernel where ranks share memory."""
+        return "fused" if nodes == 1 else "unfused"
+
+    def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Return the tensors and the options that :meth:`explain` takes, by name."""
+        return ("x", "w"), ("bias", "k")
+
+    def explain(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        k: int = 1,
+        world_size: int,
+        nodes: int = 1,
+        lacking: Mapping[str, str] = MappingProxyType({}),
+    ) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+        x = x.reshape(-1, x.shape[-1])
+        validate(x, w, k, bias, world_size * len(w))
+        rows, columns = len(x), len(w)
+        name = str(x.dtype).removeprefix("torch.")
+        call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, k = {k}, {name}"
+        if nodes > 1:
+            return call, "unfused", "the ranks do not all share memory"
+        if "fused" in lacking:
+            return call, "unfused", f"fused needs {lacking['fused']}"
+        told, gathered = 16 * k * rows, columns * rows * x.itemsize
+        return call, "fused", f"a rank tells each other one {told} bytes instead of {gathered}"
+
+    def reservations(  # type: ignore[override]
+        self,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        k: int = 1,
+        world_size: int,
+        granularity: int | None = None,
+    ) -> dict[str, Reservation]:
+        """Return what each implementation reserves for a call."""
+        sized = SizedChoice(x.shape[:-1].numel(), k, world_size)
+        return {each.name: each.reservation(sized) for each in self.implementations}
+
+
+def linear_top_k(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    k: int = 1,
+    bias: torch.Tensor | None = None,
+    *,
+    vocabulary: int | None = None,
+    group: dist.ProcessGroup | None = None,
+    impl: str = "auto",
+) -> TopColumns:
+    """Multiply by the vocabulary's weight, which is shared out over ranks, and return the columns
+    with the k highest logits, without a gather of the logits.
+
+    The end of a decoding step: with k = 1 the greedy choice, else what a sampler of the k best
+    needs. Each rank tells the others its own k candidates of a row, in the kernel that has found
+    the best one, instead of all its logits.
+
+    Dimensions: M rows (tokens), H the width of x, V the vocabulary, R ranks.
+
+    Runs on the current stream, without synchronising the host; a CUDA graph can hold it.
+
+    Args:
+        x: ``[..., H]``: float16, bfloat16 or float32, the same on every rank.
+        w: ``[V/R, H]``, as in ``nn.Linear``, of x's dtype: rank r's rows begin at ``r * ceil(V /
+            R)``, as ``torch.chunk`` and DTensor share them out.
+        k: How many columns are chosen, 1 to 64, at most as many as each rank has.
+        bias: ``[V/R]`` of x's dtype, or None.
+        vocabulary: V, below ``2 ** 24``; default: R times the rows of w. With fewer, the last ranks
+            have fewer rows of w, or rows of padding, which are never chosen.
+        group: 1 to 8 ranks of one node, or ranks of several nodes, for which ``"unfused"`` runs;
+            default: the default process group.
+        impl: ``"fused"``; ``"unfused"`` or ``"nccl"``: ``F.linear``, an all-gather of the logits,
+            and ``torch.topk``; or ``"auto"``.
+
+    Returns:
+        A :class:`TopColumns`: logits and columns, the same on every rank, highest first. Of equal
+        logits the fused kernel takes the lower column if k is 1. There are no gradients.
+
+    Raises:
+        ArgumentError: shapes, dtypes, devices or numbers do not fit.
+        RankMismatchError: ranks differ in sizes, dtype, k or impl; raised on every rank.
+        GroupError: the group is too large.
+        PeerTimeoutError: a peer did not make this call before the group's deadline. On CUDA the
+            kernel ends, values are NaN and columns -1, and the next call on the group, or
+            :func:`interlace.synchronize`, raises.
+
+    Example:
+        >>> # x [8, 4096], w [128256 / R, 4096]
+        >>> tokens = interlace.linear_top_k(x, w).columns[:, 0]
+    """
+    _, world_size = rank_and_size(group)
+    columns = vocabulary if vocabulary is not None else world_size * len(w)
+    rows = x.reshape(-1, x.shape[-1])
+    validate(rows, w, k, bias, columns)
+    _DECLARATION.validate_options(impl, None)
+    found = entrance(OPERATOR)(rows, w, bias, k, columns, default_name(group), impl)
+    return TopColumns(*(each.reshape(*x.shape[:-1], k) for each in found))
+
+
+_DECLARATION = LinearTopK()
+_library = torch.library.Library("interlace", "FRAGMENT")
+_library.define(
+    f"{OPERATOR}(Tensor x, Tensor w, Tensor? bias, int k, SymInt vocabulary, str group_name, "
+    "str impl) -> (Tensor, Tensor)",
+    tags=OPERATOR_TAGS,
+)
+
+
+def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    call = TopKCall(*arguments)
+    call.agree()
+    with ranges.around(OPERATOR, call.implementation.name, (call.x, call.w), lambda: None):
+        found: tuple[torch.Tensor, torch.Tensor] = call.implementation.run(call)
+    return found
+
+
+def _fake(x: torch.Tensor, w: torch.Tensor, bias: Any, k: int, *_: Any) -> tuple[Any, Any]:
+    shape = [x.shape[0], k]
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.int64)
+
+
+register(_library, OPERATOR, _run, _fake)

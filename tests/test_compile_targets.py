@@ -92,6 +92,7 @@ def _cases_of(kernel):
         "gemm_reduce_scatter": _products,
         "gemv_all_reduce_one_shot": _gemv_all_reduce_one_shot,
         "gemv_all_reduce_two_phase": _gemv_all_reduce_two_phase,
+        "choose_columns": _choices,
         "gradients_of_rows": lambda: [_losses()[0]],
         "losses_of_rows": _losses,
         "grouped_gemm_combine": lambda: _mixture_of_experts_products("grouped_gemm_combine"),
@@ -186,6 +187,19 @@ _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32",
 def _ones(*names):
     """Sizes of 1, of which Triton makes constants."""
     return dict.fromkeys(names, 1)
+
+
+def _choices():
+    """Greedy, where the kernel finds the highest logit itself, and of candidates."""
+    sizes = dict.fromkeys(("rows", "count", "stride", "first"), "i32")
+    chosen = {"chosen": "*i64", "chosen_values": "*fp32"}
+    for ranks, k, candidates in ((2, 1, {}), (3, 20, {"values": "*bf16", "columns": "*i64"})):
+        constants = {"WORLD_SIZE": ranks, "K": k, "CANDIDATES": 32 if k > 1 else 1}
+        missing = {} if candidates else {"values": None, "columns": None}
+        yield (
+            _TYPES | sizes | chosen | {"logits": "*bf16"} | candidates,
+            constants | missing | {"BLOCK": 8192, "num_warps": 16},
+        )
 
 
 def _losses():

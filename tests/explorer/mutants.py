@@ -205,6 +205,7 @@ def _of(protocol: str, *mistakes: tuple[Any, ...]) -> list[Mutant]:
 _GEMV, _SUM = "operators.gemm_all_reduce.kernels", "gemm.kernels.reduction:send_and_sum"
 _GRANTS = "gemm.kernels.grants"
 _LOSS = "operators.linear_cross_entropy.kernel:losses_of_rows"
+_TOP_K = "operators.linear_top_k.kernel:choose_columns"
 _A2A = "operators.gemm_all_to_all.kernel:gemm_all_to_all"
 _EMBEDDING, _EXPERTS = (
     "operators.embedding_all_to_all.kernels",
@@ -250,6 +251,12 @@ MUTANTS = [
         (_LOSS, "half reused"),
         (_LOSS, "wrong epoch", ("get_packed", 0)),
         (_LOSS, "wrong epoch", ("put_packed", 0)),
+    ),
+    *_of(
+        "linear_top_k",
+        (_TOP_K, "half reused"),
+        (_TOP_K, "wrong epoch", ("get_packed", 0)),
+        (_TOP_K, "wrong epoch", ("put_packed", 0)),
     ),
     *_of(
         "gemm_reduce_scatter, fused",

@@ -90,6 +90,21 @@ def loss(rank: Rank) -> None:
     _rounds(rank, make)
 
 
+def top_k(rank: Rank) -> None:
+    """One row with one candidate of each rank, and several rows with two; all logits differ."""
+
+    def make(kind: int, turn: int) -> Call:
+        rows, k, ranks = (1, 8)[kind], (1, 2)[kind], rank.world_size
+        source = torch.Generator().manual_seed(turn)
+        w = (torch.randperm(8 * ranks, generator=source).float() - 4 * ranks)[:, None]
+        x = torch.randint(0, 2, (rows, 1), generator=source) * 2.0 - 1
+        own = w.chunk(ranks)[rank.rank].contiguous()
+        call = functools.partial(interlace.linear_top_k, x, own, k, impl="fused")
+        return lambda: tuple(call()), tuple((x @ w.T).topk(k, 1))
+
+    _rounds(rank, make)
+
+
 # Products
 
 
@@ -444,6 +459,7 @@ PROGRAMS: dict[str, Callable[[Rank], None]] = {
     "gemv, one shot, two values a word": functools.partial(gemv, dtype=torch.bfloat16),
     "gemv, two phases": functools.partial(gemv, protocol="two_phase"),
     "linear_cross_entropy": loss,
+    "linear_top_k": top_k,
     "gemm_reduce_scatter, fused": reduce_scatter,
     "gemm_reduce_scatter, fused, no rows": functools.partial(reduce_scatter, empty=True),
     "gemm_reduce_scatter, chunked": functools.partial(reduce_scatter, impl="chunked"),

@@ -14,6 +14,7 @@ _NAMES = [
     "gemv, one shot, two values a word",
     "gemv, two phases",
     "linear_cross_entropy",
+    "linear_top_k",
     "gemm_reduce_scatter, fused",
     "gemm_reduce_scatter, fused, no rows",
     "gemm_reduce_scatter, chunked",

@@ -108,6 +108,10 @@ def _calls(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
 
 
 def _calls_of_losses(group: dist.ProcessGroup) -> Iterator[Callable[[], Any]]:
+    for rows, k in ((4, 1), (4, 3), (0, 1)):
+        yield lambda rows=rows, k=k: interlace.linear_top_k(
+            torch.ones(rows, K), torch.ones(N, K), k, group=group
+        )
     for reduction, rows, has_bias, training in itertools.product(
         ("mean", "none"), (4, 0), (False, True), (False, True)
     ):

@@ -19,6 +19,7 @@ from interlace.comm.groups.reservation import Reservation
 from interlace.gemm.operator import GemmOperator
 from interlace.operators.embedding_all_to_all.layout import Layout, SizedLookups
 from interlace.operators.linear_cross_entropy.call import SizedLoss
+from interlace.operators.linear_top_k.call import SizedChoice
 from interlace.operators.mixture_of_experts.choice import ExpertTerms
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operators
@@ -61,6 +62,8 @@ def _said(case: Any, tensors: dict[str, torch.Tensor], granularity: int) -> Rese
             len(x), top_k, ranks * case.local, case.hidden, case.ffn, ranks, capacity
         )
         sized = ExpertTerms(sizes, x.dtype, "cpu", case.backward)
+    elif case.operator == "linear_top_k":
+        sized = SizedChoice(case.rows, case.k, ranks)
     elif case.operator == "linear_cross_entropy":
         sized = SizedLoss(case.rows, case._options(ranks)["chunk_rows"], ranks)
     elif getattr(case, "splits", None) is not None:

@@ -13,12 +13,21 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from interlace import registry
-from interlace.testing.cases import embedding, experts, losses, norms, outputs, products, sums
+from interlace.testing.cases import (
+    choices,
+    embedding,
+    experts,
+    losses,
+    norms,
+    outputs,
+    products,
+    sums,
+)
 from interlace.testing.cases.base import Case, Prepared
 
 _MODULES = {
     operator: module
-    for module in (products, norms, sums, embedding, experts, losses, outputs)
+    for module in (products, norms, sums, embedding, experts, losses, choices, outputs)
     for operator in module.IMPLEMENTATIONS
 }
 

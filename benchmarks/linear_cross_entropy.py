@@ -13,8 +13,9 @@ can do without.
 exchange.
 
 Times are milliseconds of the slowest rank, the median and deciles of 15, eager, and in a CUDA graph
-where that is possible; host time is that of enqueueing. Memory is what the call needs beside its arguments at its peak, gradients of x and w
-included. Losses and gradients are compared with ``unfused`` first.
+where that is possible; host time is that of enqueueing. Memory is what the call needs beside its
+arguments at its peak, gradients of x and w included. Losses and gradients are compared with
+``unfused`` first.
 """
 
 from __future__ import annotations

@@ -51,6 +51,25 @@ def _expected(
     return loss + z_loss * logits.logsumexp(-1).square().reshape(target.shape) if z_loss else loss
 
 
+def _chosen(bias: bool) -> list[bool]:
+    """Whether the tokens that a head chooses have the highest logits of the full layer, in order."""
+    linear = _linear(bias)
+    head = LinearCrossEntropyLoss.from_linear(linear)
+    x = torch.randn(2, 3, WIDTH)
+    with torch.no_grad():
+        wanted = linear(x).topk(3)
+    found = head.top_k(x, 3)
+    greedy = head.top_k(x).columns[..., 0]
+    assert not found.values.requires_grad
+    return [found.columns.equal(wanted.indices), greedy.equal(wanted.indices[..., 0])]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_head_chooses_tokens(ranks: Any, count: int) -> None:
+    for bias in (False, True):
+        assert ranks(count).run(_chosen, bias) == [[True, True]] * count
+
+
 def _compare(impl: str, bias: bool, options: dict[str, Any]) -> dict[str, float]:
     """Return the errors of the loss and its gradients against the full layer in float64."""
     rank, ranks = dist.get_rank(), dist.get_world_size()

@@ -17,6 +17,7 @@ from interlace.errors import ArgumentError
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.operators.linear_cross_entropy import linear_cross_entropy
+from interlace.operators.linear_top_k import TopColumns, linear_top_k
 from interlace.units import ceil_div
 
 
@@ -204,6 +205,27 @@ class LinearCrossEntropyLoss(ParallelLinear):
             group=self.group,
             impl=self.impl,
         )
+
+    def top_k(self, x: torch.Tensor, k: int = 1) -> TopColumns:
+        """Choose the k columns with the highest logits, as in decoding, without a gather of the
+        logits; collective, and without gradients. See :func:`interlace.linear_top_k`.
+
+        Args:
+            x: ``[..., H]``, the same on every rank.
+            k: 1 to 64.
+
+        Raises:
+            ArgumentError: x does not end in H, its dtype or device is not the weight's, or k is out
+                of its range.
+            GroupError: The layer's process group was destroyed or replaced.
+        """
+        require_same_ranks(type(self).__name__, self.group, self.rank, self.world_size)
+        self._require_features(x)
+        with torch.no_grad():
+            x, weight, bias = operands(type(self).__name__, x, self.weight, self.bias)
+            return linear_top_k(
+                x, weight, k, bias, vocabulary=self.out_features, group=self.group, impl=self.impl
+            )
 
 
 __all__ = ["LinearCrossEntropyLoss"]

@@ -52,7 +52,7 @@ def _expected(
 
 
 def _chosen(bias: bool) -> list[bool]:
-    """Whether the tokens that a head chooses have the highest logits of the full layer, in order."""
+    """Whether a head chooses the tokens with the highest logits of the full layer, in order."""
     linear = _linear(bias)
     head = LinearCrossEntropyLoss.from_linear(linear)
     x = torch.randn(2, 3, WIDTH)

@@ -77,7 +77,7 @@ package: setup
 	$(BIN)/python -m tests.package dist/*.whl
 
 # The wheel with Pythons that the tests do not run: all modules are imported, and its commands run, each beside a
-# PyTorch of its own from the index, which takes a minute and 5.4 GB for as long as it runs.
+# PyTorch of its own from the index, which takes minutes, and 5.4 GB for as long as it runs.
 PYTHONS = 3.12 3.13
 
 test-pythons: package
@@ -90,7 +90,7 @@ VERSION =
 release: setup
 	$(BIN)/python -m tests.release $(VERSION)
 	@$(MAKE) package
-	$(BIN)/python -m pip install --quiet 'twine>=6.1'
+	$(BIN)/python -m pip install --quiet 'twine>=6.1' 'readme-renderer[md]'
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python -m tests.release $(VERSION) --built
 

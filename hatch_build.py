@@ -53,7 +53,8 @@ def with_absolute_links(readme: str, address: str, version: str) -> str:
         picture, text, target = match.groups()
         if ":" in target:
             return match[0]
-        # An index gives headings no anchors, so links within the page lead to the repository's.
+        # An index names the anchors of headings in its own way: links within the page lead to the
+        # repository's page.
         path = f"README.md{target}" if target.startswith("#") else target
         return f"{picture}{text}({address}/{'raw' if picture else 'blob'}/v{version}/{path})"
 

@@ -73,11 +73,8 @@ def _git(root: Path, *words: str) -> str:
     return done.stdout.rstrip()
 
 
-def faults_of_page(metadata: str, version: str) -> list[str]:
-    """Return what is wrong with the page that an index makes of a package's metadata.
-
-    Relative links are wrong if the address of the sources was known to the build, as it then has
-    project URLs.
+def faults_of_metadata(metadata: str, version: str) -> list[str]:
+    """Return what is wrong with the metadata of a package.
 
     Args:
         metadata: The text of ``METADATA`` of a wheel, or ``PKG-INFO`` of the sources' archive.
@@ -91,15 +88,20 @@ def faults_of_page(metadata: str, version: str) -> list[str]:
     ]
     if not headers["Author"]:
         faults.append("Author is missing")
-    if "Project-URL" in headers:
-        faults += [f"the link {link} leads nowhere" for link in relative_links(metadata)]
     return faults
 
 
-def relative_links(markdown: str) -> list[str]:
-    """Return the targets of all links and pictures that are relative, in their order."""
-    text = re.sub(r"^```.*?^```$", "", markdown, flags=re.MULTILINE | re.DOTALL)
-    return [link for link in re.findall(r"\]\(([^)\s]+)\)", text) if ":" not in link]
+def faults_of_html(html: str | None) -> list[str]:
+    """Return what is wrong with the README as an index shows it.
+
+    Args:
+        html: The rendered text, or None if it cannot be rendered. Links that begin with ``#`` are
+            those that a renderer gives to headings.
+    """
+    if html is None:
+        return ["the README cannot be rendered"]
+    targets = re.findall(r'\b(?:href|src)="([^"#][^"]*)"', html)
+    return [f"the link {target} leads nowhere" for target in targets if ":" not in target]
 
 
 def faults_of_files(folder: Path, version: str) -> list[str]:
@@ -119,7 +121,7 @@ def faults_of_files(folder: Path, version: str) -> list[str]:
         member = archive.extractfile(f"{stem}/PKG-INFO")
         assert member is not None
         in_archive = member.read().decode()
-    faults = faults_of_page(in_wheel, version)
+    faults = faults_of_metadata(in_wheel, version)
     if in_archive != in_wheel:
         faults.append("the archive of the sources must have the wheel's metadata; they differ")
     return faults
@@ -153,23 +155,33 @@ def main() -> None:
     parser.add_argument("--built", action="store_true", help="check the files in dist")
     arguments = parser.parse_args()
     version, folder = arguments.version, ROOT / "dist"
-    faults = faults_of_files(folder, version) if arguments.built else faults_of_tree(ROOT, version)
-    if faults:
-        sys.exit(f"{version} cannot be released:\n" + "\n".join(faults))
     if not arguments.built:
+        _exit_if(faults_of_tree(ROOT, version), version)
         print(f"{version}: the versions agree, the changelog has it, and the tree is committed")
         return
-    print(write_checksums(folder).read_text(encoding="utf-8"))
+    _exit_if(faults_of_files(folder, version), version)
+    # make release installs it.
+    from readme_renderer import markdown
+
     (wheel,) = folder.glob("*.whl")
-    metadata = _metadata_of(wheel)
-    if "Project-URL" not in HeaderParser().parsestr(metadata):
+    page = HeaderParser().parsestr(_metadata_of(wheel))
+    html = markdown.render(page.get_payload())
+    if html is None or "Project-URL" in page:
+        _exit_if(faults_of_html(html), version)
+    else:
         print(
             "The address of the sources is not known, so the package page has no project URLs, and "
-            f"{len(relative_links(metadata))} of its links lead nowhere: set INTERLACE_REPOSITORY "
-            "and run it again.\n"
+            f"{len(faults_of_html(html))} of its links lead nowhere: set INTERLACE_REPOSITORY and "
+            "run it again.\n"
         )
+    print(write_checksums(folder).read_text(encoding="utf-8"))
     print(f"Commit {_git(ROOT, 'rev-parse', 'HEAD')} is ready. What a person does:\n")
     print(steps_of_a_person((ROOT / "docs/releasing.md").read_text(encoding="utf-8"), version))
+
+
+def _exit_if(faults: list[str], version: str) -> None:
+    if faults:
+        sys.exit(f"{version} cannot be released:\n" + "\n".join(faults))
 
 
 if __name__ == "__main__":

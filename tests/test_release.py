@@ -176,9 +176,13 @@ def test_the_hook_fills_urls_and_links(monkeypatch: pytest.MonkeyPatch) -> None:
     text = stated["readme"]["text"]
     targets = re.findall(r"\]\(([^)\s]+)\)", text)
     assert [target for target in targets if not target.startswith("https://")] == []
-    assert f"]({_ADDRESS}/blob/v1.2.3/docs/glossary.md)" in text
-    assert f"]({_ADDRESS}/blob/v1.2.3/README.md#which-gpus)" in text
-    assert f"]({_ADDRESS}/raw/v1.2.3/docs/pictures/fused.svg)" in text
+    files = f"{_ADDRESS}/blob/v1.2.3"
+    for relative, absolute in (
+        ("[a\nb](docs/a.md#b)", f"[a\nb]({files}/docs/a.md#b)"),
+        ("[a](#b)", f"[a]({files}/README.md#b)"),
+        ("![a](docs/a.svg)", f"![a]({_ADDRESS}/raw/v1.2.3/docs/a.svg)"),
+    ):
+        assert hatch_build.with_absolute_links(relative, _ADDRESS, "1.2.3") == absolute
     # Code and links to other places stay as they are.
     code = "[a](https://example.org/a)\n```python\nx[0](y)\n```\n"
     assert hatch_build.with_absolute_links(code, _ADDRESS, "1.2.3") == code

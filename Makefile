@@ -1,5 +1,5 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples docs package test-gpu test-integrations test-gin test-oldest-triton smoke-gpu mutants clean
+.PHONY: setup demo test quick check pytest examples docs package test-pythons release test-gpu test-integrations test-gin test-oldest-triton smoke-gpu mutants clean
 
 PYTHON = python3
 BIN = .venv/bin
@@ -75,6 +75,24 @@ package: setup
 	$(BIN)/python -m pip install --quiet 'build>=1.2'
 	$(BIN)/python -m build --outdir dist . >/dev/null
 	$(BIN)/python -m tests.package dist/*.whl
+
+# The wheel with Pythons that the tests do not run: all modules are imported, and its commands run, each beside a
+# PyTorch of its own from the index, which takes minutes, and 5.4 GB for as long as it runs.
+PYTHONS = 3.12 3.13
+
+test-pythons: package
+	$(BIN)/python -m tests.pythons dist/*.whl $(PYTHONS)
+
+# The steps of docs/releasing.md from the checks of the tree to the upload, which a person does:
+# make release VERSION=0.3.0
+VERSION =
+
+release: setup
+	$(BIN)/python -m tests.release $(VERSION)
+	@$(MAKE) package
+	$(BIN)/python -m pip install --quiet 'twine>=6.1' 'readme-renderer[md]'
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python -m tests.release $(VERSION) --built
 
 # First what compiles many kernels, in several processes at the same time; then what needs the GPUs for itself.
 test-gpu: setup

@@ -1,8 +1,8 @@
 """Check a wheel before it is given away: ``python -m tests.package dist/interlace-*.whl``.
 
 It must hold every file of the package, Python or not, work from its own files, and name no place of
-the machine that has built it. Installed into a new environment, its commands run: ``interlace
-demo`` with two ranks on the CPU backend among them.
+the machine that has built it. Installed into a new environment, its modules are imported and its
+commands run: ``interlace demo`` with two ranks on the CPU backend among them.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import venv
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,6 +31,17 @@ import interlace
 from interlace.costs.known_profiles import profile_of
 assert interlace.__file__.startswith(sys.argv[1]), interlace.__file__
 assert not profile_of("NVIDIA H200").is_guess
+"""
+
+# Imports every module of the packages that it gets, and prints how many they are.
+_IMPORTS = """
+import importlib, pkgutil, sys
+names = [
+    module.name
+    for package in sys.argv[1:]
+    for module in pkgutil.walk_packages(importlib.import_module(package).__path__, package + ".")
+]
+print(len([importlib.import_module(name) for name in names]))
 """
 
 
@@ -80,19 +89,21 @@ def faults_of(wheel: Path, expected: Iterable[str], places: Iterable[str]) -> li
     return faults
 
 
-def run_installed(wheel: Path) -> None:
-    """Install a wheel into a new environment, and run its commands there.
+def run_installed(wheel: Path, python: str = sys.executable) -> None:
+    """Install a wheel into a new environment, and import all modules and run its commands there.
 
-    What it depends on is that of this environment, by its path alone: so no package that is
-    installed here as an editable one, and nothing of this folder, is found.
+    What it depends on is that of another environment, by its path alone: so no package that is
+    installed there as an editable one, and nothing of this folder, is found.
+
+    Args:
+        wheel: The file.
+        python: The interpreter of the environment that has what the wheel depends on; the new
+            environment is of the same Python.
 
     Raises:
-        subprocess.CalledProcessError: the installation or a command failed.
+        subprocess.CalledProcessError: the installation, an import or a command failed.
     """
     with tempfile.TemporaryDirectory(prefix="interlace-") as folder:
-        venv.create(folder, with_pip=True)
-        bin_folder = Path(folder) / "bin"
-        python = str(bin_folder / "python")
         clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
 
         def run(*command: str) -> str:
@@ -101,14 +112,19 @@ def run_installed(wheel: Path) -> None:
             )
             return done.stdout.strip()
 
-        packages = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
-        run(python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel.resolve()))
-        (Path(packages) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        found = run(python, "-c", "import interlace; print(interlace.__file__)")
+        purelib = "import sysconfig; print(sysconfig.get_path('purelib'))"
+        run(python, "-m", "venv", folder)
+        bin_folder = Path(folder) / "bin"
+        own_python = str(bin_folder / "python")
+        packages = run(own_python, "-c", purelib)
+        run(own_python, "-m", "pip", "install", "--quiet", "--no-deps", str(wheel.resolve()))
+        (Path(packages) / "dependencies.pth").write_text(run(python, "-c", purelib) + "\n")
+        found = run(own_python, "-c", "import interlace; print(interlace.__file__)")
         assert Path(found).is_relative_to(packages), found
+        print(f"{run(own_python, '-c', _IMPORTS, *_PACKAGES)} modules are imported")
         for command in _COMMANDS:
             run(str(bin_folder / "interlace"), *command)
-            print(f"interlace {' '.join(command)}: runs")
+            print(f"interlace {' '.join(command)}: runs", flush=True)
 
 
 def main() -> None:

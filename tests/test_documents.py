@@ -10,6 +10,7 @@ import math
 import re
 import runpy
 import textwrap
+import tomllib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,51 @@ def test_the_citation_has_the_version() -> None:
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["version"] == interlace.__version__
     assert citation["license"] == "Apache-2.0"
+
+
+def test_what_is_tested_together_is_what_commands_run() -> None:
+    """Versions of the matrix are those of the Makefile; classifiers are Pythons that were run."""
+    section = REFERENCE.split("## What is tested together\n")[1].split("\n## ")[0]
+    rows = [_cells(row) for row in re.findall(r"^\| \d.*", section, flags=re.MULTILINE)]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    script = (ROOT / "tests" / "pythons.py").read_text(encoding="utf-8")
+    by_command = {
+        command: row for row in rows for command in re.findall(r"`(make [\w-]+)`", row[4])
+    }
+
+    def pinned(name: str, text: str = makefile) -> list[str]:
+        return re.findall(rf"{name}==([\d.]+)", text)
+
+    (torch,), (triton, oldest) = pinned("torch"), pinned("triton")
+    assert by_command["make test"][1:3] == [f"{torch}, CPU build", triton]
+    assert by_command["make test-oldest-triton"][1:3] == [f"{torch}, CPU build", oldest]
+    assert f" NCCL {pinned('nvidia-nccl-cu13')[0]}" in by_command["make test-gin"][5]
+    for package, name in (("torchrec", "TorchRec"), ("torchtitan", "torchtitan")):
+        assert f"{name} {pinned(package)[0]}" in by_command["make test-integrations"][5]
+    others = by_command["make test-pythons"]
+    assert others[1] == f"{pinned('torch', script)[0]}, CUDA build"
+    assert f"\nPYTHONS = {others[0].replace(',', '')}\n" in makefile
+    # In CI is what CI runs.
+    runs = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
+    for command, row in by_command.items():
+        is_run = command in re.findall(r"^make [\w-]+", runs, flags=re.MULTILINE)
+        assert (row[6] == "CI") == is_run, command
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    pythons = {python for row in rows for python in row[0].split(", ")}
+    assert pythons == set(re.findall(r":: (3\.\d+)", "\n".join(project["classifiers"])))
+    for bound in ("torch>=2.11", "triton>=3.6;", "numpy<2.5"):
+        assert any(line.startswith(bound) for line in project["dependencies"])
+    assert "Python 3.11, torch 2.11 and Triton 3.6 or later, and NumPy below 2.5" in section
+    assert project["requires-python"] == ">=3.11"
+
+
+def test_the_changelog_can_be_read_in_one_go() -> None:
+    """History is a page of its own; a version has no heading twice."""
+    text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert text.count("\n") <= 120
+    for version in text.split("\n## ")[1:]:
+        headings = re.findall(r"^### (.*)$", version, flags=re.MULTILINE)
+        assert len(headings) == len(set(headings))
 
 
 def test_setup_takes_the_index_of_cpu_builds() -> None:

@@ -119,14 +119,9 @@ def _version() -> str:
 
 
 def _address_of_sources() -> str:
-    """Return the address of the repository, or nothing.
-
-    It is ``INTERLACE_REPOSITORY``, for sites of a copy of the repository, or else what the package
-    says of itself in ``pyproject.toml``.
-    """
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    urls = {name.lower(): address for name, address in project.get("urls", {}).items()}
-    stated = next((urls[name] for name in ("source", "repository", "homepage") if name in urls), "")
+    """Return the address of the repository, or nothing: the one that the package page has."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    stated = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
     return os.environ.get("INTERLACE_REPOSITORY", stated)
 
 

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from interlace.registry import operator
     from interlace.tracing import trace
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # Public name -> module. Nothing here imports torch or Triton until it is used.
 _PUBLIC = {

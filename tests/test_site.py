@@ -8,21 +8,32 @@ import json
 import runpy
 from pathlib import Path
 
+import interlace
 from tests.site import faults_of
 
 ROOT = Path(__file__).parents[1]
 
 
-def _site(folder: Path, **pages: str) -> Path:
+_ORDER = ("compile.html", "api/operators.html", "architecture.html", "decisions/index.html")
+
+
+def _site(folder: Path, boosts: tuple[float, ...] = (4.0, 3.0, 1.0, 0.5), **pages: str) -> Path:
+    """Write pages and what the search counts those of ``_ORDER`` for."""
     for name, text in pages.items():
         (folder / f"{name}.html").write_text(text)
+    ranked = [
+        {"location": page, "boost": boost} for page, boost in zip(_ORDER, boosts, strict=True)
+    ]
+    (folder / "search").mkdir()
+    (folder / "search" / "search_index.json").write_text(json.dumps({"docs": ranked}))
     return folder
 
 
 def test_a_site_whose_links_lead_somewhere(tmp_path: Path) -> None:
     site = _site(
         tmp_path,
-        index='<a href="other.html#part">there</a><a href="https://elsewhere.org/">away</a>',
+        index=f"<title>A site of Interlace {interlace.__version__}</title>"
+        '<a href="other.html#part">there</a><a href="https://elsewhere.org/">away</a>',
         other='<h2 id="part">Part</h2><a href="#part">here</a><a href="index.html">back</a>',
     )
     (site / "style.css").write_text("a { background: url(data:image/png;base64,AAAA) }")
@@ -32,6 +43,7 @@ def test_a_site_whose_links_lead_somewhere(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_site(tmp_path: Path) -> None:
     site = _site(
         tmp_path,
+        (4.0, 3.0, 3.0, 0.5),
         index='<link href="https://fonts.org/a.css"><script src="none.js"></script>'
         '<a href="other.html#part">no anchor</a><a href="gone.html">no file</a>',
         other="",
@@ -43,6 +55,9 @@ def test_what_is_wrong_with_a_site(tmp_path: Path) -> None:
         "index.html: the link other.html#part leads to no anchor",
         "index.html: the link gone.html leads to no file",
         "style.css: //fonts.org/a.woff2 is fetched from another host",
+        f"index.html: the title must end with Interlace {interlace.__version__}",
+        "search: compile.html, api/operators.html, architecture.html, decisions/index.html must "
+        "count for less and less; they count [4.0, 3.0, 3.0, 0.5]",
     ]
 
 

@@ -34,6 +34,7 @@ __all__ = [
     "check_ways",
     "declared",
     "operand_sets",
+    "rounding_error",
     "tune",
 ]
 
@@ -58,6 +59,14 @@ def declared(operator: str) -> GemmOperator:
     if not isinstance(declaration, GemmOperator):
         raise ArgumentError(f"{operator} must be an operator around one matrix product; it is not.")
     return declaration
+
+
+def rounding_error(dtype: torch.dtype, inner: int, roundings: float) -> float:
+    """Return the relative error of roundings to a dtype, and of float32 sums over ``inner``."""
+    return (
+        roundings * torch.finfo(dtype).eps / 2
+        + 8 * math.sqrt(max(inner, 1)) * torch.finfo(torch.float32).eps
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +99,7 @@ class ProductShape:
         sqrt(3)); sums over K are float32.
         """
         result_dtype = torch.bfloat16 if self.dtype == FLOAT8 else self.dtype
-        return (
-            2.0 * torch.finfo(result_dtype).eps / 2
-            + 8 * math.sqrt(max(self.inner, 1)) * torch.finfo(torch.float32).eps
-        )
+        return rounding_error(result_dtype, self.inner, 2.0)
 
 
 class TimedProduct(Benchmark[Any]):

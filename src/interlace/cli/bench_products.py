@@ -13,7 +13,7 @@ import typer
 from interlace.bench import products
 from interlace.cli import bench, scripts
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import Dtype, HalfDtype, JsonFile, Ranks, Run, TableFile, shape_option
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, Run, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
@@ -30,11 +30,6 @@ _COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can
 _PRODUCTS = shape_option(
     "MxNxK", "One rank's product, say 8192x8192x2048; several times. \\[default: eight]"
 )
-_WEIGHTS = shape_option(
-    "NxK",
-    "Rows and columns of one rank's weight, say 8192x2048; several times. \\[default: seven]",
-)
-Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by commas.")]
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
@@ -96,41 +91,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
         bench.run_tune(operator.name, parse(shape, dtype), measure, run)
 
     if operator.vector_name:
-        bench_app.command(operator.vector_name)(bench_few_rows)
-        tune_app.command(operator.vector_name)(tune_few_rows)
-
-
-def bench_few_rows(
-    tokens: Tokens = "1",
-    shape: list[str] | None = _WEIGHTS,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="First find the best configuration of each shape.")
-    ] = False,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
-) -> None:
-    """GEMV + AllReduce: the kernel for few tokens, every unfused pair, compute alone, communication
-    alone, and the physical floor. From a source tree.
-    """
-    commands = scripts.benchmark("gemv_commands")
-    commands.run_bench(shape, tokens, tune, Run(world_size, dtype, Outputs(json=json_file)))
-
-
-def tune_few_rows(
-    tokens: Tokens = "1,2,4,8,16,32,64",
-    shape: list[str] | None = _WEIGHTS,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
-    *,
-    table: TableFile,
-) -> None:
-    """GEMV + AllReduce: measure all configurations and write the best of each shape to the tuned
-    table. From a source tree.
-    """
-    commands = scripts.benchmark("gemv_commands")
-    commands.run_tune(shape, tokens, Run(world_size, dtype, Outputs(json=json_file, table=table)))
+        scripts.add_benchmark(operator.vector_name, bench_app, tune_app)
 
 
 def _require_transports(operator: str) -> None:

@@ -27,17 +27,6 @@ from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
 from interlace.registry import operator_named
 
-__all__ = [
-    "ProductShape",
-    "TimedProduct",
-    "bench",
-    "check_ways",
-    "declared",
-    "operand_sets",
-    "rounding_error",
-    "tune",
-]
-
 
 def operand_sets(call_bytes: int, device: torch.device) -> int:
     """Return how many sets of operands the calls of a benchmark take in turn; at least two.

@@ -47,6 +47,9 @@ from interlace.operators.gemm_all_reduce.normed_launch import MOST_COLUMNS, expe
 from interlace.registry import operator_matching
 
 _LARGEST = torch.finfo(FLOAT8).max
+_CALLS: dict[object, str] = {
+    aten.native_layer_norm.default: "layer", aten._fused_rms_norm.default: "rms"
+}  # fmt: skip
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
@@ -353,11 +356,7 @@ def _norm_of(node: Node, dtype: torch.dtype) -> Norm | None:
 def _library_calls(node: Node) -> Iterator[Norm]:
     """Yield the norms of a node that are a single call of PyTorch's."""
     for call in node.users:
-        if _is(call, aten.native_layer_norm.default):
-            kind = "layer"
-        elif _is(call, aten._fused_rms_norm.default):
-            kind = "rms"
-        else:
+        if not _is(call, *_CALLS):
             continue
         given = arguments_of(call)
         is_last = are_equal(given["normalized_shape"], value(node).shape[-1:])
@@ -367,7 +366,13 @@ def _library_calls(node: Node) -> Iterator[Norm]:
         # Further items are the mean and the reciprocal root, for a backward pass.
         for item in call.users:
             if item.target is operator.getitem and item.args[1] == 0:
-                yield Norm(kind, float(eps), [call, item], given["weight"], given.get("bias"))
+                yield Norm(
+                    _CALLS[call.target],
+                    float(eps),
+                    [call, item],
+                    given["weight"],
+                    given.get("bias"),
+                )
 
 
 def _foreign_norms_of(node: Node, *, has_residual: bool) -> Iterator[tuple[Node, Norm]]:

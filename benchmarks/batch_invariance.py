@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from rich.table import Table
 
+from benchmarks.gemv_commands import parse_weights
 from interlace.bench import products, report
 from interlace.bench.benchmark import Way, relative_error
 from interlace.cli import bench
-from interlace.cli.bench_products import parse_weights
 from interlace.cli.console import make_console, make_table
 from interlace.cli.options import Run
 from interlace.comm import group_of

@@ -17,14 +17,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.sweep import summary_table
+from benchmarks.sweep import predicted_fastest, summary_table
 from interlace.bench import machine_profile, report
 from interlace.bench.machine_profile import (
     Compositions,
     MeasuredPoint,
     corrections_of,
     merged,
-    predicted_fastest,
     scaled,
 )
 from interlace.cli.console import make_console, make_table

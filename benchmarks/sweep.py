@@ -17,14 +17,16 @@ from rich.table import Table
 
 from interlace.bench import machine_profile, report
 from interlace.bench.draws import MOST_FLOPS, MOST_LOG2_TOKENS, Draw, draws, in_turn
+from interlace.bench.machine_profile import MeasuredPoint
 from interlace.bench.report import is_disturbed
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
 from interlace.cli.options import Run
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
+from interlace.costs.time import MachineProfile
 from interlace.figure import open_figure
-from interlace.registry import operator_named
+from interlace.registry import operator_named, operators
 from interlace.units import round_up
 
 if TYPE_CHECKING:
@@ -193,12 +195,28 @@ def today(result: dict[str, Any], gpu: str) -> dict[str, Any]:
         gpu: The name of the GPU on which the result was measured.
     """
     points = machine_profile.points_of([{"results": [result]}], with_disturbed=True)
-    fastest = machine_profile.predicted_fastest(profile_of(gpu), points)
+    fastest = predicted_fastest(profile_of(gpu), points)
     if fastest is None:
         return result
     words = operator_named(result["operator"]).words
     times = {name: time for name, time in result["times"].items() if name in words}
     return {**result, "auto": fastest.implementation, "times": times}
+
+
+def predicted_fastest(
+    profile: MachineProfile, points: Iterable[MeasuredPoint]
+) -> MeasuredPoint | None:
+    """Return the point of one call that ``impl="auto"`` takes; None if the profile knows none."""
+    known = {}
+    for point in points:
+        us = point.predicted_us(profile)
+        if us is not None:
+            known[point.implementation] = us, point
+    if not known:
+        return None
+    declaration = operators()[next(iter(known.values()))[1].operator]
+    times_us = {name: us for name, (us, _) in known.items()}
+    return known[profile.in_order(times_us, declaration.pairs_among(known))[0]][1]
 
 
 def ratios_of(results: Iterable[Mapping[str, Any]], choice: str = "auto") -> Ratios:

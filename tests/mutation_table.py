@@ -152,8 +152,8 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/compile/sent.py",
-        'if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:',
-        "if len(set(waits)) < 2:",
+        'len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1',
+        "len(set(waits)) < 2",
         "compile/test_patterns.py::test_pairs_become_operators_with_the_same_results",
     ),
     # costs

@@ -31,6 +31,11 @@ def format_number(value: float, digits: int = 3) -> str:
     return f"{Decimal(text):f}" if "e-" in text else f"{value:.0f}" if "e" in text else text
 
 
+def format_count(count: int, noun: str) -> str:
+    """Format a number with its noun: ``(1, "rank")`` -> ``"1 rank"``, and ``"2 ranks"``."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def format_bytes(count: float) -> str:
     """Format a number of bytes with a power of ten: ``1_500_000`` -> ``"1.5 MB"``."""
     for size, name in ((TB, "TB"), (GB, "GB"), (MB, "MB"), (KB, "KB")):

@@ -399,13 +399,18 @@ def test_bad_arguments_are_one_line(arguments: list[str], message: str) -> None:
         ["tune", "mixture_of_experts", "--table", "t.json"],
         ["bench", "embedding_all_to_all"],
         ["tune", "embedding_all_to_all", "--table", "t.json"],
+        ["bench", "gemv_all_reduce", "--tokens", "4", "--tune"],
     ],
 )
 def test_what_needs_a_source_tree(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripts, "_TREE", tmp_path)
-    done = run(*arguments)
+    operator_commands._all_commands.cache_clear()
+    try:
+        done = run(*arguments)
+    finally:
+        operator_commands._all_commands.cache_clear()
     assert done.exit_code == 1
     assert "this command must run from a source tree of Interlace" in done.output
 

@@ -409,7 +409,7 @@ def test_tune_extends_its_table(measured: list[tuple[Any, ...]], tmp_path: Path)
 
 def test_what_was_measured_survives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rank that fails at the second shape leaves the first one's result in the file."""
-    from interlace.bench import gemv_all_reduce as operator
+    from benchmarks import gemv_all_reduce as operator
     from interlace.cli import ranks
 
     def bench(shape: operator.GemvShape, config: object) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def test_every_way_of_an_operator(ranks, operator):
 
 
 def _bench_few_rows():
-    from interlace.bench import gemv_all_reduce
+    from benchmarks import gemv_all_reduce
 
     def symmetric(size, dtype, group):
         """PyTorch's symmetric memory is of GPUs."""

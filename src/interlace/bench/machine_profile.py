@@ -29,7 +29,7 @@ from interlace.costs.time import (
 )
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.terms import Terms
-from interlace.registry import find_operator, operators
+from interlace.registry import find_operator
 
 _TRUSTED = 12
 """How many calls the known compositions count as much as. The H200's choose well on H100s as they
@@ -246,22 +246,6 @@ def _weights(ratios: Mapping[TimedCall, float]) -> list[float]:
     covariance = np.exp(-distances / 2) + np.eye(len(positions))
     weights = np.linalg.solve(covariance, np.array(list(ratios.values())))
     return [round(float(weight), 4) for weight in weights]
-
-
-def predicted_fastest(
-    profile: MachineProfile, points: Iterable[MeasuredPoint]
-) -> MeasuredPoint | None:
-    """Return the point of one call that ``impl="auto"`` takes; None if the profile knows none."""
-    known = {}
-    for point in points:
-        us = point.predicted_us(profile)
-        if us is not None:
-            known[point.implementation] = us, point
-    if not known:
-        return None
-    declaration = operators()[next(iter(known.values()))[1].operator]
-    times_us = {name: us for name, (us, _) in known.items()}
-    return known[profile.in_order(times_us, declaration.pairs_among(known))[0]][1]
 
 
 def errors(profile: MachineProfile, points: Iterable[MeasuredPoint]) -> list[float]:

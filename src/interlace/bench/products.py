@@ -27,16 +27,6 @@ from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
 from interlace.registry import operator_named
 
-__all__ = [
-    "ProductShape",
-    "TimedProduct",
-    "bench",
-    "check_ways",
-    "declared",
-    "operand_sets",
-    "tune",
-]
-
 
 def operand_sets(call_bytes: int, device: torch.device) -> int:
     """Return how many sets of operands the calls of a benchmark take in turn; at least two.
@@ -58,6 +48,14 @@ def declared(operator: str) -> GemmOperator:
     if not isinstance(declaration, GemmOperator):
         raise ArgumentError(f"{operator} must be an operator around one matrix product; it is not.")
     return declaration
+
+
+def rounding_error(dtype: torch.dtype, inner: int, roundings: float) -> float:
+    """Return the relative error of roundings to a dtype, and of float32 sums over ``inner``."""
+    return (
+        roundings * torch.finfo(dtype).eps / 2
+        + 8 * math.sqrt(max(inner, 1)) * torch.finfo(torch.float32).eps
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,10 +88,7 @@ class ProductShape:
         sqrt(3)); sums over K are float32.
         """
         result_dtype = torch.bfloat16 if self.dtype == FLOAT8 else self.dtype
-        return (
-            2.0 * torch.finfo(result_dtype).eps / 2
-            + 8 * math.sqrt(max(self.inner, 1)) * torch.finfo(torch.float32).eps
-        )
+        return rounding_error(result_dtype, self.inner, 2.0)
 
 
 class TimedProduct(Benchmark[Any]):

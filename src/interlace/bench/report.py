@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from interlace.documents import read_json
 from interlace.errors import ArgumentError
+from interlace.units import format_count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -212,7 +213,8 @@ def title(operator: str, result: Result) -> str:
 
     An example is ``"gemv_all_reduce: 1 x 8192 x 2048, bfloat16, 4 ranks"``.
     """
-    return f"{operator}: {shape(result)}, {result['dtype']}, {_count(result['world_size'], 'rank')}"
+    ranks = format_count(result["world_size"], "rank")
+    return f"{operator}: {shape(result)}, {result['dtype']}, {ranks}"
 
 
 def table(operator: str, result: Result) -> Table:
@@ -315,7 +317,3 @@ def machine_line(machine: Mapping[str, Any], date: str = "") -> str:
 def against(fused_us: float, other_us: float) -> str:
     """Return the fused time relative to another one, as ``"-41 %"``."""
     return f"{100 * (fused_us / other_us - 1):+.0f} %" if other_us else ""
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

@@ -31,7 +31,6 @@ def run_bench(
     measure: Callable[..., Any],
     run: Run,
     *,
-    verb: str = "Measuring",
     table: Callable[[str, Any], Table] = report.table,
 ) -> None:
     """Measure an operator for ``interlace bench``, and print every result as a table.
@@ -41,10 +40,9 @@ def run_bench(
         work: Sizes of each measured shape.
         measure: Function that every rank calls with the sizes of a shape and a ``dtype``.
         run: The ranks, the dtype and the files of the command.
-        verb: First word of the progress bar.
         table: Function that makes a result's table.
     """
-    document = measure_on_gpus("bench", f"{verb} {operator}", work, measure, run)
+    document = measure_on_gpus("bench", f"Measuring {operator}", work, measure, run)
     console = make_console()
     for result in document["results"]:
         console.print(table(operator, result))

@@ -1,5 +1,5 @@
-"""``interlace bench`` and ``interlace tune`` of the operators around a matrix product, also of few
-rows.
+"""``interlace bench`` and ``interlace tune`` of the operators around a matrix product; those of few
+rows are in ``benchmarks``.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 
-from interlace.bench import gemv_all_reduce, products
+from interlace.bench import products
 from interlace.cli import bench, scripts
 from interlace.cli.operator_commands import title_of
-from interlace.cli.options import Dtype, HalfDtype, JsonFile, Ranks, Run, TableFile, shape_option
+from interlace.cli.options import HalfDtype, JsonFile, Ranks, Run, TableFile, shape_option
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 from interlace.registry import Operator, operators
@@ -21,9 +21,6 @@ from interlace.registry import Operator, operators
 SHAPES = (
     "8192x8192x2048", "4096x8192x2048", "16384x7168x2048", "8192x8192x7168", "4096x4096x14336",
     "1024x8192x7168", "256x8192x7168", "64x8192x7168",
-)  # fmt: skip
-WEIGHTS = (
-    "8192x2048", "8192x7168", "8192x8192", "16384x4096", "12288x12288", "4096x4096", "5120x3456",
 )  # fmt: skip
 DTYPES = ("bfloat16", "float16")
 """Dtypes that both cuBLAS and NCCL take."""
@@ -33,11 +30,6 @@ _COMPARED = ("all_to_all", "reduce_scatter")  # collectives whose transports can
 _PRODUCTS = shape_option(
     "MxNxK", "One rank's product, say 8192x8192x2048; several times. \\[default: eight]"
 )
-_WEIGHTS = shape_option(
-    "NxK",
-    "Rows and columns of one rank's weight, say 8192x2048; several times. \\[default: seven]",
-)
-Tokens = Annotated[str, typer.Option(help="Tokens to measure at, separated by commas.")]
 
 
 def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
@@ -99,46 +91,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
         bench.run_tune(operator.name, parse(shape, dtype), measure, run)
 
     if operator.vector_name:
-        bench_app.command(operator.vector_name)(bench_few_rows)
-        tune_app.command(operator.vector_name)(tune_few_rows)
-
-
-def bench_few_rows(
-    tokens: Tokens = "1",
-    shape: list[str] | None = _WEIGHTS,
-    tune: Annotated[
-        bool, typer.Option("--tune", help="First find the best configuration of each shape.")
-    ] = False,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
-) -> None:
-    """GEMV + AllReduce: the kernel for few tokens, every unfused pair, compute alone, communication
-    alone, and the physical floor.
-    """
-    run = Run(world_size, dtype, Outputs(json=json_file))
-    measure = functools.partial(gemv_all_reduce.measure, tunes=tune)
-    work = parse_weights(tokens, shape or WEIGHTS, dtype)
-    verb = "Tuning" if tune else "Measuring"
-    bench.run_bench(gemv_all_reduce.OPERATOR, work, measure, run, verb=verb)
-
-
-def tune_few_rows(
-    tokens: Tokens = "1,2,4,8,16,32,64",
-    shape: list[str] | None = _WEIGHTS,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
-    *,
-    table: TableFile,
-) -> None:
-    """GEMV + AllReduce: measure all configurations and write the best of each shape to the tuned
-    table.
-    """
-    run = Run(world_size, dtype, Outputs(json=json_file, table=table))
-    measure = functools.partial(gemv_all_reduce.measure, tunes=True)
-    work = parse_weights(tokens, shape or WEIGHTS, dtype)
-    bench.run_tune(gemv_all_reduce.OPERATOR, work, measure, run)
+        scripts.add_benchmark(operator.vector_name, bench_app, tune_app)
 
 
 def _require_transports(operator: str) -> None:
@@ -156,22 +109,3 @@ def _require_transports(operator: str) -> None:
         raise ArgumentError(
             f"--transports must be of one of {' and '.join(compared)}; got {operator}."
         )
-
-
-def parse_weights(tokens: str, shapes: Sequence[str], dtype: str) -> list[tuple[int, int, int]]:
-    """Return the M, N and K of every weight ``NxK`` at every number of tokens, such as ``"1,2,4"``.
-
-    Raises:
-        ArgumentError: A shape, a number of tokens or the dtype is none.
-    """
-    meaning, example = "NxK, the sizes of one rank's weight", "8192x2048"
-    sizes = [bench.parse_sizes(shape, meaning, example) for shape in shapes]
-    # All options are refused before a minute is spent on the first shape.
-    counts = tokens.split(",")
-    if not all(count.strip().isdecimal() and int(count) for count in counts):
-        raise ArgumentError(
-            f"--tokens must be positive numbers separated by commas; got {tokens!r}. Say --tokens "
-            "1,2,4."
-        )
-    bench.require_dtype(dtype)
-    return [(int(count), columns, inner) for columns, inner in sizes for count in counts]

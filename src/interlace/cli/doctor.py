@@ -102,24 +102,21 @@ def check_all() -> list[Row]:
     # The interpreter needs shared memory and numpy, compiled kernels do not.
     cpu_needs = _missing(rows, ignored=())
     cuda_needs = _missing([*rows, *cuda], ignored=("shared memory", "numpy"))
-    if not cuda_present(cuda):
-        meaning = "no GPU that torch can use: kernels cannot run at their speed here"
-        cuda_row = Row("backend cuda", ABSENT, meaning)
-    else:
-        cuda_row = _verdict("backend cuda", cuda_needs, "compiled kernels over peer access")
+    has_gpu = any(row.check == "GPU 0" for row in cuda)
     return [
         *rows,
         *cuda,
         _verdict(
             "backend cpu", cpu_needs, "real kernels in Triton's interpreter, any number of ranks"
         ),
-        cuda_row,
+        _verdict("backend cuda", cuda_needs, "compiled kernels over peer access")
+        if has_gpu
+        else Row(
+            "backend cuda",
+            ABSENT,
+            "no GPU that torch can use: kernels cannot run at their speed here",
+        ),
     ]
-
-
-def cuda_present(rows: list[Row]) -> bool:
-    """Return whether torch can use a GPU."""
-    return any(row.check.startswith("GPU 0") and row.status == OK for row in rows)
 
 
 def _missing(rows: list[Row], ignored: tuple[str, ...]) -> list[str]:
@@ -175,22 +172,22 @@ def check_packages() -> list[Row]:
         )
         return rows
     triton, numpy = package_version("triton"), package_version("numpy")
-    if not triton:
-        meaning = "compiles the kernels, and interprets them on the CPU"
-        rows.append(Row("triton", MISSING, meaning, "pip install triton (Linux only)"))
-    elif _version(triton) < (3, 6):
-        meaning = f"{triton}; kernels are written for 3.6 and later"
-        rows.append(Row("triton", MISSING, meaning, "pip install -U triton"))
-    else:
-        rows.append(Row("triton", OK, triton))
-    if not numpy:
-        rows.append(Row("numpy", MISSING, "the interpreter computes with it", "pip install numpy"))
-    elif triton and _version(triton) < (3, 7) and _version(numpy) >= (2, 4):
-        meaning = f"{numpy}; the interpreter of Triton {triton} needs a version below 2.4"
-        action = "pip install 'numpy<2.4' (only the cpu backend needs it)"
-        rows.append(Row("numpy", MISSING, meaning, action))
-    else:
-        rows.append(Row("numpy", OK, f"{numpy}, which fits Triton {triton or '(none)'}"))
+    absent = (
+        "compiles the kernels, and interprets them on the CPU",
+        "pip install triton (Linux only)",
+    )
+    old = f"{triton}; kernels are written for 3.6 and later", "pip install -U triton"
+    is_right = bool(triton) and _version(triton) >= (3, 6)
+    rows.append(needed("triton", is_right, triton, *(old if triton else absent)))
+    absent = "the interpreter computes with it", "pip install numpy"
+    new = (
+        f"{numpy}; the interpreter of Triton {triton} needs a version below 2.4",
+        "pip install 'numpy<2.4' (only the cpu backend needs it)",
+    )
+    needs_old = bool(triton) and _version(triton) < (3, 7)
+    is_right = bool(numpy) and not (needs_old and _version(numpy) >= (2, 4))
+    fits = f"{numpy}, which fits Triton {triton or '(none)'}"
+    rows.append(needed("numpy", is_right, fits, *(new if numpy else absent)))
     return rows
 
 
@@ -205,32 +202,29 @@ def _version(text: str) -> tuple[int, int]:
 
 def check_cpu() -> list[Row]:
     """Check everything that ranks on the CPU need besides packages."""
-    rows = []
     try:
         import torch.distributed as dist
 
         gloo = dist.is_available() and dist.is_gloo_available()
     except ImportError:
         gloo = False
-    rows.append(
+    memory = Row("shared memory", OK, "memfd_create, and descriptors passed over Unix sockets")
+    try:
+        _pass_memory()
+    except (OSError, AttributeError, ValueError, BackendError) as error:
+        meaning = f"processes cannot share memory: {first_line(error)}"
+        action = "use Linux; in a sandbox, allow memfd_create and Unix sockets"
+        memory = Row("shared memory", MISSING, meaning, action)
+    return [
         needed(
             "Gloo",
             gloo,
             "process groups of CPU ranks",
             "torch was built without it; ranks agree on the host through it",
             "install a stock torch",
-        )
-    )
-    try:
-        _pass_memory()
-        rows.append(
-            Row("shared memory", OK, "memfd_create, and descriptors passed over Unix sockets")
-        )
-    except (OSError, AttributeError, ValueError, BackendError) as error:
-        meaning = f"processes cannot share memory: {first_line(error)}"
-        action = "use Linux; in a sandbox, allow memfd_create and Unix sockets"
-        rows.append(Row("shared memory", MISSING, meaning, action))
-    return rows
+        ),
+        memory,
+    ]
 
 
 def check_limit() -> Row:
@@ -296,39 +290,41 @@ def check_cuda() -> list[Row]:
             else "check `nvidia-smi` and CUDA_VISIBLE_DEVICES"
         )
         return [Row("GPUs", MISSING, f"driver {driver} is here, but torch finds no GPU", action)]
-    count = torch.cuda.device_count()
-    rows = [Row("driver", OK, driver or "present, version unknown")]
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    nccl, duty = nccl_version(), "maps the GPUs' memory side by side"
     # The first GPU stands for all in the checks of triggers and profiles.
-    for i in range(count):
-        properties = torch.cuda.get_device_properties(i)
-        memory = f"{properties.total_memory / 2**30:.0f} GiB"
-        architecture = f"sm_{properties.major}{properties.minor}"
-        processors = f"{properties.multi_processor_count} SMs"
-        meaning = f"{properties.name}, {memory}, {processors}, {architecture}"
-        rows.append(Row(f"GPU {i}", OK, meaning))
-    rows += _links(torch, count)
-    rows.append(_sharing(torch, count))
-    rows.append(_queues())
-    duty = "maps the GPUs' memory side by side"
-    is_importable = _importable("cuda.bindings.driver")
-    rows.append(needed("cuda-bindings", is_importable, duty, duty, "pip install cuda-bindings"))
-    rows.append(_triggers(torch.device("cuda", 0)))
-    rows += _compiler()
-    nccl = nccl_version()
-    rows.append(
+    return [
+        Row("driver", OK, driver or "present, version unknown"),
+        *(Row(f"GPU {i}", OK, _in_words(gpu)) for i, gpu in enumerate(gpus)),
+        *_links(torch, len(gpus)),
+        _sharing([gpu.total_memory for gpu in gpus]),
+        _queues(),
+        needed(
+            "cuda-bindings",
+            _importable("cuda.bindings.driver"),
+            duty,
+            duty,
+            "pip install cuda-bindings",
+        ),
+        _triggers(torch.device("cuda", 0)),
+        *_compiler(),
         needed(
             "NCCL",
             nccl,
             f"{nccl}; process groups, and what unfused calls use",
             "process groups of GPU ranks",
             "install a stock CUDA build of torch",
-        )
-    )
-    rows.append(_registration())
-    rows.append(Row("NVLink multicast", OK, "not used, so nothing need be configured for it"))
-    first = torch.cuda.get_device_properties(0)
-    rows.append(_profile(first.name, first.multi_processor_count))
-    return rows
+        ),
+        _registration(),
+        Row("NVLink multicast", OK, "not used, so nothing need be configured for it"),
+        _profile(gpus[0].name, gpus[0].multi_processor_count),
+    ]
+
+
+def _in_words(gpu: Any) -> str:
+    """Return a GPU's name, memory, number of SMs and architecture."""
+    memory, processors = f"{gpu.total_memory / 2**30:.0f} GiB", f"{gpu.multi_processor_count} SMs"
+    return f"{gpu.name}, {memory}, {processors}, sm_{gpu.major}{gpu.minor}"
 
 
 def _triggers(device: Any) -> Row:
@@ -378,9 +374,8 @@ def _links(torch: Any, count: int) -> list[Row]:
     return rows
 
 
-def _sharing(torch: Any, count: int) -> Row:
-    """Return how many ranks the GPUs hold by time slices, each with a context and memory."""
-    memory = [torch.cuda.get_device_properties(i).total_memory for i in range(count)]
+def _sharing(memory: list[int]) -> Row:
+    """Return how many ranks GPUs of so many bytes hold by time slices, each with a context."""
     held = [min(max(1, nbytes // _RANK_BYTES), _MOST_RANKS) for nbytes in memory]
     meaning = (
         f"{' + '.join(map(str, held))} of {_MOST_RANKS} fit: ranks can share a GPU by time "

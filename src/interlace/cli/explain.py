@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from interlace.cli.gpus import choice_on, gpu_named, provenance
 from interlace.cli.outputs import Outputs
 from interlace.comm.groups.reservation import GPU_GRANULARITY
 from interlace.costs.known_profiles import profile_of
-from interlace.costs.network import NetworkRates, read_network
+from interlace.costs.network import read_network
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError, ConfigError, did_you_mean
 from interlace.gemm.between_nodes import predicted_times
@@ -25,7 +25,7 @@ from interlace.gemm.choice import Gpu
 from interlace.gemm.operator import GemmOperator
 from interlace.gemm.reservations import on_gpu
 from interlace.registry import Operator, find_operator, operators
-from interlace.tuning.choice import Choice, NetworkTimes
+from interlace.tuning.choice import Choice
 from interlace.units import format_memory
 
 
@@ -75,22 +75,28 @@ def run_explain(
             f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
             f"{name}" + (f", {nodes} nodes, {rates.network}" if rates else "")
         )
+        profile, alone = profile_of(name), {}
         if rates is None:
             choice = choice_on(device, declaration, call, getattr(torch, dtype))
             times_us, impl = dict(choice.times_us), choice.impl
-            memory = _memory(declaration, device, call, choice, getattr(torch, dtype))
-            console.print(_table(declaration, device, call, choice, memory))
-            if not times_us:
-                console.print(
-                    f"No time of {declaration.name} is predicted: `interlace tune profile` fits "
-                    f"its times to what `interlace bench {declaration.name}` has measured. "
-                    f"impl='auto' takes {choice.impl}: {choice.reason}."
-                )
+            alone = {"links": profile.link_us(declaration.name, call)}
+            column = "symmetric memory"
+            words = _memory(declaration, device, call, choice, getattr(torch, dtype))
         else:
-            times = _times_between_nodes(declaration, name, call, nodes, rates)
+            measured = dataclasses.replace(profile, network=rates)
+            times = predicted_times(measured, declaration.name, nodes, call)
+            assert times is not None
             times_us = {each: times.predictions[each].us for each in times.order(declaration)}
             impl = next(iter(times_us))
-            console.print(_table_between_nodes(declaration, name, call, times))
+            column, words = "slices", {each: times.predictions[each].cut for each in times_us}
+        alone = {"product": profile.library_product_us(call), **alone}
+        console.print(_table(declaration, times_us, column, words, alone))
+        if not times_us:
+            console.print(
+                f"No time of {declaration.name} is predicted: `interlace tune profile` fits "
+                f"its times to what `interlace bench {declaration.name}` has measured. "
+                f"impl='auto' takes {choice.impl}: {choice.reason}."
+            )
         sized = {"rows": rows, "columns": columns, "inner": inner}
         calls.append({**sized, "impl": impl, "times_us": times_us})
         console.print()
@@ -174,43 +180,23 @@ def _memory(
 
 def _table(
     declaration: GemmOperator,
-    gpu: Gpu,
-    call: SizedCall,
-    choice: Choice[Any],
-    memory: dict[str, str],
+    times_us: Mapping[str, float],
+    column: str,
+    words: Mapping[str, str],
+    alone: Mapping[str, float],
 ) -> Table:
-    profile = profile_of(gpu.name)
-    table = make_table("implementation", "symmetric memory", "us", "of the best stock pair")
-    pairs = [us for name, us in choice.times_us.items() if declaration.is_pair(name)]
-    for name, us in choice.times_us.items():
+    """Return the times of implementations beside the best stock pair's.
+
+    Args:
+        column, words: Heading of a further column, and its text for each implementation.
+        alone: Microseconds of each part of a call by itself.
+    """
+    table = make_table("implementation", column, "us", "of the best stock pair")
+    pairs = [us for name, us in times_us.items() if declaration.is_pair(name)]
+    for name, us in times_us.items():
         marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
         times = f"{us:.0f}", f"{us / min(pairs):.2f}" if pairs else ""
-        table.add_row(marked, memory.get(name, ""), *times)
-    product_us = profile.library_product_us(call)
-    table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
-    links_us = profile.link_us(declaration.name, call)
-    table.add_row("the links alone", "", f"{links_us:.0f}", "", style="dim")
-    return table
-
-
-def _times_between_nodes(
-    declaration: GemmOperator, gpu: str, call: SizedCall, nodes: int, network: NetworkRates
-) -> NetworkTimes:
-    profile = dataclasses.replace(profile_of(gpu), network=network)
-    times = predicted_times(profile, declaration.name, nodes, call)
-    assert times is not None
-    return times
-
-
-def _table_between_nodes(
-    declaration: GemmOperator, gpu: str, call: SizedCall, times: NetworkTimes
-) -> Table:
-    table = make_table("implementation", "slices", "us", "of the best stock pair")
-    pairs = [each.us for name, each in times.predictions.items() if declaration.is_pair(name)]
-    for name in times.order(declaration):
-        each = times.predictions[name]
-        marked = f"{name} (PyTorch's)" if declaration.is_pair(name) else name
-        table.add_row(marked, each.cut, f"{each.us:.0f}", f"{each.us / min(pairs):.2f}")
-    product_us = profile_of(gpu).library_product_us(call)
-    table.add_row("the product alone", "", f"{product_us:.0f}", "", style="dim")
+        table.add_row(marked, words.get(name, ""), *times)
+    for part, us in alone.items():
+        table.add_row(f"the {part} alone", "", f"{us:.0f}", "", style="dim")
     return table

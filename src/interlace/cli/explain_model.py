@@ -28,7 +28,7 @@ from interlace.operators.mixture_of_experts.choice import ExpertTerms, predicted
 from interlace.operators.mixture_of_experts.config import untuned_config
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
-from interlace.units import ceil_div, format_number
+from interlace.units import ceil_div, format_count, format_number
 
 _SUM, _NORMED = "gemm_all_reduce", "gemm_all_reduce_norm"
 _NORM_RANKS, _NORM_GPU = 2, "NVIDIA H200"
@@ -166,9 +166,10 @@ def run_explain_model(
 
 def _print_step(console: Console, title: str, step: StepTime) -> None:
     parts = "part", "call", "sizes"
+    size = format_count(step.tokens, step.unit.removesuffix("s"))
     table = make_table(
         *parts, "PyTorch us", "auto us", "ratio", "by", "basis",
-        left=(*parts, "by", "basis"), title=f"{title}, {_counted(step.tokens, step.unit)}",
+        left=(*parts, "by", "basis"), title=f"{title}, {size}",
     )  # fmt: skip
     for each in step.calls:
         pair = "unknown" if each.pair_us is None else format_number(each.pair_us)
@@ -191,11 +192,6 @@ def _print_step(console: Console, title: str, step: StepTime) -> None:
     console.print()
 
 
-def _counted(count: int, things: str) -> str:
-    """Return a number with its noun, which is given in the plural."""
-    return f"{count} {things.removesuffix('s') if count == 1 else things}"
-
-
 def _left_out(model: Model, most_tokens: int, sequence_parallel: bool) -> str:
     """Return what the times of a layer and a step leave out, in words."""
     parts = ["attention and its cache", "positions", "the activation"]
@@ -213,30 +209,35 @@ def _notes(steps: Sequence[StepTime]) -> list[str]:
     """Return sentences on how the times of the calls of these steps are to be read."""
     calls = [each for step in steps for each in step.calls]
     operators = {each.operator for each in calls}
-    notes = []
-    if {"measured"} & {each.basis for each in calls}:
-        notes.append("measured: such a call was, on this GPU, and took about as long.")
-    if _NORMED in operators:
-        notes.append(
+    sentences = [
+        (
+            any(each.basis == "measured" for each in calls),
+            "measured: such a call was, on this GPU, and took about as long.",
+        ),
+        (
+            _NORMED in operators,
             f"{_NORMED}: PyTorch's time is that of its fastest product and all-reduce, and what "
             f"its residual and norm take beside them on {_NORM_RANKS} ranks, of H200s if this GPU "
-            "was not measured. Engines with an all-reduce of their own take less than PyTorch."
-        )
-    if "mixture_of_experts" in operators:
-        notes.append(
+            "was not measured. Engines with an all-reduce of their own take less than PyTorch.",
+        ),
+        (
+            "mixture_of_experts" in operators,
             "mixture_of_experts: experts are shared out whole, each rank sends an equal share of "
-            "the tokens, one at least, and all experts are equally likely."
-        )
-    if any(each.pair_us is None for each in calls):
-        notes.append("unknown: counted as if PyTorch took as long as Interlace.")
-    if "embedding_all_to_all" in operators:
-        notes.append(
+            "the tokens, one at least, and all experts are equally likely.",
+        ),
+        (
+            any(each.pair_us is None for each in calls),
+            "unknown: counted as if PyTorch took as long as Interlace.",
+        ),
+        (
+            "embedding_all_to_all" in operators,
             "embedding_all_to_all: bytes over the rates of memory and links. Forward, the shorter "
             "time is hidden: measured calls took 1.0 to 1.2 times that, 1.7 times with one lookup "
             "in few narrow tables. Backward, nothing is taken to be hidden, PyTorch's update to be "
-            "as fast as Interlace's, and rows to be sorted in no time."
-        )
-    return notes
+            "as fast as Interlace's, and rows to be sorted in no time.",
+        ),
+    ]
+    return [sentence for is_due, sentence in sentences if is_due]
 
 
 # A transformer
@@ -353,7 +354,7 @@ def _experts_time(model: Model, gpu: Gpu, tokens: int, ranks: int, dtype: torch.
     pair_us = min(
         (times_us[each] for each in operator_named(name).pairs_among(times_us)), default=None
     )
-    text = f"{_counted(tokens, 'tokens')}, {model.top_k} of {model.experts}, "
+    text = f"{format_count(tokens, 'token')}, {model.top_k} of {model.experts}, "
     text += f"{model.hidden}x{model.intermediate}"
     basis = profile.basis(name, choice.impl, terms.call)
     return CallTime("experts", name, text, pair_us, times_us[choice.impl], choice.impl, basis)
@@ -393,8 +394,8 @@ def _embedding_step(
         1e6 * floor(widths=widths, batch=batch, rank=0, itemsize=itemsize) / rates.link_bytes_per_s
         for floor in (embedding.floor_link_bytes, embedding.backward_floor_link_bytes)
     )
-    sizes = f"{_counted(tables, 'tables')} {model.width} wide, "
-    sizes += f"{_counted(model.lookups, 'lookups')} each"
+    sizes = f"{format_count(tables, 'table')} {model.width} wide, "
+    sizes += f"{format_count(model.lookups, 'lookup')} each"
     times = {
         "forward": (stock_us + there + copies_us, max(pooling_us, there)),
         "backward": (back + copies_us + update_us, back + update_us),

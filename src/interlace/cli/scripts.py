@@ -9,13 +9,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import typer
+
 import interlace
 from interlace.cli.console import command_line, make_console
 from interlace.cli.outputs import Outputs
 from interlace.errors import BackendError
+from interlace.registry import Operator
 
 _PACKAGE = Path(interlace.__file__).parent
 _TREE = _PACKAGE.parents[1]
+_BENCHMARKS = {
+    "embedding_all_to_all": "embedding_commands",
+    "gemv_all_reduce": "gemv_commands",
+    "mixture_of_experts": "expert_commands",
+}
+"""Modules of ``benchmarks`` with an ``add_commands``, by the commands' name."""
 
 
 def demo(name: str) -> Any:
@@ -46,6 +55,30 @@ def benchmark(name: str) -> Any:
             "--editable there."
         )
     return _import_from(_TREE, f"benchmarks.{name}")
+
+
+def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
+    """Add an operator's commands, which ``benchmarks`` has."""
+    add_benchmark(operator.name, bench_app, tune_app)
+
+
+def add_benchmark(name: str, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
+    """Add the commands of that name from ``benchmarks``; in a wheel, some that refuse to run."""
+    module = _BENCHMARKS[name]
+
+    def refuse(_: typer.Context) -> None:
+        """Only from a source tree."""
+        benchmark(module)
+
+    try:
+        benchmark(module).add_commands(bench_app, tune_app)
+    except BackendError:
+        for app in (bench_app, tune_app):
+            # The options are those of the source tree, too.
+            app.command(
+                name,
+                context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
+            )(refuse)
 
 
 def run_demos(

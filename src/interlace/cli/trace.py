@@ -14,7 +14,8 @@ from interlace.cli.console import make_console, run_ranks
 from interlace.cli.gpus import choose_backend, gpu_named
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import trace_calls
-from interlace.cli.trace_simulated import comparison, simulate, source_of
+from interlace.cli.trace_simulated import comparison, simulate
+from interlace.costs.known_profiles import profile_of
 from interlace.documents import read_json
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
@@ -80,7 +81,9 @@ def run_trace(request: Request, outputs: Outputs) -> None:
         _write(simulated_document(simulated, title), outputs)
         console.print(title)
         console.print(simulated.summary(), highlight=False)
-        console.print(f"Simulated, not measured: {source_of(gpu)}.", style="dim")
+        console.print(
+            f"Simulated, not measured: {profile_of(gpu.name, gpu.processors).source}.", style="dim"
+        )
     else:
         _run_measured(request, outputs, console)
     console.print(f"{outputs.trace}: open it on https://ui.perfetto.dev")

@@ -9,7 +9,6 @@ from rich.table import Table
 from interlace.cli.console import make_table
 from interlace.cli.gpus import choice_on
 from interlace.comm import MAX_PROGRAMS
-from interlace.costs.known_profiles import profile_of
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu
@@ -142,11 +141,6 @@ def _as_trace(call: simulated.SimulatedCall, processors: int) -> Trace:
         for of_rank in call.activities
     ]
     return Trace(launches, others)
-
-
-def source_of(gpu: Gpu) -> str:
-    """Return where the simulator's times of a GPU come from."""
-    return profile_of(gpu.name, gpu.processors).source
 
 
 def comparison(measured: Account, simulated_one: Account) -> Table:

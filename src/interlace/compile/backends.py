@@ -56,18 +56,14 @@ class InductorPass(CustomGraphPass):
         merge_products: bool = True,
     ) -> None:
         self.first, self.autotune, self.merge_products = first, autotune, merge_products
-        self._is_on = True
+        self.is_on = True
 
     def __call__(self, graph: Graph) -> None:
         """Fuse products and collectives where it is faster; see :func:`interlace.compile.fuse`."""
         if self.first is not None:
             self.first(graph)
-        if self._is_on:
+        if self.is_on:
             fuse(graph, autotune=self.autotune, merge_products=self.merge_products)
-
-    def turn_off(self) -> None:
-        """Fuse nothing from now on, for where another pass has put itself around this one."""
-        self._is_on = False
 
     def uuid(self) -> Any:
         """Return the pass's part of the key by which Inductor caches compiled graphs.
@@ -75,7 +71,7 @@ class InductorPass(CustomGraphPass):
         It covers the package, its libraries, the GPUs, the settings and the groups. None, which
         turns the cache off, if the first pass has no such key.
         """
-        settings = (_fingerprint(), self.autotune, self.merge_products) if self._is_on else "off"
+        settings = (_fingerprint(), self.autotune, self.merge_products) if self.is_on else "off"
         if self.first is None:
             return settings
         # A first pass without a key could change its output between runs, and a cached graph would
@@ -237,7 +233,8 @@ def uninstall() -> None:
         setattr(config, _SLOT, _permanent.first)
     else:
         # Another pass has taken the slot, and may call this one.
-        _permanent.turn_off()
+        # Another pass has put itself around this one.
+        _permanent.is_on = False
     _permanent = None
 
 

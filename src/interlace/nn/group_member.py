@@ -97,6 +97,3 @@ class _Reference:
                 f"got {rank} of {world_size}. {advice}"
             )
         return process_group if self.device is None else group_of(process_group, self.device)
-
-
-__all__ = ["GroupMember"]

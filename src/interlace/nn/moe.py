@@ -305,6 +305,3 @@ def _take_own_experts(module: MoE, state: dict[str, Any], prefix: str, *_: objec
                 [torch.stack(part, 1) if is_first else part[0] for part in parts]
             )
     module._distribute(state, prefix)
-
-
-__all__ = ["MoE", "Routing"]

@@ -203,12 +203,11 @@ class _Survey:
                 f"of a model where {self._of_same_tokens[0]} takes the same tokens on every rank, "
                 f"and {self._of_own_tokens[0]} each rank's own",
             )
-        if self._of_own_tokens:
-            for name, module in self._model.named_modules():
-                held = [value for value in module._parameters.values() if value is not None]
-                tied = [value for value in held if id(value) in self._sharded]
-                if not isinstance(module, ParallelLinear):
-                    self._give_up(tied, f"which {type(module).__name__} {name!r} holds as well")
+        for name, module in self._model.named_modules() if self._of_own_tokens else ():
+            if not isinstance(module, ParallelLinear):
+                own = module.parameters(recurse=False)
+                tied = [value for value in own if id(value) in self._sharded]
+                self._give_up(tied, f"which {type(module).__name__} {name!r} holds as well")
 
     def _outside(self, module: nn.Module) -> list[nn.Parameter]:
         """Return a module's parameters without those of the layers."""
@@ -296,10 +295,11 @@ class _Survey:
 
 def _identities(chosen: Iterable[nn.Module | nn.Parameter]) -> set[int]:
     """Return the identities of parameters, and of all parameters of modules."""
-    identities: set[int] = set()
-    for each in chosen:
-        identities.update(map(id, each.parameters() if isinstance(each, nn.Module) else [each]))
-    return identities
+    return {
+        id(parameter)
+        for each in chosen
+        for parameter in (each.parameters() if isinstance(each, nn.Module) else [each])
+    }
 
 
 def _ranks_of(group: dist.ProcessGroup | None) -> set[int]:
@@ -343,16 +343,14 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup | None, factor
             parameter.grad = torch.zeros_like(parameter)
     gradients = [_local(parameter.grad) for parameter in parameters]
     for bucket in _buckets(gradients):
-        if len(bucket) == 1 and bucket[0].is_contiguous():
-            dist.all_reduce(bucket[0], group=group)
-            bucket[0].mul_(factor)
-            continue
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+        is_alone = len(bucket) == 1 and bucket[0].is_contiguous()
+        flat = bucket[0] if is_alone else torch.cat([part.reshape(-1) for part in bucket])
         dist.all_reduce(flat, group=group)
         flat.mul_(factor)
-        parts = flat.split([gradient.numel() for gradient in bucket])
-        for gradient, part in zip(bucket, parts, strict=True):
-            gradient.copy_(part.view(gradient.shape))
+        if not is_alone:
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            for gradient, part in zip(bucket, parts, strict=True):
+                gradient.copy_(part.view(gradient.shape))
     if any(is_missing):
         ranks = rank_and_size(group)[1]
         for parameter, missing in zip(parameters, count.tolist(), strict=True):
@@ -385,6 +383,3 @@ def _buckets(gradients: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         if sum(part.nbytes for part in bucket) >= _BUCKET_BYTES:
             full.append(begun.pop((gradient.dtype, gradient.device)))
     return [*full, *begun.values()]
-
-
-__all__ = ["sum_replicated_gradients"]

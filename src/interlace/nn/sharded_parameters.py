@@ -410,6 +410,3 @@ def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.
     parts = [torch.empty_like(tensor) for _ in range(rank_and_size(group)[1])]
     dist.all_gather(parts, tensor.contiguous(), group=group)
     return parts
-
-
-__all__ = ["Sharing", "gather", "is_distributed", "mark"]

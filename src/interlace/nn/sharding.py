@@ -55,30 +55,25 @@ class EmbeddingTable:
     column_shards: int = 1
 
     def __post_init__(self) -> None:
-        subject = f"EmbeddingTable {self.name!r}"
-        # Dots separate the parts of a state dict's keys, colons the columns in a shard's name.
-        if not self.name or set(self.name) & {".", ":"}:
-            raise ArgumentError(
-                f"{subject}: name must not be empty and have neither dots nor colons."
-            )
-        if self.rows < 1 or self.width < 1:
-            raise ArgumentError(
-                f"{subject}: rows and width must be positive; got {self.rows} and {self.width}."
-            )
-        if self.mode not in ("sum", "mean"):
-            raise ArgumentError(f"{subject}: mode must be sum or mean; got {self.mode!r}.")
-        if self.dtype not in _DTYPES:
-            raise ArgumentError(
-                f"{subject}: dtype must be float32, float16 or bfloat16; got {self.dtype}."
-            )
-        if self.bag_length is not None and self.bag_length < 1:
-            raise ArgumentError(
-                f"{subject}: bag_length must be positive or None; got {self.bag_length}."
-            )
-        if not 1 <= self.column_shards <= self.width:
-            raise ArgumentError(
-                f"{subject}: column_shards must be 1 to {self.width}; got {self.column_shards}."
-            )
+        length = self.bag_length
+        rules = {
+            # Dots separate the parts of a state dict's keys, colons the columns in a shard's name.
+            "name must not be empty and have neither dots nor colons": (
+                bool(self.name) and not set(self.name) & {".", ":"}
+            ),
+            f"rows and width must be positive; got {self.rows} and {self.width}": (
+                self.rows > 0 and self.width > 0
+            ),
+            f"mode must be sum or mean; got {self.mode!r}": self.mode in ("sum", "mean"),
+            f"dtype must be float32, float16 or bfloat16; got {self.dtype}": self.dtype in _DTYPES,
+            f"bag_length must be positive or None; got {length}": length is None or length > 0,
+            f"column_shards must be 1 to {self.width}; got {self.column_shards}": (
+                1 <= self.column_shards <= self.width
+            ),
+        }
+        for rule, is_kept in rules.items():
+            if not is_kept:
+                raise ArgumentError(f"EmbeddingTable {self.name!r}: {rule}.")
 
     @property
     def lookups(self) -> float:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from interlace.tracing.libraries import Activity
 from interlace.tracing.work import Flow, Place, Span, Work, causes_of
-from interlace.units import format_ns
+from interlace.units import format_count, format_ns
 
 PHASES = ("launch", "compute", "copy", "put", "wait", "sum", "tail", "idle")
 """``launch``: until the rank's first tile. ``compute``: a tile, or a library's product. ``copy``:
@@ -116,11 +116,11 @@ class Account:
 
     def lines(self) -> Iterator[str]:
         """Yield the account in words: the total, the product, and the reasons above 1 %."""
-        made = [f"{_count(self.products, 'product')} of libraries"] if self.products else []
+        made = [f"{format_count(self.products, 'product')} of libraries"] if self.products else []
         if self.programs:
             numbers = ", ".join(map(str, self.programs))
             noun = "program" if len(self.programs) == 1 else "programs"
-            made.append(f"{_count(self.tiles, 'tile')} of {noun} {numbers}")
+            made.append(f"{format_count(self.tiles, 'tile')} of {noun} {numbers}")
         if not self.product_ns:
             yield f"total: {format_ns(self.total_ns)} (rank {self.rank} ends last). Of it"
         else:
@@ -183,10 +183,6 @@ def account(work: Work, others: Sequence[Sequence[Activity]] = ()) -> Account | 
     return Account(
         rank, sum(phases.values()), phases, tuple(waiting), most.programs, tiles, products
     )
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _by_launch(work: Work) -> dict[tuple[int, int], dict[Place, list[Span]]]:

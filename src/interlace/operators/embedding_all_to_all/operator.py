@@ -33,7 +33,7 @@ class EmbeddingAllToAll(Operator):
     collective = "all_to_all"
     sizes = ("tables", "width", "batch", "pooling_factor")
     config_type = EmbeddingAllToAllConfig
-    command_module = "interlace.cli.bench_embedding_all_to_all"
+    command_module = "interlace.cli.scripts"
     implementations = (
         Implementation(
             "fused",

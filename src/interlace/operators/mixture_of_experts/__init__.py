@@ -39,7 +39,7 @@ class MixtureOfExperts(Operator):
     sizes = ("tokens", "hidden", "ffn", "experts", "top_k")
     config_type = MixtureOfExpertsConfig
     choosers = ("auto", BATCH_INVARIANT)
-    command_module = "interlace.cli.bench_mixture_of_experts"
+    command_module = "interlace.cli.scripts"
     implementations = (
         Implementation(
             "fused",

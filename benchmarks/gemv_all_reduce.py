@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from interlace.bench.benchmark import LeastWork, Step, Way, constant
 from interlace.bench.carriers import symmetric_all_reduces
-from interlace.bench.products import ProductShape, TimedProduct
+from interlace.bench.products import ProductShape, TimedProduct, rounding_error
 from interlace.comm.groups.group import MAX_PROGRAMS, solo_group
 from interlace.costs.gemv_all_reduce import floor_link_bytes, floor_memory_bytes
 from interlace.operators.gemm_all_reduce import gemv_all_reduce
@@ -36,10 +36,7 @@ class GemvShape(ProductShape):
         The output is rounded, by half a unit in the last place, uniformly (/ sqrt(3)); sums over K
         are float32.
         """
-        return (
-            1.5 * torch.finfo(self.dtype).eps / 2
-            + 8 * math.sqrt(max(self.inner, 1)) * torch.finfo(torch.float32).eps
-        )
+        return rounding_error(self.dtype, self.inner, 1.5)
 
 
 class TimedGemv(TimedProduct):

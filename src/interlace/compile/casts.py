@@ -20,7 +20,7 @@ from torch.fx import Node
 
 from interlace.compile import rows
 from interlace.compile.collectives import Collective
-from interlace.compile.findings import refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import CAST, Writer, aten, evaluate, is_cast, value
 from interlace.compile.producers import Product, product_of
 from interlace.gemm.operands import FLOATS
@@ -40,17 +40,17 @@ def sent_dtype(product: Product, nodes: Iterable[Node], collective: Collective) 
     """
     dtype = value(collective.input).dtype
     for cast in filter(is_cast, nodes):
-        refuse_if(
-            dtype not in FLOATS,
-            f"{cast.name} casts the product to {dtype}; operators return float16, bfloat16 and "
-            "float32",
-        )
+        if dtype not in FLOATS:
+            raise LeftAlone(
+                f"{cast.name} casts the product to {dtype}; operators return float16, bfloat16 and "
+                "float32"
+            )
         source = value(cast.all_input_nodes[0])
-        refuse_if(
-            (source.dtype, value(cast).dtype) != (product.dtype, dtype),
-            f"{cast.name} casts the product from {source.dtype} to {value(cast).dtype}, but it "
-            f"is computed in {product.dtype} and sent in {dtype}",
-        )
+        if (source.dtype, value(cast).dtype) != (product.dtype, dtype):
+            raise LeftAlone(
+                f"{cast.name} casts the product from {source.dtype} to {value(cast).dtype}, but it "
+                f"is computed in {product.dtype} and sent in {dtype}"
+            )
     return dtype
 
 
@@ -94,30 +94,28 @@ def require_movable(collective: Collective, product: Product) -> None:
     if not casts:
         return
     before, after = collective.result.dtype, product.dtype
-    refuse_if(
-        after.itemsize > before.itemsize,
-        f"{casts[0].name} casts what it brings from {before} to {after}, which would be more "
-        "bytes to send",
-    )
+    if after.itemsize > before.itemsize:
+        raise LeftAlone(
+            f"{casts[0].name} casts what it brings from {before} to {after}, which would be more "
+            "bytes to send"
+        )
     first_casts, uncast = _readers(collective, after)
     for node in casts:
-        refuse_if(
-            node not in first_casts,
-            f"{node.name} casts what it brings to {value(node).dtype} in between",
-        )
+        if node not in first_casts:
+            raise LeftAlone(f"{node.name} casts what it brings to {value(node).dtype} in between")
     moved = {collective.node, *collective.waits, *uncast}
     for node in (collective.node, *collective.waits, *uncast):
         for user in node.users:
-            refuse_if(
-                user not in moved and user not in first_casts,
-                f"{user.name} uses what it brings before {casts[0].name} casts it to {after}",
-            )
+            if user not in moved and user not in first_casts:
+                raise LeftAlone(
+                    f"{user.name} uses what it brings before {casts[0].name} casts it to {after}"
+                )
     for node in uncast:
         for source in node.all_input_nodes:
-            refuse_if(
-                source not in moved,
-                f"{node.name} mixes what it brings with {source.name} before the cast",
-            )
+            if source not in moved:
+                raise LeftAlone(
+                    f"{node.name} mixes what it brings with {source.name} before the cast"
+                )
 
 
 def move_before(collective: Collective, product: Product) -> tuple[Collective, Product, str]:

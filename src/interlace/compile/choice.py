@@ -16,7 +16,7 @@ from interlace.comm.groups.group import known_nodes
 from interlace.comm.host.common_profile import settle_network, settle_profile
 from interlace.comm.host.nodes import declared_ranks_per_node
 from interlace.comm.runtime.interpreter import interpreting
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.producers import Product
 from interlace.errors import GroupError
 from interlace.gemm import invariance
@@ -41,17 +41,14 @@ def require_runnable(device: torch.device) -> None:
     """
     for name in _PRODUCTS:
         # The kernels that programs have registered in Python, as torch.library keeps them.
-        refuse_if(
-            f"aten/{name}/{device.type.upper()}" in torch.library._impls,
-            f"the program has a product of its own in the place of aten::{name}",
+        if f"aten/{name}/{device.type.upper()}" in torch.library._impls:
+            raise LeftAlone(f"the program has a product of its own in the place of aten::{name}")
+    if device.type not in ("cuda", "cpu"):
+        raise LeftAlone(f"operators run on cuda and cpu; it is on {device.type}")
+    if device.type == "cpu" and not interpreting():
+        raise LeftAlone(
+            "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set"
         )
-    refuse_if(
-        device.type not in ("cuda", "cpu"), f"operators run on cuda and cpu; it is on {device.type}"
-    )
-    refuse_if(
-        device.type == "cpu" and not interpreting(),
-        "on the CPU operators need Triton's interpreter; TRITON_INTERPRET is not set",
-    )
 
 
 def require_common_profile(device: torch.device, nodes: int = 1) -> None:
@@ -91,15 +88,12 @@ def usable_ranks(group_name: str, device: torch.device) -> int:
         ranks = dist.get_process_group_ranks(group)
     except (GroupError, LookupError, RuntimeError, ValueError) as error:
         raise LeftAlone(f"its group {group_name!r} is not known in this process") from error
-    refuse_if(len(ranks) == 1, "its group has one rank, which has nothing to send")
-    refuse_if(
-        group_name in uneven_groups(),
-        "a tensor is sharded unevenly over its group, and shapes differ by rank",
-    )
-    refuse_if(
-        len(ranks) > MAX_RANKS and nodes_of(group_name, device) == 1,
-        f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}",
-    )
+    if len(ranks) == 1:
+        raise LeftAlone("its group has one rank, which has nothing to send")
+    if group_name in uneven_groups():
+        raise LeftAlone("a tensor is sharded unevenly over its group, and shapes differ by rank")
+    if len(ranks) > MAX_RANKS and nodes_of(group_name, device) == 1:
+        raise LeftAlone(f"its group has {len(ranks)} ranks; operators take at most {MAX_RANKS}")
     return len(ranks)
 
 
@@ -191,11 +185,11 @@ def choose(
     """
     converts = {} if out_dtype in (None, product.dtype) else {"out_dtype": out_dtype}
     if nodes > 1:
-        refuse_if(
-            converts,
-            f"the product is cast to {out_dtype} before the sum, which {operator.name} does "
-            "within a node",
-        )
+        if converts:
+            raise LeftAlone(
+                f"the product is cast to {out_dtype} before the sum, which {operator.name} does "
+                "within a node"
+            )
         return _choose_between_nodes(operator, product, rows, ranks, nodes)
     terms = dataclasses.replace(_terms(product, rows, ranks), converts=bool(converts))
     if invariance.is_enabled():
@@ -205,10 +199,8 @@ def choose(
     choice = operator.choose(**sizes, **call, w_along_k=product.w_along_k)
     # ``impl="auto"`` of an explicit call runs the fused kernel where no time is known. The pass
     # must not: the user has not asked for the operator, so it has to be known to be faster.
-    refuse_if(
-        not choice.is_known and product.device.type == "cuda",
-        f"nothing is known on this GPU of the sizes of {operator.name}",
-    )
+    if not choice.is_known and product.device.type == "cuda":
+        raise LeftAlone(f"nothing is known on this GPU of the sizes of {operator.name}")
     # What runs is the first implementation that does not refuse these operands. If that is a pair,
     # the operator would only add overhead.
     name, unmet = choice.accepted(operator, terms)
@@ -234,9 +226,8 @@ def _choose_between_nodes(
         LeftAlone: No network was measured between them, or the pair is faster over it; or calls
             must be batch-invariant.
     """
-    refuse_if(
-        invariance.is_enabled(), f"{operator.name} is not batch-invariant between {nodes} nodes"
-    )
+    if invariance.is_enabled():
+        raise LeftAlone(f"{operator.name} is not batch-invariant between {nodes} nodes")
     require_common_profile(product.device, nodes)
     sizes = {"rows": rows, "columns": product.columns, "inner": product.inner}
     call = {"dtype": product.dtype, "world_size": ranks, "device": product.device}
@@ -246,10 +237,8 @@ def _choose_between_nodes(
     times = times_between_nodes(operator.name, nodes, **sizes, **call)
     choice = choice.between(operator, nodes, times)
     name, _ = choice.accepted(operator, terms)
-    refuse_if(
-        operator.is_pair(name),
-        f"{operator.name} is not faster between {nodes} nodes: {choice.reason}",
-    )
+    if operator.is_pair(name):
+        raise LeftAlone(f"{operator.name} is not faster between {nodes} nodes: {choice.reason}")
     return str(choice.reason)
 
 
@@ -262,11 +251,11 @@ def _choose_invariant(operator: Operator, terms: Terms) -> str:
         LeftAlone: The operator has no batch-invariant implementation, or it refuses these operands.
     """
     implementations = invariance.invariant_implementations(operator)
-    refuse_if(not implementations, f"{operator.name} has no batch-invariant implementation")
+    if not implementations:
+        raise LeftAlone(f"{operator.name} has no batch-invariant implementation")
     refusal = implementations[0].refusal(terms)
-    refuse_if(
-        refusal is not None, f"{operator.name} would be batch-invariant, but must have {refusal}"
-    )
+    if refusal is not None:
+        raise LeftAlone(f"{operator.name} would be batch-invariant, but must have {refusal}")
     return "calls must be batch-invariant"
 
 
@@ -305,10 +294,8 @@ def choose_sum(
         LeftAlone: Neither way is faster than the pair for a product of the total K, or nothing was
             measured; or calls must be batch-invariant.
     """
-    refuse_if(
-        invariance.is_enabled(),
-        f"it is a sum of products, of which {operator.name} is not batch-invariant",
-    )
+    if invariance.is_enabled():
+        raise LeftAlone(f"it is a sum of products, of which {operator.name} is not batch-invariant")
     first, inner = products[0], sum(product.inner for product in products)
     sizes = {"rows": rows, "columns": first.columns, "inner": inner}
     converts = {} if out_dtype in (None, first.dtype) else {"out_dtype": out_dtype}
@@ -320,19 +307,19 @@ def choose_sum(
     in_parts = bool(operator.sum_name and not converts) and (
         first.device.type == "cpu" or "chunked" in choice.faster
     )
-    refuse_if(
-        first.device.type == "cuda" and not choice.is_known,
-        f"nothing is known on this GPU of the sizes of {operator.name}, of a sum of products",
-    )
+    if first.device.type == "cuda" and not choice.is_known:
+        raise LeftAlone(
+            f"nothing is known on this GPU of the sizes of {operator.name}, of a sum of products"
+        )
     if one_product and not (side_by_side or in_parts):
         cast = f", and is cast to {out_dtype}, which products in parts are not" if converts else ""
         raise LeftAlone(
             f"it is a sum of products whose operands are too large to be put side by side{cast}"
         )
-    refuse_if(
-        not (side_by_side or in_parts),
-        f"it is a sum of products, and {operator.name} of them is not faster: {choice.reason}",
-    )
+    if not (side_by_side or in_parts):
+        raise LeftAlone(
+            f"it is a sum of products, and {operator.name} of them is not faster: {choice.reason}"
+        )
     return (
         side_by_side,
         (

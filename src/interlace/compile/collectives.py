@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from interlace.compile import rows
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, argument, arguments_of, between, erase_unused, value
 from interlace.compile.producers import is_work
 
@@ -56,24 +56,23 @@ class Collective:
     def require_sum(self) -> None:
         """Raise :class:`LeftAlone` unless a reduction is a sum."""
         reduction = argument(self.node, "reduce_op")
-        refuse_if(reduction != "sum", f"it reduces by {reduction!r}; operators add")
+        if reduction != "sum":
+            raise LeftAlone(f"it reduces by {reduction!r}; operators add")
 
     def require_waiting(self) -> None:
         """Raise :class:`LeftAlone` if the program computes something during the collective."""
         # Work between the call and its wait already hides the communication. A fused operator
         # would move the collective to the product and lose that overlap.
         for node in between(self.node, self.waits[0]):
-            refuse_if(
-                is_work(node),
-                f"{node.name} runs between the collective and its wait, and hides it already",
-            )
+            if is_work(node):
+                raise LeftAlone(
+                    f"{node.name} runs between the collective and its wait, and hides it already"
+                )
 
     def require_even(self, ranks: int) -> None:
         """Raise :class:`LeftAlone` unless the operand's first dimension divides over the ranks."""
-        refuse_if(
-            value(self.input).dim() < 2 or value(self.input).shape[0] % ranks,
-            f"its first dimension does not divide evenly over {ranks} ranks",
-        )
+        if value(self.input).dim() < 2 or value(self.input).shape[0] % ranks:
+            raise LeftAlone(f"its first dimension does not divide evenly over {ranks} ranks")
 
     def require_even_splits(self, ranks: int) -> None:
         """Raise :class:`LeftAlone` unless an all-to-all's splits are even and known when
@@ -83,10 +82,10 @@ class Collective:
         share = value(self.input).shape[0] // ranks
         given = arguments_of(self.node)
         sizes = (*given["output_split_sizes"], *given["input_split_sizes"])
-        refuse_if(
-            any(not isinstance(size, int) or size != share for size in sizes),
-            "its splits are not even; the operator would compare them on the host in each call",
-        )
+        if any(not isinstance(size, int) or size != share for size in sizes):
+            raise LeftAlone(
+                "its splits are not even; the operator would compare them on the host in each call"
+            )
 
     def require_no_other_use(self, nodes: Collection[Node], description: str) -> None:
         """Raise :class:`LeftAlone` if one of ``nodes`` has a use that does not lead here.
@@ -183,9 +182,8 @@ def read(node: Node) -> Collective:
     if not isinstance(group, str):
         raise LeftAlone("its group is not known when compiling")
     waits = sorted(user for user in node.users if user.target is WAIT)
-    refuse_if(
-        not waits or any(user.target is not WAIT and user.op != "output" for user in node.users),
-        "its result is used without waiting for it",
-    )
-    refuse_if(not any(wait.users for wait in waits), "nothing uses its result")
+    if not waits or any(user.target is not WAIT and user.op != "output" for user in node.users):
+        raise LeftAlone("its result is used without waiting for it")
+    if not any(wait.users for wait in waits):
+        raise LeftAlone("nothing uses its result")
     return Collective(node, argument(node, "input"), waits, group)

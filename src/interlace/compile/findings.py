@@ -22,16 +22,6 @@ class LeftAlone(Exception):
     """Raised if a collective is left unchanged; the message completes "left alone: ..."."""
 
 
-def refuse_if(condition: object, reason: str) -> None:
-    """Leave a collective unchanged if a condition holds.
-
-    Raises:
-        LeftAlone: It does; with the reason.
-    """
-    if condition:
-        raise LeftAlone(reason)
-
-
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """A collective of a graph, and what the pass did with it; or products with one input.

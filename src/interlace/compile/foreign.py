@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.fx import Graph, Node
 
 from interlace.compile.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import Writer, arguments_of, is_static, schema_of, value
 
 ProcessGroupOf = Callable[[str], dist.ProcessGroup]
@@ -137,7 +137,8 @@ def _spell(node: Node, foreign: Foreign) -> Spelled:
     operand, *settings = named.values()
 
     def of(name: str) -> Any:
-        refuse_if(name not in named, f"{foreign.name} has no argument {name!r}")
+        if name not in named:
+            raise LeftAlone(f"{foreign.name} has no argument {name!r}")
         return named[name]
 
     name = of("group_name")
@@ -146,11 +147,11 @@ def _spell(node: Node, foreign: Foreign) -> Spelled:
     except (LookupError, AttributeError, TypeError, ImportError) as error:
         raise LeftAlone(f"its group {name!r} is not known in this process") from error
     if foreign.collective != "all_reduce":
-        refuse_if(of("dim") % value(operand).dim(), "it is along another dimension than the first")
+        if of("dim") % value(operand).dim():
+            raise LeftAlone("it is along another dimension than the first")
         # Spelling it out would already assume that the ranks' rows are equally many.
-        refuse_if(
-            not is_static(*value(operand).shape), "sizes change from call to call (dynamic shapes)"
-        )
+        if not is_static(*value(operand).shape):
+            raise LeftAlone("sizes change from call to call (dynamic shapes)")
     ranks, group_name = dist.get_world_size(group), group.group_name
     writer = Writer(node, node)
     if foreign.collective == "all_reduce":

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 from torch.fx.node import map_arg
 
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 
 aten = torch.ops.aten
 
@@ -127,7 +127,8 @@ def require_unchanged(first: Node, last: Node) -> None:
     # The product moves to the collective's position (or the reverse), and must still read the same
     # values there. Aliasing is unknown, so any write counts.
     for node in between(first, last):
-        refuse_if(changes_memory(node), f"{node.name} changes memory in between")
+        if changes_memory(node):
+            raise LeftAlone(f"{node.name} changes memory in between")
 
 
 VIEWS = (
@@ -176,16 +177,12 @@ def move_before(anchor: Node, node: Node, barred: Collection[Node]) -> Callable[
     pending = [node]
     while pending:
         candidate = pending.pop()
-        refuse_if(
-            candidate is anchor or candidate in barred,
-            f"{node.name} is computed from the collective's result",
-        )
+        if candidate is anchor or candidate in barred:
+            raise LeftAlone(f"{node.name} is computed from the collective's result")
         if candidate < anchor or candidate in moved:
             continue
-        refuse_if(
-            not is_movable(candidate),
-            f"{node.name} is computed by {candidate.name}, which must not move",
-        )
+        if not is_movable(candidate):
+            raise LeftAlone(f"{node.name} is computed by {candidate.name}, which must not move")
         moved.append(candidate)
         pending += candidate.all_input_nodes
 

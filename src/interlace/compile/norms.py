@@ -21,7 +21,7 @@ import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import foreign, rows
 from interlace.compile.choice import choose, nodes_of, overload
 from interlace.compile.collectives import Collective
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.foreign import ForeignNorm
 from interlace.compile.graph import (
     Writer,
@@ -116,10 +116,8 @@ def tail_of(collective: Collective) -> Tail | None:
     """
     first_use = min(user for wait in collective.waits for user in wait.users)
     tail = _tail(first_use, collective.waits, collective.result.dtype)
-    refuse_if(
-        tail is not None and any(user not in collective.waits for user in collective.node.users),
-        "the graph keeps the sum from before it is waited for",
-    )
+    if tail is not None and any(user not in collective.waits for user in collective.node.users):
+        raise LeftAlone("the graph keeps the sum from before it is waited for")
     return tail
 
 
@@ -149,10 +147,8 @@ def _tail(
         for call, norm in _foreign_norms_of(node, has_residual=True):
             residual = call.args[1]
             assert isinstance(residual, Node)
-            refuse_if(
-                value(residual).dtype != dtype,
-                f"the residual {residual.name} is {value(residual).dtype}",
-            )
+            if value(residual).dtype != dtype:
+                raise LeftAlone(f"the residual {residual.name} is {value(residual).dtype}")
             _require_no_other_use((*earlier, *sums), [call])
             total = [item for item in call.users if item not in norm.nodes]
             return Tail(call, total, norm, bias, residual)
@@ -171,10 +167,8 @@ def _tail(
             continue
         source = cast_source(term)
         residual = term if source is None or value(term).dtype == dtype else source
-        refuse_if(
-            value(residual).dtype != dtype,
-            f"the residual {residual.name} is {value(residual).dtype}",
-        )
+        if value(residual).dtype != dtype:
+            raise LeftAlone(f"the residual {residual.name} is {value(residual).dtype}")
         if residual is source:
             require_unchanged(term, add)
         _require_no_other_use((*earlier, *sums, *wide), [add])
@@ -216,10 +210,8 @@ def _rounded(add: Node, norm: Norm, dtype: torch.dtype) -> list[Node]:
         return [add]
     users = [user for user in add.users if user not in norm.nodes]
     for user in users:
-        refuse_if(
-            cast_source(user) is not add or value(user).dtype != dtype,
-            f"{user.name} uses the total before it is rounded",
-        )
+        if cast_source(user) is not add or value(user).dtype != dtype:
+            raise LeftAlone(f"{user.name} uses the total before it is rounded")
     return users
 
 
@@ -227,10 +219,8 @@ def _require_no_other_use(nodes: tuple[Node, ...], totals: list[Node]) -> None:
     """Raise :class:`LeftAlone` if one of ``nodes`` has a use that does not lead to the total."""
     for node in nodes:
         for user in node.users:
-            refuse_if(
-                user not in nodes and user not in totals,
-                f"{user.name} uses the sum without all that is added to it",
-            )
+            if user not in nodes and user not in totals:
+                raise LeftAlone(f"{user.name} uses the sum without all that is added to it")
 
 
 def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tuple[str, str]:
@@ -250,23 +240,23 @@ def fuse(collective: Collective, product: Product, tail: Tail, ranks: int) -> tu
         tokens = min(tokens, MOST_NORMED_ROWS)
     elif tokens > MOST_NORMED_ROWS and not invariance.is_enabled():
         raise LeftAlone(f"it has {tokens} rows; {fused.name} is for {MOST_NORMED_ROWS} or fewer")
-    refuse_if(product.columns > MOST_COLUMNS, f"its rows are longer than {MOST_COLUMNS}")
-    refuse_if(product.bias is not None, "each rank adds a bias before the sum")
+    if product.columns > MOST_COLUMNS:
+        raise LeftAlone(f"its rows are longer than {MOST_COLUMNS}")
+    if product.bias is not None:
+        raise LeftAlone("each rank adds a bias before the sum")
     moves = [node for node in rows.upstream(collective.input) if node is not product.node]
     for node in moves:
-        refuse_if(not rows.keeps_order(node), f"{node.name} moves the product's rows")
+        if not rows.keeps_order(node):
+            raise LeftAlone(f"{node.name} moves the product's rows")
     for node in (collective.waits[0], *tail.totals, norm.result):
-        refuse_if(
-            sum(not is_static(size) for size in value(node).shape) > 1,
-            "several sizes change from call to call (dynamic shapes)",
-        )
+        if sum(not is_static(size) for size in value(node).shape) > 1:
+            raise LeftAlone("several sizes change from call to call (dynamic shapes)")
     require_unchanged(product.node, norm.result)
     vectors = [_narrow(vector, product.dtype, anchor) for vector in (norm.weight, norm.bias)]
     earlier = [operand for operand in (*vectors, norm.scale) if operand is not None]
     moves_before = [move_before(anchor, operand, collective.waits) for operand in earlier]
-    refuse_if(
-        nodes_of(collective.group_name, product.device) > 1, f"{fused.name} runs within a node"
-    )
+    if nodes_of(collective.group_name, product.device) > 1:
+        raise LeftAlone(f"{fused.name} runs within a node")
     reason = choose(fused, product, tokens, ranks)
     if not is_static(*value(product.x).shape[:-1]):
         expect_any_tokens(product.columns, product.inner, product.dtype)
@@ -318,9 +308,8 @@ def _narrow(vector: Node | None, dtype: torch.dtype, anchor: Node) -> Node | Non
     """
     if vector is None:
         return None
-    refuse_if(
-        value(vector).dtype not in (dtype, torch.float32), f"{vector.name} is {value(vector).dtype}"
-    )
+    if value(vector).dtype not in (dtype, torch.float32):
+        raise LeftAlone(f"{vector.name} is {value(vector).dtype}")
     source = cast_source(vector)
     if source is None or value(source).dtype != dtype:
         return vector
@@ -346,9 +335,8 @@ def _norm_of(node: Node, dtype: torch.dtype) -> Norm | None:
             continue
         for part in norm.nodes[:-1]:
             for user in part.users:
-                refuse_if(
-                    user not in norm.nodes, f"{user.name} uses {part.name}, a part of the norm"
-                )
+                if user not in norm.nodes:
+                    raise LeftAlone(f"{user.name} uses {part.name}, a part of the norm")
         return _quantised(norm)
     return None
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
     Writer,
     are_equal,
@@ -134,47 +134,41 @@ def product_of(node: Node) -> Product | None:
 def require_suitable(product: Product) -> None:
     """Raise :class:`LeftAlone` if no operator can compute this product."""
     node, x, w = product.node, value(product.x), value(product.w)
-    refuse_if(
-        node.target is aten.bmm.default and (not is_static(*x.shape) or x.shape[0] != 1),
-        f"{node.name} is a batch of products",
-    )
-    refuse_if(
-        node.target is aten.addmm.default
-        and (node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1),
-        f"{node.name} scales what it adds or multiplies",
-    )
-    refuse_if(
-        not is_static(*w.shape, x.shape[-1]),
-        "the weight's sizes change from call to call (dynamic shapes)",
-    )
-    refuse_if(
-        x.dtype not in FLOATS or w.dtype != x.dtype or product.dtype != x.dtype,
-        f"its dtypes are {x.dtype} and {w.dtype}; operators take float16, bfloat16 and float32",
-    )
-    refuse_if(
-        product.bias is not None
-        and (
-            list(value(product.bias).shape) != [product.columns]
-            or value(product.bias).dtype != product.dtype
-        ),
-        f"{node.name} adds something else than a vector of its dtype to every row",
-    )
-    refuse_if(is_static(*x.shape) and not (x.numel() and w.numel()), f"{node.name} is empty")
-    refuse_if(
-        not are_equal(x.stride()[-1:], [1]) and x.shape[-1] > 1,
-        f"the rows of {product.x.name} are not contiguous; a fused operator would copy them",
-    )
+    if node.target is aten.bmm.default and (not is_static(*x.shape) or x.shape[0] != 1):
+        raise LeftAlone(f"{node.name} is a batch of products")
+    if node.target is aten.addmm.default and (
+        node.kwargs.get("beta", 1) != 1 or node.kwargs.get("alpha", 1) != 1
+    ):
+        raise LeftAlone(f"{node.name} scales what it adds or multiplies")
+    if not is_static(*w.shape, x.shape[-1]):
+        raise LeftAlone("the weight's sizes change from call to call (dynamic shapes)")
+    if x.dtype not in FLOATS or w.dtype != x.dtype or product.dtype != x.dtype:
+        raise LeftAlone(
+            f"its dtypes are {x.dtype} and {w.dtype}; operators take float16, bfloat16 and float32"
+        )
+    if product.bias is not None and (
+        list(value(product.bias).shape) != [product.columns]
+        or value(product.bias).dtype != product.dtype
+    ):
+        raise LeftAlone(f"{node.name} adds something else than a vector of its dtype to every row")
+    if is_static(*x.shape) and not (x.numel() and w.numel()):
+        raise LeftAlone(f"{node.name} is empty")
+    if not are_equal(x.stride()[-1:], [1]) and x.shape[-1] > 1:
+        raise LeftAlone(
+            f"the rows of {product.x.name} are not contiguous; a fused operator would copy them"
+        )
     # Kernels load the weight through tensor descriptors, which need one contiguous dimension and
     # aligned strides. The operators copy any other weight, in every call, which costs more than
     # the fusion saves.
     dimension = contiguous_dimension(w[0] if w.dim() == 3 else w)
-    refuse_if(dimension is None, "the weight is contiguous along neither dimension")
+    if dimension is None:
+        raise LeftAlone("the weight is contiguous along neither dimension")
     distances = [w.stride(-2 if dimension == 1 else -1)] if min(w.shape[-2:]) > 1 else []
-    refuse_if(
-        any(distance * w.itemsize % ALIGNMENT_BYTES for distance in distances),
-        f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused "
-        "operator would copy it",
-    )
+    if any(distance * w.itemsize % ALIGNMENT_BYTES for distance in distances):
+        raise LeftAlone(
+            f"the weight's rows do not begin at multiples of {ALIGNMENT_BYTES} bytes; a fused "
+            "operator would copy it"
+        )
 
 
 def _untransposed(product: Product) -> tuple[Node, bool]:

@@ -10,7 +10,7 @@ import interlace.operators  # noqa: F401  # registers torch.ops.interlace
 from interlace.compile import casts, rows
 from interlace.compile.choice import choose_in_group, overload, usable_ranks
 from interlace.compile.collectives import Collective
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
     Writer,
     erase_unused,
@@ -94,10 +94,8 @@ def _product_after(collective: Collective) -> Product:
         if product is None:
             continue
         try:
-            refuse_if(
-                collective.waits[0] not in rows.upstream(product.x),
-                f"it brings the weight of {node.name}, or a part of it",
-            )
+            if collective.waits[0] not in rows.upstream(product.x):
+                raise LeftAlone(f"it brings the weight of {node.name}, or a part of it")
             require_suitable(product)
             casts.require_movable(collective, product)
             # The operator takes the collective's position in the graph, so weight and bias must
@@ -116,7 +114,8 @@ def _product_after(collective: Collective) -> Product:
             candidates.append(product)
         except LeftAlone as why:
             refusals.append(str(why))
-    refuse_if(not candidates, "; ".join(refusals) or "no product takes what it brings")
+    if not candidates:
+        raise LeftAlone("; ".join(refusals) or "no product takes what it brings")
     # The product with most columns takes longest, and so hides most of the communication.
     return max(candidates, key=lambda product: product.columns)
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from interlace.compile.findings import refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
     VIEWS,
     Writer,
@@ -116,19 +116,19 @@ def region(start: Node, end: Node) -> list[Node]:
         node = pending.pop()
         if node is start or node in region_nodes:
             continue
-        refuse_if(not moves_rows(node), f"{node.name} comes between {start.name} and {end.name}")
-        refuse_if(
-            not is_cast(node) and not _keeps_columns(node),
-            f"{node.name} cuts or reorders the columns of {start.name}",
-        )
-        refuse_if(not is_static(*_shape(node)), "sizes change from call to call (dynamic shapes)")
+        if not moves_rows(node):
+            raise LeftAlone(f"{node.name} comes between {start.name} and {end.name}")
+        if not is_cast(node) and not _keeps_columns(node):
+            raise LeftAlone(f"{node.name} cuts or reorders the columns of {start.name}")
+        if not is_static(*_shape(node)):
+            raise LeftAlone("sizes change from call to call (dynamic shapes)")
         region_nodes.add(node)
         pending += node.all_input_nodes
-    refuse_if(
-        not is_static(*value(start).shape) or value(start).numel() != value(end).numel(),
-        f"{end.name} has only some rows of {start.name}, or sizes change from call to call "
-        "(dynamic shapes)",
-    )
+    if not is_static(*value(start).shape) or value(start).numel() != value(end).numel():
+        raise LeftAlone(
+            f"{end.name} has only some rows of {start.name}, or sizes change from call to call "
+            "(dynamic shapes)"
+        )
     return sorted(region_nodes)
 
 

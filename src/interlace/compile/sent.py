@@ -23,7 +23,7 @@ from interlace.compile.choice import (
     usable_ranks,
 )
 from interlace.compile.collectives import Collective
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.compile.graph import (
     Writer,
     are_equal,
@@ -106,10 +106,8 @@ def _all_reduce_of_product(collective: Collective, product: Product) -> tuple[st
     moves = list(rows.upstream(collective.input))[:-1]
     casts_between = [node for node in moves if is_cast(node)]
     for node in moves:
-        refuse_if(
-            node.target not in rows.MOVES and node not in casts_between,
-            f"{node.name} takes parts of the product",
-        )
+        if node.target not in rows.MOVES and node not in casts_between:
+            raise LeftAlone(f"{node.name} takes parts of the product")
     dtype = casts.sent_dtype(product, moves, collective)
     ranks = usable_ranks(collective.group_name, product.device)
     note = ""
@@ -125,10 +123,10 @@ def _all_reduce_of_product(collective: Collective, product: Product) -> tuple[st
     writer = Writer(product.node, collective.node)
     fused = operator_matching("gemm", "all_reduce")
     is_free = dtype == product.dtype and not invariance.is_enabled()
-    refuse_if(
-        product.bias is not None and tokens < _FEW_TOKENS and is_free,
-        "a bias is added before the sum, which for few tokens costs a collective of its own",
-    )
+    if product.bias is not None and tokens < _FEW_TOKENS and is_free:
+        raise LeftAlone(
+            "a bias is added before the sum, which for few tokens costs a collective of its own"
+        )
     reason = choose_in_group(fused, product, tokens, ranks, collective.group_name, dtype)
     x = product.rows(writer)
     bias = _summed_bias(product, dtype, collective.group_name, writer)
@@ -179,16 +177,17 @@ def all_to_all(collective: Collective) -> tuple[str, str]:
         The operator's name, and why it is faster.
     """
     terms = _terms_of(collective)
-    refuse_if(len(terms) > 1, "it is a sum of products, which no operator sends by an all-to-all")
+    if len(terms) > 1:
+        raise LeftAlone("it is a sum of products, which no operator sends by an all-to-all")
     nodes, ranks = _way(collective, terms)
     collective.require_even_splits(ranks)
     product = terms[0].product
     dtype = casts.sent_dtype(product, nodes, collective)
-    refuse_if(
-        dtype.itemsize < product.dtype.itemsize,
-        f"the product is cast to {dtype} before it is sent, and would take more bytes as "
-        f"{product.dtype}",
-    )
+    if dtype.itemsize < product.dtype.itemsize:
+        raise LeftAlone(
+            f"the product is cast to {dtype} before it is sent, and would take more bytes as "
+            f"{product.dtype}"
+        )
     fused = operator_matching("gemm", "all_to_all")
     reason = choose_in_group(fused, product, rows_of(product), ranks, collective.group_name)
     writer = Writer(collective.node, collective.node)
@@ -239,29 +238,28 @@ def _merge(add: Node) -> tuple[Node, Node]:
     waits = [
         term for term in add.args[:2] if isinstance(term, Node) and term.target is collectives.WAIT
     ]
-    refuse_if(len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1, "it adds something else")
+    if len(set(waits)) < 2 or add.kwargs.get("alpha", 1) != 1:
+        raise LeftAlone("it adds something else")
     first, second = sorted(
         (collectives.read(wait.all_input_nodes[0]) for wait in waits),
         key=lambda collective: collective.node,
     )
     products: list[Product] = []
     for collective in (first, second):
-        refuse_if(
-            collective.target is not collectives.ALL_REDUCE
-            or not collectives.is_only_use(add, collective.waits[0]),
-            "it adds something else than all-reduces, or they have other uses",
-        )
+        if collective.target is not collectives.ALL_REDUCE or not collectives.is_only_use(
+            add, collective.waits[0]
+        ):
+            raise LeftAlone("it adds something else than all-reduces, or they have other uses")
         collective.require_sum()
         terms = _terms_of(collective, is_part=True)
         nodes, ranks = _way(collective, terms, is_part=True)
         products += [term.product for term in terms]
         dtype = casts.sent_dtype(products[0], nodes, collective)
-    refuse_if(
-        len({product.dtype for product in products}) > 1,
-        "they are sums of products of several dtypes",
-    )
+    if len({product.dtype for product in products}) > 1:
+        raise LeftAlone("they are sums of products of several dtypes")
     kinds = [(read.group_name, read.result.dtype, read.result.shape) for read in (first, second)]
-    refuse_if(kinds[0] != kinds[1], "their groups, dtypes or shapes differ")
+    if kinds[0] != kinds[1]:
+        raise LeftAlone("their groups, dtypes or shapes differ")
     require_unchanged(min(product.node for product in products), second.node)
     operator = operator_matching("gemm", "all_reduce")
     choose_sum(operator, products, rows_of(products[0]), ranks, dtype)
@@ -287,7 +285,8 @@ def _terms_of(collective: Collective, *, is_part: bool = False) -> list[_Term]:
         LeftAlone: There is no such product, or no operator can compute it, or the sum.
     """
     *_, first = rows.upstream(collective.input)
-    refuse_if(not _adds_products(first), f"what goes into it is {first.name}, not a product")
+    if not _adds_products(first):
+        raise LeftAlone(f"what goes into it is {first.name}, not a product")
     # The largest product comes first because it is the one that a kernel computes in parts.
     terms = sorted(_terms(collective.input, []), key=lambda term: -term.product.inner)
     products = [term.product for term in terms]
@@ -296,18 +295,12 @@ def _terms_of(collective: Collective, *, is_part: bool = False) -> list[_Term]:
     collective.require_no_other_use(sorted(nodes), "a part of the sum" if is_sum else "the product")
     for product in products:
         require_suitable(product)
-        refuse_if(
-            is_sum and product.bias is not None,
-            f"{product.node.name} adds a bias to a part of the sum",
-        )
-        refuse_if(
-            is_sum and not is_static(*value(product.x).shape),
-            "sizes change from call to call (dynamic shapes)",
-        )
-    refuse_if(
-        len({product.dtype for product in products}) > 1,
-        "it is a sum of products of several dtypes",
-    )
+        if is_sum and product.bias is not None:
+            raise LeftAlone(f"{product.node.name} adds a bias to a part of the sum")
+        if is_sum and not is_static(*value(product.x).shape):
+            raise LeftAlone("sizes change from call to call (dynamic shapes)")
+    if len({product.dtype for product in products}) > 1:
+        raise LeftAlone("it is a sum of products of several dtypes")
     collective.require_waiting()
     require_unchanged(min(product.node for product in products), collective.node)
     return terms
@@ -332,10 +325,8 @@ def _terms(end: Node, later: list[tuple[Node, Node]]) -> Iterator[_Term]:
     for term in first.args[:2]:
         assert isinstance(term, Node)  # a sum of products, all of them nodes
         has_all_rows = are_equal(value(term).shape, value(first).shape)
-        refuse_if(
-            first.kwargs.get("alpha", 1) != 1 or not has_all_rows,
-            f"{first.name} scales or repeats what it adds",
-        )
+        if first.kwargs.get("alpha", 1) != 1 or not has_all_rows:
+            raise LeftAlone(f"{first.name} scales or repeats what it adds")
         yield from _terms(term, steps)
 
 
@@ -351,10 +342,8 @@ def _way(
     nodes = {node for term in terms for start, moved in term.moves for node in (start, *moved)}
     device = terms[0].product.device
     ranks = usable_ranks(collective.group_name, device)
-    refuse_if(
-        (is_part or len(terms) > 1) and nodes_of(collective.group_name, device) > 1,
-        "it is a sum of products, which operators compute within a node",
-    )
+    if (is_part or len(terms) > 1) and nodes_of(collective.group_name, device) > 1:
+        raise LeftAlone("it is a sum of products, which operators compute within a node")
     return sorted(nodes), ranks
 
 

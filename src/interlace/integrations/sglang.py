@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from interlace.compile.choice import overload, usable_ranks
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.gemm import invariance
 from interlace.gemm.operands import FLOATS, contiguous_dimension
 from interlace.integrations import hosts
@@ -67,11 +67,10 @@ def forward(
     if torch.compiler.is_compiling():
         return original(layer, input_, skip_all_reduce, forward_batch, output_tensor)
     try:
-        refuse_if(_is_deterministic(), "SGLang's inference is to be deterministic")
-        refuse_if(
-            skip_all_reduce or output_tensor is not None,
-            "the caller does not want the sum, or brings memory for it",
-        )
+        if _is_deterministic():
+            raise LeftAlone("SGLang's inference is to be deterministic")
+        if skip_all_reduce or output_tensor is not None:
+            raise LeftAlone("the caller does not want the sum, or brings memory for it")
         group_name = _require_all_reduce(layer, forward_batch)
         y = _reduced_product(layer, input_, group_name)
     except LeftAlone as refusal:
@@ -108,33 +107,24 @@ def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
     from sglang.srt.layers import linear
 
     group = layer.tp_group
-    refuse_if(
-        group is None or group.world_size == 1 or not layer.reduce_results,
-        "the layer does not reduce its product",
-    )
-    refuse_if(
-        linear.get_forward().sp_active or linear.should_skip_mlp_all_reduce(),
-        "SGLang reduces the product in another way, or later",
-    )
-    refuse_if(
-        layer.use_dp_attention_reduce or layer.use_decode_attn_tp,
-        "the layer reduces over another group than its weight is cut by",
-    )
-    refuse_if(
-        group is not linear.get_parallel().tp_group,
-        "the layer's weight is cut by another group than the tensor-parallel one",
-    )
-    refuse_if(
+    if group is None or group.world_size == 1 or not layer.reduce_results:
+        raise LeftAlone("the layer does not reduce its product")
+    if linear.get_forward().sp_active or linear.should_skip_mlp_all_reduce():
+        raise LeftAlone("SGLang reduces the product in another way, or later")
+    if layer.use_dp_attention_reduce or layer.use_decode_attn_tp:
+        raise LeftAlone("the layer reduces over another group than its weight is cut by")
+    if group is not linear.get_parallel().tp_group:
+        raise LeftAlone("the layer's weight is cut by another group than the tensor-parallel one")
+    if (
         forward_batch is not None
         and not forward_batch.forward_mode.is_decode_or_idle()
-        and linear.get_exec().comm.enable_quant_communications,
-        "the sum travels in a quantised format",
-    )
-    refuse_if(not layer.input_is_parallel, "the layer cuts its input itself")
-    refuse_if(
-        type(layer.quant_method).__name__ != "UnquantizedLinearMethod",
-        "the layer's weight is quantised",
-    )
+        and linear.get_exec().comm.enable_quant_communications
+    ):
+        raise LeftAlone("the sum travels in a quantised format")
+    if not layer.input_is_parallel:
+        raise LeftAlone("the layer cuts its input itself")
+    if type(layer.quant_method).__name__ != "UnquantizedLinearMethod":
+        raise LeftAlone("the layer's weight is quantised")
     name: str = group.device_group.group_name
     return name
 
@@ -147,18 +137,12 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
     """
     weight, bias = layer.weight, None if layer.skip_bias_add else layer.bias
     tensors = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    refuse_if(
-        any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in FLOATS,
-        "operators take operands of one floating dtype",
-    )
-    refuse_if(
-        torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors),
-        "an operand requires a gradient",
-    )
-    refuse_if(
-        weight.dim() != 2 or contiguous_dimension(weight) is None or not x.numel(),
-        "the operands are not matrices",
-    )
+    if any(tensor.dtype != x.dtype for tensor in tensors) or x.dtype not in FLOATS:
+        raise LeftAlone("operators take operands of one floating dtype")
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise LeftAlone("an operand requires a gradient")
+    if weight.dim() != 2 or contiguous_dimension(weight) is None or not x.numel():
+        raise LeftAlone("the operands are not matrices")
     ranks = usable_ranks(group_name, x.device)
     rows = x.reshape(-1, x.shape[-1])
     columns, inner = weight.shape
@@ -169,10 +153,8 @@ def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tens
     )  # fmt: skip
     # In Interlace's own mode, a choice by time would depend on the number of rows.
     is_by_time = x.device.type == "cuda" and not invariance.is_enabled()
-    refuse_if(
-        is_by_time and choice.impl not in choice.faster,
-        "the operator is not known to be faster at these sizes",
-    )
+    if is_by_time and choice.impl not in choice.faster:
+        raise LeftAlone("the operator is not known to be faster at these sizes")
     with torch.no_grad():
         y: torch.Tensor = overload(operator.name)(
             rows, weight, bias, None, None, x.dtype, group_name, "auto", ""

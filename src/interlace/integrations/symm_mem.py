@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from interlace.compile.choice import overload, usable_ranks
-from interlace.compile.findings import LeftAlone, refuse_if
+from interlace.compile.findings import LeftAlone
 from interlace.gemm.implementations.stock import own_kernel
 from interlace.gemm.operands import FLOAT8, FLOATS, contiguous_dimension
 from interlace.integrations.hosts import Calls
@@ -74,11 +74,9 @@ def _kernel(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            # PyTorch's operators have no gradient, and its kernels say so.
-            refuse_if(
-                torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs),
-                "an operand requires a gradient",
-            )
+            if torch.is_grad_enabled() and torch._C._any_requires_grad(*args, **kwargs):
+                # PyTorch's operators have no gradient, and its kernels say so.
+                raise LeftAlone("an operand requires a gradient")
             with torch.no_grad():
                 result = take(*args, **kwargs)
         except LeftAlone as refusal:
@@ -99,22 +97,20 @@ def _require_factors(
     x: torch.Tensor, weights: Sequence[torch.Tensor], dim: int, dtypes: Sequence[torch.dtype]
 ) -> None:
     """Raise :class:`LeftAlone` unless Interlace can multiply ``x`` by each weight, ``[K, N]``."""
-    refuse_if(
-        x.dim() < 2 or not weights or any(w.dim() != 2 for w in weights),
-        "the operands are not matrices",
-    )
-    refuse_if(not 0 <= dim < x.dim(), "there is no such dimension")
-    refuse_if(dim == x.dim() - 1, "the collective is along the last dimension, not along rows")
-    refuse_if(
-        x.dtype not in dtypes or any(w.dtype != x.dtype for w in weights),
-        "operators take operands of one floating dtype",
-    )
-    refuse_if(any(w.shape[0] != x.shape[-1] for w in weights), "the operands' sizes do not fit")
-    refuse_if(
-        any(contiguous_dimension(w.T) is None for w in weights),
-        "a weight is contiguous along neither dimension",
-    )
-    refuse_if(not all(tensor.numel() for tensor in (x, *weights)), "an operand is empty")
+    if x.dim() < 2 or not weights or any(w.dim() != 2 for w in weights):
+        raise LeftAlone("the operands are not matrices")
+    if not 0 <= dim < x.dim():
+        raise LeftAlone("there is no such dimension")
+    if dim == x.dim() - 1:
+        raise LeftAlone("the collective is along the last dimension, not along rows")
+    if x.dtype not in dtypes or any(w.dtype != x.dtype for w in weights):
+        raise LeftAlone("operators take operands of one floating dtype")
+    if any(w.shape[0] != x.shape[-1] for w in weights):
+        raise LeftAlone("the operands' sizes do not fit")
+    if any(contiguous_dimension(w.T) is None for w in weights):
+        raise LeftAlone("a weight is contiguous along neither dimension")
+    if not all(tensor.numel() for tensor in (x, *weights)):
+        raise LeftAlone("an operand is empty")
 
 
 def _scattered(
@@ -131,9 +127,11 @@ def _scattered(
     Args:
         scales: float32 scales of x, one per row in x's order along ``dim``, and of w; or None.
     """
-    refuse_if(reduce_op not in ("sum", "avg"), "it reduces by something else than a sum or a mean")
+    if reduce_op not in ("sum", "avg"):
+        raise LeftAlone("it reduces by something else than a sum or a mean")
     ranks = usable_ranks(group_name, x.device)
-    refuse_if(x.shape[dim] % ranks, "its rows do not divide evenly over the ranks")
+    if x.shape[dim] % ranks:
+        raise LeftAlone("its rows do not divide evenly over the ranks")
     operator = overload(operator_matching("gemm", "reduce_scatter").name)
     y: torch.Tensor = operator(
         _leading(x, dim), w.T, None, *scales, None, out_dtype, group_name, "auto", ""
@@ -173,25 +171,23 @@ def _scaled_matmul_reduce_scatter(
     """
     if output_shape is None:
         raise LeftAlone("the product's shape is not given")
-    refuse_if(bias is not None, "every rank adds a bias before the sum")
+    if bias is not None:
+        raise LeftAlone("every rank adds a bias before the sum")
     if result_scale is not None or out_dtype not in FLOATS:
         raise LeftAlone("the result is not float16, bfloat16 or float32")
     x_rows = x.reshape(*output_shape[:-1], x.shape[-1])
     _require_factors(x_rows, [w], orig_scatter_dim, [FLOAT8])
     if x_scale.numel() > 1:
-        refuse_if(
-            x_scale.shape[:-1] != x.shape[:-1], "the scales of x are neither one nor one per row"
-        )
+        if x_scale.shape[:-1] != x.shape[:-1]:
+            raise LeftAlone("the scales of x are neither one nor one per row")
         x_scale = _leading(x_scale.reshape(*output_shape[:-1], 1), orig_scatter_dim)
     scales = x_scale, _weight_scale(w, w_scale)
     return _scattered(x_rows, w, scales, out_dtype, reduce_op, orig_scatter_dim, group_name)
 
 
 def _weight_scale(w: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    refuse_if(
-        scale.dtype != torch.float32 or scale.numel() not in (1, w.shape[1]),
-        "the scales of w are neither one nor one per column, in float32",
-    )
+    if scale.dtype != torch.float32 or scale.numel() not in (1, w.shape[1]):
+        raise LeftAlone("the scales of w are neither one nor one per column, in float32")
     return scale.reshape(-1)
 
 
@@ -287,15 +283,11 @@ def _all_gather_scaled_matmul(
     dtype, bias = dtypes[index], biases[index]
     if any(scale is not None for scale in result_scales) or dtype not in FLOATS:
         raise LeftAlone("the result is not float16, bfloat16 or float32")
-    refuse_if(
-        bias is not None and (bias.dtype != dtype or bias.shape != weights[index].shape[1:]),
-        "a bias has another dtype than the result",
-    )
+    if bias is not None and (bias.dtype != dtype or bias.shape != weights[index].shape[1:]):
+        raise LeftAlone("a bias has another dtype than the result")
     one_per_row = x_scale.shape == (*x.shape[:-1], 1)
-    refuse_if(
-        x_scale.dtype != torch.float32 or not (one_per_row or x_scale.numel() == 1),
-        "the scales of x are neither one nor one per row of this rank, in float32",
-    )
+    if x_scale.dtype != torch.float32 or not (one_per_row or x_scale.numel() == 1):
+        raise LeftAlone("the scales of x are neither one nor one per row of this rank, in float32")
     scale = _leading(x_scale, gather_dim) if one_per_row else x_scale.reshape(1)
 
     def product(other: int, rows: torch.Tensor) -> torch.Tensor:

@@ -369,9 +369,15 @@ MUTANTS = [
     # nn
     Mutant(
         "interlace/nn/linear_cross_entropy_loss.py",
-        "vocabulary=self.out_features",
-        "vocabulary=None",
+        "vocabulary=self.out_features,\n            sequence_parallel",
+        "vocabulary=None,\n            sequence_parallel",
         "nn/test_linear_cross_entropy_loss.py::test_ranks_match_the_full_layer",
+    ),
+    Mutant(
+        "interlace/nn/linear_cross_entropy_loss.py",
+        "bias, vocabulary=self.out_features",
+        "bias, vocabulary=None",
+        "nn/test_linear_cross_entropy_loss.py::test_a_head_chooses_tokens",
     ),
     Mutant(
         "interlace/nn/moe.py",
@@ -417,6 +423,42 @@ MUTANTS = [
         "nn/test_embedding_bags.py::test_state_dicts_fit_any_number_of_ranks",
     ),
     # operators
+    Mutant(
+        "interlace/operators/linear_cross_entropy/kernel.py",
+        "slope = 1 + 2 * z_loss * log_sum",
+        "slope = 1 + z_loss * log_sum",
+        "operators/linear_cross_entropy/test_linear_cross_entropy.py::test_every_form_is_what_pytorch_computes_of_all_logits",
+    ),
+    Mutant(
+        "interlace/operators/linear_cross_entropy/schema.py",
+        "is_scaled = x.dtype != torch.float16",
+        "is_scaled = x.dtype != torch.float64",
+        "operators/linear_cross_entropy/test_linear_cross_entropy.py::test_gradients_in_float16_do_not_vanish_before_they_are_scaled",
+    ),
+    Mutant(
+        "interlace/operators/linear_cross_entropy/schema.py",
+        "is_unobserved() or _keeps_graph()",
+        "is_unobserved()",
+        "operators/linear_cross_entropy/test_linear_cross_entropy.py::test_a_graph_may_be_run_backward_twice",
+    ),
+    Mutant(
+        "interlace/operators/linear_cross_entropy/fused.py",
+        ".reshape(-1).contiguous()",
+        ".reshape(-1)",
+        "operators/linear_cross_entropy/test_linear_cross_entropy.py::test_every_form_is_what_pytorch_computes_of_all_logits",
+    ),
+    Mutant(
+        "interlace/operators/linear_top_k/kernel.py",
+        "is_higher = value > highest",
+        "is_higher = value >= highest",
+        "operators/linear_top_k/test_linear_top_k.py::test_equal_logits_and_none",
+    ),
+    Mutant(
+        "interlace/gemm/vocabulary.py",
+        "if columns != share:",
+        "if columns > share:",
+        "operators/linear_top_k/test_linear_top_k.py::test_wrong_arguments_are_refused_on_every_rank",
+    ),
     Mutant(
         "interlace/operators/mixture_of_experts/activation.py",
         "up = up.clamp(-self.limit, self.limit)",

@@ -131,6 +131,7 @@ def _errors() -> dict[str, Any]:
         "too many": lambda: call(x, w, 65),
         "more than a rank has": lambda: call(x, w, COLUMNS + 1),
         "large": lambda: call(x, w, vocabulary=1 << 25),
+        "few": lambda: call(x, w, vocabulary=3 * COLUMNS),
         "impl": lambda: call(x, w, impl="pushed"),
         "gradient": lambda: call(x.clone().requires_grad_(), w),
     }
@@ -147,6 +148,7 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks: Any) -> None:
         "too many": "k must be 1 to 64; got 65",
         "more than a rank has": "k must be at most the columns of each rank, 24; got 25",
         "large": "vocabulary must be 1 to 16777216; got 33554432",
+        "few": "w must have 36 rows, this rank's share of vocabulary=72",
         "impl": "impl must be one of auto, fused, unfused; got 'pushed'",
         "gradient": "this operator cannot be differentiated, as it has no gradient",
     }

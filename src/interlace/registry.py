@@ -62,7 +62,7 @@ class Implementation:
         reservation: Returns the symmetric memory that a call of these sizes needs on each rank, as
             an :class:`interlace.comm.groups.reservation.Reservation`; None where it is not known.
             Sizes are those of the operator's own, such as
-            :class:`interlace.gemm.reservations.SizedProduct`.
+            :class:`interlace.gemm.call.GemmCall`.
         backward: Runs the backward pass of a call, of operators whose backward pass depends on the
             implementation; its arguments are the operator's own. None where it does not, or where
             this implementation is for calls without gradients.

@@ -34,7 +34,6 @@ from interlace.gemm.invariance import (
 )
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.reservations import shortage
 from interlace.gemm.terms import Terms
 from interlace.mapped.meeting import StreamMeeting
 from interlace.registry import Implementation
@@ -167,7 +166,8 @@ def run(
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
-    if group.memory.limit_bytes is not None and not decision.has_run:
+    is_limited = group.memory.limit_bytes is not None and not group.spans_nodes
+    if is_limited and not decision.has_run:
         _keep_what_fits(call, decision)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
     is_open = decision.predicted_us and not (decision.is_measured or is_new_each_time)
@@ -216,7 +216,8 @@ def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
     Raises:
         WorkspaceError: None is left, as the caller has asked for one.
     """
-    lacking = {each: shortage(each, call) for each in decision.implementations}
+    memory = call.group.memory
+    lacking = {each: memory.shortage(each.reservation(call)) for each in decision.implementations}
     fitting = tuple(each for each, lack in lacking.items() if lack is None)
     if not fitting:
         name, lack = next((each.name, lack) for each, lack in lacking.items())

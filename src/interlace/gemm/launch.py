@@ -12,7 +12,7 @@ import torch
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.group import Workspace
 from interlace.comm.groups.outputs import Destination, Output, TakeOutput, destination_of, kept
-from interlace.comm.groups.reservation import WorkspaceSize
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     Launch,
@@ -26,6 +26,7 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.comm.launching.within_node import WithinNode
 from interlace.comm.replay.deferred import DeferredCall
+from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -61,8 +62,10 @@ def has_descriptors(group: Group) -> bool:
 
 @functools.cache
 def moves_tiles(device: torch.device) -> bool:
-    """Return whether a device moves tiles through tensor descriptors."""
-    return (
+    """Return whether a device moves tiles through tensor descriptors; ``meta`` stands for a GPU
+    that does.
+    """
+    return device.type == "meta" or (
         device.type == "cuda"
         and torch.version.hip is None
         and capability(device) >= _DESCRIPTOR_CAPABILITY
@@ -330,6 +333,12 @@ def lamport_size(operator: str, impl: str, slot_bytes: int, ranks: int) -> Works
     from interlace.gemm.kernels.lamport import HEADER_WORDS
 
     return WorkspaceSize(f"{operator}.{impl}", 8 * HEADER_WORDS + ranks * slot_bytes)
+
+
+def lamport_reservation(call: GemmCall, impl: str, slot_bytes: int) -> Reservation:
+    """Return the symmetric memory of such a kernel; see :func:`lamport_size`."""
+    size = lamport_size(call.operator.name, impl, slot_bytes, call.group.world_size)
+    return Reservation((size,))
 
 
 def lamport_arguments(

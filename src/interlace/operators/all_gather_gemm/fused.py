@@ -25,10 +25,9 @@ from interlace.gemm.implementations.pushed import (
     laid_out,
     multiply,
     push_rows,
-    rows_reservation,
 )
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
-from interlace.gemm.reservations import SizedProduct
+from interlace.units import ceil_div
 
 NAME = "all_gather_gemm"
 
@@ -72,16 +71,17 @@ def run(call: GemmCall) -> DeferredCall | Pair:
     return y, _gathered_alone(operands, call.gather)
 
 
-def staged_reservation(sized: SizedProduct) -> Reservation:
+def staged_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call whose rows copy engines fetch: this rank's rows."""
-    staging = Staging(NAME, max(sized.rows.by_rank), sized.inner, sized.dtype)
-    return Reservation((staging.size(sized.world_size),))
+    staging = _staging(call.operands, call.rows.by_rank)
+    return Reservation((staging.size(call.group.world_size),))
 
 
-def pushed_reservation(sized: SizedProduct) -> Reservation:
+def pushed_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call whose rows one kernel stores in all ranks' memory."""
-    width = launch.padded_columns(max(sized.inner, 1), sized.dtype)
-    return rows_reservation(sized, sum(sized.rows.by_rank) * width * sized.dtype.itemsize)
+    rows, row_bytes = call.rows.by_rank, _staging(call.operands, call.rows.by_rank).row_bytes
+    slot_bytes = ceil_div(sum(rows) * row_bytes, call.group.world_size)
+    return launch.lamport_reservation(call, "pushed", slot_bytes)
 
 
 def run_chunked(call: GemmCall) -> DeferredCall | Pair:

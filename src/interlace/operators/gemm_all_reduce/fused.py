@@ -14,7 +14,6 @@ from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
-from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced, balanced_tiles
 
 NAME = "gemm_all_reduce"
@@ -47,14 +46,15 @@ def _shares(rows: int, ranks: int, config: GemmConfig, tiles: bool) -> list[int]
     return balanced(rows, ranks)
 
 
-def reservation(sized: SizedProduct) -> Reservation:
+def reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call: slots for the parts of this rank's share, and the
     result.
     """
-    config, tiles, dtype = sized.config, sized.memory.moves_tiles, sized.out_dtype
-    rows = _shares(sized.own_rows, sized.world_size, config, tiles)
-    slots = launch.slots_size(NAME, rows, sized.columns, dtype, config)
-    return Reservation((slots,), launch.output_bytes(sized.own_rows, sized.columns, dtype))
+    operands, group, config = call.operands, call.group, call.config
+    columns, dtype = operands.columns, operands.out_dtype
+    rows = _shares(operands.rows, group.world_size, config, launch.has_descriptors(group))
+    slots = launch.slots_size(NAME, rows, columns, dtype, config)
+    return Reservation((slots,), launch.output_bytes(operands.rows, columns, dtype))
 
 
 def prepare(

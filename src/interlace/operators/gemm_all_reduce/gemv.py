@@ -21,7 +21,6 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.launch import row_stride
 from interlace.gemm.operands import FLOATS
-from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import (
     GemmAllReduceNormConfig,
@@ -88,7 +87,7 @@ GEMV = Implementation(
     is_batch_invariant=True,
     config_type=GemvAllReduceConfig,
     is_predictable=_is_predictable,
-    reservation=lambda sized: _reservation(sized),
+    reservation=lambda call: _reservation(call),
 )
 
 
@@ -229,23 +228,13 @@ class _Words(NamedTuple):
         return _Words(block_b, tiles, values, slot, WorkspaceSize(name, nbytes))
 
 
-def _reservation(sized: SizedProduct) -> Reservation:
-    config = sized.configs.get(GEMV.name) or default_config(
-        rows=sized.own_rows,
-        columns=sized.columns,
-        world_size=sized.world_size,
-        itemsize=sized.dtype.itemsize,
+def _reservation(call: GemmCall) -> Reservation:
+    x, columns, ranks = call.operands.x, call.operands.columns, call.group.world_size
+    config = call.configs.get(GEMV.name) or default_config(
+        rows=len(x), columns=columns, world_size=ranks, itemsize=x.itemsize
     )
     assert isinstance(config, GemvAllReduceConfig)
-    words = _Words.of(
-        sized.own_rows,
-        sized.columns,
-        sized.dtype,
-        sized.memory.device,
-        sized.world_size,
-        config,
-        sized.is_batch_invariant,
-    )
+    words = _Words.of(len(x), columns, x.dtype, x.device, ranks, config, call.is_batch_invariant)
     return Reservation((words.size,))
 
 

@@ -23,10 +23,9 @@ from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
-from interlace.gemm.implementations.pushed import multiply
-from interlace.gemm.launch import lamport_arguments, lamport_size, row_stride
-from interlace.gemm.reservations import SizedProduct, plan_of
-from interlace.gemm.terms import Terms
+from interlace.gemm.implementations.pushed import multiply, sum_slot_bytes
+from interlace.gemm.launch import lamport_arguments, lamport_reservation, row_stride
+from interlace.gemm.operator import GemmOperator
 from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
     MOST_NORMED_ROWS,
@@ -366,14 +365,14 @@ def _pushed_slot_bytes(rows: int, columns: int, dtype: torch.dtype, world_size: 
     if is_pushed(rows, columns, dtype, world_size):
         # Programs with many rows have them in any number, and memory should seldom grow.
         rows = next_power_of_2(rows)
-    return round_up(rows * columns, 16) * dtype.itemsize
+    return sum_slot_bytes(rows * columns, dtype.itemsize)
 
 
-def pushed_reservation(sized: SizedProduct) -> Reservation:
+def pushed_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of ``impl="pushed"``."""
-    ranks = sized.world_size
-    slot_bytes = _pushed_slot_bytes(sized.own_rows, sized.columns, sized.dtype, ranks)
-    return Reservation((lamport_size(sized.operator.name, "pushed", slot_bytes, ranks),))
+    operands, ranks = call.operands, call.group.world_size
+    slot_bytes = _pushed_slot_bytes(operands.rows, operands.columns, operands.x.dtype, ranks)
+    return lamport_reservation(call, "pushed", slot_bytes)
 
 
 def _fused_slot(tokens: int, rows: int, block_n: int) -> tuple[int, int]:
@@ -390,39 +389,24 @@ def _block_tokens(tokens: int) -> int:
     return min(64, next_power_of_2(tokens))
 
 
-def gemm_reservation(sized: SizedProduct) -> Reservation | None:
+def gemm_reservation(call: GemmCall) -> Reservation | None:
     """Return the symmetric memory of ``impl="gemm"``: that of what the sum takes itself."""
-    memory, declaration = sized.memory, cast(Any, operator_named("gemm_all_reduce"))
-    if memory.device.type == "meta":
+    operands, declaration = call.operands, cast(GemmOperator, operator_named("gemm_all_reduce"))
+    if operands.x.is_meta:
         return None
-    choice = declaration.choose(
-        rows=sized.own_rows,
-        columns=sized.columns,
-        inner=sized.inner,
-        dtype=sized.dtype,
-        out_dtype=sized.out_dtype,
-        world_size=sized.world_size,
-        device=memory.device,
-    )
-    terms = Terms.of_sizes(sized.own_rows, sized.columns, sized.dtype, memory.device.type)
-    terms = dataclasses.replace(terms, has_bias=sized.has_bias)
-    name, _ = choice.accepted(declaration, terms)
+    choice = declaration.choice_of(operands, operands.rows, call.group.world_size)
+    name, _ = choice.accepted(declaration, operands.terms(is_even=True))
     sum_ = dataclasses.replace(
-        sized,
-        operator=declaration,
-        rows=plan_of(declaration, sized.own_rows, sized.world_size),
-        config=choice.config,
-        configs=choice.configs,
+        call, operator=declaration, config=choice.config, configs=choice.configs
     )
     reservation: Reservation | None = declaration.implementation(name).reservation(sum_)
     return reservation
 
 
-def fused_reservation(sized: SizedProduct) -> Reservation:
+def fused_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of ``impl="fused"``."""
-    slot, _ = _fused_slot(sized.own_rows, sized.columns, sized.config.block_n)
-    ranks = sized.world_size
-    return Reservation((lamport_size(sized.operator.name, "fused", 4 * slot, ranks),))
+    slot, _ = _fused_slot(call.operands.rows, call.operands.columns, call.config.block_n)
+    return lamport_reservation(call, "fused", 4 * slot)
 
 
 def _pushing_programs(product: torch.Tensor, group: Group) -> int:

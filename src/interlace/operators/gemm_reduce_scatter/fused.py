@@ -16,7 +16,6 @@ from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
-from interlace.gemm.reservations import SizedProduct
 
 NAME = "gemm_reduce_scatter"
 
@@ -44,10 +43,10 @@ def run(call: GemmCall) -> DeferredCall:
     )
 
 
-def reservation(sized: SizedProduct) -> Reservation:
+def reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call: slots for the parts of this rank's rows."""
-    rows, dtype = sized.rows.by_rank, sized.out_dtype
-    return Reservation((launch.slots_size(NAME, rows, sized.columns, dtype, sized.config),))
+    columns, dtype = call.operands.columns, call.operands.out_dtype
+    return Reservation((launch.slots_size(NAME, call.rows.by_rank, columns, dtype, call.config),))
 
 
 def prepare(

@@ -166,8 +166,7 @@ def run(
     )
     if not operands.columns or not decision.rows.total:
         return operator.run_empty(call)
-    is_limited = group.memory.limit_bytes is not None and not group.spans_nodes
-    if is_limited and not decision.has_run:
+    if group.memory.limit_bytes is not None and not decision.has_run:
         _keep_what_fits(call, decision)
     # 2. Measure, if the program wants that, and no rank has measured this kind of call.
     is_open = decision.predicted_us and not (decision.is_measured or is_new_each_time)
@@ -216,8 +215,10 @@ def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
     Raises:
         WorkspaceError: None is left, as the caller has asked for one.
     """
-    memory = call.group.memory
-    lacking = {each: memory.shortage(each.reservation(call)) for each in decision.implementations}
+    lacking = {
+        each: call.group.shortage(functools.partial(each.reservation, call))
+        for each in decision.implementations
+    }
     fitting = tuple(each for each, lack in lacking.items() if lack is None)
     if not fitting:
         name, lack = next((each.name, lack) for each, lack in lacking.items())

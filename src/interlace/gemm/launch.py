@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.group import Workspace
-from interlace.comm.groups.outputs import Destination, Output, TakeOutput, destination_of, kept
+from interlace.comm.groups.outputs import Destination, Output, destination_of, kept, taking_output
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
@@ -53,11 +53,6 @@ def spread_ns(config: GemmConfig, inner: int) -> int:
 def tile_ns(block_m: int, block_n: int, inner: int) -> int:
     """Return the nanoseconds that a program takes for a tile, roughly."""
     return 2 * block_m * block_n * inner // _FLOP_PER_NS
-
-
-def has_descriptors(group: Group) -> bool:
-    """Return whether the group's GPU moves tiles through tensor descriptors."""
-    return moves_tiles(group.device)
 
 
 @functools.cache
@@ -110,7 +105,7 @@ def _strides(operands: Operands) -> tuple[int, int]:
     """Return the elements between two rows of x, and between two of w, or two columns of a weight
     that is contiguous along N.
     """
-    return row_stride(operands.x), _stride(operands.w, contiguous_dimension(operands.w) or 0)
+    return row_stride(operands.x), row_stride(operands.w, contiguous_dimension(operands.w) or 0)
 
 
 def scale_stride(scale: torch.Tensor | None) -> int:
@@ -187,13 +182,9 @@ def without_padding(y: torch.Tensor, columns: int) -> torch.Tensor:
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
-def row_stride(matrix: torch.Tensor) -> int:
-    """Return the elements from one row to the next of a matrix whose rows are contiguous."""
-    return _stride(matrix, 1)
-
-
-def _stride(matrix: torch.Tensor, dimension: int) -> int:
-    """Return the elements from one row (``dimension`` 1) or column (0) to the next.
+def row_stride(matrix: torch.Tensor, dimension: int = 1) -> int:
+    """Return the elements from one row to the next of a matrix whose rows are contiguous, or, with
+    ``dimension`` 0, from one column to the next.
 
     A matrix with a single row has no such stride; an aligned one that a descriptor accepts is
     returned instead.
@@ -245,7 +236,7 @@ def run_into_peers(
     return DeferredCall(
         (*key, operands.memory()),
         # Peers store tiles straight into the result, so it is symmetric memory.
-        TakeOutput(output_bytes(most_rows, columns, dtype), tuple(shape), dtype),
+        taking_output(output_bytes(most_rows, columns, dtype), shape, dtype),
         prepare_launch,
         functools.partial(_output_rows, columns=columns),
         where=destination_of,

@@ -117,7 +117,7 @@ def validate(
     if (
         x.dtype == FLOAT8
         and torch.is_grad_enabled()
-        and _any_requires_grad(x, w, bias, x_scale, w_scale)
+        and _C._any_requires_grad(x, w, bias, x_scale, w_scale)
     ):
         raise ArgumentError(
             f"{name}: float8 operands must not require gradients; got one that does. "
@@ -213,10 +213,6 @@ def _validate_scale(
             f"{operator}: {name}_scale must be float32 on {matrix.device}, like {name}; got "
             f"{scale.dtype} on {scale.device}."
         )
-
-
-def _any_requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def contiguous_dimension(matrix: torch.Tensor) -> int | None:

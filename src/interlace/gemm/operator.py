@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 
 from interlace.comm import Group
-from interlace.comm.groups.reservation import CPU_GRANULARITY, GPU_GRANULARITY, Reservation
+from interlace.comm.groups.reservation import Reservation
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
 from interlace.gemm import invariance
@@ -167,11 +167,6 @@ class GemmOperator(Operator):
         """Return the gradients of ``(x, w, bias)``; as of ``torch.library.register_autograd``."""
         raise NotImplementedError
 
-    @property
-    def is_differentiable(self) -> bool:
-        """Return whether the operator has declared a gradient."""
-        return type(self).backward is not GemmOperator.backward
-
     # What it says of a call
 
     def explain(  # type: ignore[override]
@@ -250,7 +245,7 @@ class GemmOperator(Operator):
         w: torch.Tensor,
         *,
         world_size: int,
-        granularity: int | None = None,
+        granularity: int,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         **splits: Sequence[int],
@@ -261,7 +256,6 @@ class GemmOperator(Operator):
         operands = self._operands(x, w, bias, out_dtype)
         if any(splits.get(name) is not None for name in self.split_names):
             return {}
-        usual = CPU_GRANULARITY if x.device.type == "cpu" else GPU_GRANULARITY
 
         def choose(rows: int) -> Choice[Any]:
             choice = self.choice_of(operands, rows, world_size)
@@ -269,8 +263,7 @@ class GemmOperator(Operator):
                 return self.invariant_choice(operands, choice, world_size)
             return choice
 
-        ranks = Ranks(world_size, x.device, granularity or usual)
-        return by_implementation(self, operands, ranks, choose)
+        return by_implementation(self, operands, Ranks(world_size, x.device, granularity), choose)
 
     @staticmethod
     def _described(name: str, choice: Choice[Any]) -> str:

@@ -84,20 +84,6 @@ def pushed_reservation(call: GemmCall) -> Reservation:
     return launch.lamport_reservation(call, "pushed", slot_bytes)
 
 
-def run_chunked(call: GemmCall) -> DeferredCall | Pair:
-    """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
-    rank's own rows first.
-    """
-    return _gather_and_multiply(call, "chunked", _prepare_chunked)
-
-
-def run_pushed(call: GemmCall) -> DeferredCall | Pair:
-    """All-gather by one kernel that stores this rank's rows in all ranks' memory; another one
-    multiplies all rows once they have arrived.
-    """
-    return _gather_and_multiply(call, "pushed", _prepare_pushed)
-
-
 Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
 """Returns what enqueues a call whose product and gathered x are the two tensors. Collective when
 the workspace must grow, so it comes before anything is enqueued.
@@ -154,6 +140,14 @@ def _prepare_pushed(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> 
         multiply(call, y, gathered[:, : operands.inner], operands.bias)
 
     return enqueue
+
+
+# All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this rank's
+# own rows first.
+run_chunked = functools.partial(_gather_and_multiply, impl="chunked", prepare=_prepare_chunked)
+# All-gather by one kernel that stores this rank's rows in all ranks' memory; another one multiplies
+# all rows once they have arrived.
+run_pushed = functools.partial(_gather_and_multiply, impl="pushed", prepare=_prepare_pushed)
 
 
 def _begin(
@@ -281,7 +275,7 @@ def prepare(
     routes = group.cache.tables.on_device(
         [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)]
     )
-    descriptors = launch.has_descriptors(group)
+    descriptors = launch.moves_tiles(group.device)
     # Tiles are stored as a whole only if the descriptor cuts off what lies beyond their source's
     # rows.
     part_rows = _part_rows(splits, config.block_m)

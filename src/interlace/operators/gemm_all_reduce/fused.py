@@ -52,7 +52,7 @@ def reservation(call: GemmCall) -> Reservation:
     """
     operands, group, config = call.operands, call.group, call.config
     columns, dtype = operands.columns, operands.out_dtype
-    rows = _shares(operands.rows, group.world_size, config, launch.has_descriptors(group))
+    rows = _shares(operands.rows, group.world_size, config, launch.moves_tiles(group.device))
     slots = launch.slots_size(NAME, rows, columns, dtype, config)
     return Reservation((slots,), launch.output_bytes(operands.rows, columns, dtype))
 
@@ -78,7 +78,7 @@ def prepare(
     from interlace.gemm.kernels.reduction import SlotHalves
     from interlace.operators.gemm_all_reduce.kernels import fused as kernels
 
-    dtype, tiles = operands.out_dtype, launch.has_descriptors(group)
+    dtype, tiles = operands.out_dtype, launch.moves_tiles(group.device)
     rows = _shares(operands.rows, group.world_size, config, tiles)
     slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     stride, results = launch.padded_columns(operands.columns, dtype), None

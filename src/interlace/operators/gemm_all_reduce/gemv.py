@@ -6,7 +6,7 @@ Its tiles and protocol come from a tuned table of its own, or from ``default_con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,6 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.launch import row_stride
 from interlace.gemm.operands import FLOATS
-from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import (
     GemmAllReduceNormConfig,
     GemvAllReduceConfig,
@@ -57,26 +56,16 @@ def run(call: GemmCall) -> DeferredCall:
     if w.stride(1) != 1:
         w = w.contiguous()
 
-    def prepare_launch(y: torch.Tensor) -> Callable[[], None]:
-        def enqueue() -> None:
-            prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
-
-        return enqueue
-
     return DeferredCall(
         (_KERNEL, config, mark, is_invariant, places(x, w, bias)),
         New.like(x, [x.shape[0], w.shape[0]]),
-        prepare_launch,
+        # The launch is prepared within ``Group.running``.
+        lambda y: (
+            lambda: prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
+        ),
         with_libraries=False,
         is_of_operands=x is operands.x and w is operands.w,
     )
-
-
-def _is_predictable(terms: Terms) -> bool:
-    """Return whether predicted times hold for the configuration that a call has, and without the
-    copy of a w along N.
-    """
-    return terms.rows <= MOST_ROWS and terms.w_along_k
 
 
 GEMV = Implementation(
@@ -86,7 +75,8 @@ GEMV = Implementation(
     needs(same_dtype=True, dtypes=FLOATS),
     is_batch_invariant=True,
     config_type=GemvAllReduceConfig,
-    is_predictable=_is_predictable,
+    # Of the configuration that a call has, and without the copy of a w along N.
+    is_predictable=lambda terms: terms.rows <= MOST_ROWS and terms.w_along_k,
     reservation=lambda call: _reservation(call),
 )
 

@@ -87,12 +87,11 @@ def _compile_for_any_tokens(call: GemmCall) -> None:
 
     Nothing is allocated symmetrically, since only this rank may be told to expect them.
     """
-    operands, epilogue, group = call.operands, call.epilogue, call.group
+    operands, epilogue, group = call.operands, call.known_epilogue, call.group
     columns, inner, dtype = operands.columns, operands.inner, operands.x.dtype
     if group.backend == "cpu" or (columns, inner, dtype) not in _expected:
         return
     _expected.discard((columns, inner, dtype))
-    assert epilogue is not None
     numbers = torch.empty(1, dtype=torch.int32, device=operands.x.device)
     # What Triton is told of slots: large addresses, numbers of any value, and types.
     memory = {
@@ -176,13 +175,12 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     """
     from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
-    operands, epilogue, family = call.operands, call.epilogue, call.family
+    operands, epilogue, family = call.operands, call.known_epilogue, call.family
     columns, dtype, ranks = operands.columns, operands.x.dtype, call.group.world_size
     relaunch = launch.again()
     is_plain = not call.is_batch_invariant and is_pushed(operands.rows, columns, dtype, ranks)
     if not is_plain or relaunch is None or family is None:
         return None
-    assert epilogue is not None
     eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
     has_scales = epilogue.quantization == "row"
     no_scales = torch.empty(0, dtype=torch.float32, device=device)
@@ -241,8 +239,6 @@ def run_gemm(call: GemmCall) -> Normed:
         BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
     )  # fmt: skip
     results = empty_results(call)
-    epilogue = call.epilogue
-    assert epilogue is not None
     columns = _row_columns(operands.columns)
     arguments = _epilogue_arguments(call, results) | {"total": total.contiguous()}
     # The operator has added the bias.
@@ -266,23 +262,20 @@ def _with_rows_along_k(call: GemmCall) -> GemmCall:
 
 def _new_results(call: GemmCall, *others: Shaped) -> New:
     """Return what allocates the call's results, and other tensors behind them."""
-    assert call.epilogue is not None
     operands = call.operands
-    shapes = call.epilogue.result_shapes(operands.rows, operands.columns, operands.x.dtype)
+    shapes = call.known_epilogue.result_shapes(operands.rows, operands.columns, operands.x.dtype)
     return New(operands.x.device, (*shapes, *others))
 
 
 def empty_results(call: GemmCall) -> Normed:
     """Return the call's results, uninitialised."""
-    assert call.epilogue is not None
     operands = call.operands
-    return call.epilogue.empty_results(operands.rows, operands.columns, operands.x)
+    return call.known_epilogue.empty_results(operands.rows, operands.columns, operands.x)
 
 
 def _memory(call: GemmCall) -> tuple[Any, ...]:
     """Return where the call's operands lie, by which ``Replays.run`` tells calls apart."""
-    epilogue = call.epilogue
-    assert epilogue is not None
+    epilogue = call.known_epilogue
     return (
         *epilogue.signature(),
         *call.operands.memory(),
@@ -293,17 +286,15 @@ def _memory(call: GemmCall) -> tuple[Any, ...]:
 def _form(call: GemmCall, sections: int) -> Any:
     from interlace.operators.gemm_all_reduce.kernels.norm import NormForm
 
-    assert call.epilogue is not None
     factor = known_factor(call.operands.columns)
-    return NormForm(call.epilogue.norm, call.epilogue.quantization, sections, factor)
+    return NormForm(call.known_epilogue.norm, call.known_epilogue.quantization, sections, factor)
 
 
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     """Return the arguments of a kernel that normalises, by name."""
     from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
-    epilogue = call.epilogue
-    assert epilogue is not None
+    epilogue = call.known_epilogue
     scales = results.scale if results.scale.numel() else None
     return {
         "inputs": NormInputs(

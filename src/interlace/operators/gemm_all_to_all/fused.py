@@ -91,7 +91,7 @@ def prepare(
     dtype = operands.out_dtype
     stride = launch.padded_columns(operands.columns, dtype)
     received = _received(sent)
-    descriptors = launch.has_descriptors(group) and group.stride % 16 == 0
+    descriptors = launch.moves_tiles(group.device) and group.stride % 16 == 0
     part_rows = _part_rows(sent, max(received), config.block_m)
     tiles = None
     # A tile is stored as a whole, so a descriptor must know where the rows of its part end.

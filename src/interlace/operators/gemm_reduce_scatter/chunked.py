@@ -194,7 +194,7 @@ def _multiply_and_sum(
     """
     from interlace.operators.gemm_reduce_scatter import kernel
 
-    dtype, stride, tiles = y.dtype, y.shape[1], launch.has_descriptors(group)
+    dtype, stride, tiles = y.dtype, y.shape[1], launch.moves_tiles(group.device)
     slots = results = None
     if tiles:
         elements = 2 * workspace.half_bytes // dtype.itemsize

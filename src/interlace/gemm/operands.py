@@ -316,15 +316,16 @@ class Operands:
             is_even: Whether every rank gets as many rows from every rank.
             node_of_rank: Number of each rank's node; empty if all ranks are on one node.
         """
-        terms = Terms.of_sizes(self.rows, self.columns, self.x.dtype, self.x.device.type)
-        return dataclasses.replace(
-            terms,
+        return Terms(
+            self.rows,
+            self.x.device.type,
+            self.x.dtype,
+            result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
             has_bias=self.bias is not None,
             converts=self.out_dtype != self.x.dtype,
             is_even=is_even,
             node_of_rank=node_of_rank,
             w_along_k=self.w_along_k,
-            result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
         )
 
     def sizes(self, rows: int) -> dict[str, Any]:

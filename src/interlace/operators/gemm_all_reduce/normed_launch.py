@@ -31,6 +31,7 @@ from interlace.operators.gemm_all_reduce.config import (
     MOST_NORMED_ROWS,
     MOST_PUSHED_BYTES,
     GemmAllReduceNormConfig,
+    block_tokens,
 )
 from interlace.operators.gemm_all_reduce.gemv import tiling_of
 from interlace.registry import BATCH_INVARIANT, operator_named
@@ -370,14 +371,9 @@ def _fused_slot(tokens: int, rows: int, block_n: int) -> tuple[int, int]:
     """Return the elements of a slot, and of one token in it, of complete tiles; the compiler must
     know that tokens are aligned.
     """
-    block_b = _block_tokens(tokens)
+    block_b = block_tokens(tokens)
     line = round_up(ceil_div(rows, block_n) * block_n, 16)
     return ceil_div(tokens, block_b) * block_b * line, line
-
-
-def _block_tokens(tokens: int) -> int:
-    """Return the tokens of a tile."""
-    return min(64, next_power_of_2(tokens))
 
 
 def gemm_reservation(call: GemmCall) -> Reservation | None:
@@ -420,7 +416,7 @@ def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any
     assert isinstance(config, GemmAllReduceNormConfig)
     x, w, ranks = operands.x, operands.w, group.world_size
     tokens, rows, columns = operands.rows, operands.columns, operands.inner
-    block_b = _block_tokens(tokens)
+    block_b = block_tokens(tokens)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     # The interpreter runs programs one after another, so none may wait for another of its rank.

@@ -62,7 +62,7 @@ _MEMORY = re.compile(
     r"(<!-- symmetric memory: (\w+), (\d+) columns, (\d+) inner, (\d+) ranks, tokens ([\d ]+) -->"
     r"\n\n)(?:\|.*\n)+"
 )
-_PROCESSORS, _SHARED_BYTES = 132, 227 << 10  # of an H100 and an H200
+_SHARED_BYTES = 227 << 10  # of an H100 and an H200
 
 
 def _memory(match: re.Match[str]) -> str:
@@ -76,10 +76,7 @@ def _memory(match: re.Match[str]) -> str:
             declaration.config_type if declaration.command_module else GemmConfig,
             rows=rows // ranks, inner=inner, dtype=torch.bfloat16, shared_bytes=_SHARED_BYTES,
         )  # fmt: skip
-        found = on_gpu(
-            declaration, rows, columns, inner, torch.bfloat16, ranks, config,
-            processors=_PROCESSORS,
-        )  # fmt: skip
+        found = on_gpu(declaration, rows, columns, inner, torch.bfloat16, ranks, config)
         terms = Terms.of_sizes(rows, columns, torch.bfloat16, "cuda")
         terms = dataclasses.replace(terms, is_even=rows % ranks == 0)
         for implementation in declaration.implementations:

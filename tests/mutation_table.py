@@ -97,8 +97,8 @@ MUTANTS = [
     # comm
     Mutant(
         "interlace/comm/groups/reservation.py",
-        "return (BUFFERS + 1) * bytes_of_buffer(output_bytes, previous_bytes)",
-        "return BUFFERS * bytes_of_buffer(output_bytes, previous_bytes)",
+        "round_up((BUFFERS + 1) * bytes_of_buffer(self.output_bytes), granularity)",
+        "round_up(BUFFERS * bytes_of_buffer(self.output_bytes), granularity)",
         "operators/test_reservations.py::test_allocates_what_it_says",
     ),
     Mutant(

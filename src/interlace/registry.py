@@ -59,10 +59,11 @@ class Implementation:
             only a caller or a table takes the implementation.
         host_us: Microseconds that the host takes in an eager call, where they are several times
             those of the others; no time of a GPU in a choice is less (decision record 0014).
-        reservation: Returns the symmetric memory that a call of these sizes needs on each rank, as
-            an :class:`interlace.comm.groups.reservation.Reservation`; None where it is not known.
-            Sizes are those of the operator's own, such as
-            :class:`interlace.gemm.reservations.SizedProduct`.
+        reservation: Returns the symmetric memory that a call needs on each rank, as an
+            :class:`interlace.comm.groups.reservation.Reservation`; None where it is not known. It
+            is given the call's sizes: around a product, an
+            :class:`interlace.gemm.call.GemmCall`, whose ranks need not exist
+            (:class:`interlace.gemm.reservations.Ranks`) and whose tensors need no values.
         backward: Runs the backward pass of a call, of operators whose backward pass depends on the
             implementation; its arguments are the operator's own. None where it does not, or where
             this implementation is for calls without gradients.
@@ -162,7 +163,7 @@ class Operator(abc.ABC):
         raise NotImplementedError
 
     def reservations(
-        self, *arguments: Any, world_size: int, granularity: int | None = None, **options: Any
+        self, *arguments: Any, world_size: int, granularity: int, **options: Any
     ) -> Mapping[str, Any]:
         """Return the symmetric memory that each implementation needs for a call on one node, by
         name, as ``Implementation.reservation`` does; empty if the operator does not say.
@@ -170,7 +171,7 @@ class Operator(abc.ABC):
         Args:
             arguments, options: Those of :meth:`explain`.
             world_size: Number of ranks.
-            granularity: Bytes of which every allocation is a multiple; default: what is usual.
+            granularity: Bytes of which every allocation is a multiple.
         """
         return {}
 
@@ -290,15 +291,6 @@ class Operator(abc.ABC):
             f"nodes. {advice}"
         )
 
-    def validate_impl(self, name: str) -> None:
-        """Refuse a value of ``impl`` that does not exist.
-
-        Raises:
-            ArgumentError: There is no such implementation.
-        """
-        if name not in self.choosers:
-            self.implementation(name)
-
     def validate_options(self, impl: str, config: object) -> None:
         """Refuse an ``impl`` that does not exist, and a ``config`` of another operator or kernel.
 
@@ -306,13 +298,12 @@ class Operator(abc.ABC):
             ArgumentError: There is no such implementation, or ``config`` is neither None nor a
                 configuration of this operator; or ``impl`` names a kernel that has another one.
         """
-        self.validate_impl(impl)
+        named = None if impl in self.choosers else self.implementation(impl)
         if config is not None and not isinstance(config, self.config_types):
             expected = _or([kind.__name__ for kind in self.config_types] or ["None"])
             raise ArgumentError(
                 f"{self.name}: config must be of type {expected}; got {type(config).__name__}."
             )
-        named = next((each for each in self.implementations if each.name == impl), None)
         if config is None or named is None:
             return
         is_own_kernel = named is self.implementations[0]

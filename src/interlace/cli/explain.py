@@ -167,9 +167,8 @@ def _memory(
 ) -> dict[str, str]:
     """Return the symmetric memory of each implementation in words, by name."""
     reservations = on_gpu(
-        declaration, call.rows, call.columns, call.inner, dtype, call.world_size, choice.config,
-        processors=gpu.processors,
-    )  # fmt: skip
+        declaration, call.rows, call.columns, call.inner, dtype, call.world_size, choice.config
+    )
     counts = {
         name: each.nbytes(GPU_GRANULARITY)
         for name, each in reservations.items()

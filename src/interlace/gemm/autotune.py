@@ -8,7 +8,6 @@ import functools
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -103,13 +102,11 @@ def is_enabled(impl: str = "auto") -> bool:
     return impl == "measured" if by_environment is None else by_environment
 
 
+_times_in = functools.cache(MeasuredTimes)
+
+
 def _memory() -> MeasuredTimes:
     return _times_in(cache_folder("measured"))
-
-
-@functools.cache
-def _times_in(folder: Path) -> MeasuredTimes:
-    return MeasuredTimes(folder)
 
 
 def kind_of(

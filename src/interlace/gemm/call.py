@@ -90,6 +90,12 @@ class GemmCall:
         return process_group_named(self.group_name)
 
     @property
+    def known_epilogue(self) -> Epilogue:
+        """Return the epilogue of an operator whose calls have one."""
+        assert self.epilogue is not None
+        return self.epilogue
+
+    @property
     def sizes(self) -> dict[str, Any]:
         """Return the sizes of the product by which times between nodes are predicted."""
         return self.operands.sizes(self.rows.product)

@@ -138,11 +138,12 @@ def choose_on(
         call = SizedCall.of_dtype(
             str(dtype).removeprefix("torch."), **sizes, world_size=world_size, w_along_k=w_along_k
         )
-        terms = Terms.of_sizes(rows, columns, dtype, "cuda")
         # Float8 has a wider result.
         converts = dtype.itemsize == 1 if out_dtype is None else out_dtype != dtype
-        is_even = rows % world_size == 0
-        terms = dataclasses.replace(terms, is_even=is_even, converts=converts, w_along_k=w_along_k)
+        terms = Terms(
+            rows, "cuda", dtype, rows * columns * dtype.itemsize,
+            converts=converts, is_even=rows % world_size == 0, w_along_k=w_along_k,
+        )  # fmt: skip
         if out_dtype is not None and converts:
             call = dataclasses.replace(call, output_itemsize=out_dtype.itemsize)
         tile = config.block_m, config.block_n

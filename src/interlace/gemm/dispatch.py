@@ -34,7 +34,6 @@ from interlace.gemm.invariance import (
 )
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.reservations import shortage
 from interlace.gemm.terms import Terms
 from interlace.mapped.meeting import StreamMeeting
 from interlace.registry import Implementation
@@ -216,7 +215,10 @@ def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
     Raises:
         WorkspaceError: None is left, as the caller has asked for one.
     """
-    lacking = {each: shortage(each, call) for each in decision.implementations}
+    lacking = {
+        each: call.group.shortage(functools.partial(each.reservation, call))
+        for each in decision.implementations
+    }
     fitting = tuple(each for each, lack in lacking.items() if lack is None)
     if not fitting:
         name, lack = next((each.name, lack) for each, lack in lacking.items())

@@ -11,8 +11,8 @@ import torch
 
 from interlace.comm import MAX_PROGRAMS, Group
 from interlace.comm.groups.group import Workspace
-from interlace.comm.groups.outputs import Destination, Output, TakeOutput, destination_of, kept
-from interlace.comm.groups.reservation import WorkspaceSize
+from interlace.comm.groups.outputs import Destination, Output, destination_of, kept, taking_output
+from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     Launch,
@@ -26,6 +26,7 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.comm.launching.within_node import WithinNode
 from interlace.comm.replay.deferred import DeferredCall
+from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands, contiguous_dimension
@@ -54,15 +55,12 @@ def tile_ns(block_m: int, block_n: int, inner: int) -> int:
     return 2 * block_m * block_n * inner // _FLOP_PER_NS
 
 
-def has_descriptors(group: Group) -> bool:
-    """Return whether the group's GPU moves tiles through tensor descriptors."""
-    return moves_tiles(group.device)
-
-
 @functools.cache
 def moves_tiles(device: torch.device) -> bool:
-    """Return whether a device moves tiles through tensor descriptors."""
-    return (
+    """Return whether a device moves tiles through tensor descriptors; ``meta`` stands for a GPU
+    that does.
+    """
+    return device.type == "meta" or (
         device.type == "cuda"
         and torch.version.hip is None
         and capability(device) >= _DESCRIPTOR_CAPABILITY
@@ -107,7 +105,7 @@ def _strides(operands: Operands) -> tuple[int, int]:
     """Return the elements between two rows of x, and between two of w, or two columns of a weight
     that is contiguous along N.
     """
-    return row_stride(operands.x), _stride(operands.w, contiguous_dimension(operands.w) or 0)
+    return row_stride(operands.x), row_stride(operands.w, contiguous_dimension(operands.w) or 0)
 
 
 def scale_stride(scale: torch.Tensor | None) -> int:
@@ -184,13 +182,9 @@ def without_padding(y: torch.Tensor, columns: int) -> torch.Tensor:
     return y if y.shape[1] == columns else y[:, :columns].contiguous()
 
 
-def row_stride(matrix: torch.Tensor) -> int:
-    """Return the elements from one row to the next of a matrix whose rows are contiguous."""
-    return _stride(matrix, 1)
-
-
-def _stride(matrix: torch.Tensor, dimension: int) -> int:
-    """Return the elements from one row (``dimension`` 1) or column (0) to the next.
+def row_stride(matrix: torch.Tensor, dimension: int = 1) -> int:
+    """Return the elements from one row to the next of a matrix whose rows are contiguous, or, with
+    ``dimension`` 0, from one column to the next.
 
     A matrix with a single row has no such stride; an aligned one that a descriptor accepts is
     returned instead.
@@ -242,7 +236,7 @@ def run_into_peers(
     return DeferredCall(
         (*key, operands.memory()),
         # Peers store tiles straight into the result, so it is symmetric memory.
-        TakeOutput(output_bytes(most_rows, columns, dtype), tuple(shape), dtype),
+        taking_output(output_bytes(most_rows, columns, dtype), shape, dtype),
         prepare_launch,
         functools.partial(_output_rows, columns=columns),
         where=destination_of,
@@ -330,6 +324,12 @@ def lamport_size(operator: str, impl: str, slot_bytes: int, ranks: int) -> Works
     from interlace.gemm.kernels.lamport import HEADER_WORDS
 
     return WorkspaceSize(f"{operator}.{impl}", 8 * HEADER_WORDS + ranks * slot_bytes)
+
+
+def lamport_reservation(call: GemmCall, impl: str, slot_bytes: int) -> Reservation:
+    """Return the symmetric memory of such a kernel; see :func:`lamport_size`."""
+    size = lamport_size(call.operator.name, impl, slot_bytes, call.group.world_size)
+    return Reservation((size,))
 
 
 def lamport_arguments(

@@ -117,7 +117,7 @@ def validate(
     if (
         x.dtype == FLOAT8
         and torch.is_grad_enabled()
-        and _any_requires_grad(x, w, bias, x_scale, w_scale)
+        and _C._any_requires_grad(x, w, bias, x_scale, w_scale)
     ):
         raise ArgumentError(
             f"{name}: float8 operands must not require gradients; got one that does. "
@@ -213,10 +213,6 @@ def _validate_scale(
             f"{operator}: {name}_scale must be float32 on {matrix.device}, like {name}; got "
             f"{scale.dtype} on {scale.device}."
         )
-
-
-def _any_requires_grad(*tensors: torch.Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def contiguous_dimension(matrix: torch.Tensor) -> int | None:
@@ -320,15 +316,16 @@ class Operands:
             is_even: Whether every rank gets as many rows from every rank.
             node_of_rank: Number of each rank's node; empty if all ranks are on one node.
         """
-        terms = Terms.of_sizes(self.rows, self.columns, self.x.dtype, self.x.device.type)
-        return dataclasses.replace(
-            terms,
+        return Terms(
+            self.rows,
+            self.x.device.type,
+            self.x.dtype,
+            result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
             has_bias=self.bias is not None,
             converts=self.out_dtype != self.x.dtype,
             is_even=is_even,
             node_of_rank=node_of_rank,
             w_along_k=self.w_along_k,
-            result_bytes=self.rows * self.columns * self.out_dtype.itemsize,
         )
 
     def sizes(self, rows: int) -> dict[str, Any]:

@@ -15,14 +15,13 @@ from interlace.comm import Group
 from interlace.comm.groups.reservation import Reservation
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
-from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
-from interlace.gemm.reservations import Memory, SizedProduct, plan_of
+from interlace.gemm.reservations import Ranks, by_implementation
 from interlace.gemm.splits import check_sum, validate_list
 from interlace.registry import BATCH_INVARIANT, Operator
 from interlace.tuning.choice import Choice
@@ -116,18 +115,12 @@ class GemmOperator(Operator):
         return call.operands.x.new_empty(shape, dtype=call.operands.out_dtype)
 
     def run_fused(self, call: GemmCall) -> Any:
-        """Run the operator's own kernel, for ``implementations.fused.FUSED``.
+        """Run the operator's own kernel, for ``implementations.fused.FUSED`` as it is.
 
         Raises:
             NotImplementedError: The operator has no such kernel.
         """
         raise NotImplementedError(f"{self.name} has no kernel of its own")
-
-    def fused_reservation(self, sized: SizedProduct) -> Reservation | None:
-        """Return the symmetric memory that the operator's own kernel needs for a call of these
-        sizes; None if it does not say.
-        """
-        return None
 
     @abc.abstractmethod
     def run_unfused(self, call: GemmCall) -> Any:
@@ -174,11 +167,6 @@ class GemmOperator(Operator):
         """Return the gradients of ``(x, w, bias)``; as of ``torch.library.register_autograd``."""
         raise NotImplementedError
 
-    @property
-    def is_differentiable(self) -> bool:
-        """Return whether the operator has declared a gradient."""
-        return type(self).backward is not GemmOperator.backward
-
     # What it says of a call
 
     def explain(  # type: ignore[override]
@@ -200,7 +188,7 @@ class GemmOperator(Operator):
         dtype = str(x.dtype).removeprefix("torch.")
         described = f"{self.name} of x {list(x.shape)} and w {list(w.shape)}, {dtype}"
         rows, is_even = self.product_rows(operands.rows, lists, world_size)
-        choice = self._choice_of(operands, rows, world_size, nodes)
+        choice = self.choice_of(operands, rows, world_size, nodes)
         node_of_rank = tuple(rank * nodes // world_size for rank in range(world_size))
         terms = operands.terms(is_even, node_of_rank if nodes > 1 else ())
         if invariance.is_enabled():
@@ -242,7 +230,9 @@ class GemmOperator(Operator):
         )
         return Operands(x, w, bias, scale, scale, output_dtype(x, out_dtype))
 
-    def _choice_of(self, operands: Operands, rows: int, world_size: int, nodes: int) -> Choice[Any]:
+    def choice_of(
+        self, operands: Operands, rows: int, world_size: int, nodes: int = 1
+    ) -> Choice[Any]:
         """Return what ``impl="auto"`` chooses for a product of so many rows."""
         sizes = operands.sizes(rows) | {"world_size": world_size}
         predicted = times_between_nodes(self.name, nodes, **sizes) if nodes > 1 else None
@@ -255,7 +245,7 @@ class GemmOperator(Operator):
         w: torch.Tensor,
         *,
         world_size: int,
-        granularity: int | None = None,
+        granularity: int,
         bias: torch.Tensor | None = None,
         out_dtype: torch.dtype | None = None,
         **splits: Sequence[int],
@@ -266,30 +256,14 @@ class GemmOperator(Operator):
         operands = self._operands(x, w, bias, out_dtype)
         if any(splits.get(name) is not None for name in self.split_names):
             return {}
-        try:
-            plan = plan_of(self, operands.rows, world_size)
-        except ArgumentError:  # rows that the ranks do not divide
-            return {}
-        choice = self._choice_of(operands, plan.product, world_size, 1)
-        is_invariant = invariance.is_enabled()
-        if is_invariant:
-            choice = self.invariant_choice(operands, choice, world_size)
-        sized = SizedProduct(
-            self,
-            plan,
-            operands.rows,
-            operands.columns,
-            operands.inner,
-            x.dtype,
-            operands.out_dtype,
-            world_size,
-            choice.config,
-            choice.configs,
-            Memory.of(x.device, granularity),
-            bias is not None,
-            is_invariant,
-        )
-        return sized.by_implementation()
+
+        def choose(rows: int) -> Choice[Any]:
+            choice = self.choice_of(operands, rows, world_size)
+            if invariance.is_enabled():
+                return self.invariant_choice(operands, choice, world_size)
+            return choice
+
+        return by_implementation(self, operands, Ranks(world_size, x.device, granularity), choose)
 
     @staticmethod
     def _described(name: str, choice: Choice[Any]) -> str:

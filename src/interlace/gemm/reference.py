@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from interlace.comm.groups.process_groups import require_alone
+from interlace.comm.groups.process_groups import gather, require_alone, scatter
 from interlace.gemm.operands import Operands
 
 _SCALED_ALIGNMENT = 16
@@ -112,9 +112,7 @@ def sum_rows(
         return parts
     received = parts.new_empty(splits[dist.get_rank(group)], parts.shape[1])
     if len(set(splits)) == 1:
-        # Named reduce_scatter_single since torch 2.13, which warns of the older name.
-        single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        single(received, parts, group=group)
+        scatter(received, parts, group)
     else:
         dist.reduce_scatter(received, list(parts.split(list(splits))), group=group)
     return received
@@ -134,8 +132,7 @@ def gather_rows(
         t.view(torch.uint8) if t.element_size() == 1 else t for t in (rows.contiguous(), gathered)
     )
     if len(set(splits)) == 1:
-        single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        single(received, sent, group=group)
+        gather(received, sent, group)
     else:
         for rank, part in enumerate(received.split(list(splits))):
             if rank == dist.get_rank(group):

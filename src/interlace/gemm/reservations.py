@@ -1,174 +1,83 @@
-"""The symmetric memory of calls around a product: by the sizes of a call, or of one to come."""
+"""The symmetric memory of calls around a product that need not be made."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from interlace.comm.groups.reservation import CPU_GRANULARITY, GPU_GRANULARITY, Reservation
-from interlace.comm.launching import kernels
+from interlace.comm.groups.reservation import GPU_GRANULARITY, Reservation
 from interlace.errors import ArgumentError
-from interlace.gemm import launch
-from interlace.gemm.call import GemmCall, RowPlan
+from interlace.gemm import invariance
+from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
-from interlace.tuning.configuration import Configuration
-
-if TYPE_CHECKING:
-    from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operands import Operands, output_dtype
+from interlace.registry import Operator
+from interlace.tuning.choice import Choice
 
 
 @dataclasses.dataclass(frozen=True)
-class Memory:
-    """The properties of a rank's device by which the size of symmetric memory follows.
+class Ranks:
+    """Rank 0 of a group on one node that need not exist; nothing can be exchanged.
 
     Attributes:
-        device: The device; a GPU need not be here where its other properties are given.
+        world_size: The number of ranks, which share memory.
+        device: The device; ``meta`` for a GPU that need not be here.
         granularity: Bytes of which every allocation is a multiple.
-        processors: The number of streaming multiprocessors; 0 on the CPU backend.
-        moves_tiles: Whether kernels move tiles through tensor descriptors.
+        rank: This rank.
     """
 
+    world_size: int
     device: torch.device
     granularity: int
-    processors: int
-    moves_tiles: bool
-
-    @staticmethod
-    def of(device: torch.device, granularity: int | None = None) -> Memory:
-        """Return the properties of a device that is here.
-
-        Args:
-            device: The device.
-            granularity: The granularity of a group's memory; default: what is usual.
-        """
-        if device.type == "cpu":
-            return Memory(device, granularity or CPU_GRANULARITY, 0, False)
-        return Memory(
-            device,
-            granularity or GPU_GRANULARITY,
-            kernels.processors(device),
-            launch.moves_tiles(device),
-        )
+    rank: int = 0
 
 
-@dataclasses.dataclass(frozen=True)
-class SizedProduct:
-    """The sizes of a call around a product, without its tensors.
+def by_implementation(
+    operator: Any, operands: Operands, ranks: Ranks, choose: Callable[[int], Choice[Any]]
+) -> dict[str, Reservation | None]:
+    """Return what each implementation reserves for a call without lists of rows; nothing for rows
+    that the ranks do not divide.
 
-    Attributes:
-        operator: The operator's declaration.
-        rows: How rows are shared out.
-        own_rows: Rows of x on this rank.
-        columns, inner: N and K of this rank's product.
-        dtype: The dtype of x and w.
-        out_dtype: The dtype of the result.
-        world_size: The number of ranks, which share memory.
-        config: The fused kernel's configuration.
-        configs: The configurations of implementations that have one of their own, by name.
-        memory: The properties of a rank's device.
-        has_bias: Whether there is a bias to add.
-        is_batch_invariant: Whether a row's result must have the same bits in every batch.
+    Args:
+        operator: The declaration, a ``GemmOperator``.
+        operands: Operands of a rank, whose values do not count.
+        ranks: The ranks.
+        choose: Returns the configurations for so many rows of the product.
     """
-
-    operator: GemmOperator
-    rows: RowPlan
-    own_rows: int
-    columns: int
-    inner: int
-    dtype: torch.dtype
-    out_dtype: torch.dtype
-    world_size: int
-    config: GemmConfig
-    configs: Mapping[str, Configuration]
-    memory: Memory
-    has_bias: bool = False
-    is_batch_invariant: bool = False
-
-    @staticmethod
-    def of(call: GemmCall) -> SizedProduct:
-        """Return the sizes of a call."""
-        operands, group = call.operands, call.group
-        return SizedProduct(
-            call.operator,
-            call.rows,
-            operands.rows,
-            operands.columns,
-            operands.inner,
-            operands.x.dtype,
-            operands.out_dtype,
-            group.world_size,
-            call.config,
-            call.configs,
-            Memory.of(group.device, group.granularity),
-            operands.bias is not None,
-            call.is_batch_invariant,
-        )
-
-    def by_implementation(self) -> dict[str, Reservation | None]:
-        """Return what each implementation reserves; None where that is not known."""
-        return {each.name: each.reservation(self) for each in self.operator.implementations}
+    group: Any = ranks
+    try:
+        rows = operator.plan_rows(operands.rows, (None,) * len(operator.split_names), group)
+    except ArgumentError:
+        return {}
+    choice = choose(rows.product)
+    call = GemmCall(
+        operator, operands, rows, False, group, "", choice.config, choice.configs, 0, False,
+        invariance.is_enabled(),
+    )  # fmt: skip
+    return {each.name: each.reservation(call) for each in operator.implementations}
 
 
 def on_gpu(
-    operator: GemmOperator,
+    operator: Operator,
     rows: int,
     columns: int,
     inner: int,
     dtype: torch.dtype,
     world_size: int,
     config: GemmConfig,
-    *,
-    processors: int,
-    moves_tiles: bool = True,
 ) -> dict[str, Reservation | None]:
-    """Return what each implementation reserves on a GPU that need not be here; nothing for rows
-    that the ranks do not divide.
+    """Return what each implementation reserves on a GPU that need not be here, whose kernels move
+    tiles through tensor descriptors; nothing for rows that the ranks do not divide.
 
     Args:
         rows, columns, inner: M, N and K of one rank's product.
         config: The fused kernel's configuration.
-        processors: The GPU's streaming multiprocessors.
-        moves_tiles: Whether its kernels move tiles through tensor descriptors.
     """
     own_rows = rows // world_size if operator.collective_first else rows
-    try:
-        plan = plan_of(operator, own_rows, world_size)
-    except ArgumentError:
-        return {}
-    out_dtype = torch.bfloat16 if dtype.itemsize == 1 else dtype
-    memory = Memory(torch.device("meta"), GPU_GRANULARITY, processors, moves_tiles)
-    return SizedProduct(
-        operator, plan, own_rows, columns, inner, dtype, out_dtype, world_size, config, {}, memory
-    ).by_implementation()
-
-
-def shortage(implementation: Any, call: GemmCall) -> str | None:
-    """Return why an implementation's memory does not fit under the limit of a call's group, in
-    words; None if it fits, or its memory is not known. All ranks get the same answer.
-    """
-    group = call.group
-    if group.memory.limit_bytes is None or group.spans_nodes:
-        return None
-    reservation = implementation.reservation(SizedProduct.of(call))
-    return None if reservation is None else group.memory.shortage(reservation)
-
-
-def plan_of(operator: GemmOperator, rows: int, world_size: int) -> RowPlan:
-    """Return how rows are shared out where no lists of rows are given.
-
-    Raises:
-        ArgumentError: Rows do not divide evenly.
-    """
-    ranks: Any = _Ranks(world_size)
-    return operator.plan_rows(rows, (None,) * len(operator.split_names), ranks)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Ranks:
-    """Rank 0 of a group that need not exist; nothing can be exchanged."""
-
-    world_size: int
-    rank: int = 0
+    x = torch.empty(own_rows, inner, dtype=dtype, device="meta")
+    operands = Operands(x, x.new_empty(columns, inner), None, None, None, output_dtype(x, None))
+    ranks = Ranks(world_size, x.device, GPU_GRANULARITY)
+    return by_implementation(operator, operands, ranks, lambda _: Choice("fused", config, ""))

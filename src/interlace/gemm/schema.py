@@ -50,7 +50,14 @@ def define(name: str) -> GemmOperator:
     """
     operator = operator_named(name)
     assert isinstance(operator, GemmOperator)
-    _require_unfused(operator)
+    names = [implementation.name for implementation in operator.implementations]
+    # It runs where all others refuse a call.
+    if "unfused" not in names:
+        raise ArgumentError(
+            f"{operator.name}: implementations must include 'unfused', which refuses no call; got "
+            f"{', '.join(names) or 'none'}. Declare "
+            "interlace.gemm.implementations.unfused.UNFUSED."
+        )
     # Numbers of rows are symbolic, so that a graph compiled for dynamic shapes serves other lists,
     # too.
     lists = "".join(f"SymInt[]? {split}, " for split in operator.split_names)
@@ -82,7 +89,7 @@ def define(name: str) -> GemmOperator:
         return (*gradients, *[None] * (count - len(gradients)))
 
     count = _TENSORS + len(operator.split_names) + operator.returns_gathered + 4
-    differentiable = operator.is_differentiable
+    differentiable = type(operator).backward is not GemmOperator.backward
     overloads: dict[str, tuple[torch.Tag, ...]] = {name: OPERATOR_TAGS}
     if operator.exchanges(tuple(() for _ in operator.split_names)):
         overloads[f"{name}.{_EXCHANGED}"] = UNCAPTURABLE_TAGS
@@ -184,17 +191,6 @@ def _recalled(
     with past_autograd():
         result = known_to.recall(known, x, w, bias)
     return None if result is None else (result,)
-
-
-def _require_unfused(operator: GemmOperator) -> None:
-    """Refuse an operator without the implementation that runs where all others refuse a call."""
-    names = [implementation.name for implementation in operator.implementations]
-    if "unfused" not in names:
-        raise ArgumentError(
-            f"{operator.name}: implementations must include 'unfused', which refuses no call; got "
-            f"{', '.join(names) or 'none'}. Declare "
-            "interlace.gemm.implementations.unfused.UNFUSED."
-        )
 
 
 def _unpack(operator: GemmOperator, arguments: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -133,23 +133,20 @@ def _needed(
     """
     tensors = [each for argument in arguments for each in _tensors(argument)]
     owner = known_group(group, tensors[0].device) if tensors else None
-    granularity = None if owner is None else owner.granularity
+    usual = CPU_GRANULARITY if tensors and tensors[0].device.type == "cpu" else GPU_GRANULARITY
+    granularity = usual if owner is None else owner.granularity
     reservations = declaration.reservations(
         *arguments, world_size=world_size, granularity=granularity, **options
     )
-    found = {}
+    limit, found = byte_count(LIMIT_VARIABLE), {}
     for name, reservation in reservations.items():
         if reservation is None:
             continue
-        usual = CPU_GRANULARITY if tensors[0].device.type == "cpu" else GPU_GRANULARITY
-        nbytes = reservation.nbytes(granularity or usual)
+        nbytes, words = reservation.nbytes(granularity), None
         if owner is not None:
             words = owner.memory.shortage(reservation, is_asked_only=True)
-        else:
-            limit = byte_count(LIMIT_VARIABLE)
-            words = None
-            if limit is not None and nbytes > limit:
-                words = shortage_in_words(nbytes, limit)
+        elif limit is not None and nbytes > limit:
+            words = shortage_in_words(nbytes, limit)
         found[name] = format_memory(nbytes) if nbytes else "none", words
     return found
 

@@ -116,11 +116,7 @@ def _without_checks(options: Any) -> Any:
 
 def _without_validation(_: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return nothing to do for a new handle, whose dtype Triton else compares with its values'."""
-    return _do_nothing
-
-
-def _do_nothing(_: Any) -> None:
-    pass
+    return lambda _: None
 
 
 class _Patched:
@@ -285,11 +281,6 @@ def _quick_broadcast(broadcast: Callable[..., Any]) -> Callable[..., Any]:
     return quick_broadcast
 
 
-def _divide_integers(lhs: Any, rhs: Any) -> Any:
-    """Return quotients rounded toward zero, as the interpreter computes them."""
-    return (lhs - np.fmod(lhs, rhs)) // rhs
-
-
 _NUMBERS, _WHOLE_NUMBERS = frozenset(_STORED), frozenset(_INTEGERS)
 _BITS = _WHOLE_NUMBERS | {"int1"}
 # What the interpreter computes for an operator of tensors, and for which dtypes.
@@ -298,7 +289,8 @@ _OPERATORS: dict[str, tuple[Callable[[Any, Any], Any], frozenset[str]]] = {
     "__sub__": (np.subtract, _NUMBERS),
     "__mul__": (np.multiply, _NUMBERS),
     "__truediv__": (np.divide, frozenset({"fp32"})),
-    "__floordiv__": (_divide_integers, _WHOLE_NUMBERS),
+    # Rounded toward zero.
+    "__floordiv__": (lambda lhs, rhs: (lhs - np.fmod(lhs, rhs)) // rhs, _WHOLE_NUMBERS),
     "__mod__": (np.fmod, _NUMBERS),
     "__and__": (np.bitwise_and, _BITS),
     "__or__": (np.bitwise_or, _BITS),

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +25,7 @@ from interlace.comm.groups.process_groups import (
     require_alone,
     require_member,
 )
+from interlace.comm.groups.reservation import Reservation
 from interlace.comm.groups.symmetric_memory import MAX_PROGRAMS, SymmetricMemory, Workspace
 from interlace.comm.host.agreement import Agreement
 from interlace.comm.host.cache import Answers, CallCache
@@ -35,7 +35,7 @@ from interlace.comm.host.identity import identity, settings
 from interlace.comm.host.members import meet_members, members_of
 from interlace.comm.replay import recording as recordings
 from interlace.comm.replay.deferred import DeferredCall
-from interlace.comm.replay.memory import Block, releases
+from interlace.comm.replay.memory import releases
 from interlace.comm.runtime.deadlines import default_deadline_s, recovery_s
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.comm.runtime.streams import Streams, launches
@@ -67,6 +67,10 @@ class Group:
         replays: CUDA graphs of calls that come again; part of the cache.
         kept: Objects that operators keep until :meth:`release`; part of the cache.
         outputs: Symmetric memory that operators return as tensors; part of the memory.
+        once: Method of the cache.
+        check, indivisible: Methods of the health.
+        allocate, remap, workspace: Methods of the memory.
+        on_device, capture_id: Methods of the streams.
     """
 
     @makes_ordinary_tensors
@@ -91,7 +95,10 @@ class Group:
         self.cache = CallCache(self.streams)
         # Attributes and not properties, since every call asks for them.
         self.replays, self.kept = self.cache.replays, self.cache.kept
+        self.once = self.cache.once
+        self.on_device, self.capture_id = self.streams.on_device, self.streams.capture_id
         self.health = Health(members, self.streams, self.cache.replays, self.traffic)
+        self.check, self.indivisible = self.health.check, self.health.indivisible
         store = None if process_group is None else process_group.get_group_store()
         self.channel = HostChannel(members, self.health, store)
         # The method, not the channel's: interlace_explorer overrides it with its own exchange.
@@ -110,6 +117,8 @@ class Group:
             self.channel, self.agreement, self.health, self.streams, self.cache.replays
         )
         self.outputs = self.memory.outputs
+        self.allocate, self.remap = self.memory.allocate, self.memory.remap
+        self.workspace = self.memory.workspace
         self._network: Network | None = None
         measure_unknown(self)
         measure_unknown_network(self)
@@ -180,12 +189,6 @@ class Group:
         """Check that all ranks make this call, and return its mark; see :meth:`Agreement.agree`."""
         return self.agreement.agree(operator, arguments)[0]
 
-    # Memory of earlier calls
-
-    def once(self, key: tuple[Hashable, ...], make: Callable[[], T]) -> T:
-        """Return the result of ``make()``, called once per ``key``; see :meth:`CallCache.once`."""
-        return self.cache.once(key, make)
-
     # Calls that come again
 
     def perform(self, work: Any, operands: Hashable = None) -> Any:
@@ -252,19 +255,16 @@ class Group:
         """Return the bytes of which pieces for :meth:`remap` must be multiples."""
         return self.memory.heap.granularity
 
-    def allocate(self, nbytes: int, pieces: int = 1) -> Block:
-        """Allocate symmetric memory; see :meth:`SymmetricMemory.allocate`."""
-        return self.memory.allocate(nbytes, pieces)
+    def shortage(self, reserve: Callable[[], Reservation | None]) -> str | None:
+        """Return why the memory of a call within a node does not fit under the group's limit, in
+        words; None if it fits, or is not known. All ranks get the same answer.
 
-    def remap(self, addresses: Sequence[int], nbytes: int) -> tuple[int, Callable[[], object]]:
-        """Map symmetric memory once more; see :meth:`SymmetricMemory.remap`."""
-        return self.memory.remap(addresses, nbytes)
-
-    def workspace(
-        self, operator: str, half_bytes: int, signal_count: int = 1, *, is_limited: bool = True
-    ) -> Workspace:
-        """Return the memory of ``operator``; see :meth:`SymmetricMemory.workspace`."""
-        return self.memory.workspace(operator, half_bytes, signal_count, is_limited=is_limited)
+        Args:
+            reserve: Returns the memory; called where there is a limit.
+        """
+        if self.memory.limit_bytes is None or self.spans_nodes:
+            return None
+        return self.memory.shortage(reserve())
 
     def workspace_bytes(self) -> dict[str, int]:
         """Return the symmetric bytes that operators hold on this rank, by operator and
@@ -315,19 +315,11 @@ class Group:
         """Return whether a call has failed, so that later results mean nothing."""
         return self.health.broken
 
-    def check(self) -> None:
-        """Raise the error of the first failure, if there was one; see :meth:`Health.check`."""
-        self.health.check()
-
     def context(self, operator: str) -> torch.Tensor:
         """Return the ``ctx`` argument of ``operator``'s kernels; see :meth:`Health.context`."""
         context = self.health.context(operator, self.stride)
         recording = recordings.active()
         return context if recording is None else recording.context(context, operator)
-
-    def indivisible(self, step: str) -> contextlib.AbstractContextManager[None]:
-        """Return a context whose interruption breaks the group; see :meth:`Health.indivisible`."""
-        return self.health.indivisible(step)
 
     def running(self) -> Running:
         """Return the context in which an operator launches its kernels.
@@ -338,16 +330,6 @@ class Group:
         have ended when the context exits, so an expired wait raises there.
         """
         return self.health.running(self.check)
-
-    # Streams
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which the group's GPU is the current one."""
-        return self.streams.on_device()
-
-    def capture_id(self) -> int | None:
-        """Return the id of the capture of the GPU's current stream, or None."""
-        return self.streams.capture_id()
 
     # What concerns all parts
 

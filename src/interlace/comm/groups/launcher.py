@@ -354,6 +354,7 @@ def init_process_group(
         ArgumentError: ``INTERLACE_NODES`` is no number.
     """
     timeout = None if timeout_s is None else datetime.timedelta(seconds=timeout_s)
+    backends, device_id = "gloo", None
     if backend == "cuda":
         gpus = torch.cuda.device_count()
         if gpus == 0:
@@ -372,24 +373,16 @@ def init_process_group(
             os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         # Without device_id, NCCL starts with the first collective of tensors on GPUs: programs that
         # call only operators of their own do not depend on it.
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl",
-            init_method=init_method,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-            device_id=None if shared else device,
-        )
-    else:
-        dist.init_process_group(
-            "gloo",
-            init_method=init_method,
-            store=store,
-            rank=rank,
-            world_size=world_size,
-            timeout=timeout,
-        )
+        backends, device_id = "cpu:gloo,cuda:nccl", None if shared else device
+    dist.init_process_group(
+        backends,
+        init_method=init_method,
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+        device_id=device_id,
+    )
 
 
 def _run_as_rank(

@@ -115,23 +115,22 @@ class Output:
         return view_as(raw, shape, dtype)
 
 
-@dataclasses.dataclass(frozen=True)
-class TakeOutput:
-    """Take a group's buffer for a call, and the tensor over it: what :class:`DeferredCall` takes.
+def taking_output(
+    nbytes: int, shape: Sequence[int], dtype: torch.dtype
+) -> Callable[[Any], tuple[Output, torch.Tensor]]:
+    """Return what takes a group's buffer for a call, and the tensor over it, for
+    :class:`DeferredCall`.
 
-    Attributes:
+    Args:
         nbytes: The bytes of the buffer, as many on every rank.
         shape, dtype: The tensor's.
     """
 
-    nbytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
+    def take(group: Any) -> tuple[Output, torch.Tensor]:
+        output = group.outputs.take(nbytes)
+        return output, output.tensor(shape, dtype, group.device)
 
-    def __call__(self, group: Any) -> tuple[Output, torch.Tensor]:
-        """Return the buffer and the tensor."""
-        output = group.outputs.take(self.nbytes)
-        return output, output.tensor(self.shape, self.dtype, group.device)
+    return take
 
 
 def destination_of(output: Output, y: torch.Tensor) -> Destination:

@@ -96,7 +96,10 @@ def register(
         return operator.redispatch(keys & _C._after_autograd_keyset, *args)
 
     def run_with_autograd(keys: _C.DispatchKeySet, *args: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(map(_has_tangent, _tensors(args))):
+        if forward_ad._current_level >= 0 and any(
+            tensor.is_floating_point() and forward_ad.unpack_dual(tensor).tangent is not None
+            for tensor in _tensors(args)
+        ):
             _refuse(name, " in forward mode", "an argument with a tangent")
         if torch.is_grad_enabled() and _C._any_requires_grad(*args):
             if _C._are_functorch_transforms_active():
@@ -387,8 +390,3 @@ def _tensors(args: Iterable[Any]) -> Iterable[torch.Tensor]:
             yield value
         elif isinstance(value, (list, tuple)):
             yield from _tensors(value)
-
-
-def _has_tangent(tensor: torch.Tensor) -> bool:
-    """Return whether forward-mode differentiation tracks the tensor."""
-    return tensor.is_floating_point() and forward_ad.unpack_dual(tensor).tangent is not None

@@ -102,27 +102,22 @@ class Reservation:
         total = sum(size.rounded().nbytes(granularity) for size in self.workspaces)
         total += sum(each.pieces * round_up(each.nbytes, granularity) for each in self.mapped)
         if self.output_bytes:
-            total += round_up(bytes_of_buffers(self.output_bytes), granularity)
+            total += round_up((BUFFERS + 1) * bytes_of_buffer(self.output_bytes), granularity)
         return total
 
 
-def bytes_of_buffers(output_bytes: int, previous_bytes: int = 0) -> int:
-    """Return the bytes of all output buffers, the landing included.
+def bytes_of_buffer(output_bytes: int, previous_bytes: int = 0) -> int:
+    """Return the bytes of one output buffer, of which a group has a landing beside the others.
 
     Args:
-        output_bytes: Bytes that one buffer must have.
+        output_bytes: Bytes that the buffer must have.
         previous_bytes: Bytes that one buffer had before.
     """
-    return (BUFFERS + 1) * bytes_of_buffer(output_bytes, previous_bytes)
-
-
-def bytes_of_buffer(output_bytes: int, previous_bytes: int = 0) -> int:
-    """Return the bytes of one output buffer; see :func:`bytes_of_buffers`."""
     # Sizes that grow by and by, as prompts' lengths do, shall not each be new memory.
     return round_up(max(output_bytes, previous_bytes // 4 * 5, 1), _PAGE)
 
 
 __all__ = [
     "BUFFERS", "CPU_GRANULARITY", "GPU_GRANULARITY", "MappedSize", "Reservation", "WorkspaceSize",
-    "bytes_of_buffer", "bytes_of_buffers",
+    "bytes_of_buffer",
 ]  # fmt: skip

@@ -171,7 +171,9 @@ class SymmetricMemory:
         held = self.held_bytes()
         return sum(nbytes for name, nbytes in held.items() if name not in self._unlimited)
 
-    def shortage(self, reservation: Reservation, *, is_asked_only: bool = False) -> str | None:
+    def shortage(
+        self, reservation: Reservation | None, *, is_asked_only: bool = False
+    ) -> str | None:
         """Return why a call's memory does not fit under the limit, in words, or None if it does.
 
         All ranks get the same answer in the same call: it depends on sizes, and on what is held,
@@ -179,11 +181,11 @@ class SymmetricMemory:
         the new one is there before the old one goes.
 
         Args:
-            reservation: The memory.
+            reservation: The memory; None if it is not known, which is taken to fit.
             is_asked_only: Whether this rank may ask alone, as no call depends on the answer.
         """
         room = self.room_bytes()
-        if room is None:
+        if room is None or reservation is None:
             return None
         needed = self._missing_bytes(reservation)
         if needed <= room and reservation not in self._refused:

@@ -19,40 +19,23 @@ import torch
 from torch.utils.dlpack import from_dlpack
 
 _CPU, _CUDA, _ROCM = 1, 2, 10
-_UINT8 = (1, 8, 1)  # DLDataType: code kDLUInt, bits, lanes
-
-
-class _Device(ctypes.Structure):
-    """Mirror ``DLDevice``."""
-
-    _fields_ = (("type", ctypes.c_int32), ("index", ctypes.c_int32))
-
-
-class _DataType(ctypes.Structure):
-    """Mirror ``DLDataType``."""
-
-    _fields_ = (("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16))
-
-
-class _Tensor(ctypes.Structure):
-    """Mirror ``DLTensor``."""
-
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("device", _Device),
-        ("ndim", ctypes.c_int32),
-        ("dtype", _DataType),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-    )
+_UINT = 1  # kDLUInt
 
 
 class _Managed(ctypes.Structure):
-    """Mirror ``DLManagedTensor``."""
+    """Mirror ``DLManagedTensor``, with the fields of the structures in it."""
 
     _fields_ = (
-        ("tensor", _Tensor),
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("type_code", ctypes.c_uint8),
+        ("type_bits", ctypes.c_uint8),
+        ("type_lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
         ("context", ctypes.c_void_p),
         ("deleter", ctypes.c_void_p),
     )
@@ -82,19 +65,21 @@ def bytes_at(
     """
     ndim = len(shape)
     kind = _CPU if device.type == "cpu" else (_ROCM if torch.version.hip else _CUDA)
-    address_of_managed = _c.malloc(ctypes.sizeof(_Managed))
-    managed = _Managed.from_address(address_of_managed)
-    managed.tensor = _Tensor(
+    managed = _Managed(
         data=address,
-        device=_Device(kind, device.index or 0),
+        device_type=kind,
+        device_index=device.index or 0,
         ndim=ndim,
-        dtype=_DataType(*_UINT8),
+        type_code=_UINT,
+        type_bits=8,
+        type_lanes=1,
         # torch copies both while it makes the tensor.
         shape=(ctypes.c_int64 * ndim)(*shape),
         strides=(ctypes.c_int64 * ndim)(*strides),
-        byte_offset=0,
+        deleter=_FREE,
     )
-    managed.context, managed.deleter = None, _FREE
+    address_of_managed = _c.malloc(ctypes.sizeof(managed))
+    ctypes.memmove(address_of_managed, ctypes.addressof(managed), ctypes.sizeof(managed))
     tensor: torch.Tensor = from_dlpack(_new_capsule(address_of_managed, b"dltensor", None))
     tensor.untyped_storage()._interlace_owner = owner  # type: ignore[attr-defined]
     return tensor

@@ -8,17 +8,11 @@ from collections.abc import Callable
 import torch
 
 from interlace.comm import Group
-from interlace.comm.groups.reservation import Reservation
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.call import GemmCall
-from interlace.gemm.implementations.outputs import (
-    KeptOutput,
-    kept_reservation,
-    run_into_output,
-)
+from interlace.gemm.implementations.outputs import KeptOutput, kept_reservation, run_into_output
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.operands import Operands
-from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 from interlace.units import ceil_div
 
@@ -29,26 +23,20 @@ def run(call: GemmCall) -> DeferredCall | None:
     Returns None if the caller has not asked for this implementation and the group cannot keep
     another output for these sizes.
     """
-    operands, group = call.operands, call.group
-    output = KeptOutput(
+    return run_into_output(call, _output(call), call.operands, call.operator.adds_ranks)
+
+
+def _output(call: GemmCall) -> KeptOutput:
+    """Return the output of a call: ``[R, M/R, N]`` with rows rounded up."""
+    operands, ranks = call.operands, call.group.world_size
+    return KeptOutput(
         "chunked",
         call.operator.collective,
-        functools.partial(multiply_in_chunks, group),
-        _shape(operands.rows, operands.columns, group.world_size),
+        functools.partial(multiply_in_chunks, call.group),
+        (ranks, ceil_div(operands.rows, ranks), operands.columns),
         operands.out_dtype,
         {"transport": "copy_engine"},
     )
-    return run_into_output(call, output, operands, call.operator.adds_ranks)
-
-
-def _shape(rows: int, columns: int, ranks: int) -> tuple[int, ...]:
-    """Return the shape of the output, ``[R, M/R, N]`` with rows rounded up."""
-    return ranks, ceil_div(rows, ranks), columns
-
-
-def _reservation(sized: SizedProduct) -> Reservation | None:
-    shape = _shape(sized.own_rows, sized.columns, sized.world_size)
-    return kept_reservation(sized, "chunked", shape, "copy_engine")
 
 
 def multiply_in_chunks(
@@ -99,5 +87,5 @@ CHUNKED = Implementation(
     run,
     needs(even_rows=True, same_dtype=True),
     schedule="by_rank",
-    reservation=_reservation,
+    reservation=lambda call: kept_reservation(call, _output(call)),
 )

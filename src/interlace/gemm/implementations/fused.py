@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from interlace.comm.groups.reservation import Reservation
-from interlace.gemm.call import GemmCall
-from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 
-
-def run(call: GemmCall) -> Any:
-    """Run the operator's kernel; it takes any operands."""
-    return call.operator.run_fused(call)
-
-
-def reservation(sized: SizedProduct) -> Reservation | None:
-    """Return the symmetric memory of the operator's kernel."""
-    return sized.operator.fused_reservation(sized)
-
-
+# The operator's kernel takes any operands.
 FUSED = Implementation(
     "fused",
     "one kernel that sends tiles as it computes them",
-    run,
+    lambda call: call.operator.run_fused(call),
     schedule="tiled",
-    reservation=reservation,
 )

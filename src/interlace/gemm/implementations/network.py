@@ -54,14 +54,12 @@ def across_nodes(
         run: Runs a call between nodes that is not refused.
         refusal: Returns what a call between nodes must have and has not, or None.
     """
-
-    def run_either(call: GemmCall) -> Any:
-        return run(call) if call.group.spans_nodes else within.run(call)
-
-    def refuse_either(terms: Terms) -> str | None:
-        return refusal(terms) if terms.node_of_rank else within.refusal(terms)
-
-    return dataclasses.replace(within, run=run_either, refusal=refuse_either, spans_nodes=True)
+    return dataclasses.replace(
+        within,
+        run=lambda call: run(call) if call.group.spans_nodes else within.run(call),
+        refusal=lambda terms: refusal(terms) if terms.node_of_rank else within.refusal(terms),
+        spans_nodes=True,
+    )
 
 
 class SlicedCall(Protocol):

@@ -19,7 +19,6 @@ from interlace.comm.host.channel import GivenUpError
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.errors import ArgumentError, BackendError, WorkspaceError
 from interlace.gemm.call import GemmCall
-from interlace.gemm.reservations import SizedProduct
 from interlace.mapped import Fused, fuse
 from interlace.mapped.collectives import memory_of
 from interlace.mapped.meeting import memory_of as meeting_memory
@@ -71,19 +70,14 @@ class KeptOutput:
         return tuple(MappedSize(self.key, nbytes, count) for nbytes, count in pieces)
 
 
-def kept_reservation(
-    sized: SizedProduct, implementation: str, shape: tuple[int, ...], transport: str
-) -> Reservation | None:
+def kept_reservation(call: GemmCall, output: KeptOutput) -> Reservation | None:
     """Return the symmetric memory of an output; None if it would be padded too much to be made."""
-    settings = {"transport": transport}
-    output = KeptOutput(
-        implementation, sized.operator.collective, print, shape, sized.out_dtype, settings
-    )
+    ranks = call.group.world_size
     try:
-        mapped = output.mapped(sized.world_size, sized.memory.granularity)
+        mapped = output.mapped(ranks, call.group.granularity)
     except ArgumentError:
         return None
-    return Reservation((meeting_memory(OPERATOR, sized.world_size),), mapped=mapped)
+    return Reservation((meeting_memory(OPERATOR, ranks),), mapped=mapped)
 
 
 def run_into_output(call: GemmCall, output: KeptOutput, *arguments: object) -> DeferredCall | None:

@@ -28,9 +28,8 @@ from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.launch import lamport_arguments, lamport_size, row_stride
+from interlace.gemm.launch import lamport_arguments, lamport_reservation, row_stride
 from interlace.gemm.operands import FLOATS
-from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 from interlace.units import ceil_div, round_up
 
@@ -42,31 +41,9 @@ and of an all-reduce each rank should sum a share.
 _CHUNK = 2048
 
 
-def _rows_slot_bytes(arriving_bytes: int, ranks: int) -> int:
-    """Return the bytes of a slot for one rank's part of the rows that arrive."""
-    return ceil_div(arriving_bytes, ranks)
-
-
-def _sum_slot_bytes(elements: int, itemsize: int) -> int:
+def sum_slot_bytes(elements: int, itemsize: int) -> int:
     """Return the bytes of a slot for a part of a sum."""
     return round_up(elements, 16) * itemsize
-
-
-def rows_reservation(sized: SizedProduct, arriving_bytes: int) -> Reservation:
-    """Return the symmetric memory of :func:`push_rows` where so many bytes arrive."""
-    ranks = sized.world_size
-    slot_bytes = _rows_slot_bytes(arriving_bytes, ranks)
-    return Reservation((lamport_size(sized.operator.name, "pushed", slot_bytes, ranks),))
-
-
-def _moved_reservation(sized: SizedProduct) -> Reservation:
-    return rows_reservation(sized, sized.rows.result * sized.columns * sized.dtype.itemsize)
-
-
-def _sum_reservation(sized: SizedProduct) -> Reservation:
-    slot_bytes = _sum_slot_bytes(sized.rows.result * sized.columns, sized.dtype.itemsize)
-    size = lamport_size(sized.operator.name, "pushed", slot_bytes, sized.world_size)
-    return Reservation((size,))
 
 
 def push_rows(
@@ -98,7 +75,7 @@ def push_rows(
             it.
     """
     ranks, columns = group.world_size, x.shape[1]
-    slot_bytes = _rows_slot_bytes(gathered.nbytes, ranks)
+    slot_bytes = ceil_div(gathered.nbytes, ranks)
     memory = lamport_arguments(group, operator, "pushed", slot_bytes, mark)
 
     def enqueue() -> None:
@@ -150,7 +127,7 @@ def push_and_sum(
         mark: The number from ``Group.agree``.
         scatter: Whether each rank has a sum of its own.
     """
-    slot_bytes = _sum_slot_bytes(y.numel(), y.element_size())
+    slot_bytes = sum_slot_bytes(y.numel(), y.element_size())
     arguments = lamport_arguments(group, operator, "pushed", slot_bytes, mark) | {
         "part": part,
         "bias": bias,
@@ -263,6 +240,16 @@ def _push_sum(
 ) -> Callable[[], None]:
     name, bias = call.operator.name, call.operands.bias
     return push_and_sum(call.group, name, part, y, bias, call.mark, scatter=scatter)
+
+
+def _moved_reservation(call: GemmCall) -> Reservation:
+    arriving_bytes = call.rows.result * call.operands.columns * call.operands.x.itemsize
+    return lamport_reservation(call, "pushed", ceil_div(arriving_bytes, call.group.world_size))
+
+
+def _sum_reservation(call: GemmCall) -> Reservation:
+    elements = call.rows.result * call.operands.columns
+    return lamport_reservation(call, "pushed", sum_slot_bytes(elements, call.operands.x.itemsize))
 
 
 PUSHED_ALL_REDUCE = Implementation(

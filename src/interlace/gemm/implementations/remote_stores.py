@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import torch
 
-from interlace.comm.groups.reservation import Reservation
 from interlace.comm.replay.deferred import DeferredCall
 from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.outputs import KeptOutput, kept_reservation, run_into_output
 from interlace.gemm.implementations.refusals import needs
-from interlace.gemm.reservations import SizedProduct
 from interlace.registry import Implementation
 from interlace.units import ceil_div, next_power_of_2
 
@@ -27,42 +25,23 @@ def run(call: GemmCall) -> DeferredCall | None:
     Returns None if the caller has not asked for this implementation and the group cannot keep
     another output for these sizes.
     """
-    operands, group = call.operands, call.group
-    output = KeptOutput(
-        "remote_stores",
-        call.operator.collective,
-        multiply_for_ranks,
-        _shape(
-            operands.rows,
-            operands.columns,
-            operands.out_dtype.itemsize,
-            group.world_size,
-            group.granularity,
-        ),
-        operands.out_dtype,
-    )
-    return run_into_output(call, output, operands.x, operands.w.T)
+    return run_into_output(call, _output(call), call.operands.x, call.operands.w.T)
 
 
-def _shape(
-    all_rows: int, columns: int, itemsize: int, ranks: int, granularity: int
-) -> tuple[int, ...]:
-    """Return the shape of the output: ``[M, N]``, for one product, where M may be rounded up, or
-    ``[R, M / R, N]``, for one product per rank.
+def _output(call: GemmCall) -> KeptOutput:
+    """Return the output of a call: ``[M, N]``, for one product, where M may be rounded up, or ``[R,
+    M / R, N]``, for one product per rank.
     """
-    rows = ceil_div(all_rows, ranks)
+    operands, ranks = call.operands, call.group.world_size
+    columns, dtype = operands.columns, operands.out_dtype
+    rows = ceil_div(operands.rows, ranks)
+    shape: tuple[int, ...] = ranks, rows, columns
     if rows <= _FEW_ROWS:
         # Some ranks may sum fewer rows than others. Powers of 2 need little padding.
-        return ranks * next_power_of_2(rows), columns
-    if rows * columns * itemsize % granularity == 0:
-        return ranks * rows, columns
-    return ranks, rows, columns
-
-
-def _reservation(sized: SizedProduct) -> Reservation | None:
-    itemsize, granularity = sized.out_dtype.itemsize, sized.memory.granularity
-    shape = _shape(sized.own_rows, sized.columns, itemsize, sized.world_size, granularity)
-    return kept_reservation(sized, "remote_stores", shape, "stores")
+        shape = ranks * next_power_of_2(rows), columns
+    elif rows * columns * dtype.itemsize % call.group.granularity == 0:
+        shape = ranks * rows, columns
+    return KeptOutput("remote_stores", call.operator.collective, multiply_for_ranks, shape, dtype)
 
 
 def multiply_for_ranks(x: torch.Tensor, w: torch.Tensor, *, out: torch.Tensor) -> None:
@@ -92,5 +71,5 @@ REMOTE_STORES = Implementation(
     run,
     # It does not matter which rank sums which rows, so they need not divide evenly.
     needs(same_dtype=True, no_bias=True),
-    reservation=_reservation,
+    reservation=lambda call: kept_reservation(call, _output(call)),
 )

@@ -97,10 +97,7 @@ def _symmetric(call: GemmCall, rows: int, columns: int) -> tuple[torch.Tensor, s
     """
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    group, dtype = call.group, call.operands.out_dtype
-    process_group = call.process_group or dist.group.WORLD
-    assert process_group is not None
-    name = process_group.group_name
+    group, dtype, name = call.group, call.operands.out_dtype, _name_of(call)
     # Captured graphs refer to the memory, so none is given up for a larger one. Powers of two keep
     # the sum of all sizes below twice the largest.
     numel = next_power_of_2(rows * columns)
@@ -142,7 +139,7 @@ SYMM_MEM = Implementation(
 )
 
 
-def _name_of(call: GemmCall) -> str:
+def _name_of(call: GemmCall) -> Any:
     """Return the name of the process group of a call of several ranks."""
     process_group = call.process_group or dist.group.WORLD
     assert process_group is not None

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.comm.groups.registration import entrance
-from interlace.comm.groups.reservation import Reservation
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -24,7 +23,6 @@ from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import FLOATS, Operands
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import check_sum
 from interlace.operators.all_gather_gemm import fused, reference
 from interlace.registry import Implementation, operator
@@ -54,6 +52,8 @@ class AllGatherGemm(GemmOperator):
         dataclasses.replace(
             FUSED,
             summary="one kernel that multiplies rows as copy engines bring them",
+            run=fused.run,
+            reservation=fused.staged_reservation,
             is_batch_invariant=True,
         ),
         Implementation(
@@ -122,14 +122,6 @@ class AllGatherGemm(GemmOperator):
         """Return the product without elements, and the gathered x, which may have some."""
         call.group.check()
         return self.run_unfused(call)
-
-    def run_fused(self, call: GemmCall) -> Any:
-        """Run the kernel of :mod:`interlace.operators.all_gather_gemm.kernel`."""
-        return fused.run(call)
-
-    def fused_reservation(self, sized: SizedProduct) -> Reservation:
-        """Return the symmetric memory of the kernel."""
-        return fused.staged_reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> Pair:
         """Run ``all_gather``, then ``F.linear``."""

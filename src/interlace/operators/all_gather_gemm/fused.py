@@ -25,10 +25,9 @@ from interlace.gemm.implementations.pushed import (
     laid_out,
     multiply,
     push_rows,
-    rows_reservation,
 )
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
-from interlace.gemm.reservations import SizedProduct
+from interlace.units import ceil_div
 
 NAME = "all_gather_gemm"
 
@@ -72,30 +71,17 @@ def run(call: GemmCall) -> DeferredCall | Pair:
     return y, _gathered_alone(operands, call.gather)
 
 
-def staged_reservation(sized: SizedProduct) -> Reservation:
+def staged_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call whose rows copy engines fetch: this rank's rows."""
-    staging = Staging(NAME, max(sized.rows.by_rank), sized.inner, sized.dtype)
-    return Reservation((staging.size(sized.world_size),))
+    staging = _staging(call.operands, call.rows.by_rank)
+    return Reservation((staging.size(call.group.world_size),))
 
 
-def pushed_reservation(sized: SizedProduct) -> Reservation:
+def pushed_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call whose rows one kernel stores in all ranks' memory."""
-    width = launch.padded_columns(max(sized.inner, 1), sized.dtype)
-    return rows_reservation(sized, sum(sized.rows.by_rank) * width * sized.dtype.itemsize)
-
-
-def run_chunked(call: GemmCall) -> DeferredCall | Pair:
-    """All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this
-    rank's own rows first.
-    """
-    return _gather_and_multiply(call, "chunked", _prepare_chunked)
-
-
-def run_pushed(call: GemmCall) -> DeferredCall | Pair:
-    """All-gather by one kernel that stores this rank's rows in all ranks' memory; another one
-    multiplies all rows once they have arrived.
-    """
-    return _gather_and_multiply(call, "pushed", _prepare_pushed)
+    rows, row_bytes = call.rows.by_rank, _staging(call.operands, call.rows.by_rank).row_bytes
+    slot_bytes = ceil_div(sum(rows) * row_bytes, call.group.world_size)
+    return launch.lamport_reservation(call, "pushed", slot_bytes)
 
 
 Prepare = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
@@ -154,6 +140,14 @@ def _prepare_pushed(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> 
         multiply(call, y, gathered[:, : operands.inner], operands.bias)
 
     return enqueue
+
+
+# All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this rank's
+# own rows first.
+run_chunked = functools.partial(_gather_and_multiply, impl="chunked", prepare=_prepare_chunked)
+# All-gather by one kernel that stores this rank's rows in all ranks' memory; another one multiplies
+# all rows once they have arrived.
+run_pushed = functools.partial(_gather_and_multiply, impl="pushed", prepare=_prepare_pushed)
 
 
 def _begin(
@@ -281,7 +275,7 @@ def prepare(
     routes = group.cache.tables.on_device(
         [(sum(splits[:rank]), splits[rank], 0) for rank in range(ranks)]
     )
-    descriptors = launch.has_descriptors(group)
+    descriptors = launch.moves_tiles(group.device)
     # Tiles are stored as a whole only if the descriptor cuts off what lies beyond their source's
     # rows.
     part_rows = _part_rows(splits, config.block_m)

@@ -222,7 +222,10 @@ def agreed_call(
     )
     # Indices are checked on the device, which the host must wait for; so it is an option.
     if check:
-        _refuse_bad_values(call)
+        wrong = check_values(weights, call.indices, call.offsets, layout.batch)
+        for rank, error in enumerate(group.exchange(f"{OPERATOR} (check of indices)", wrong)):
+            if error is not None:
+                raise ArgumentError(f"{OPERATOR}: on rank {rank}, {error} Nothing was computed.")
     return call
 
 
@@ -240,15 +243,3 @@ def tuned_config(
         world_size=layout.world_size,
         device=indices.device,
     ).config
-
-
-def _refuse_bad_values(call: EmbeddingCall) -> None:
-    """Look at indices and offsets, and tell every rank about errors on any; waits for the device.
-
-    Raises:
-        ArgumentError: on every rank.
-    """
-    wrong = check_values(call.weights, call.indices, call.offsets, call.layout.batch)
-    for rank, error in enumerate(call.group.exchange(f"{OPERATOR} (check of indices)", wrong)):
-        if error is not None:
-            raise ArgumentError(f"{OPERATOR}: on rank {rank}, {error} Nothing was computed.")

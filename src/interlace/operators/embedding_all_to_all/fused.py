@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from interlace.comm.groups.outputs import Destination, TakeOutput, destination_of, kept
+from interlace.comm.groups.outputs import Destination, destination_of, kept, taking_output
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay.deferred import DeferredCall
@@ -72,7 +72,7 @@ def run(call: EmbeddingCall) -> DeferredCall | torch.Tensor:
     return DeferredCall(
         (OPERATOR, call.mark, call.config, layout, call.mode, call.dtype, call.memory()),
         # Peers store to the output directly: symmetric memory that this rank grants to them.
-        TakeOutput(_output_bytes(layout, call.dtype.itemsize), tuple(shape), call.dtype),
+        taking_output(_output_bytes(layout, call.dtype.itemsize), shape, call.dtype),
         lambda output, y: prepare(call, output.destination),
         kept,
         where=destination_of,

@@ -115,11 +115,8 @@ class EmbeddingAllToAll(Operator):
         if call.impl in self.choosers:
             if call.group.spans_nodes:
                 return self.implementation(call.plan.impl)
-            memory, name = call.group.memory, "fused"
-            if memory.limit_bytes is not None:
-                reservation = reserve(call.layout, call.dtype.itemsize)
-                name = "fused" if memory.shortage(reservation) is None else "pooled"
-            return self.implementation(name)
+            lacks = call.group.shortage(lambda: reserve(call.layout, call.dtype.itemsize))
+            return self.implementation("fused" if lacks is None else "pooled")
         implementation = self.implementation(call.impl)
         refusal = implementation.refusal(call)
         if refusal is not None:
@@ -204,7 +201,7 @@ class EmbeddingAllToAll(Operator):
         offsets: torch.Tensor,
         *,
         world_size: int,
-        granularity: int | None = None,
+        granularity: int,
     ) -> dict[str, Reservation]:
         """Return what each implementation reserves, if all ranks' tables are like this rank's, and
         the output has their dtype.

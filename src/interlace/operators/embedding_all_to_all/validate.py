@@ -169,17 +169,15 @@ def _tables(weights: Sequence[torch.Tensor], device: torch.device, gradient: obj
         dtype=str(weights[0].dtype) if weights else None,
         trains=any(weight.requires_grad for weight in weights),
     )
-    if tensors is not None and all(map(_is_plain, tensors)):
+    # The memory of all must be that of their elements.
+    if tensors is not None and all(
+        is_ordinary(tensor) and tensor.layout is torch.strided for tensor in tensors
+    ):
         tables = tables._replace(seen=SeenTensors(tensors))
         if len(_known) >= _MOST_SETS:
             _known.clear()
         _known[key] = [tables, *sets[:_MOST_ALIKE]]
     return tables
-
-
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's memory is that of its elements."""
-    return is_ordinary(tensor) and tensor.layout is torch.strided
 
 
 def batch_of(tables: int, offsets: torch.Tensor, batch_size: int | None) -> int:

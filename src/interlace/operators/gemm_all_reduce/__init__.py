@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from interlace.comm import Group
-from interlace.comm.groups.reservation import Reservation
 from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -25,7 +24,6 @@ from interlace.gemm.implementations.stock import SYMM_MEM
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands, require_float, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, gemv, reference
 from interlace.operators.gemm_all_reduce.config import GemmAllReduceConfig, GemvAllReduceConfig
@@ -49,7 +47,9 @@ class GemmAllReduce(GemmOperator):
     vector_name = "gemv_all_reduce"
     adds_ranks = True
     implementations = (
-        dataclasses.replace(FUSED, is_batch_invariant=True),
+        dataclasses.replace(
+            FUSED, run=fused.run, is_batch_invariant=True, reservation=fused.reservation
+        ),
         gemv.GEMV,
         REMOTE_STORES,
         PUSHED_ALL_REDUCE,
@@ -88,14 +88,6 @@ class GemmAllReduce(GemmOperator):
         invariant = super().invariant_choice(operands, choice, world_size)
         sizes = operands.sizes(operands.rows) | {"world_size": world_size}
         return gemv.with_invariant_tiles(invariant, sizes)
-
-    def run_fused(self, call: GemmCall) -> Any:
-        """Run the kernel of :mod:`interlace.operators.gemm_all_reduce.kernels.fused`."""
-        return fused.run(call)
-
-    def fused_reservation(self, sized: SizedProduct) -> Reservation:
-        """Return the symmetric memory of the kernel."""
-        return fused.reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_reduce``."""

@@ -14,7 +14,6 @@ from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
-from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced, balanced_tiles
 
 NAME = "gemm_all_reduce"
@@ -47,14 +46,15 @@ def _shares(rows: int, ranks: int, config: GemmConfig, tiles: bool) -> list[int]
     return balanced(rows, ranks)
 
 
-def reservation(sized: SizedProduct) -> Reservation:
+def reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call: slots for the parts of this rank's share, and the
     result.
     """
-    config, tiles, dtype = sized.config, sized.memory.moves_tiles, sized.out_dtype
-    rows = _shares(sized.own_rows, sized.world_size, config, tiles)
-    slots = launch.slots_size(NAME, rows, sized.columns, dtype, config)
-    return Reservation((slots,), launch.output_bytes(sized.own_rows, sized.columns, dtype))
+    operands, group, config = call.operands, call.group, call.config
+    columns, dtype = operands.columns, operands.out_dtype
+    rows = _shares(operands.rows, group.world_size, config, launch.moves_tiles(group.device))
+    slots = launch.slots_size(NAME, rows, columns, dtype, config)
+    return Reservation((slots,), launch.output_bytes(operands.rows, columns, dtype))
 
 
 def prepare(
@@ -78,7 +78,7 @@ def prepare(
     from interlace.gemm.kernels.reduction import SlotHalves
     from interlace.operators.gemm_all_reduce.kernels import fused as kernels
 
-    dtype, tiles = operands.out_dtype, launch.has_descriptors(group)
+    dtype, tiles = operands.out_dtype, launch.moves_tiles(group.device)
     rows = _shares(operands.rows, group.world_size, config, tiles)
     slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     stride, results = launch.padded_columns(operands.columns, dtype), None

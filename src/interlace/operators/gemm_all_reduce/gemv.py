@@ -6,7 +6,7 @@ Its tiles and protocol come from a tuned table of its own, or from ``default_con
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,8 +21,6 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.launch import row_stride
 from interlace.gemm.operands import FLOATS
-from interlace.gemm.reservations import SizedProduct
-from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import (
     GemmAllReduceNormConfig,
     GemvAllReduceConfig,
@@ -58,26 +56,16 @@ def run(call: GemmCall) -> DeferredCall:
     if w.stride(1) != 1:
         w = w.contiguous()
 
-    def prepare_launch(y: torch.Tensor) -> Callable[[], None]:
-        def enqueue() -> None:
-            prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
-
-        return enqueue
-
     return DeferredCall(
         (_KERNEL, config, mark, is_invariant, places(x, w, bias)),
         New.like(x, [x.shape[0], w.shape[0]]),
-        prepare_launch,
+        # The launch is prepared within ``Group.running``.
+        lambda y: (
+            lambda: prepare(group, x, w, bias, y, config, mark, is_batch_invariant=is_invariant)()
+        ),
         with_libraries=False,
         is_of_operands=x is operands.x and w is operands.w,
     )
-
-
-def _is_predictable(terms: Terms) -> bool:
-    """Return whether predicted times hold for the configuration that a call has, and without the
-    copy of a w along N.
-    """
-    return terms.rows <= MOST_ROWS and terms.w_along_k
 
 
 GEMV = Implementation(
@@ -87,8 +75,9 @@ GEMV = Implementation(
     needs(same_dtype=True, dtypes=FLOATS),
     is_batch_invariant=True,
     config_type=GemvAllReduceConfig,
-    is_predictable=_is_predictable,
-    reservation=lambda sized: _reservation(sized),
+    # Of the configuration that a call has, and without the copy of a w along N.
+    is_predictable=lambda terms: terms.rows <= MOST_ROWS and terms.w_along_k,
+    reservation=lambda call: _reservation(call),
 )
 
 
@@ -229,23 +218,13 @@ class _Words(NamedTuple):
         return _Words(block_b, tiles, values, slot, WorkspaceSize(name, nbytes))
 
 
-def _reservation(sized: SizedProduct) -> Reservation:
-    config = sized.configs.get(GEMV.name) or default_config(
-        rows=sized.own_rows,
-        columns=sized.columns,
-        world_size=sized.world_size,
-        itemsize=sized.dtype.itemsize,
+def _reservation(call: GemmCall) -> Reservation:
+    x, columns, ranks = call.operands.x, call.operands.columns, call.group.world_size
+    config = call.configs.get(GEMV.name) or default_config(
+        rows=len(x), columns=columns, world_size=ranks, itemsize=x.itemsize
     )
     assert isinstance(config, GemvAllReduceConfig)
-    words = _Words.of(
-        sized.own_rows,
-        sized.columns,
-        sized.dtype,
-        sized.memory.device,
-        sized.world_size,
-        config,
-        sized.is_batch_invariant,
-    )
+    words = _Words.of(len(x), columns, x.dtype, x.device, ranks, config, call.is_batch_invariant)
     return Reservation((words.size,))
 
 

@@ -23,15 +23,15 @@ from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm.call import GemmCall
 from interlace.gemm.epilogue import Normed
-from interlace.gemm.implementations.pushed import multiply
-from interlace.gemm.launch import lamport_arguments, lamport_size, row_stride
-from interlace.gemm.reservations import SizedProduct, plan_of
-from interlace.gemm.terms import Terms
+from interlace.gemm.implementations.pushed import multiply, sum_slot_bytes
+from interlace.gemm.launch import lamport_arguments, lamport_reservation, row_stride
+from interlace.gemm.operator import GemmOperator
 from interlace.operators.gemm_all_reduce.config import (
     MOST_FUSED_ROWS,
     MOST_NORMED_ROWS,
     MOST_PUSHED_BYTES,
     GemmAllReduceNormConfig,
+    block_tokens,
 )
 from interlace.operators.gemm_all_reduce.gemv import tiling_of
 from interlace.registry import BATCH_INVARIANT, operator_named
@@ -88,12 +88,11 @@ def _compile_for_any_tokens(call: GemmCall) -> None:
 
     Nothing is allocated symmetrically, since only this rank may be told to expect them.
     """
-    operands, epilogue, group = call.operands, call.epilogue, call.group
+    operands, epilogue, group = call.operands, call.known_epilogue, call.group
     columns, inner, dtype = operands.columns, operands.inner, operands.x.dtype
     if group.backend == "cpu" or (columns, inner, dtype) not in _expected:
         return
     _expected.discard((columns, inner, dtype))
-    assert epilogue is not None
     numbers = torch.empty(1, dtype=torch.int32, device=operands.x.device)
     # What Triton is told of slots: large addresses, numbers of any value, and types.
     memory = {
@@ -177,13 +176,12 @@ def _push_again(call: GemmCall, launch: Launch) -> AgainCall | None:
     """
     from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
-    operands, epilogue, family = call.operands, call.epilogue, call.family
+    operands, epilogue, family = call.operands, call.known_epilogue, call.family
     columns, dtype, ranks = operands.columns, operands.x.dtype, call.group.world_size
     relaunch = launch.again()
     is_plain = not call.is_batch_invariant and is_pushed(operands.rows, columns, dtype, ranks)
     if not is_plain or relaunch is None or family is None:
         return None
-    assert epilogue is not None
     eps, out_dtype, device = epilogue.eps, epilogue.out_dtype, operands.x.device
     has_scales = epilogue.quantization == "row"
     no_scales = torch.empty(0, dtype=torch.float32, device=device)
@@ -242,8 +240,6 @@ def run_gemm(call: GemmCall) -> Normed:
         BATCH_INVARIANT if call.is_batch_invariant else "auto", "",
     )  # fmt: skip
     results = empty_results(call)
-    epilogue = call.epilogue
-    assert epilogue is not None
     columns = _row_columns(operands.columns)
     arguments = _epilogue_arguments(call, results) | {"total": total.contiguous()}
     # The operator has added the bias.
@@ -267,23 +263,20 @@ def _with_rows_along_k(call: GemmCall) -> GemmCall:
 
 def _new_results(call: GemmCall, *others: Shaped) -> New:
     """Return what allocates the call's results, and other tensors behind them."""
-    assert call.epilogue is not None
     operands = call.operands
-    shapes = call.epilogue.result_shapes(operands.rows, operands.columns, operands.x.dtype)
+    shapes = call.known_epilogue.result_shapes(operands.rows, operands.columns, operands.x.dtype)
     return New(operands.x.device, (*shapes, *others))
 
 
 def empty_results(call: GemmCall) -> Normed:
     """Return the call's results, uninitialised."""
-    assert call.epilogue is not None
     operands = call.operands
-    return call.epilogue.empty_results(operands.rows, operands.columns, operands.x)
+    return call.known_epilogue.empty_results(operands.rows, operands.columns, operands.x)
 
 
 def _memory(call: GemmCall) -> tuple[Any, ...]:
     """Return where the call's operands lie, by which ``Replays.run`` tells calls apart."""
-    epilogue = call.epilogue
-    assert epilogue is not None
+    epilogue = call.known_epilogue
     return (
         *epilogue.signature(),
         *call.operands.memory(),
@@ -294,17 +287,15 @@ def _memory(call: GemmCall) -> tuple[Any, ...]:
 def _form(call: GemmCall, sections: int) -> Any:
     from interlace.operators.gemm_all_reduce.kernels.norm import NormForm
 
-    assert call.epilogue is not None
     factor = known_factor(call.operands.columns)
-    return NormForm(call.epilogue.norm, call.epilogue.quantization, sections, factor)
+    return NormForm(call.known_epilogue.norm, call.known_epilogue.quantization, sections, factor)
 
 
 def _epilogue_arguments(call: GemmCall, results: Normed) -> dict[str, Any]:
     """Return the arguments of a kernel that normalises, by name."""
     from interlace.operators.gemm_all_reduce.kernels.norm import NormInputs, NormOutputs
 
-    epilogue = call.epilogue
-    assert epilogue is not None
+    epilogue = call.known_epilogue
     scales = results.scale if results.scale.numel() else None
     return {
         "inputs": NormInputs(
@@ -366,63 +357,43 @@ def _pushed_slot_bytes(rows: int, columns: int, dtype: torch.dtype, world_size: 
     if is_pushed(rows, columns, dtype, world_size):
         # Programs with many rows have them in any number, and memory should seldom grow.
         rows = next_power_of_2(rows)
-    return round_up(rows * columns, 16) * dtype.itemsize
+    return sum_slot_bytes(rows * columns, dtype.itemsize)
 
 
-def pushed_reservation(sized: SizedProduct) -> Reservation:
+def pushed_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of ``impl="pushed"``."""
-    ranks = sized.world_size
-    slot_bytes = _pushed_slot_bytes(sized.own_rows, sized.columns, sized.dtype, ranks)
-    return Reservation((lamport_size(sized.operator.name, "pushed", slot_bytes, ranks),))
+    operands, ranks = call.operands, call.group.world_size
+    slot_bytes = _pushed_slot_bytes(operands.rows, operands.columns, operands.x.dtype, ranks)
+    return lamport_reservation(call, "pushed", slot_bytes)
 
 
 def _fused_slot(tokens: int, rows: int, block_n: int) -> tuple[int, int]:
     """Return the elements of a slot, and of one token in it, of complete tiles; the compiler must
     know that tokens are aligned.
     """
-    block_b = _block_tokens(tokens)
+    block_b = block_tokens(tokens)
     line = round_up(ceil_div(rows, block_n) * block_n, 16)
     return ceil_div(tokens, block_b) * block_b * line, line
 
 
-def _block_tokens(tokens: int) -> int:
-    """Return the tokens of a tile."""
-    return min(64, next_power_of_2(tokens))
-
-
-def gemm_reservation(sized: SizedProduct) -> Reservation | None:
+def gemm_reservation(call: GemmCall) -> Reservation | None:
     """Return the symmetric memory of ``impl="gemm"``: that of what the sum takes itself."""
-    memory, declaration = sized.memory, cast(Any, operator_named("gemm_all_reduce"))
-    if memory.device.type == "meta":
+    operands, declaration = call.operands, cast(GemmOperator, operator_named("gemm_all_reduce"))
+    if operands.x.is_meta:
         return None
-    choice = declaration.choose(
-        rows=sized.own_rows,
-        columns=sized.columns,
-        inner=sized.inner,
-        dtype=sized.dtype,
-        out_dtype=sized.out_dtype,
-        world_size=sized.world_size,
-        device=memory.device,
-    )
-    terms = Terms.of_sizes(sized.own_rows, sized.columns, sized.dtype, memory.device.type)
-    terms = dataclasses.replace(terms, has_bias=sized.has_bias)
-    name, _ = choice.accepted(declaration, terms)
+    choice = declaration.choice_of(operands, operands.rows, call.group.world_size)
+    name, _ = choice.accepted(declaration, operands.terms(is_even=True))
     sum_ = dataclasses.replace(
-        sized,
-        operator=declaration,
-        rows=plan_of(declaration, sized.own_rows, sized.world_size),
-        config=choice.config,
-        configs=choice.configs,
+        call, operator=declaration, config=choice.config, configs=choice.configs
     )
     reservation: Reservation | None = declaration.implementation(name).reservation(sum_)
     return reservation
 
 
-def fused_reservation(sized: SizedProduct) -> Reservation:
+def fused_reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of ``impl="fused"``."""
-    slot, _ = _fused_slot(sized.own_rows, sized.columns, sized.config.block_n)
-    ranks = sized.world_size
-    return Reservation((lamport_size(sized.operator.name, "fused", 4 * slot, ranks),))
+    slot, _ = _fused_slot(call.operands.rows, call.operands.columns, call.config.block_n)
+    return lamport_reservation(call, "fused", 4 * slot)
 
 
 def _pushing_programs(product: torch.Tensor, group: Group) -> int:
@@ -445,7 +416,7 @@ def _fused(call: GemmCall, results: Normed, slots: Callable[[int], dict[str, Any
     assert isinstance(config, GemmAllReduceNormConfig)
     x, w, ranks = operands.x, operands.w, group.world_size
     tokens, rows, columns = operands.rows, operands.columns, operands.inner
-    block_b = _block_tokens(tokens)
+    block_b = block_tokens(tokens)
     row_tiles, token_tiles = ceil_div(rows, config.block_n), ceil_div(tokens, block_b)
     tiles = row_tiles * token_tiles
     # The interpreter runs programs one after another, so none may wait for another of its rank.

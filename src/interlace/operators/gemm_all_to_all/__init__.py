@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from interlace.comm import Group, process_group_named
 from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
-from interlace.comm.groups.reservation import Reservation
 from interlace.errors import ArgumentError, RankMismatchError
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
@@ -24,7 +23,6 @@ from interlace.gemm.implementations.pushed import PUSHED_ALL_TO_ALL
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operands import Operands
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced, check_sum
 from interlace.operators.gemm_all_to_all import fused, reference
 from interlace.registry import operator
@@ -45,7 +43,9 @@ class GemmAllToAll(GemmOperator):
     config_type = GemmAllToAllConfig
     split_names = ("input_splits", "output_splits")
     implementations = (
-        dataclasses.replace(FUSED, is_batch_invariant=True),
+        dataclasses.replace(
+            FUSED, run=fused.run, is_batch_invariant=True, reservation=fused.reservation
+        ),
         PUSHED_ALL_TO_ALL,
         network.across_nodes(CHUNKED, network.run_all_to_all, CHUNKED.refusal),
         UNFUSED,
@@ -125,14 +125,6 @@ class GemmAllToAll(GemmOperator):
         check_sum(f"{self.name}: input_splits", sends, world_size, rows, "the rows of x")
         check_sum(f"{self.name}: output_splits", receives, world_size, None, "the rows of x")
         return rows, len({*sends, *receives}) == 1
-
-    def run_fused(self, call: GemmCall) -> Any:
-        """Run the kernel of :mod:`interlace.operators.gemm_all_to_all.kernel`."""
-        return fused.run(call)
-
-    def fused_reservation(self, sized: SizedProduct) -> Reservation:
-        """Return the symmetric memory of the kernel."""
-        return fused.reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``all_to_all_single``."""

@@ -17,7 +17,6 @@ from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import Operands
-from interlace.gemm.reservations import SizedProduct
 from interlace.units import ceil_div
 
 NAME = "gemm_all_to_all"
@@ -50,10 +49,11 @@ def _received(sent: Sent) -> list[int]:
 _SIGNALS = WorkspaceSize(NAME, 4096, layout.HEADER)
 
 
-def reservation(sized: SizedProduct) -> Reservation:
+def reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call: signals, and the result."""
-    most_rows = max(_received(sized.rows.sent))
-    return Reservation((_SIGNALS,), launch.output_bytes(most_rows, sized.columns, sized.out_dtype))
+    most_rows, operands = max(_received(call.rows.sent)), call.operands
+    nbytes = launch.output_bytes(most_rows, operands.columns, operands.out_dtype)
+    return Reservation((_SIGNALS,), nbytes)
 
 
 def prepare(
@@ -91,7 +91,7 @@ def prepare(
     dtype = operands.out_dtype
     stride = launch.padded_columns(operands.columns, dtype)
     received = _received(sent)
-    descriptors = launch.has_descriptors(group) and group.stride % 16 == 0
+    descriptors = launch.moves_tiles(group.device) and group.stride % 16 == 0
     part_rows = _part_rows(sent, max(received), config.block_m)
     tiles = None
     # A tile is stored as a whole, so a descriptor must know where the rows of its part end.

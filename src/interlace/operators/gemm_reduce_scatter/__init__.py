@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from interlace.comm import Group
 from interlace.comm.groups.registration import entrance
-from interlace.comm.groups.reservation import Reservation
 from interlace.gemm import schema
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.config import SumConfig
@@ -22,7 +21,6 @@ from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_REDUCE_SCATTER
 from interlace.gemm.implementations.unfused import UNFUSED
 from interlace.gemm.operator import GemmOperator, Splits
-from interlace.gemm.reservations import SizedProduct
 from interlace.gemm.splits import balanced, balanced_rows, check_sum, rank_in
 from interlace.operators.gemm_reduce_scatter import chunked, fused, reference
 from interlace.registry import Implementation, operator
@@ -42,7 +40,9 @@ class GemmReduceScatter(GemmOperator):
     adds_ranks = True
     sum_name = "gemm_sum_reduce_scatter"
     implementations = (
-        dataclasses.replace(FUSED, is_batch_invariant=True),
+        dataclasses.replace(
+            FUSED, run=fused.run, is_batch_invariant=True, reservation=fused.reservation
+        ),
         PUSHED_REDUCE_SCATTER,
         network.across_nodes(
             Implementation(
@@ -71,14 +71,6 @@ class GemmReduceScatter(GemmOperator):
         """Return this rank's share of the rows."""
         (row_list,) = splits
         return balanced_rows(rows, rank, world_size) if row_list is None else row_list[rank]
-
-    def run_fused(self, call: GemmCall) -> Any:
-        """Run the kernel of :mod:`interlace.operators.gemm_reduce_scatter.kernel`."""
-        return fused.run(call)
-
-    def fused_reservation(self, sized: SizedProduct) -> Reservation:
-        """Return the symmetric memory of the kernel."""
-        return fused.reservation(sized)
 
     def run_unfused(self, call: GemmCall) -> torch.Tensor:
         """Run ``F.linear``, then ``reduce_scatter``."""

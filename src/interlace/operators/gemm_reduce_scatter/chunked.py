@@ -26,7 +26,6 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.kernels import layout
 from interlace.gemm.operands import Operands
-from interlace.gemm.reservations import SizedProduct
 from interlace.units import ceil_div, round_up
 
 NAME = "gemm_reduce_scatter"
@@ -46,11 +45,11 @@ def _size(ranks: int, slot_bytes: int) -> WorkspaceSize:
     return WorkspaceSize(f"{NAME}.chunked", ceil_div(ranks * slot_bytes, 2), signals)
 
 
-def reservation(sized: SizedProduct) -> Reservation:
+def reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call."""
-    stride = launch.padded_columns(sized.columns, sized.out_dtype)
-    slot_bytes = max(sized.rows.by_rank) * stride * sized.out_dtype.itemsize
-    return Reservation((_size(sized.world_size, slot_bytes),))
+    columns, dtype = call.operands.columns, call.operands.out_dtype
+    slot_bytes = launch.output_bytes(max(call.rows.by_rank), columns, dtype)
+    return Reservation((_size(call.group.world_size, slot_bytes),))
 
 
 def run_products(
@@ -195,7 +194,7 @@ def _multiply_and_sum(
     """
     from interlace.operators.gemm_reduce_scatter import kernel
 
-    dtype, stride, tiles = y.dtype, y.shape[1], launch.has_descriptors(group)
+    dtype, stride, tiles = y.dtype, y.shape[1], launch.moves_tiles(group.device)
     slots = results = None
     if tiles:
         elements = 2 * workspace.half_bytes // dtype.itemsize

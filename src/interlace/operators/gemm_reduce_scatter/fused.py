@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -16,7 +16,6 @@ from interlace.gemm import launch
 from interlace.gemm.call import GemmCall
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands
-from interlace.gemm.reservations import SizedProduct
 
 NAME = "gemm_reduce_scatter"
 
@@ -29,25 +28,24 @@ def run(call: GemmCall) -> DeferredCall:
     stride = launch.padded_columns(operands.columns, operands.out_dtype)
     in_rank_order = call.is_batch_invariant
 
-    def prepare_launch(y: torch.Tensor) -> Callable[[], None]:
-        def enqueue() -> None:
-            prepare(group, operands, rows, y, call.config, call.mark, in_rank_order=in_rank_order)()
-
-        return enqueue
-
     return DeferredCall(
         (NAME, call.config, call.mark, in_rank_order, rows, operands.memory()),
         New(operands.x.device, (([rows[group.rank], stride], operands.out_dtype),)),
-        prepare_launch,
+        # The launch is prepared within ``Group.running``.
+        lambda y: (
+            lambda: prepare(
+                group, operands, rows, y, call.config, call.mark, in_rank_order=in_rank_order
+            )()
+        ),
         functools.partial(launch.without_padding, columns=operands.columns),
         is_of_operands=operands is call.operands,
     )
 
 
-def reservation(sized: SizedProduct) -> Reservation:
+def reservation(call: GemmCall) -> Reservation:
     """Return the symmetric memory of a call: slots for the parts of this rank's rows."""
-    rows, dtype = sized.rows.by_rank, sized.out_dtype
-    return Reservation((launch.slots_size(NAME, rows, sized.columns, dtype, sized.config),))
+    columns, dtype = call.operands.columns, call.operands.out_dtype
+    return Reservation((launch.slots_size(NAME, call.rows.by_rank, columns, dtype, call.config),))
 
 
 def prepare(
@@ -76,7 +74,7 @@ def prepare(
     from interlace.operators.gemm_reduce_scatter import kernel
 
     dtype = operands.out_dtype
-    descriptors = launch.has_descriptors(group)
+    descriptors = launch.moves_tiles(group.device)
     tiles = descriptors and tile_stores
     slots = launch.slots_for(group, NAME, rows, operands.columns, dtype, config, tiles)
     block = [config.block_m, config.block_n]

@@ -155,7 +155,7 @@ class MixtureOfExperts(Operator):
         b_out: torch.Tensor | None = None,
         activation: str | ExpertActivation = "silu",
         world_size: int,
-        granularity: int | None = None,
+        granularity: int,
     ) -> dict[str, Reservation | None]:
         """Return what each implementation reserves for a call without a capacity."""
         the_activation = ExpertActivation.of(activation)

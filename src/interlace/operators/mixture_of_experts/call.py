@@ -277,22 +277,14 @@ class LayerCall:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        choice = decide(self.terms, self.x.device, self.impl)
-        if self.impl == "auto" and not self._fits(choice.impl):
-            choice = decide(self.terms, self.x.device, "unfused")
+        terms, device = self.terms, self.x.device
+        choice = decide(terms, device, self.impl)
+        chosen = self.operator.implementation(choice.impl)
+        if self.impl == "auto" and self.group.shortage(lambda: chosen.reservation(terms)):
+            choice = decide(terms, device, "unfused")
         if self.config:
             return choice.impl, MixtureOfExpertsConfig.parse(self.config)
         return choice.impl, choice.config
-
-    def _fits(self, name: str) -> bool:
-        """Return whether an implementation's memory fits under the group's limit, alike on all
-        ranks.
-        """
-        group = self.group
-        if group.memory.limit_bytes is None or group.spans_nodes:
-            return True
-        reservation = self.operator.implementation(name).reservation(self.terms)
-        return reservation is None or group.memory.shortage(reservation) is None
 
     @functools.cached_property
     def implementation(self) -> Implementation:

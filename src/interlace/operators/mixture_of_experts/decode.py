@@ -18,13 +18,12 @@ from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
-from interlace.operators.mixture_of_experts.fused import temporary_bytes
+from interlace.operators.mixture_of_experts.fused import results, temporary_bytes
 from interlace.operators.mixture_of_experts.layout import (
     DECODE_SIGNALS,
     MAX_DECODE_TOKENS,
     SENDERS,
     ExpertSizes,
-    Saved,
 )
 from interlace.units import alignment, ceil_div, next_power_of_2, round_up
 
@@ -67,16 +66,10 @@ def run(call: LayerCall) -> DeferredCall:
         (WORKSPACE, call.mark, *call.memory()),
         New.like(call.x, call.x.shape),
         prepared,
-        functools.partial(_result, call.sizes, call.new),
+        functools.partial(results, call.sizes, False, call.new, None),
         with_libraries=False,
         temporary_bytes=temporary_bytes(call, call.sizes.world_size * call.sizes.slots),
     )
-
-
-def _result(
-    sizes: ExpertSizes, new: Callable[..., torch.Tensor], y: torch.Tensor
-) -> tuple[torch.Tensor, Saved]:
-    return y, Saved.empty(sizes, y, saves=False, new=new)
 
 
 def _workspaces(call: LayerCall) -> tuple[Workspace, Workspace]:

@@ -51,7 +51,7 @@ def run(call: LayerCall) -> DeferredCall:
         (OPERATOR, "fused", call.mark, *call.memory()),
         forward_memory(call),
         prepared,
-        functools.partial(_results, call.sizes, call.saves, call.new),
+        functools.partial(results, call.sizes, call.saves, call.new),
         where=_places,
         with_libraries=False,
         temporary_bytes=temporary_bytes(call, call.sizes.arrivals),
@@ -89,15 +89,15 @@ def _take(
     return space, y, *saved
 
 
-def _results(
+def results(
     sizes: ExpertSizes,
     saves: bool,
     new: Callable[..., torch.Tensor],
-    space: Output,
+    space: Output | None,
     y: torch.Tensor,
     *taken: torch.Tensor,
 ) -> tuple[torch.Tensor, Saved]:
-    if not saves:
+    if space is None or not saves:
         return y, Saved.empty(sizes, y, saves=False, new=new)
     saved = Saved(*taken)
     # The landing is written again by the next call, so its rows cannot be kept for the backward
@@ -135,7 +135,7 @@ def backward(
         (BACKWARD, call.mark, tuple(needed), *call.memory(), *places(grad, *saved)),
         backward_memory(call, needed),
         prepared,
-        _gradients,
+        lambda space, *gradients: gradients,
         where=_places,
         with_libraries=False,
         temporary_bytes=temporary_bytes(call, call.sizes.arrivals, 2 + call.sizes.gates),
@@ -164,10 +164,6 @@ def backward_memory(call: LayerCall, needed: Sequence[bool]) -> Callable[[Group]
     return take
 
 
-def _gradients(space: Output, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return gradients
-
-
 def temporary_bytes(call: LayerCall, rows: int, width: int = 1) -> int:
     """Return the bytes that a pass takes for itself: rows of its experts, and copies of weights
     that kernels cannot read where they are.
@@ -177,7 +173,11 @@ def temporary_bytes(call: LayerCall, rows: int, width: int = 1) -> int:
         rows: The rows.
         width: Their width, as a multiple of the experts' inner one.
     """
-    copies = [weight.nbytes for weight in (call.w_in, call.w_out) if not layout.is_readable(weight)]
+    copies = [
+        weight.nbytes
+        for weight in (call.w_in, call.w_out)
+        if layout.dimensions_in_memory(weight) is None
+    ]
     return rows * width * call.sizes.ffn * call.x.dtype.itemsize + sum(copies)
 
 

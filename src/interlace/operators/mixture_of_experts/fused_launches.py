@@ -20,7 +20,7 @@ from interlace.comm.launching.kernels import (
     triton_dtype,
 )
 from interlace.gemm.kernels.tiles import Tiling
-from interlace.gemm.launch import has_descriptors, tile_ns
+from interlace.gemm.launch import moves_tiles, tile_ns
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import BACKWARD, LayerCall
 from interlace.operators.mixture_of_experts.config import OPERATOR
@@ -162,7 +162,7 @@ class Steps:
     def _fits_descriptors(self) -> bool:
         """Decide whether products load and store by tensor descriptors."""
         return (
-            has_descriptors(self.group)
+            moves_tiles(self.group.device)
             and all(
                 size * self.dtype.itemsize % 16 == 0 and size % self.config.block_k == 0
                 for size in (self.sizes.hidden, self.sizes.ffn)

@@ -165,7 +165,7 @@ _ORDERS = {
 }
 
 
-def _dimensions(weight: torch.Tensor) -> tuple[int, ...] | None:
+def dimensions_in_memory(weight: torch.Tensor) -> tuple[int, ...] | None:
     """Return the dimensions of ``w_in`` or ``w_out`` as they follow each other in memory, or None
     if kernels cannot read them in that order.
     """
@@ -177,17 +177,12 @@ def _dimensions(weight: torch.Tensor) -> tuple[int, ...] | None:
     return None
 
 
-def is_readable(weight: torch.Tensor) -> bool:
-    """Return whether kernels can read ``w_in`` or ``w_out`` where it is."""
-    return _dimensions(weight) is not None
-
-
 def order_of(weight: torch.Tensor) -> Order:
     """Return the order in which kernels read ``w_in`` or ``w_out``.
 
     It is that of a contiguous copy if they cannot read the weight where it is.
     """
-    return _ORDERS[_dimensions(weight) or tuple(range(weight.dim()))]
+    return _ORDERS[dimensions_in_memory(weight) or tuple(range(weight.dim()))]
 
 
 class ReadableParameters(NamedTuple):
@@ -282,7 +277,8 @@ class Parameters(NamedTuple):
         contiguous copy where kernels cannot read the parameter as it is.
         """
         in_dimensions, out_dimensions = (
-            _dimensions(weight) or tuple(range(weight.dim())) for weight in (self.w_in, self.w_out)
+            dimensions_in_memory(weight) or tuple(range(weight.dim()))
+            for weight in (self.w_in, self.w_out)
         )
         bias_dimensions = (0, 2, 1) if _ORDERS[in_dimensions].halves else (0, 1, 2)
         return in_dimensions, out_dimensions, bias_dimensions, (0, 1)

@@ -53,9 +53,11 @@ def _expected(
 
 def _chosen(bias: bool) -> list[bool]:
     """Whether a head chooses the tokens with the highest logits of the full layer, in order."""
-    linear = _linear(bias)
+    linear, x = _linear(bias), torch.rand(2, 3, WIDTH) + 1
+    with torch.no_grad():
+        # All logits are below that of the padding, which is 0.
+        linear.weight.abs_().neg_().sub_(0.1)
     head = LinearCrossEntropyLoss.from_linear(linear)
-    x = torch.randn(2, 3, WIDTH)
     with torch.no_grad():
         wanted = linear(x).topk(3)
     found = head.top_k(x, 3)

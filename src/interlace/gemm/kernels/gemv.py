@@ -130,13 +130,14 @@ def _one_token(x, w, last, K, TILING: tl.constexpr):
 
     w is a tile of pointers to rows.
     """
+    BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
     # The remainder of K is used last: kept in registers, it costs no trip to memory of its own.
     # A full block in registers would take registers that other programs need.
     if TILING.even_k:
         accumulator = _multiply(last[0], last[1])
     else:
-        accumulator = tl.zeros([TILING.block_n, BLOCK_K // 8], tl.float32)
+        accumulator = tl.zeros([BLOCK_N, BLOCK_K // 8], tl.float32)
     for start in range(0, (K - 1) // BLOCK_K * BLOCK_K, BLOCK_K):
         k = start + tl.arange(0, BLOCK_K)
         accumulator += _multiply(_load_weight(w, k, K, False), tl.load(x + k))
@@ -151,10 +152,12 @@ def _several_tokens(x, w, K, TILING: tl.constexpr):
 
     x and w are tiles of pointers to rows.
     """
+    BLOCK_N: tl.constexpr = TILING.block_n
+    BLOCK_B: tl.constexpr = TILING.block_b
     BLOCK_K: tl.constexpr = TILING.block_k
     k = tl.arange(0, BLOCK_K)
     full_blocks = K if TILING.even_k else K // BLOCK_K * BLOCK_K
-    accumulator = tl.zeros([TILING.block_n, TILING.block_b], tl.float32)
+    accumulator = tl.zeros([BLOCK_N, BLOCK_B], tl.float32)
     for start in range(0, full_blocks, BLOCK_K):
         accumulator = _add_product(accumulator, x, w, start + k, K, False)
     if not TILING.even_k:

@@ -80,6 +80,7 @@ def add_parts(
     Args:
         OWN_PART: Whether this rank's slot holds a part, too.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
     me = il.rank(group)
     OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     parts = il.pointer(slots.address, OUT)
@@ -90,7 +91,7 @@ def add_parts(
         own = total.to(OUT).to(tl.float32)
         total = tl.zeros_like(total)
     all_ranks = OWN_PART or IN_RANK_ORDER
-    sources = SENDING.world_size if all_ranks else SENDING.world_size - 1
+    sources = WORLD_SIZE if all_ranks else WORLD_SIZE - 1
     for index in tl.range(0, sources, num_stages=_PARTS_IN_FLIGHT):
         source = index if all_ranks else tl.where(me <= index, index + 1, index)
         if SENDING.tile_stores:
@@ -138,6 +139,7 @@ def send_and_sum(
     TILES: tl.constexpr = SENDING.tile_stores
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     me = il.rank(group)
     N, row_stride, flags = matrices.N, slots.row_stride, slots.flags
@@ -160,7 +162,7 @@ def send_and_sum(
         tile = tl.where(dest == me, this_round - programs, this_round)
         first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
-        tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, TILING.group_m)
+        tile_m, tile_n = tile_place(tl.maximum(tile, 0), tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (tile >= 0) & (tile < tiles_m * tiles_n) & (row < rows):
             il.record("tile", tile, group)

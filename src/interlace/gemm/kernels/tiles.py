@@ -113,10 +113,12 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
         w_first: Where K begins in a descriptor of several weights, one behind the other, if w is
             contiguous along N.
     """
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
     W_ALONG_K: tl.constexpr = TILING.w_along_k
     x, w, N, K = matrices.x, matrices.w, matrices.N, matrices.K
-    total = tl.zeros([TILING.block_m, TILING.block_n], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if TILING.descriptors:
         # Descriptors return zeros beyond the matrix, so no masks are needed along K.
         for k in range(0, K, BLOCK_K):
@@ -131,7 +133,7 @@ def multiply_tile(matrices, row, column, rows, TILING: tl.constexpr, w_first=0):
             N = il.multiple_of(N, TILING.factor)
         x_stride = il.multiple_of(matrices.x_stride, TILING.factor)
         w_stride = il.multiple_of(matrices.w_stride, TILING.factor)
-        m, n = row + tl.arange(0, TILING.block_m), column + tl.arange(0, TILING.block_n)
+        m, n = row + tl.arange(0, BLOCK_M), column + tl.arange(0, BLOCK_N)
         lines = x + m.to(tl.int64)[:, None] * x_stride
         columns = w + n.to(tl.int64)[None, :] * (w_stride if W_ALONG_K else 1)
         for k in range(0, K, BLOCK_K):

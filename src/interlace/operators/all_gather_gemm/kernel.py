@@ -45,9 +45,11 @@ def _multiply(
     """Multiply every tile of this program from ``start`` to ``end``: of this rank's own x
     (``OWN``), or of the gathered one, each after its source's rows have come.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
     OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     me = il.rank(group)
     N, routes = matrices.N, arrivals.routes
     tiles_n = (N + BLOCK_N - 1) // BLOCK_N
@@ -60,8 +62,8 @@ def _multiply(
     first = tl.load(routes + me * ROUTE + FIRST_ROW).to(tl.int32)
     rows = tl.load(routes + me * ROUTE + ROWS_SENT).to(tl.int32)
     for task in tl.range(start, end, tl.num_programs(0)):
-        source = (me + task // tiles_per_rank) % SENDING.world_size
-        tile_m, tile_n = tile_place(task % tiles_per_rank, tiles_m, tiles_n, TILING.group_m)
+        source = (me + task // tiles_per_rank) % WORLD_SIZE
+        tile_m, tile_n = tile_place(task % tiles_per_rank, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if not OWN:
             if source != known_source:
@@ -124,14 +126,16 @@ def all_gather_gemm(
         gathered: The rows of all ranks, as x is passed, with rows padded to ``INNER_ALIGN``.
         gathered_scales: A float32 scale per gathered row; None where ``scales`` are.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
+    BLOCK_M: tl.constexpr = TILING.block_m
+    BLOCK_N: tl.constexpr = TILING.block_n
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch = il.next_epoch(epochs)
     group = il.join(ctx)
     flags = il.pointer(signals, tl.int32)
     arrivals = Arrivals(routes, flags, il.mark(epoch, call), most_rows)
     output = GatheredOutput(result, part_rows, y_address, padded_stride(N, SENDING.align))
-    tiles_m = (most_rows + TILING.block_m - 1) // TILING.block_m
-    tiles_n = (N + TILING.block_n - 1) // TILING.block_n
+    tiles_m, tiles_n = (most_rows + BLOCK_M - 1) // BLOCK_M, (N + BLOCK_N - 1) // BLOCK_N
     tiles_per_rank = tiles_m * tiles_n
     # This rank's own rows are read where they are, and the others' where they arrive: two loops,
     # one after the other, since two in the branches of one would need the shared memory of both.
@@ -140,7 +144,7 @@ def all_gather_gemm(
         program, tiles_per_rank, own_matrices, scales, bias, output, arrivals, group,
         True, SENDING, TILING,
     )
-    if SENDING.world_size > 1:
+    if WORLD_SIZE > 1:
         # Programs go on where the round over this rank's own tiles ended.
         rounds = tl.maximum(tiles_per_rank - program + programs - 1, 0) // programs
         gathered_matrices = Matrices(
@@ -148,7 +152,7 @@ def all_gather_gemm(
         )
         scales_of_gathered = Scales(gathered_scales, scales.w_scale, 1, scales.w_stride)
         _multiply(
-            program + rounds * programs, tiles_per_rank * SENDING.world_size, gathered_matrices,
+            program + rounds * programs, tiles_per_rank * WORLD_SIZE, gathered_matrices,
             scales_of_gathered, bias, output, arrivals, group, False, SENDING, TILING,
         )
     il.advance_epoch(epochs, epoch)

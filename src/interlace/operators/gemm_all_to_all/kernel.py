@@ -53,6 +53,7 @@ def gemm_all_to_all(
     INTERLEAVE: tl.constexpr = SENDING.interleave
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     flags = il.pointer(signals, tl.int32)
@@ -79,7 +80,7 @@ def gemm_all_to_all(
         first = tl.load(routes + dest * ROUTE + FIRST_ROW).to(tl.int32)
         rows = tl.load(routes + dest * ROUTE + ROWS_SENT).to(tl.int32)
         offset = tl.load(routes + dest * ROUTE + PLACE).to(tl.int32)
-        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, TILING.group_m)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         if (row < rows) & (column < N):
             il.record("tile", tile, group)

@@ -121,6 +121,7 @@ def multiply_and_sum(
     OUT: tl.constexpr = tl.dtype(SENDING.dtype)
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
+    GROUP_M: tl.constexpr = TILING.group_m
     program, programs = tl.program_id(0), tl.num_programs(0)
     group = il.join(ctx)
     me = il.rank(group)
@@ -137,7 +138,7 @@ def multiply_and_sum(
     tiles_m = (rows + BLOCK_M - 1) // BLOCK_M
     pieces_here, all_arrived = 0, 1
     for tile in tl.range(program, tiles_m * tiles_n, programs):
-        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, TILING.group_m)
+        tile_m, tile_n = tile_place(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
         il.record("tile", tile, group)
         total = multiply_tile(matrices, row, column, rows, TILING)

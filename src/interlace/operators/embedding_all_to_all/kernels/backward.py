@@ -134,7 +134,8 @@ def _finish_segments(
     which all runs are there now.
     """
     LOOKUPS: tl.constexpr = RUNS.lookups
-    lane, columns = tl.arange(0, RUNS.block), tl.arange(0, VECTORS.width)
+    WIDTH: tl.constexpr = VECTORS.width
+    lane, columns = tl.arange(0, RUNS.block), tl.arange(0, WIDTH)
     single = tl.arange(0, 1)
     # At most two runs of long segments begin within as many lookups as a run has: the last of one
     # segment and the first of another.
@@ -142,7 +143,7 @@ def _finish_segments(
     slot = 2 * (drawn.start // LOOKUPS) + (drawn.start == drawn.opening).to(tl.int64)
     is_long = valid & (drawn.size > LOOKUPS)
     mask = is_long[:, None] & (columns >= 0)[None, :]
-    cells = slot[:, None] * VECTORS.width + columns[None, :]
+    cells = slot[:, None] * WIDTH + columns[None, :]
     tl.store(progress.partials + cells, total, mask=mask)
     # All threads have stored before any of them counts the run.
     tl.debug_barrier()
@@ -215,6 +216,7 @@ def embedding_all_to_all_backward(
     gradient is g0 + g1.
     """
     UPDATE: tl.constexpr = WRITING.update
+    LOOKUPS: tl.constexpr = RUNS.lookups
     DRAWN: tl.constexpr = _TICKET * RUNS.block
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
@@ -276,11 +278,11 @@ def embedding_all_to_all_backward(
                         )
                         ready = last + 1
                 total = sum_runs(bag, entry, scale, bags, start, length, gradients, VECTORS)
-                is_short = size <= RUNS.lookups
+                is_short = size <= LOOKUPS
                 update_rows(
                     entry, loaded, total, valid & is_short, arrived, rates, UPDATE, VECTORS
                 )
-                if tl.max((valid & (size > RUNS.lookups)).to(tl.int32), 0) > 0:
+                if tl.max((valid & (size > LOOKUPS)).to(tl.int32), 0) > 0:
                     drawn = _Drawn(start, opening, size, table, row)
                     _finish_segments(
                         drawn, valid, total, tables.records, target, progress, arrived, rates, RUNS,

@@ -203,11 +203,12 @@ def embedding_all_to_all_close(
 
     **Example.** Two ranks of one node: rank 0 signals rank 1, and ends once rank 1 has signalled.
     """
-    LOCAL: tl.constexpr = RANKS.world_size - RANKS.remote
+    REMOTE: tl.constexpr = RANKS.remote
+    LOCAL: tl.constexpr = RANKS.world_size - REMOTE
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     if LOCAL > 1:
         LANES: tl.constexpr = triton.next_power_of_2(RANKS.world_size)
-        peers, is_peer = _node(ranks, first_local, RANKS.remote, LOCAL, LANES)
+        peers, is_peer = _node(ranks, first_local, REMOTE, LOCAL, LANES)
         done = il.in_turn(il.pointer(signals, tl.int32) + DONE, epoch, MAX_RANKS)
         arrived = il.is_broken(group) == 0
         if arrived:

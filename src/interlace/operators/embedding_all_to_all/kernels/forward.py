@@ -42,14 +42,17 @@ def pool(lookups, B, table, first, count, POOLING: tl.constexpr, VECTORS: tl.con
 
     Rows are added in the order of the indices.
     """
+    BAGS: tl.constexpr = POOLING.bags
+    STAGES: tl.constexpr = POOLING.stages
     DTYPE: tl.constexpr = tl.dtype(VECTORS.table_dtype)
+    WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
     indices, weights = lookups.indices, lookups.weights
     entry = lookups.tables + table * FIELDS
     stride = tl.multiple_of(tl.load(entry + STRIDE), ALIGN)
     base = vectors_at(tl.load(entry + ADDRESS), DTYPE, ALIGN)
-    bag = tl.arange(0, POOLING.bags)
-    columns = tl.arange(0, VECTORS.width)
+    bag = tl.arange(0, BAGS)
+    columns = tl.arange(0, WIDTH)
     bounds = lookups.offsets + (B.to(tl.int64) * table + first) + bag
     start = tl.load(bounds, mask=bag < count, other=0).to(tl.int64)
     length = (tl.load(bounds + 1, mask=bag < count, other=0).to(tl.int64) - start).to(tl.int32)
@@ -57,10 +60,10 @@ def pool(lookups, B, table, first, count, POOLING: tl.constexpr, VECTORS: tl.con
     if not VECTORS.full:
         is_column = columns < tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
     longest = tl.max(length, 0)
-    total = tl.zeros([POOLING.bags, VECTORS.width], tl.float32)
+    total = tl.zeros([BAGS, WIDTH], tl.float32)
     # Stages make loads asynchronous. Loads to registers, however far ahead they are written, are
     # put between the additions by ptxas, so that few of them are under way (decision 0006).
-    for step in tl.range(0, longest, num_stages=POOLING.stages):
+    for step in tl.range(0, longest, num_stages=STAGES):
         inside = step < length
         row = tl.load(indices + start + step, mask=inside, other=0).to(tl.int64)
         mask = inside[:, None] & is_column[None, :]
@@ -84,13 +87,14 @@ def cells_of(
 
     The offsets are in the owner's output, or in the staged ``[samples, own columns]``.
     """
+    ALIGN: tl.constexpr = VECTORS.align
     entry = tables + table * FIELDS
     bag, column = tl.arange(0, BAGS), tl.arange(0, VECTORS.width)
     corner = columns.to(tl.int64) * first + tl.load(entry + (OWN_COLUMN if STAGED else COLUMN))
-    offsets = tl.multiple_of(corner, VECTORS.align) + bag[:, None] * columns + column[None, :]
+    offsets = tl.multiple_of(corner, ALIGN) + bag[:, None] * columns + column[None, :]
     mask = (bag < count)[:, None] & (column >= 0)[None, :]
     if not VECTORS.full:
-        width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), VECTORS.align)
+        width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
         mask = mask & (column < width)[None, :]
     return offsets, mask
 

@@ -67,6 +67,8 @@ def push_gradients(
     every ``blocks`` blocks of ``rows`` samples.
     """
     ROWS: tl.constexpr = PUSHING.rows
+    BLOCKS: tl.constexpr = PUSHING.blocks
+    WIDTH: tl.constexpr = PUSHING.width
     OUT: tl.constexpr = tl.dtype(VECTORS.out_dtype)
     ALIGN: tl.constexpr = VECTORS.align
     rank, chunk, columns = gradients.rank, gradients.chunk, gradients.columns
@@ -74,10 +76,10 @@ def push_gradients(
     peers = tl.arange(0, triton.next_power_of_2(WORLD_SIZE))
     counts = tl.load(owners + 3 * peers, mask=peers < WORLD_SIZE, other=0)
     spans = owners + 3 * WORLD_SIZE
-    line, column = tl.arange(0, ROWS), tl.arange(0, PUSHING.width)
+    line, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     samples = samples_of(rank, gradients.B, chunk)
     blocks = (samples + ROWS - 1) // ROWS
-    pieces = tl.maximum(tl.minimum((blocks + PUSHING.blocks - 1) // PUSHING.blocks, _MAX_PIECES), 1)
+    pieces = tl.maximum(tl.minimum((blocks + BLOCKS - 1) // BLOCKS, _MAX_PIECES), 1)
     members = (WORLD_SIZE - 1) * pieces
     for task in range(program, max_tables * members, PUSHING.programs):
         table, member = task // members, task % members
@@ -141,6 +143,7 @@ def _gradient_of(bag, mask, entry, gradients, VECTORS: tl.constexpr):
     They are where they landed, or, for this rank's own samples, where autograd left them.
     """
     OUT: tl.constexpr = tl.dtype(VECTORS.out_dtype)
+    ALIGN: tl.constexpr = VECTORS.align
     BYTES: tl.constexpr = OUT.primitive_bitwidth // 8
     column = tl.arange(0, VECTORS.width)
     rank, chunk = gradients.rank, gradients.chunk
@@ -150,10 +153,10 @@ def _gradient_of(bag, mask, entry, gradients, VECTORS: tl.constexpr):
     landed_row = sample.to(tl.int64) * gradients.landing_columns
     landed = gradients.landed + (landed_row + tl.load(entry + OWN_COLUMN)) * BYTES
     address = tl.where(sample // chunk == rank, local, landed)
-    pointers = vectors_at(address, OUT, VECTORS.align)[:, None] + column[None, :]
+    pointers = vectors_at(address, OUT, ALIGN)[:, None] + column[None, :]
     cells = mask[:, None] & (column >= 0)[None, :]
     if not VECTORS.full:
-        width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), VECTORS.align)
+        width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
         cells = cells & (column[None, :] < width[:, None])
     return tl.load(pointers, mask=cells, other=0.0)
 
@@ -190,8 +193,9 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
     They are asked for before the gradients arrive.
     """
     DTYPE: tl.constexpr = tl.dtype(VECTORS.table_dtype)
+    WIDTH: tl.constexpr = VECTORS.width
     ALIGN: tl.constexpr = VECTORS.align
-    column = tl.arange(0, VECTORS.width)
+    column = tl.arange(0, WIDTH)
     width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
     stride = tl.multiple_of(tl.load(entry + TARGET_STRIDE), ALIGN)
     offset = tl.load(entry + TARGET)
@@ -201,7 +205,7 @@ def load_rows(entry, row, mask, target, UPDATE: tl.constexpr, VECTORS: tl.conste
     pointers = first + row[:, None] * stride[:, None] + column[None, :]
     states = tl.load(entry + STATE).to(tl.pointer_type(tl.float32)) + row
     cells = mask[:, None] & (column[None, :] < width[:, None])
-    weight = tl.zeros([row.shape[0], VECTORS.width], tl.float32)
+    weight = tl.zeros([row.shape[0], WIDTH], tl.float32)
     state = tl.zeros(row.shape, tl.float32)
     if UPDATE != "store":
         weight = tl.load(pointers, mask=cells, other=0.0).to(tl.float32)
@@ -219,9 +223,10 @@ def update_rows(
     If a peer's gradients have not ``arrived``, gradients are NaN, and rows stay as they are.
     """
     DTYPE: tl.constexpr = tl.dtype(VECTORS.table_dtype)
+    ALIGN: tl.constexpr = VECTORS.align
     pointers, states, weight, state = loaded
     column = tl.arange(0, VECTORS.width)
-    width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), VECTORS.align)
+    width = tl.multiple_of(tl.load(entry + TABLE_WIDTH), ALIGN)
     mask = mask & (tl.load(entry + TARGET) >= 0)
     if UPDATE == "store":
         value = tl.where((arrived + column * 0)[None, :] > 0, total, float("nan"))

@@ -42,10 +42,11 @@ def gemm_all_reduce(
         halves: A :class:`SlotHalves`.
         buffers: An :class:`OutputBuffers`.
     """
+    WORLD_SIZE: tl.constexpr = SENDING.world_size
     program, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, me = il.enter(epochs, ctx, call)
     flags = il.pointer(signals, tl.int32)
-    turn = turn_of(flags, epoch, me, SENDING.world_size)
+    turn = turn_of(flags, epoch, me, WORLD_SIZE)
     # 1. Every source learns which of this rank's buffers it may write.
     if program == 0:
         grant_buffer(turn, own_buffer, stamp, group)
@@ -78,5 +79,5 @@ def gemm_all_reduce(
         if arrived * complete == 0:
             output = own_output(buffers, own_buffer, me, group, tl.dtype(SENDING.dtype))
             il.fill_nan(output, M.to(tl.int64) * row_stride)
-    il.clear_old(flags + HEADER, SENDING.world_size * per_source, epoch, group)
+    il.clear_old(flags + HEADER, WORLD_SIZE * per_source, epoch, group)
     il.advance_epoch(epochs, epoch)

@@ -52,8 +52,9 @@ def gemv_all_reduce_two_phase(
     parts ``[1, 2]`` and ``[10, 20]``, rank 1 sends 10 to rank 0, which adds 1 and sends 11 back;
     rank 0 sends 2 and gets 22.
     """
+    BLOCK_N: tl.constexpr = TILING.block_n
     VALUES: tl.constexpr = TILING.word_values
-    OWNED: tl.constexpr = (TILING.block_n + WORLD_SIZE - 1) // WORLD_SIZE
+    OWNED: tl.constexpr = (BLOCK_N + WORLD_SIZE - 1) // WORLD_SIZE
     program, programs = tl.program_id(0), tl.num_programs(0)
     matrices = matrices_of(x, w, N, B, K, stride_x, stride_w, TILING)
     N, K = matrices.N, matrices.K
@@ -91,7 +92,7 @@ def gemv_all_reduce_two_phase(
     for tile in range(program, tiles, programs):
         _send_sum(tile, result, slots, group, WORLD_SIZE, OWNED, TILING)
     # The results of every owner arrive as words that carry this call's stamp.
-    owner = (tl.arange(0, TILING.block_n) // OWNED)[:, None]
+    owner = (tl.arange(0, BLOCK_N) // OWNED)[:, None]
     for tile in range(program, tiles, programs):
         rows, tokens, mask = tile_at(tile, N, B, TILING)
         offsets, inside = words_of(tile, rows, N, B, TILING)
@@ -103,15 +104,16 @@ def gemv_all_reduce_two_phase(
 @triton.jit
 def _send_part(tile, part, slots, group, N, B, OWNED: tl.constexpr, TILING: tl.constexpr):
     """Put each row of a partial tile at the row's owner."""
+    VALUES: tl.constexpr = TILING.word_values
     rows, tokens, mask = tile_at(tile, N, B, TILING)
     offsets, inside = words_of(tile, rows, N, B, TILING)
     line = tl.arange(0, TILING.block_n)
     slot = slots.first + il.rank(group) * slots.size
     target = slot + _owned_words(tile, line % OWNED, OWNED, TILING)
-    words = in_words(part, TILING.word_values)
+    words = in_words(part, VALUES)
     # One store sends every row to its owner: the peer is a tile, as the pointers are.
     owner = (line // OWNED)[:, None]
-    il.put_packed(target, words, slots.stamp, owner, group, inside, TILING.word_values)
+    il.put_packed(target, words, slots.stamp, owner, group, inside, VALUES)
 
 
 @triton.jit

@@ -40,6 +40,7 @@ def grouped_gemm_combine(
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     DESCRIPTORS: tl.constexpr = TILING.descriptors
+    GROUP: tl.constexpr = TILING.group_m
     pid, programs = tl.program_id(0), tl.num_programs(0)
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
     lanes = tl.arange(0, L_LANES)
@@ -62,7 +63,7 @@ def grouped_gemm_combine(
         start_in_turn(spread_ns)
     for item in range(pid, tl.sum(tiles_m) * tiles_n, programs):
         shifts = (next_begin - begin) // BLOCK_M
-        expert, m, n = tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, TILING.group_m)
+        expert, m, n = tile_of(item, lanes, ends, tiles_m, shifts, tiles_n, GROUP)
         first = pick(begin, lanes, expert)
         end = first + pick(rows, lanes, expert)
         row = first + m * BLOCK_M

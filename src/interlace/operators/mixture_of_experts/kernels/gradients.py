@@ -113,6 +113,7 @@ def grouped_gemm_gradient(
     BLOCK_M: tl.constexpr = TILING.block_m
     BLOCK_N: tl.constexpr = TILING.block_n
     BLOCK_K: tl.constexpr = TILING.block_k
+    GROUP: tl.constexpr = TILING.group_m
     lanes = tl.arange(0, L_LANES)
     rows, begin = local_experts(ArrivalPlan(plan, E, L), rank, WORLD_SIZE, L_LANES)
     tiles_m, tiles_n = (wide + BLOCK_M - 1) // BLOCK_M, (narrow + BLOCK_N - 1) // BLOCK_N
@@ -121,7 +122,7 @@ def grouped_gemm_gradient(
     right = as_operand(b, DTYPE, TILING.descriptors)
     for item in range(tl.program_id(0), L * tiles_m * tiles_n, tl.num_programs(0)):
         expert, offset = item // (tiles_m * tiles_n), item % (tiles_m * tiles_n)
-        m, n = tile_place(offset, tiles_m, tiles_n, TILING.group_m)
+        m, n = tile_place(offset, tiles_m, tiles_n, GROUP)
         first, count = pick(begin, lanes, expert), pick(rows, lanes, expert)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         across, along = m * BLOCK_M, n * BLOCK_N

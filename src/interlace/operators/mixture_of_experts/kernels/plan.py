@@ -133,6 +133,7 @@ def _exchange(
     ``[rank]``.
     """
     WORLD_SIZE: tl.constexpr = LANES.world_size
+    L_LANES: tl.constexpr = LANES.local
     R_LANES: tl.constexpr = triton.next_power_of_2(WORLD_SIZE)
     E, L = plan.E, plan.L
     epoch, stamp, group, rank = il.enter(epochs, ctx, call)
@@ -153,10 +154,10 @@ def _exchange(
     # If a rank is missing, all counts become 0, and no kernel of this call sends anything.
     complete = il.wait(granting + peers, stamp, peers, 0, group, is_peer).to(tl.int32)
 
-    owner, local = tl.arange(0, R_LANES)[:, None], tl.arange(0, LANES.local)[None, :]
+    owner, local = tl.arange(0, R_LANES)[:, None], tl.arange(0, L_LANES)[None, :]
     expert = owner * L + local
     is_expert = (owner < WORLD_SIZE) & (local < L)
-    arrived = tl.zeros([R_LANES, LANES.local], tl.int32)
+    arrived = tl.zeros([R_LANES, L_LANES], tl.int32)
     for source in tl.static_range(WORLD_SIZE):
         arrived += il.get(counts + source * E + expert, rank, group, is_expert, 0) * complete
     tl.store(plan.table + TABLES * WORLD_SIZE * E + expert, arrived, mask=is_expert)

@@ -69,10 +69,11 @@ def choose_columns(
         for place in range(K):
             best = tl.max(tl.max(keys, 1), 0)
             keys = tl.where(keys == best, _LOWEST, keys)
-            value, column = _of_key(best)
+            # Not ``value``, which Triton 3.6 takes for the tile of that name above.
+            best_value, best_column = _of_key(best)
             target = row * K + place
-            tl.store(chosen_values + target, tl.where(absent == 0, value, float("nan")))
-            tl.store(chosen + target, tl.where(absent == 0, column, -1).to(tl.int64))
+            tl.store(chosen_values + target, tl.where(absent == 0, best_value, float("nan")))
+            tl.store(chosen + target, tl.where(absent == 0, best_column, -1).to(tl.int64))
     il.clear_old(il.pointer(words, tl.int64), 2 * half, epoch, group)
     il.advance_epoch(epochs, epoch)
 

@@ -1,12 +1,18 @@
-"""A vocabulary's weight whose rows are shared out over ranks."""
+"""A vocabulary's weight whose rows are shared out over ranks: the rules of a product with it, what
+ranks must agree on, and what runs it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
 from typing import NamedTuple
 
+import torch
+
 from interlace.comm import Group
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import require_float, require_tensor
+from interlace.registry import Implementation, Operator
 from interlace.units import ceil_div
 
 
@@ -16,10 +22,12 @@ class VocabularyShard(NamedTuple):
     Attributes:
         first: The first of them.
         columns: Their number; rows of w behind them are padding.
+        per_rank: The columns that each rank has before the next one's begin.
     """
 
     first: int
     columns: int
+    per_rank: int
 
     @staticmethod
     def of(rows: int, vocabulary: int, rank: int, world_size: int) -> VocabularyShard:
@@ -27,13 +35,42 @@ class VocabularyShard(NamedTuple):
 
         Ranks have equally many, as ``torch.chunk`` shares them out; with more, w is padded.
         """
-        first = rank * columns_of_rank(rows, vocabulary, world_size)
-        return VocabularyShard(first, max(min(rows, vocabulary - first), 0))
+        per_rank = columns_of_rank(rows, vocabulary, world_size)
+        first = rank * per_rank
+        return VocabularyShard(first, max(min(rows, vocabulary - first), 0), per_rank)
 
 
 def columns_of_rank(rows: int, vocabulary: int, world_size: int) -> int:
     """Return how many columns each rank has before the next one's begin."""
     return max(rows, ceil_div(vocabulary, world_size))
+
+
+def validate_operands(
+    operator: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Refuse an x, a w and a bias whose kinds and shapes do not fit one another.
+
+    Args:
+        operator: Name of the operator.
+
+    Raises:
+        ArgumentError: x is not ``[M, H]``, w not ``[V/R, H]`` or the bias not ``[V/R]``.
+    """
+    for name, tensor in (("x", x), ("w", w)):
+        require_tensor(f"{operator}: {name}", tensor)
+    require_float(f"{operator}: x", x.dtype)
+    if x.dim() != 2:
+        raise ArgumentError(f"{operator}: x must be [..., H]; got shape {list(x.shape)}.")
+    if w.dim() != 2 or w.shape[1] != x.shape[1]:
+        raise ArgumentError(
+            f"{operator}: w must be [V/R, H] with H = {x.shape[1]}, as in nn.Linear; got shape "
+            f"{list(w.shape)}."
+        )
+    if bias is not None and bias.shape != w.shape[:1]:
+        raise ArgumentError(
+            f"{operator}: bias must be [{len(w)}], a number for each row of w; got shape "
+            f"{list(bias.shape)}."
+        )
 
 
 def agree(
@@ -59,9 +96,8 @@ def agree(
     group.check()
     vocabulary, ranks = shared["vocabulary"], group.world_size
     assert isinstance(vocabulary, int)
-    per_rank = columns_of_rank(rows_of_w, vocabulary, ranks)
-    share = max(min(per_rank, vocabulary - group.rank * per_rank), 0)
-    columns = VocabularyShard.of(rows_of_w, vocabulary, group.rank, ranks).columns
+    first, columns, per_rank = VocabularyShard.of(rows_of_w, vocabulary, group.rank, ranks)
+    share = max(min(per_rank, vocabulary - first), 0)
     compared = {
         **shared,
         "columns_of_a_rank": per_rank,
@@ -79,3 +115,24 @@ def agree(
             f"columns each; got {vocabulary}."
         )
     return family.mark(rows)
+
+
+def choose_implementation(
+    operator: Operator, impl: str, group: Group, sized: object
+) -> Implementation:
+    """Return the implementation that runs a call: ``"unfused"`` where the memory of the one that
+    ``"auto"`` stands for does not fit under the group's limit.
+
+    Args:
+        impl: The implementation that the caller has named, or ``"auto"``.
+        sized: The sizes by which the operator's reservations follow.
+
+    Raises:
+        ArgumentError: The implementation was asked for and cannot run such a call.
+    """
+    operator.require_nodes(impl, group.nodes)
+    if impl != "auto":
+        return operator.implementation(impl)
+    chosen = operator.implementation(operator.choose(nodes=group.nodes))
+    lacks = group.shortage(lambda: chosen.reservation(sized))
+    return chosen if lacks is None else operator.implementation("unfused")

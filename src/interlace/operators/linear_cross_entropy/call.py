@@ -13,9 +13,14 @@ import torch.distributed as dist
 from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device, require_float, require_tensor
-from interlace.gemm.vocabulary import VocabularyShard, agree
-from interlace.registry import Implementation, Operator, operator_named
+from interlace.gemm.operands import require_device, require_tensor
+from interlace.gemm.vocabulary import (
+    VocabularyShard,
+    agree,
+    choose_implementation,
+    validate_operands,
+)
+from interlace.registry import Implementation, operator_named
 
 OPERATOR = "linear_cross_entropy"
 MAX_RANKS = 8
@@ -67,16 +72,8 @@ def validate(
     """Refuse arguments that no rank could compute with; see
     :func:`interlace.linear_cross_entropy` for the rules.
     """
-    for name, tensor in (("x", x), ("w", w), ("target", target)):
-        require_tensor(f"{OPERATOR}: {name}", tensor)
-    require_float(f"{OPERATOR}: x", x.dtype)
-    if x.dim() != 2:
-        raise ArgumentError(f"{OPERATOR}: x must be [..., H]; got shape {list(x.shape)}.")
-    if w.dim() != 2 or w.shape[1] != x.shape[1]:
-        raise ArgumentError(
-            f"{OPERATOR}: w must be [V/R, H] with H = {x.shape[1]}, as in nn.Linear; got shape "
-            f"{list(w.shape)}."
-        )
+    validate_operands(OPERATOR, x, w, bias)
+    require_tensor(f"{OPERATOR}: target", target)
     if target.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{OPERATOR}: target must be int32 or int64; got {target.dtype}.")
     rows = x.shape[0] * (world_size if options.sequence_parallel else 1)
@@ -91,11 +88,6 @@ def validate(
                 f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {other.dtype} "
                 f"on {other.device}."
             )
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ArgumentError(
-            f"{OPERATOR}: bias must be [{len(w)}], a number for each row of w; got shape "
-            f"{list(bias.shape)}."
-        )
     require_device(f"{OPERATOR}: target", target, "x", x.device)
     _validate_options(options)
 
@@ -145,11 +137,6 @@ class LossCall:
     impl: str
     mark: int = dataclasses.field(default=0, init=False)
 
-    @property
-    def operator(self) -> Operator:
-        """The operator's declaration."""
-        return operator_named(OPERATOR)
-
     @functools.cached_property
     def group(self) -> Group:
         return group_named(self.group_name, self.x.device)
@@ -195,16 +182,8 @@ class LossCall:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        group, operator = self.group, self.operator
-        operator.require_nodes(self.impl, group.nodes)
-        if self.impl != "auto":
-            return operator.implementation(self.impl)
-        chosen = operator.implementation(operator.choose(nodes=group.nodes))
-        if group.spans_nodes or group.memory.limit_bytes is None:
-            return chosen
-        sized = SizedLoss(self.target.numel(), self.options.chunk_rows, group.world_size)
-        lacks = group.memory.shortage(chosen.reservation(sized))
-        return chosen if lacks is None else operator.implementation("unfused")
+        sized = SizedLoss(self.target.numel(), self.options.chunk_rows, self.group.world_size)
+        return choose_implementation(operator_named(OPERATOR), self.impl, self.group, sized)
 
     def range(self, name: str) -> contextlib.AbstractContextManager[object]:
         """Return the range of this call for profilers, by the name of the operator or its half."""

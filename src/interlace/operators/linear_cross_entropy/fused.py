@@ -16,7 +16,6 @@ from interlace.comm.groups.registration import entrance
 from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import CPU_PROGRAMS, Launch, processors
 from interlace.comm.runtime.interpreter import require
-from interlace.gemm.vocabulary import columns_of_rank
 from interlace.operators.linear_cross_entropy.call import (
     OPERATOR,
     LossCall,
@@ -99,8 +98,7 @@ def _with_equal_rows(call: LossCall) -> LossCall:
     """Return the call with as many rows of w as the other ranks have, as the products around which
     ranks communicate are of the same sizes on all.
     """
-    absent = columns_of_rank(len(call.w), call.options.vocabulary, call.group.world_size)
-    absent -= len(call.w)
+    absent = call.shard.per_rank - len(call.w)
     if not absent:
         return call
     bias = None if call.bias is None else F.pad(call.bias, (0, absent))

@@ -11,9 +11,14 @@ import torch.distributed as dist
 
 from interlace.comm import Group, group_named, process_group_named
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device, require_float, require_tensor
-from interlace.gemm.vocabulary import VocabularyShard, agree, columns_of_rank
-from interlace.registry import Implementation, Operator, operator_named
+from interlace.gemm.operands import require_device
+from interlace.gemm.vocabulary import (
+    VocabularyShard,
+    agree,
+    choose_implementation,
+    validate_operands,
+)
+from interlace.registry import Implementation, operator_named
 
 OPERATOR = "linear_top_k"
 MAX_RANKS = 8
@@ -40,16 +45,7 @@ def validate(
     x: torch.Tensor, w: torch.Tensor, k: int, bias: torch.Tensor | None, vocabulary: int
 ) -> None:
     """Refuse arguments that no rank could compute with; see :func:`interlace.linear_top_k`."""
-    for name, tensor in (("x", x), ("w", w)):
-        require_tensor(f"{OPERATOR}: {name}", tensor)
-    require_float(f"{OPERATOR}: x", x.dtype)
-    if x.dim() != 2:
-        raise ArgumentError(f"{OPERATOR}: x must be [..., H]; got shape {list(x.shape)}.")
-    if w.dim() != 2 or w.shape[1] != x.shape[1]:
-        raise ArgumentError(
-            f"{OPERATOR}: w must be [V/R, H] with H = {x.shape[1]}, as in nn.Linear; got shape "
-            f"{list(w.shape)}."
-        )
+    validate_operands(OPERATOR, x, w, bias)
     for name, other in (("w", w), ("bias", bias)):
         if other is not None:
             require_device(f"{OPERATOR}: {name}", other, "x", x.device)
@@ -57,11 +53,6 @@ def validate(
                 raise ArgumentError(
                     f"{OPERATOR}: {name} must be {x.dtype}, like x; got {other.dtype}."
                 )
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ArgumentError(
-            f"{OPERATOR}: bias must be [{len(w)}], a number for each row of w; got shape "
-            f"{list(bias.shape)}."
-        )
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
         raise ArgumentError(f"{OPERATOR}: k must be 1 to {MOST_CHOSEN}; got {k!r}.")
     if not 1 <= vocabulary <= MOST_COLUMNS:
@@ -99,11 +90,6 @@ class TopKCall:
         """The process group, for collectives of torch."""
         return process_group_named(self.group_name)
 
-    @property
-    def columns_of_a_rank(self) -> int:
-        """The columns that each rank has before the next one's begin."""
-        return columns_of_rank(len(self.w), self.vocabulary, self.group.world_size)
-
     @functools.cached_property
     def shard(self) -> VocabularyShard:
         """This rank's columns of the vocabulary."""
@@ -126,11 +112,11 @@ class TopKCall:
             "impl": self.impl,
         }
         self.mark = agree(self.group, OPERATOR, shared, len(self.w), len(self.x))
-        last = self.vocabulary - (self.group.world_size - 1) * self.columns_of_a_rank
-        if self.k > min(self.columns_of_a_rank, last):
+        per_rank = self.shard.per_rank
+        fewest = min(per_rank, self.vocabulary - (self.group.world_size - 1) * per_rank)
+        if self.k > fewest:
             raise ArgumentError(
-                f"{OPERATOR}: k must be at most the columns of each rank, "
-                f"{min(self.columns_of_a_rank, last)}; got {self.k}."
+                f"{OPERATOR}: k must be at most the columns of each rank, {fewest}; got {self.k}."
             )
 
     @functools.cached_property
@@ -140,18 +126,5 @@ class TopKCall:
         Raises:
             ArgumentError: The implementation was asked for and cannot run such a call.
         """
-        group, operator = self.group, declaration()
-        operator.require_nodes(self.impl, group.nodes)
-        if self.impl != "auto":
-            return operator.implementation(self.impl)
-        chosen = operator.implementation(operator.choose(nodes=group.nodes))
-        if group.spans_nodes or group.memory.limit_bytes is None:
-            return chosen
-        sized = SizedChoice(len(self.x), self.k, group.world_size)
-        lacks = group.memory.shortage(chosen.reservation(sized))
-        return chosen if lacks is None else operator.implementation("unfused")
-
-
-def declaration() -> Operator:
-    """Return the operator's declaration."""
-    return operator_named(OPERATOR)
+        sized = SizedChoice(len(self.x), self.k, self.group.world_size)
+        return choose_implementation(operator_named(OPERATOR), self.impl, self.group, sized)

@@ -14,7 +14,7 @@ def choose(call: TopKCall) -> tuple[torch.Tensor, torch.Tensor]:
     ranks, rows = call.group.world_size, len(call.x)
     logits = F.linear(call.x, call.w, call.bias)
     # Ranks may have fewer columns than others, and rows of padding.
-    share = call.columns_of_a_rank
+    share = call.shard.per_rank
     logits = F.pad(logits[:, : call.shard.columns], (0, share - call.shard.columns))
     gathered = gather_rows(logits, [rows] * ranks, call.process_group)
     whole = gathered.view(ranks, rows, share).transpose(0, 1).reshape(rows, ranks * share)

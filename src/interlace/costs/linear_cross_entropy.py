@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from interlace.costs.registry import Cost, cost_of
+from interlace.units import ceil_div
 
 ROW_BYTES = 32
 """Bytes that a rank tells of a row: four numbers, each in a packed word."""
@@ -28,7 +29,7 @@ def forward(
         chunk_rows: Rows whose logits are stored at a time.
         trains: Whether the gradients of x and w are computed, too.
     """
-    chunks = -(-rows // chunk_rows)
+    chunks = ceil_div(rows, chunk_rows)
     logits, weight, peers = rows * columns, columns * hidden, world_size - 1
     # Each chunk reads the weight; logits are written once and read by the kernel of their losses.
     elements = rows * hidden + chunks * weight + 2 * logits

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from interlace.comm import default_name, rank_and_size
 from interlace.comm.groups.registration import entrance
 from interlace.comm.groups.reservation import Reservation
+from interlace.gemm.vocabulary import columns_of_rank
 from interlace.operators.linear_cross_entropy import fused, reference, schema  # noqa: F401
 from interlace.operators.linear_cross_entropy.call import OPERATOR, Options, SizedLoss, validate
 from interlace.registry import Implementation, Operator, operator
@@ -178,7 +179,7 @@ def linear_cross_entropy(
     rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
     columns = vocabulary if vocabulary is not None else world_size * len(w)
     if chunk_rows is None:
-        per_rank = max(len(w), -(-columns // world_size))
+        per_rank = columns_of_rank(len(w), columns, world_size)
         chunk_rows = fused.chunk_rows(targets.numel(), per_rank, x.itemsize)
     options = Options(
         columns, ignore_index, float(label_smoothing), float(z_loss), reduction, sequence_parallel,

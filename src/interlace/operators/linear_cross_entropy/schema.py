@@ -83,7 +83,8 @@ def _run(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 def _fake(*arguments: Any) -> tuple[torch.Tensor, ...]:
     x, _, target, _ = arguments[:_TENSORS]
-    reduction, needed = arguments[_TENSORS + 4], arguments[-1]
+    needed = arguments[-1]
+    reduction = Options(*arguments[_TENSORS:-3]).reduction
     losses = x.new_empty(target.shape if reduction == "none" else [], dtype=torch.float32)
     if reduction == "none":
         needed = [False] * len(needed)

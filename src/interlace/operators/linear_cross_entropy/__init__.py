@@ -155,7 +155,7 @@ def linear_cross_entropy(
     Returns:
         The loss, a float32 number; with ``reduction="none"`` of target's shape.
 
-        LossGradients go to x, w and bias. That of x is the sum over ranks: do not reduce it again.
+        Gradients go to x, w and bias. That of x is the sum over ranks: do not reduce it again.
         Those of w and bias are this rank's. The loss's own gradient must be the same on every rank.
 
     Raises:

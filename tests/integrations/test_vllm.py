@@ -64,6 +64,13 @@ def _resized(tensor: torch.Tensor, dim: int, size: Any) -> torch.Tensor:
     return tensor.new_empty(shape)
 
 
+def _envs() -> ModuleType:
+    envs: Any = ModuleType("vllm.envs")
+    envs.environment_variables = {}
+    module: ModuleType = envs
+    return module
+
+
 @contextmanager
 def _vllm() -> Iterator[None]:
     """What the pass needs of vLLM: its operators, and its groups by name."""
@@ -102,6 +109,7 @@ def _vllm() -> Iterator[None]:
     state._groups = {"tp:0": lambda: coordinator, "gone:0": lambda: None}
     modules: dict[str, Any] = {
         "vllm": ModuleType("vllm"),
+        "vllm.envs": _envs(),
         "vllm.distributed": ModuleType("vllm.distributed"),
         "vllm.distributed.parallel_state": state,
     }
@@ -369,6 +377,7 @@ def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[Any] = []
     monkeypatch.setattr(vllm.compile, "install", lambda **options: calls.append(options))
     monkeypatch.setattr(foreign, "register", calls.append)
+    monkeypatch.setitem(sys.modules, "vllm.envs", _envs())
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     vllm.register()
     assert not calls
@@ -376,3 +385,25 @@ def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> No
     vllm.register()
     # An engine would wait for measurements at its start.
     assert calls[-1] == {"autotune": False}
+
+
+def test_graphs_that_vllm_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its key for compiled graphs changes with whatever the pass depends on, and only while the
+    pass is on.
+    """
+    envs: Any = _envs()
+    monkeypatch.setitem(sys.modules, "vllm.envs", envs)
+
+    def key() -> str:
+        # As vLLM does, which asks all of its variables.
+        return repr({name: value() for name, value in envs.environment_variables.items()})
+
+    without = key()
+    vllm.register()
+    try:
+        first = key()
+        assert first == key() != without
+        monkeypatch.setenv("INTERLACE_AUTOTUNE", "1")
+        assert key() != first
+    finally:
+        uninstall()

@@ -233,9 +233,19 @@ def uninstall() -> None:
         setattr(config, _SLOT, _permanent.first)
     else:
         # Another pass has taken the slot, and may call this one.
-        # Another pass has put itself around this one.
         _permanent.is_on = False
     _permanent = None
+
+
+def installed_key() -> str:
+    """Return the key of the pass in Inductor's slot, for programs that keep compiled graphs under
+    keys of their own; empty where no pass has one, and in a process that has not used its GPU.
+    """
+    # What compiles has a GPU in use. Nothing else may start CUDA, which takes memory of the GPU.
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        return ""
+    passed = _installed_pass()
+    return repr(passed.uuid()) if isinstance(passed, CustomGraphPass) else ""
 
 
 def _installed_pass() -> Any:

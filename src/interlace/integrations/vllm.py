@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch.distributed as dist
 
 from interlace import compile
-from interlace.compile import foreign
+from interlace.compile import backends, foreign
 from interlace.integrations import hosts
 from interlace.integrations.hosts import log
 
@@ -18,6 +20,9 @@ COLLECTIVES = {
 
 NORMS = {"vllm_ir::rms_norm": False, "vllm_ir::fused_add_rms_norm": True}
 """vLLM's norms, which its own passes lower later, and whether they add a residual first."""
+
+KEY = "INTERLACE_PASS"
+"""The name, among vLLM's variables, of what the pass depends on."""
 
 
 def plugin() -> None:
@@ -35,7 +40,9 @@ def register() -> None:
     """Let Inductor run Interlace's pass in this process, which also knows vLLM's operators.
 
     The pass runs ahead of vLLM's own passes, which get the collectives and norms that were left
-    alone. Under ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
+    alone. vLLM keeps compiled graphs on disk, by a key that holds its own variables and settings and
+    nothing of Inductor's passes; so what the pass depends on becomes one of vLLM's variables. Under
+    ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
     batch, by kernels of its own; then nothing is registered.
     """
     if hosts.is_on("VLLM_BATCH_INVARIANT"):
@@ -45,6 +52,7 @@ def register() -> None:
         foreign.register(foreign.Foreign(name, collective, process_group))
     for name, has_residual in NORMS.items():
         foreign.register(foreign.ForeignNorm(name, has_residual))
+    importlib.import_module("vllm.envs").environment_variables[KEY] = backends.installed_key
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
     # a tenth of a second, and kernels are compiled that then do not run.
     compile.install(autotune=False)

@@ -140,7 +140,7 @@ def test_a_group_makes_no_graph_there(
     gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replays = Replays(torch.device("cpu"))
-    monkeypatch.setattr(replays, "_enabled", True)
+    monkeypatch.setattr(replays, "is_enabled", True)
     gpu.streams.current = gpu.manager.stream
     calls: list[int] = []
     for turn in range(3):

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from interlace.comm.groups.group import Group
+from interlace.comm.replay import replays
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.replay.memory import releases
 from interlace.comm.runtime import context as ctx
@@ -36,7 +37,7 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     made = Group(None, torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
-    monkeypatch.setattr(made.replays, "_enabled", True)
+    monkeypatch.setattr(made.replays, "is_enabled", True)
     monkeypatch.setattr(made.replays, "_capture", _Graph)
     monkeypatch.setattr(made.streams, "continues", lambda: True)
     # Nothing here is a kernel, so it does not matter whether the interpreter runs kernels.
@@ -140,24 +141,46 @@ def test_what_must_be_done_before_a_call_is_not_passed_over(
     assert double.done[-1] == "long"
 
 
-def test_a_call_that_is_no_graph_is_made_again(group: Group) -> None:
+def test_a_call_like_an_earlier_one(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[tuple[Any, ...]] = []
 
     def again(*arguments: Any) -> torch.Tensor | None:
         made.append(arguments)
-        return None if arguments[1] is None else arguments[1] + 1
+        return None if arguments[2] is None else arguments[2] + 1
 
-    group.replays.remember("call", again)
+    group.replays.remember_form("form", again)
     x = torch.ones(4)
-    assert group.recall("call", x).tolist() == [2] * 4
-    assert made == [(group, x)]
-    assert group.recall("call", None) is None
-    assert group.recall("another call", x) is None
+    assert group.recall_form("form", "call", x).tolist() == [2] * 4
+    assert made == [(group, "call", x)]
+    assert group.recall_form("form", "call", None) is None
+    assert group.recall_form("another form", "call", x) is None
     group.health.declare_broken("call", 0)
-    assert group.recall("call", x) is None
+    assert group.recall_form("form", "call", x) is None
     group.health.reset()
+    monkeypatch.setattr(group.streams, "continues", lambda: False)
+    assert group.recall_form("form", "call", x) is None
+    monkeypatch.undo()
     group.replays.forget()
-    assert group.recall("call", x) is None
+    assert group.recall_form("form", "call", x) is None
+
+
+def test_what_comes_again_may_become_a_graph(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    comes_again = group.replays.comes_again
+    assert [comes_again(call) for call in ("a", "b", "a", None, None)] == [
+        False, False, True, False, False,
+    ]  # fmt: skip
+    # Nothing more becomes a graph while as many as are kept are in use.
+    monkeypatch.setattr(replays, "_MAX_GRAPHS", 0)
+    monkeypatch.setattr(group.replays, "_full_until", 1)
+    assert not comes_again("a")
+    monkeypatch.undo()
+    # Of calls that came once the oldest are forgotten first.
+    monkeypatch.setattr(replays, "_MAX_CANDIDATES", 2)
+    assert not comes_again("c")
+    assert comes_again("b")
+    assert not comes_again("a")
 
 
 def test_a_broken_group_is_found_out(group: Group) -> None:

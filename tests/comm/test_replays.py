@@ -243,7 +243,7 @@ def test_tables_of_numbers_stay_for_calls_that_may_be_captured(
     monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
     monkeypatch.setattr(cache, "_MAX_RECENT", 4)
     group = Group(None, torch.device("cpu"))
-    group.replays._enabled = True
+    group.replays.is_enabled = True
     used: list[torch.Tensor] = []
 
     def capture(enqueue: Any) -> Any:

@@ -7,6 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ import torch.distributed as dist
 import interlace
 import interlace.operators  # registers torch.ops.interlace
 import interlace.optim
+from interlace.gemm import dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -68,13 +70,38 @@ def _same(turns: int) -> tuple[int, int]:
         if (turn + dist.get_rank()) % 3 == 0:
             torch.cuda._sleep(500_000)
         found = _calls(*places)
-        enabled, replays._enabled = replays._enabled, False
+        enabled, replays.is_enabled = replays.is_enabled, False
         wanted = _calls(*places)
-        replays._enabled = enabled
+        replays.is_enabled = enabled
         wrong += sum((each != other).sum() for each, other in zip(found, wanted, strict=True))
         del found, wanted
     interlace.synchronize()
     return int(wrong), len(replays)
+
+
+def _elsewhere(rows: int, turns: int, times: int) -> tuple[int, list[int]]:
+    """Elements that differ from calls without graphs, of calls whose operands lie elsewhere in each
+    turn, several times in a turn, and late ranks; how many calls took the long way by turn.
+    """
+    replays = _fresh_group().replays
+    wrong, kept, long_ways = torch.zeros((), dtype=torch.int64, device="cuda"), [], []
+    for turn in range(turns):
+        operands = _operands(turn, rows)
+        kept.append(operands)  # so that no others come to lie there
+        enabled, replays.is_enabled = replays.is_enabled, False
+        wanted = _calls(*operands)
+        replays.is_enabled = enabled
+        ways = mock.patch.object(dispatch, "effective_impl", wraps=dispatch.effective_impl)
+        with ways as long_way:
+            for time in range(times):
+                if (turn + time + dist.get_rank()) % 3 == 0:
+                    torch.cuda._sleep(500_000)
+                found = _calls(*operands)
+                pairs = zip(found, wanted, strict=True)
+                wrong += sum((each != other).sum() for each, other in pairs)
+        long_ways.append(long_way.call_count)
+    interlace.synchronize()
+    return int(wrong), long_ways
 
 
 def _together() -> tuple[list[str], int]:
@@ -230,6 +257,15 @@ _IMPLS = {
 }
 
 
+@pytest.mark.parametrize("rows", [16, ROWS])
+def test_operands_elsewhere(ranks: Any, world_size: int, rows: int) -> None:
+    """One call of a form is enough to know the others, the first time that they come and later."""
+    for wrong, long_ways in ranks(world_size).run(_elsewhere, rows, 6, 5):
+        assert wrong == 0
+        assert long_ways[0] > 0
+        assert not any(long_ways[2:]), long_ways
+
+
 def test_a_call_that_comes_again_costs_the_host_little(ranks: Any, world_size: int) -> None:
     for counts in ranks(world_size).run(_host, _IMPLS):
         assert not [name for name in counts if name.endswith("wrong")]
@@ -269,7 +305,7 @@ def _tables(count: int, steps: int, bags: int) -> tuple[list[str], list[int], in
             y.backward(grad)
             return y
 
-        before, group.replays._enabled = group.replays._enabled, enabled
+        before, group.replays.is_enabled = group.replays.is_enabled, enabled
         outputs = []
         for _ in range(steps):
             indices.copy_(torch.randint(0, 40, (lookups,), device="cuda", generator=generator))
@@ -280,7 +316,7 @@ def _tables(count: int, steps: int, bags: int) -> tuple[list[str], list[int], in
             outputs += [y.detach().clone(), z.clone()]
             if enabled:
                 counts.append(len(files))
-        group.replays._enabled = before
+        group.replays.is_enabled = before
         trained.append([*outputs, *weights, *states])
     wrong = [
         f"tensor {place}"
@@ -323,7 +359,7 @@ def _experts(steps: int) -> tuple[list[str], int, int]:
             y.backward(grad)
             return y
 
-        before, group.replays._enabled = group.replays._enabled, enabled
+        before, group.replays.is_enabled = group.replays.is_enabled, enabled
         found = []
         for _ in range(steps):
             with torch.no_grad():
@@ -345,7 +381,7 @@ def _experts(steps: int) -> tuple[list[str], int, int]:
                 leaf.grad = None
             if enabled:
                 functions = len(files)
-        group.replays._enabled = before
+        group.replays.is_enabled = before
         trained.append(found)
     wrong = [
         f"step {place // 5}, tensor {place % 5}"

@@ -64,7 +64,8 @@ class GemmCall:
             up, and another one runs.
         epilogue: What is computed of the sum, of operators that have that.
         known: By what ``Group.recall`` finds the call when it comes again; None for nothing.
-        form: By what it finds a call of other operands that is alike; None for nothing.
+        form: By what ``Group.recall_form`` finds a call of other operands that is alike; None for
+            nothing.
         family: What ranks have agreed on for all numbers of rows, if they have.
     """
 

@@ -7,7 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Hashable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,6 +15,7 @@ from interlace.comm import Group, group_named
 from interlace.comm.host.agreement import Family
 from interlace.comm.host.identity import profile_digest
 from interlace.comm.replay.deferred import DeferredCall
+from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime import ranges
 from interlace.comm.runtime.driver import is_out_of_memory
 from interlace.costs.known_profiles import as_of, version
@@ -72,6 +73,25 @@ class Decision:
     has_run: bool = False
 
 
+class Known(NamedTuple):
+    """What a call of plain operands is found by when it, or one like it, comes again.
+
+    Attributes:
+        form: What calls that differ in addresses alone have in common, for ``Group.recall_form``.
+            Beside the arguments that is what the program may change between two calls: whether they
+            must be batch-invariant, and whether they are measured. What ranks have agreed on for
+            such calls stays until they forget it together.
+        addresses: What tells a call from the others of its form; both are for ``Group.recall``.
+    """
+
+    form: tuple[Hashable, ...]
+    addresses: tuple[Hashable, ...]
+
+
+_ALIGNMENT = 16
+"""Bytes: Triton compiles for an address that this divides, and for one that it does not."""
+
+
 def known_call(
     operator: GemmOperator,
     x: torch.Tensor,
@@ -80,22 +100,26 @@ def known_call(
     out_dtype: torch.dtype,
     gather: bool,
     impl: str,
-) -> tuple[Hashable, ...]:
-    """Return what tells a call of plain operands from every other one of its group, for
-    ``Group.recall``: it comes again where all of this does.
-
-    Beside the arguments that is what the program may change between two calls: whether they must be
-    batch-invariant, and whether they are measured. What ranks have agreed on for such calls stays
-    until they forget it together.
-    """
-    extra = None
-    if bias is not None:
-        extra = bias.data_ptr(), bias.shape, bias.dtype
-    return (
-        operator.name, impl, gather, out_dtype, x.data_ptr(), x.shape, x.stride(), x.dtype,
-        w.data_ptr(), w.shape, w.stride(), w.dtype, extra,
+) -> Known:
+    """Return by what a call of plain operands is found."""
+    addresses = x.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr()
+    extra = None if bias is None else (bias.shape, bias.dtype)
+    form = (
+        operator.name, impl, gather, out_dtype, x.shape, x.stride(), x.dtype,
+        w.shape, w.stride(), w.dtype, extra, *(address % _ALIGNMENT for address in addresses),
         invariance.is_enabled(), autotune.is_enabled(impl),
     )  # fmt: skip
+    return Known(form, addresses)
+
+
+def recalled(
+    group: Group, known: Known, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> Any:
+    """Return the result of a call that has come before, or that is like one that has; None if it
+    must take the long way.
+    """
+    result = group.recall(known)
+    return group.recall_form(known.form, known, x, w, bias) if result is None else result
 
 
 def run(
@@ -116,7 +140,8 @@ def run(
         gather: Whether the gathered x is a result, too.
         config: The text of a configuration, or empty for the tuned table's.
         epilogue: What is to be computed of the sum over ranks, if the operator does that.
-        form: By what ``Group.recall`` is to find calls that are alike; None for nothing.
+        form: By what ``Group.recall_form`` is to find calls with an epilogue that are alike; None
+            for nothing.
 
     Returns:
         The operator's result, or its pair of results.
@@ -127,9 +152,11 @@ def run(
         GroupError: The group is too large or broken.
     """
     group = group_for(operator.name, group_name, operands.x.device)
-    known = _known(operator, operands, splits, gather, impl, config, epilogue)
+    known = None
+    if group.replays.is_enabled:
+        known = _known(operator, operands, splits, gather, impl, config, epilogue)
     if known is not None and not ranges.is_listening():
-        result = group.recall(known, operands.x, operands.w, operands.bias)
+        result = _recalled(group, known, operands)
         if result is not None:
             return result
     impl = effective_impl(operator, impl)
@@ -161,7 +188,7 @@ def run(
         is_batch_invariant=is_invariant(impl),
         epilogue=epilogue,
         known=known,
-        form=form,
+        form=known.form if isinstance(known, Known) else form,
         family=decision.family,
     )
     if not operands.columns or not decision.rows.total:
@@ -176,7 +203,12 @@ def run(
             # Ranks ask one another in the next call again, so none may pass that over.
             call = dataclasses.replace(call, known=None, form=None)
     _meet_before_pair(call, decision)
-    # 3. Run. All ranks have agreed on the implementations, so none falls back without its peers: an
+    return _run_decided(call, decision)
+
+
+def _run_decided(call: GemmCall, decision: Decision) -> Any:
+    """Run a call as it was decided."""
+    # All ranks have agreed on the implementations, so none falls back without its peers: an
     # implementation returns None if it has no memory for these sizes, on all ranks alike.
     for implementation in decision.implementations:
         result = _run_if_memory(implementation, call, decision)
@@ -194,18 +226,25 @@ def _known(
     impl: str,
     config: str,
     epilogue: Epilogue | None,
-) -> tuple[Hashable, ...] | None:
-    """Return :func:`known_call` of any call; None of one that is not recalled: of lists of rows, of
-    float8 and of a given configuration, and on a CPU, where nothing is a graph.
+) -> Known | tuple[Hashable, ...] | None:
+    """Return :func:`known_call` of any call, with its epilogue if it has one; None of one that is
+    not recalled: of lists of rows, of float8 and of a given configuration.
     """
     x, w, bias = operands.x, operands.w, operands.bias
     is_plain = operands.x_scale is None and operands.w_scale is None and not config
-    if not is_plain or not x.is_cuda or any(rows is not None for rows in splits):
+    if not is_plain or any(rows is not None for rows in splits):
         return None
     key = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
     if epilogue is None:
         return key
     return *key, epilogue.norm, epilogue.eps, epilogue.out_dtype, *epilogue.memory()
+
+
+def _recalled(group: Group, known: Known | tuple[Hashable, ...], operands: Operands) -> Any:
+    """Return :func:`recalled` of any call."""
+    if isinstance(known, Known):
+        return recalled(group, known, operands.x, operands.w, operands.bias)
+    return group.recall(known)
 
 
 def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
@@ -257,7 +296,7 @@ def _run_or_give_up(implementation: Implementation, call: GemmCall, decision: De
     """
     group = call.group
     try:
-        return _run(implementation, call)
+        return _run(implementation, call, decision)
     except RuntimeError as error:
         meets_others = not decision.has_run and group.world_size > 1 and group.capture_id() is None
         if not meets_others or not is_out_of_memory(error):
@@ -265,52 +304,59 @@ def _run_or_give_up(implementation: Implementation, call: GemmCall, decision: De
         group.channel.give_up(call.operator.name, error)
 
 
-def _run(implementation: Implementation, call: GemmCall) -> Any:
+def _run(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:
     """Run one implementation, within a range for profilers."""
     operands = call.operands
     with ranges.around(
         call.operator.name, implementation.name, (operands.x, operands.w), lambda: _link_bytes(call)
     ):
-        outcome = implementation.run(call)
-        if isinstance(outcome, DeferredCall):
-            result = call.group.perform(outcome, call.known)
-            if call.form is not None and outcome.again is not None:
-                again = outcome.again()
-                if again is not None:
-                    call.group.replays.remember(call.form, again)
-            return result
-    is_pair = call.epilogue is None and call.operator.is_pair(implementation.name)
-    if is_pair and outcome is not None and call.known is not None:
+        work = implementation.run(call)
+        result = call.group.perform(work, call.known)
+    replays, is_plain = call.group.replays, call.epilogue is None
+    if call.form is None or result is None or (is_plain and replays.alike(call.form) is not None):
+        return result
+    again = work.again() if isinstance(work, DeferredCall) and work.again is not None else None
+    if is_plain:
         # What is remembered must refer to neither group nor operands.
         absent: Any = None
-        template = dataclasses.replace(call, group=absent, operands=absent, known=None)
-        again = functools.partial(_run_again, implementation, template, operands.out_dtype)
-        call.group.replays.remember(call.known, again)
-    return outcome
+        template = dataclasses.replace(call, group=absent, operands=absent, known=None, form=None)
+        again = functools.partial(_run_again, decision, template, operands.out_dtype, again)
+    if again is not None:
+        replays.remember_form(call.form, again)
+    return result
 
 
 def _run_again(
-    pair: Implementation,
+    decision: Decision,
     template: GemmCall,
     out_dtype: torch.dtype,
+    again: AgainCall | None,
     group: Group,
+    known: Known,
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> Any:
-    """Run a stock pair again, past all that was found out before its first run.
+    """Run a call like one that has run, past all that was found out before that one's first run.
 
     Args:
-        pair: The pair.
-        template: Its call, without group and operands.
+        decision: How that one was decided.
+        template: That call, without group and operands.
         out_dtype: The result's dtype.
+        again: Makes calls that need no graph, past the implementation's preparations; None where it
+            has nothing like that.
 
     Returns:
-        The result; None where the pair has no memory.
+        The result.
     """
+    # What comes again is worth a graph, which the long way through the implementation makes.
+    if again and not ranges.is_listening() and not group.replays.comes_again(known):
+        result = again(group, known, x, w, bias)
+        if result is not None:
+            return result
     operands = Operands(x, w, bias, None, None, out_dtype)
-    call = dataclasses.replace(template, group=group, operands=operands)
-    return group.perform(pair.run(call))
+    call = dataclasses.replace(template, group=group, operands=operands, known=known)
+    return _run_decided(call, decision)
 
 
 def _meet_before_pair(call: GemmCall, decision: Decision) -> None:

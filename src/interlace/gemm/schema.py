@@ -159,8 +159,9 @@ def _recalled(
     impl: str,
     gather: bool,
 ) -> tuple[Any] | None:
-    """Return the result of a call that has come before with the very operands, as a tuple of one;
-    None if it must take the long way: it is new, something listens to it, or it needs a gradient.
+    """Return the result of a call that has come before, with these operands or with others that
+    differ in their addresses alone, as a tuple of one; None if it must take the long way: it is
+    new, something listens to it, or it needs a gradient.
 
     Nothing is validated: where all this is equal to an earlier call's, that one was valid.
     """
@@ -189,7 +190,7 @@ def _recalled(
         return None
     known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl)
     with past_autograd():
-        result = known_to.recall(known, x, w, bias)
+        result = dispatch.recalled(known_to, known, x, w, bias)
     return None if result is None else (result,)
 
 

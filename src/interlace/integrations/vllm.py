@@ -40,9 +40,9 @@ def register() -> None:
     """Let Inductor run Interlace's pass in this process, which also knows vLLM's operators.
 
     The pass runs ahead of vLLM's own passes, which get the collectives and norms that were left
-    alone. vLLM keeps compiled graphs on disk, by a key that holds its own variables and settings and
-    nothing of Inductor's passes; so what the pass depends on becomes one of vLLM's variables. Under
-    ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
+    alone. vLLM keeps compiled graphs on disk, by a key that holds its own variables and settings
+    and nothing of Inductor's passes; so what the pass depends on becomes one of vLLM's variables.
+    Under ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
     batch, by kernels of its own; then nothing is registered.
     """
     if hosts.is_on("VLLM_BATCH_INVARIANT"):

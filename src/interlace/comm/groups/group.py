@@ -208,7 +208,7 @@ class Group:
                 work.replayed(self, *memory)
         return work.result(*memory)
 
-    def recall(self, operands: Hashable, *tensors: torch.Tensor | None) -> Any:
+    def recall(self, operands: Hashable) -> Any:
         """Run a call that has come before with these operands; return its result, or None if there
         is no graph with the memory that the call gets, or something is to be done before it.
 
@@ -216,14 +216,9 @@ class Group:
 
         Args:
             operands: By what the call was remembered.
-            tensors: The operands, for calls that are no graphs.
         """
         work = self.replays.remembered(operands)
-        if work is None or self.health.broken:
-            return None
-        if not isinstance(work, DeferredCall):
-            return work(self, *tensors)
-        if not self.may_recall():
+        if work is None or self.health.broken or not self.may_recall():
             return None
         memory, before = work.take(self), launches.value
         try:
@@ -236,6 +231,21 @@ class Group:
             return None
         work.replayed(self, *memory)
         return work.result(*memory)
+
+    def recall_form(self, form: Hashable, operands: Hashable, *tensors: torch.Tensor | None) -> Any:
+        """Run a call like an earlier one, past what does not differ between them; return its
+        result, or None where there is no such call, or something is to be done before it.
+
+        Args:
+            form: What the calls have in common; see :meth:`Replays.remember_form`.
+            operands: By what :meth:`recall` is to find this one when it comes again; None for
+                nothing.
+            tensors: The operands.
+        """
+        again = self.replays.alike(form)
+        if again is None or self.health.broken or not self.may_recall():
+            return None
+        return again(self, operands, *tensors)
 
     def may_recall(self) -> bool:
         """Return whether a call may go past what comes before a call's first launch: nothing is to

@@ -82,9 +82,9 @@ class DeferredCall:
         is_of_operands: Whether the work reads the call's own operands, and no copies that were
             made of them before.
         again: Called after the work has been enqueued: returns what makes a call of the same form
-            again, given the group and other operands, for work of so few launches that a graph of
-            it is not worth its capture. That must refer to no operand and no group, and returns
-            None for a call that it does not make. None itself where there is no such thing.
+            for other operands, given the group and them, past ``prepare``. That must refer to no
+            operand and no group, and returns None for a call that it does not make. None itself
+            where there is no such thing.
     """
 
     key: tuple[Hashable, ...]

@@ -26,7 +26,6 @@ import contextlib
 import dataclasses
 import functools
 import gc
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
@@ -49,7 +48,9 @@ _IDLE_RUNS = 16 * _MAX_GRAPHS  # runs of other calls after which a graph may mak
 
 
 AgainCall = Callable[..., Any]
-"""Makes a call again, given its group and its operands; returns its result, or None."""
+"""Makes a call that is like an earlier one, given its group, by what :meth:`Group.recall` will find
+it (or None), and its operands; returns its result, or None where it does not make this call.
+"""
 
 
 def places(*tensors: torch.Tensor | None) -> tuple[Hashable, ...]:
@@ -72,6 +73,12 @@ def library_settings() -> tuple[Hashable, ...]:
         torch_c._get_deterministic_algorithms(),
         torch_c._get_sm_carveout_experimental(),
     )
+
+
+def _drop_oldest(kept: dict[Hashable, Any], most: int) -> None:
+    """Make room for one more entry among ``most``."""
+    if len(kept) >= most:
+        del kept[next(iter(kept))]
 
 
 @dataclasses.dataclass
@@ -109,18 +116,21 @@ class Replays:
     ``INTERLACE_REPLAY=0`` in the environment, when the group is made, turns replays off.
 
     Attributes:
+        is_enabled: Whether calls are remembered at all, which they are on GPUs.
         capturing: Whether the work that is enqueued now becomes one of these graphs.
     """
 
     def __init__(self, device: torch.device) -> None:
         """Create a store of graphs for ``device``; on the CPU it always enqueues."""
         self._device = device
-        self._enabled = (
+        self.is_enabled = (
             device.type == "cuda" and environment.switch("INTERLACE_REPLAY") is not False
         )
         self._graphs: dict[Hashable, _Replayable] = {}
-        self._remembered: dict[Hashable, _Remembered | AgainCall] = {}
-        self._candidates: OrderedDict[Hashable, tuple[torch.Tensor, ...]] = OrderedDict()
+        self._remembered: dict[Hashable, _Remembered] = {}
+        self._alike: dict[Hashable, AgainCall] = {}
+        self._seen: dict[Hashable, None] = {}
+        self._candidates: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         # Tables of the call that is being enqueued for the first time; None at all other times.
         self._tables: list[torch.Tensor] | None = None
         self._runs = self._full_until = 0
@@ -188,7 +198,7 @@ class Replays:
         """Return whether a call that is made now may be a graph; see :meth:`run`."""
         # A launch that records its events has memory of its own for them, each time.
         return (
-            self._enabled
+            self.is_enabled
             and recordings.active() is None
             and not torch.cuda.is_current_stream_capturing()
             and not in_inductors_run()
@@ -224,34 +234,48 @@ class Replays:
             self._remember(operands, work, memory, replayable)
         return False
 
-    def remembered(self, operands: Hashable) -> DeferredCall | AgainCall | None:
-        """Return the work of a call with these operands that has been a graph, or what makes a call
-        again that is none; None if there is neither.
-        """
+    def remembered(self, operands: Hashable) -> DeferredCall | None:
+        """Return the work of a call with these operands that has been a graph; None if none has."""
         found = self._remembered.get(operands)
-        return found.work if isinstance(found, _Remembered) else found
+        return None if found is None else found.work
 
-    def remember(self, operands: Hashable, again: AgainCall) -> None:
-        """Find a call that is no graph by its operands; see :meth:`perform`.
+    def alike(self, form: Hashable) -> AgainCall | None:
+        """Return what makes calls of one form again; None if there is nothing."""
+        return self._alike.get(form)
+
+    def remember_form(self, form: Hashable, again: AgainCall) -> None:
+        """Make calls of one form by ``again`` from here on, until :meth:`forget`.
 
         Args:
-            operands: By what the call is found.
-            again: Makes it again, given the group and the operands; it must refer to neither.
+            form: What such calls have in common, which is all but their addresses, or more.
+            again: Makes one, given the group and operands; it must refer to neither.
         """
-        if self._enabled:
-            self._make_room()
-            self._remembered[operands] = again
+        if self.is_enabled:
+            _drop_oldest(self._alike, _MAX_REMEMBERED)
+            self._alike[form] = again
+
+    def comes_again(self, operands: Hashable) -> bool:
+        """Return whether a call with these operands has been asked about before, and may become a
+        graph. What comes once is not worth what a graph needs to know of it.
+        """
+        if operands is None or (len(self._graphs) >= _MAX_GRAPHS and self._runs < self._full_until):
+            return False
+        if operands in self._seen:
+            return True
+        _drop_oldest(self._seen, _MAX_CANDIDATES)
+        self._seen[operands] = None
+        return False
 
     def forget(self) -> None:
         """Remember no call any more, as ranks have agreed on another way to run some."""
         self._remembered.clear()
+        self._alike.clear()
 
     def replay(self, operands: Hashable, memory: tuple[Any, ...]) -> bool:
         """Launch the graph of a remembered call with this memory, where :meth:`may_replay`; return
         False if there is none.
         """
         found = self._remembered[operands]
-        assert isinstance(found, _Remembered)
         replayable = found.graphs.get(self._place(found.work, memory))
         if replayable is None or replayable.graph is None:
             return False
@@ -268,15 +292,12 @@ class Replays:
     ) -> None:
         """Find a call by its operands alone when they come again."""
         found = self._remembered.get(operands)
-        if not isinstance(found, _Remembered):
-            self._make_room()
+        if found is None:
+            if len(self._remembered) >= _MAX_REMEMBERED:
+                self._remembered.clear()
             found = _Remembered(dataclasses.replace(work, prepare=_forgotten, again=None), {})
             self._remembered[operands] = found
         found.graphs[self._place(work, memory)] = replayable
-
-    def _make_room(self) -> None:
-        if len(self._remembered) >= _MAX_REMEMBERED:
-            self._remembered.clear()
 
     def _place(self, work: DeferredCall, memory: tuple[Any, ...]) -> Hashable:
         """Return what a graph of some work depends on beside the work's key."""
@@ -302,6 +323,7 @@ class Replays:
             torch.cuda.synchronize(self._device)
         self._graphs.clear()
         self._candidates.clear()
+        self._seen.clear()
         self._full_until = 0
         self.forget()
 
@@ -332,9 +354,8 @@ class Replays:
             enqueue()
         finally:
             self._tables = None
+        _drop_oldest(self._candidates, _MAX_CANDIDATES)
         self._candidates[key] = tuple(tables)
-        if len(self._candidates) > _MAX_CANDIDATES:
-            self._candidates.popitem(last=False)
 
     def _has_room(self) -> bool:
         """Make room for one more graph if an idle one can go; return whether there is room."""

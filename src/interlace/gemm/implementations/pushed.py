@@ -8,7 +8,8 @@ microseconds to begin, and a product in chunks reads its weight once for each.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -23,6 +24,7 @@ from interlace.comm.launching.kernels import (
 )
 from interlace.comm.launching.within_node import WithinNode
 from interlace.comm.replay.deferred import DeferredCall, New
+from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import few_rows
 from interlace.gemm.call import GemmCall
@@ -46,6 +48,70 @@ def sum_slot_bytes(elements: int, itemsize: int) -> int:
     return round_up(elements, 16) * itemsize
 
 
+class Push:
+    """A kernel that stores rows in the peers' memory. A call enqueues it on the current stream, and
+    must happen within ``Group.running``.
+    """
+
+    def __init__(
+        self,
+        group: Group | WithinNode,
+        operator: str,
+        slot_bytes: int,
+        mark: int,
+        describe: Callable[[dict[str, Any]], Launch],
+    ) -> None:
+        """Prepare a launch. Collective when the workspace must grow.
+
+        Args:
+            group: The ranks.
+            operator: The operator that the deadline's error names, and whose memory it is.
+            slot_bytes: Bytes that a rank sends to each.
+            mark: The number from ``Group.agree``.
+            describe: Returns the launch, given the arguments that say where rows travel.
+        """
+        self._find = functools.partial(
+            lamport_arguments, operator=operator, impl="pushed", slot_bytes=slot_bytes, mark=mark
+        )
+        self._memory, self._describe = self._find(group), describe
+        self._launch: Launch | None = None
+
+    def __call__(self) -> None:
+        self._launch = self._describe(self._memory)
+        self._launch()
+
+    def again(self, *tensors: str) -> Callable[[Group], Callable[..., None]] | None:
+        """Return what prepares such a kernel for other tensors, past its description; None where
+        none has run on a GPU.
+
+        That takes the group, is collective when the workspace must grow, and returns what enqueues
+        the kernel, given the tensors by name. It refers to no group and no tensor of this call.
+
+        Args:
+            tensors: The names of the kernel's parameters that get other tensors.
+        """
+        relaunch = None if self._launch is None else self._launch.again()
+        if self._launch is None or relaunch is None:
+            return None
+        (programs,), find = self._launch.grid, self._find
+        kept = {
+            name: value
+            for name, value in self._launch.arguments.items()
+            if name not in tensors and name not in self._memory
+        }
+
+        def prepare(group: Group) -> Callable[..., None]:
+            # Looked up each time: peers that replay a capture may use an older workspace.
+            arguments = kept | find(group)
+
+            def enqueue(**others: torch.Tensor | None) -> None:
+                relaunch(programs, arguments | others)
+
+            return enqueue
+
+        return prepare
+
+
 def push_rows(
     group: Group | WithinNode,
     operator: str,
@@ -56,10 +122,8 @@ def push_rows(
     *,
     scatter: bool = False,
     offsets: Sequence[int] | None = None,
-) -> Callable[[], None]:
-    """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
-
-    Collective when the workspace must grow.
+) -> Push:
+    """Return the kernel that brings rows to other ranks. Collective when the workspace must grow.
 
     Args:
         group: The ranks that exchange rows.
@@ -75,17 +139,16 @@ def push_rows(
             it.
     """
     ranks, columns = group.world_size, x.shape[1]
-    slot_bytes = ceil_div(gathered.nbytes, ranks)
-    memory = lamport_arguments(group, operator, "pushed", slot_bytes, mark)
 
-    def enqueue() -> None:
+    def describe(memory: Mapping[str, Any]) -> Launch:
         from interlace.gemm.kernels import staged
 
         # A route is the row at which a source's rows begin in ``gathered``, and their number.
         starts = offsets or [sum(rows[:rank]) for rank in range(ranks)]
         routes = [(start, count, 0) for start, count in zip(starts, rows, strict=True)]
         programs, tile = cut_rows(max(rows), columns, group)
-        arguments = memory | {
+        arguments = {
+            **memory,
             "x": x,
             "gathered": gathered,
             "routes": group.cache.tables.on_device(routes),
@@ -97,9 +160,9 @@ def push_rows(
         factor = known_factor(columns, row_stride(x), gathered.shape[-1])
         constants = {"WORLD_SIZE": ranks, "SCATTER": scatter, "FACTOR": factor, **tile}
         # The program behind them finds out whether the ranks are in the same call.
-        Launch(staged.spread_rows, (programs + 1,), arguments, constants)()
+        return Launch(staged.spread_rows, (programs + 1,), arguments, constants)
 
-    return enqueue
+    return Push(group, operator, ceil_div(gathered.nbytes, ranks), mark, describe)
 
 
 def push_and_sum(
@@ -111,10 +174,8 @@ def push_and_sum(
     mark: int,
     *,
     scatter: bool = True,
-) -> Callable[[], None]:
-    """Return a function that enqueues the kernel on the current stream, within ``Group.running``.
-
-    Collective when the workspace must grow.
+) -> Push:
+    """Return the kernel that sums parts of all ranks. Collective when the workspace must grow.
 
     Args:
         group: The ranks that sum.
@@ -128,19 +189,20 @@ def push_and_sum(
         scatter: Whether each rank has a sum of its own.
     """
     slot_bytes = sum_slot_bytes(y.numel(), y.element_size())
-    arguments = lamport_arguments(group, operator, "pushed", slot_bytes, mark) | {
-        "part": part,
-        "bias": bias,
-        "y": y,
-        "elements": y.numel(),
-        "N": y.shape[1],
-    }
     chunks = ceil_div(y.numel(), _CHUNK)
     programs = min(chunks, CPU_PROGRAMS if group.backend == "cpu" else MOST_MOVERS)
 
-    def enqueue() -> None:
+    def describe(memory: Mapping[str, Any]) -> Launch:
         from interlace.gemm.kernels.lamport import sum_parts
 
+        arguments = {
+            **memory,
+            "part": part,
+            "bias": bias,
+            "y": y,
+            "elements": y.numel(),
+            "N": y.shape[1],
+        }
         constants = {
             "WORLD_SIZE": group.world_size,
             "SCATTER": scatter,
@@ -148,9 +210,9 @@ def push_and_sum(
             "CHUNK": _CHUNK,
         }
         # The program behind them finds out whether the ranks are in the same call.
-        Launch(sum_parts, (programs + 1,), arguments, constants)()
+        return Launch(sum_parts, (programs + 1,), arguments, constants)
 
-    return enqueue
+    return Push(group, operator, slot_bytes, mark, describe)
 
 
 def reserve(group: Group | WithinNode, operator: str, nbytes: int) -> None:
@@ -175,8 +237,20 @@ def multiply(call: GemmCall, out: torch.Tensor, x: torch.Tensor, bias: torch.Ten
         bias: ``[N]``, or None for none.
     """
     w = call.operands.w
-    if call.is_batch_invariant or few_rows.is_faster(x, w):
-        few_rows.multiply(x, [w], [bias], [out], is_batch_invariant=call.is_batch_invariant)
+    if call.is_batch_invariant:
+        few_rows.multiply(x, [w], [bias], [out], is_batch_invariant=True)
+    else:
+        multiply_by_faster(out, x, w, bias)
+
+
+def multiply_by_faster(
+    out: torch.Tensor, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
+) -> None:
+    """Compute ``x [M, K] @ w [N, K].T, + bias`` into ``out``, ``[M, N]`` and contiguous, by
+    whichever kernel is faster.
+    """
+    if few_rows.is_faster(x, w):
+        few_rows.multiply(x, [w], [bias], [out])
     else:
         multiply_into(out, x, w.T, bias)
 
@@ -189,11 +263,11 @@ def laid_out(call: GemmCall) -> GemmCall:
     return call.with_operands(operands.for_kernel()) if call.is_batch_invariant else call
 
 
-Push = Callable[[GemmCall, torch.Tensor, torch.Tensor], Callable[[], None]]
-"""Returns what enqueues the kernel that takes a call's product to its result, the two tensors."""
+PushOf = Callable[[GemmCall, torch.Tensor, torch.Tensor], Push]
+"""Returns the kernel that takes a call's product to its result, the two tensors."""
 
 
-def _run(call: GemmCall, push: Push) -> torch.Tensor | DeferredCall:
+def _run(call: GemmCall, push: PushOf) -> torch.Tensor | DeferredCall:
     """Multiply, then run a kernel that stores the product's rows in their owners' memory.
 
     Returns:
@@ -211,9 +285,12 @@ def _run(call: GemmCall, push: Push) -> torch.Tensor | DeferredCall:
             product += operands.bias
         return product
     require(group.backend)
+    take = New.like(operands.x, [laid.rows.result, operands.columns], product_shape)
+    prepared: list[Push] = []
 
     def prepare(y: torch.Tensor, product: torch.Tensor) -> Callable[[], None]:
         pushed = push(laid, product, y)
+        prepared.append(pushed)
 
         def enqueue() -> None:
             multiply(laid, product, operands.x, bias)
@@ -223,13 +300,44 @@ def _run(call: GemmCall, push: Push) -> torch.Tensor | DeferredCall:
 
     return DeferredCall(
         (laid.operator.name, "pushed", laid.mark, laid.is_batch_invariant, operands.memory()),
-        New.like(operands.x, [laid.rows.result, operands.columns], product_shape),
+        take,
         prepare,
         is_of_operands=operands is call.operands,
+        # A kernel of our own that multiplies batch-invariantly may need copies of operands.
+        again=None if call.is_batch_invariant else lambda: _again(call, take, prepared[-1]),
     )
 
 
-def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> Callable[[], None]:
+def _again(call: GemmCall, take: New, pushed: Push) -> AgainCall | None:
+    """Return what multiplies other operands of these shapes, and enqueues the kernel behind it."""
+    is_sum = call.operator.adds_ranks
+    source, target = ("part", "y") if is_sum else ("x", "gathered")
+    prepare = pushed.again(source, target, *["bias"] * is_sum)
+    if prepare is None:
+        return None
+
+    def again(
+        group: Group,
+        _: Hashable,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        y, product = take(group)
+        enqueue, tensors = prepare(group), {source: product, target: y}
+        with group.running():
+            if is_sum:
+                multiply_by_faster(product, x, w, None)
+                enqueue(**tensors, bias=bias)
+            else:
+                multiply_by_faster(product, x, w, bias)
+                enqueue(**tensors)
+        return y
+
+    return again
+
+
+def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> Push:
     group = call.group
     rows = [len(product) // group.world_size] * group.world_size
     return push_rows(group, call.operator.name, product, y, rows, call.mark, scatter=True)
@@ -237,7 +345,7 @@ def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> 
 
 def _push_sum(
     call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool
-) -> Callable[[], None]:
+) -> Push:
     name, bias = call.operator.name, call.operands.bias
     return push_and_sum(call.group, name, part, y, bias, call.mark, scatter=scatter)
 

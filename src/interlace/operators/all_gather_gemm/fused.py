@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from interlace.comm.groups import copies
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import Launch, describe_matrix, describe_parts
 from interlace.comm.replay.deferred import DeferredCall, New
+from interlace.comm.replay.replays import AgainCall
 from interlace.comm.runtime.dlpack import bytes_at, view_as
 from interlace.comm.runtime.interpreter import require
 from interlace.gemm import fetch, launch
@@ -22,8 +24,10 @@ from interlace.gemm.config import GemmConfig
 from interlace.gemm.fetch import Piece, Staging, offset_behind
 from interlace.gemm.implementations.chunked import multiply_into
 from interlace.gemm.implementations.pushed import (
+    Push,
     laid_out,
     multiply,
+    multiply_by_faster,
     push_rows,
 )
 from interlace.gemm.operands import ALIGNMENT_BYTES, Operands
@@ -131,23 +135,57 @@ def _prepare_chunked(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) ->
     return enqueue
 
 
-def _prepare_pushed(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
-    operands, rows = call.operands, call.rows.by_rank
-    push = push_rows(call.group, NAME, operands.x, gathered, rows, call.mark)
-
-    def enqueue() -> None:
-        push()
-        multiply(call, y, gathered[:, : operands.inner], operands.bias)
-
-    return enqueue
-
-
 # All-gather in chunks: cuBLAS multiplies each rank's rows as soon as they have arrived, this rank's
 # own rows first.
 run_chunked = functools.partial(_gather_and_multiply, impl="chunked", prepare=_prepare_chunked)
-# All-gather by one kernel that stores this rank's rows in all ranks' memory; another one multiplies
-# all rows once they have arrived.
-run_pushed = functools.partial(_gather_and_multiply, impl="pushed", prepare=_prepare_pushed)
+
+
+def run_pushed(given: GemmCall) -> DeferredCall | Pair:
+    """Gather x by one kernel that stores this rank's rows in all ranks' memory; another one
+    multiplies all rows once they have arrived.
+    """
+    pushes: list[Push] = []
+
+    def prepare(call: GemmCall, y: torch.Tensor, gathered: torch.Tensor) -> Callable[[], None]:
+        operands, rows = call.operands, call.rows.by_rank
+        push = push_rows(call.group, NAME, operands.x, gathered, rows, call.mark)
+        pushes.append(push)
+
+        def enqueue() -> None:
+            push()
+            multiply(call, y, gathered[:, : operands.inner], operands.bias)
+
+        return enqueue
+
+    work = _gather_and_multiply(given, "pushed", prepare)
+    if not isinstance(work, DeferredCall) or not work.is_of_operands or given.is_batch_invariant:
+        return work
+    return dataclasses.replace(work, again=lambda: _push_again(given, work, pushes[-1]))
+
+
+def _push_again(call: GemmCall, work: DeferredCall, push: Push) -> AgainCall | None:
+    """Return what gathers other rows like a call's, and multiplies them."""
+    prepare = push.again("x", "gathered")
+    if prepare is None:
+        return None
+    take, results, inner = work.take, work.result, call.operands.inner
+
+    def again(
+        group: Group,
+        _: Hashable,
+        x: torch.Tensor,
+        w: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> Pair:
+        y, gathered = take(group)
+        enqueue = prepare(group)
+        with group.running():
+            enqueue(x=x, gathered=gathered)
+            multiply_by_faster(y, gathered[:, :inner], w, bias)
+        pair: Pair = results(y, gathered)
+        return pair
+
+    return again
 
 
 def _begin(

@@ -170,7 +170,7 @@ def _run(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments
     if form is not None and not ranges.is_listening():
         known = known_group(process_group_named(group_name), x.device)
         tensors = (arguments[place] for place in _TENSORS)
-        results = None if known is None else known.recall(form, x, w, bias, *tensors)
+        results = None if known is None else known.recall_form(form, None, x, w, bias, *tensors)
         if results is not None:
             return tuple(results)
     validate(_DECLARATION, x, w, bias, None, None, None, impl, None)
@@ -191,7 +191,7 @@ def _form_of(
     x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, *arguments: Any
 ) -> tuple[Hashable, ...] | None:
     """Return what calls of many rows have in common that run in the same way whatever the number of
-    rows and the addresses are, for ``Group.recall``; None of other calls.
+    rows and the addresses are, for ``Group.recall_form``; None of other calls.
 
     A call with a form of an earlier one is valid, as that one was: all that is looked at is part of
     it, but for the number of rows, which x and the residual must have in common.

@@ -1,0 +1,155 @@
+"""Calls that differ from an earlier one in their addresses alone go past what that one found out;
+those past a kernel's description are tested on GPUs (tests/gpu/test_replays_gpu.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import interlace
+from interlace.comm import Group
+from interlace.comm.replay.replays import Replays
+from interlace.gemm import dispatch
+
+ROWS, COLUMNS, INNER = 8, 16, 32
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@contextlib.contextmanager
+def _remembering() -> Iterator[tuple[dist.ProcessGroup, Group]]:
+    """A group that remembers calls as one of GPUs does, but makes no graphs."""
+    members = dist.new_group()
+    group = interlace.group_of(members)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(group.replays, "is_enabled", True)
+        patch.setattr(group.streams, "continues", lambda: True)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(Replays, "run", lambda _, key, enqueue, **options: enqueue() or True)
+        yield members, group
+
+
+def _operands(seed: int, rows: int = ROWS) -> Operands:
+    generator = torch.Generator().manual_seed(10 * seed + dist.get_rank())
+    shapes = (rows, INNER), (COLUMNS, INNER), (COLUMNS,)
+    x, w, bias = (torch.randn(*shape, generator=generator) for shape in shapes)
+    return x, w, bias
+
+
+def _takes_long_way(call: Callable[[], object]) -> bool:
+    """Whether a call finds out again how it is to run."""
+    with mock.patch.object(dispatch, "effective_impl", wraps=dispatch.effective_impl) as long_way:
+        call()
+    return bool(long_way.call_count)
+
+
+def _calls_elsewhere(name: str, impl: str) -> tuple[list[bool], float]:
+    """Which of some calls with operands elsewhere take the long way, and the largest error."""
+    operator, long_ways, error = getattr(interlace, name), [], 0.0
+    with _remembering() as (members, _):
+        for seed in range(4):
+            operands, results = _operands(seed), []
+
+            def call(operands: Operands = operands, results: list[torch.Tensor] = results) -> None:
+                results.append(operator(*operands, impl=impl, group=members))
+
+            long_ways.append(_takes_long_way(call))
+            expected = operator(*operands, impl="unfused")
+            error = max(error, float((results[0] - expected).abs().max()))
+    return long_ways, error
+
+
+@pytest.mark.parametrize(
+    ("name", "impl"),
+    [
+        ("gemm_all_reduce", "pushed"), ("gemm_all_reduce", "unfused"), ("gemm_all_reduce", "auto"),
+        ("gemm_reduce_scatter", "fused"), ("gemm_reduce_scatter", "pushed"),
+        ("all_gather_gemm", "pushed"), ("all_gather_gemm", "chunked"),
+        ("gemm_all_to_all", "fused"), ("gemm_all_to_all", "pushed"),
+    ],
+)  # fmt: skip
+def test_the_first_call_of_a_form_finds_out_for_all(ranks: Any, name: str, impl: str) -> None:
+    for long_ways, error in ranks(2).run(_calls_elsewhere, name, impl):
+        assert long_ways == [True, False, False, False]
+        assert error < 1e-4
+
+
+def _other_forms() -> tuple[list[str], list[str]]:
+    """Which calls take the long way when they are made first, and which once all have been made."""
+    x, w, bias = _operands(0)
+    wide = torch.randn(ROWS, 2 * INNER)
+    calls: dict[str, tuple[tuple[torch.Tensor, ...], dict[str, Any]]] = {
+        "first": ((x, w, bias), {}),
+        "no bias": ((x, w), {}),
+        "rows": ((x[:6], w, bias), {}),
+        "strides of x": ((wide[:, :INNER], w, bias), {}),
+        "layout of w": ((x, w.t().contiguous().t(), bias), {}),
+        "alignment": ((wide.flatten()[1 : 1 + x.numel()].view_as(x), w, bias), {}),
+        "dtype": ((x.half(), w.half(), bias.half()), {}),
+        "out_dtype": ((x, w), {"out_dtype": torch.bfloat16}),
+        "impl": ((x, w, bias), {"impl": "unfused"}),
+    }
+    with _remembering() as (members, group):
+
+        def long_ways(*names: str) -> list[str]:
+            found = []
+            for name in names:
+                operands, options = calls[name]
+                call = functools.partial(
+                    interlace.gemm_all_reduce, *operands, **options, group=members
+                )
+                found += [name] * _takes_long_way(call)
+            return found
+
+        first = long_ways(*calls)
+        # Memory that has grown for one of them has made the group forget those before it.
+        long_ways(*calls)
+        again = long_ways(*calls)
+        with interlace.batch_invariant():
+            again += ["within the mode", *long_ways("first")]
+        group.replays.forget()
+        again += ["forgotten", *long_ways("first", "first")]
+    return first, again
+
+
+def test_what_a_form_tells_apart(ranks: Any) -> None:
+    for first, again in ranks(2).run(_other_forms):
+        assert first == [
+            "first", "no bias", "rows", "strides of x", "layout of w", "alignment", "dtype",
+            "out_dtype", "impl",
+        ]  # fmt: skip
+        assert again == ["within the mode", "first", "forgotten", "first"]
+
+
+def _kept_alive() -> list[bool]:
+    """Whether x, and then the group, live on in what is remembered of a call."""
+    with _remembering() as (members, group):
+        x, w, bias = _operands(0)
+        interlace.gemm_all_reduce(x, w, bias, impl="pushed", group=members)
+        kept, of_x, of_group = (
+            list(group.replays._alike.values()),
+            weakref.ref(x),
+            weakref.ref(group),
+        )
+        assert kept
+        del x, w, bias
+        gc.collect()
+        lives = [of_x() is not None]
+    dist.destroy_process_group(members)
+    del members, group
+    gc.collect()
+    return [*lives, of_group() is not None]
+
+
+def test_what_is_remembered_keeps_nothing_alive(ranks: Any) -> None:
+    assert ranks(2).run(_kept_alive) == [[False, False]] * 2

@@ -164,9 +164,7 @@ def test_a_call_like_an_earlier_one(group: Group, monkeypatch: pytest.MonkeyPatc
     assert group.recall_form("form", "call", x) is None
 
 
-def test_what_comes_again_may_become_a_graph(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_comes_again_may_become_a_graph(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     comes_again = group.replays.comes_again
     assert [comes_again(call) for call in ("a", "b", "a", None, None)] == [
         False, False, True, False, False,

@@ -23,10 +23,10 @@ def _without_memory(patch: pytest.MonkeyPatch, name: str) -> None:
     """Let rank 1 have no memory for an implementation from now on, before it does anything."""
     run = dispatch._run
 
-    def fail(implementation: Any, call: Any) -> Any:
+    def fail(implementation: Any, call: Any, decision: Any) -> Any:
         if implementation.name == name and dist.get_rank() == 1:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 9 GiB.")
-        return run(implementation, call)
+        return run(implementation, call, decision)
 
     patch.setattr(dispatch, "_run", fail)
 

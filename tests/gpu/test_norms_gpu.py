@@ -45,7 +45,7 @@ def _many_rows(inner: int) -> list[tuple[int, float, bool]]:
     """
     group = interlace.group_of()
     found: list[bool] = []
-    recall = group.recall
+    recall = group.recall_form
 
     def recorded(*arguments: Any) -> Any:
         result = recall(*arguments)
@@ -57,7 +57,7 @@ def _many_rows(inner: int) -> list[tuple[int, float, bool]]:
     shared = torch.Generator().manual_seed(0)
     weights = [torch.randn(columns, inner, generator=own).bfloat16().cuda() for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(group, "recall", recorded)
+        patch.setattr(group, "recall_form", recorded)
         for rows in (4096, 300, 1000, 257, 999):
             for w in weights:
                 x = torch.randn(rows, inner, generator=own).bfloat16().cuda()

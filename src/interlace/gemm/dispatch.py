@@ -7,7 +7,7 @@ import functools
 import gc
 import logging
 from collections.abc import Hashable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -73,20 +73,14 @@ class Decision:
     has_run: bool = False
 
 
-class Known(NamedTuple):
-    """What a call of plain operands is found by when it, or one like it, comes again.
+Form = tuple[Hashable, ...]
+"""What calls of plain operands that differ in addresses alone have in common, for
+``Group.recall_form``.
 
-    Attributes:
-        form: What calls that differ in addresses alone have in common, for ``Group.recall_form``.
-            Beside the arguments that is what the program may change between two calls: whether they
-            must be batch-invariant, and whether they are measured. What ranks have agreed on for
-            such calls stays until they forget it together.
-        addresses: What tells a call from the others of its form; both are for ``Group.recall``.
-    """
-
-    form: tuple[Hashable, ...]
-    addresses: tuple[Hashable, ...]
-
+Beside the arguments that is what the program may change between two calls: whether they must be
+batch-invariant, and whether they are measured. What ranks have agreed on for such calls stays until
+they forget it together.
+"""
 
 _ALIGNMENT = 16
 """Bytes: Triton compiles for an address that this divides, and for one that it does not."""
@@ -100,26 +94,20 @@ def known_call(
     out_dtype: torch.dtype,
     gather: bool,
     impl: str,
-) -> Known:
-    """Return by what a call of plain operands is found."""
-    addresses = x.data_ptr(), w.data_ptr(), 0 if bias is None else bias.data_ptr()
-    extra = None if bias is None else (bias.shape, bias.dtype)
+) -> tuple[Form, Hashable]:
+    """Return the form of a call of plain operands and its addresses, for ``Group.recall``."""
+    x_address, w_address = x.data_ptr(), w.data_ptr()
+    bias_address, extra = 0, None
+    if bias is not None:
+        bias_address = bias.data_ptr()
+        extra = bias.shape, bias.dtype, bias_address % _ALIGNMENT
     form = (
-        operator.name, impl, gather, out_dtype, x.shape, x.stride(), x.dtype,
-        w.shape, w.stride(), w.dtype, extra, *(address % _ALIGNMENT for address in addresses),
-        invariance.is_enabled(), autotune.is_enabled(impl),
+        operator.name, impl, gather, out_dtype,
+        x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,
+        w.shape, w.stride(), w.dtype, w_address % _ALIGNMENT,
+        extra, invariance.is_enabled(), autotune.is_enabled(impl),
     )  # fmt: skip
-    return Known(form, addresses)
-
-
-def recalled(
-    group: Group, known: Known, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> Any:
-    """Return the result of a call that has come before, or that is like one that has; None if it
-    must take the long way.
-    """
-    result = group.recall(known)
-    return group.recall_form(known.form, known, x, w, bias) if result is None else result
+    return form, (x_address, w_address, bias_address)
 
 
 def run(
@@ -131,7 +119,7 @@ def run(
     impl: str,
     config: str,
     epilogue: Epilogue | None = None,
-    form: tuple[Hashable, ...] | None = None,
+    form: Form | None = None,
 ) -> Any:
     """Run one call whose arguments are validated.
 
@@ -152,13 +140,20 @@ def run(
         GroupError: The group is too large or broken.
     """
     group = group_for(operator.name, group_name, operands.x.device)
-    known = None
-    if group.replays.is_enabled:
-        known = _known(operator, operands, splits, gather, impl, config, epilogue)
-    if known is not None and not ranges.is_listening():
-        result = _recalled(group, known, operands)
-        if result is not None:
-            return result
+    known: tuple[Hashable, ...] | None = None
+    if group.replays.is_enabled and _is_recallable(operands, splits, config):
+        x, w, bias = operands.x, operands.w, operands.bias
+        of_form = known = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
+        if epilogue is None:
+            form = of_form[0]
+        else:
+            known = (known, epilogue.norm, epilogue.eps, epilogue.out_dtype, *epilogue.memory())
+        if not ranges.is_listening():
+            result = group.recall(known)
+            if result is None and epilogue is None:
+                result = group.recall_form(form, known, x, w, bias)
+            if result is not None:
+                return result
     impl = effective_impl(operator, impl)
     lists = tuple(None if rows is None else tuple(rows) for rows in splits)
     # 1. Agree: once per kind of call, or in every call if the ranks' lists may change separately.
@@ -188,7 +183,7 @@ def run(
         is_batch_invariant=is_invariant(impl),
         epilogue=epilogue,
         known=known,
-        form=known.form if isinstance(known, Known) else form,
+        form=form,
         family=decision.family,
     )
     if not operands.columns or not decision.rows.total:
@@ -218,33 +213,12 @@ def _run_decided(call: GemmCall, decision: Decision) -> Any:
     raise AssertionError("the unfused pair runs any call")
 
 
-def _known(
-    operator: GemmOperator,
-    operands: Operands,
-    splits: Splits,
-    gather: bool,
-    impl: str,
-    config: str,
-    epilogue: Epilogue | None,
-) -> Known | tuple[Hashable, ...] | None:
-    """Return :func:`known_call` of any call, with its epilogue if it has one; None of one that is
-    not recalled: of lists of rows, of float8 and of a given configuration.
+def _is_recallable(operands: Operands, splits: Splits, config: str) -> bool:
+    """Return whether a call is found by its operands: lists of rows, float8's scales and given
+    configurations are not looked at.
     """
-    x, w, bias = operands.x, operands.w, operands.bias
-    is_plain = operands.x_scale is None and operands.w_scale is None and not config
-    if not is_plain or any(rows is not None for rows in splits):
-        return None
-    key = known_call(operator, x, w, bias, operands.out_dtype, gather, impl)
-    if epilogue is None:
-        return key
-    return *key, epilogue.norm, epilogue.eps, epilogue.out_dtype, *epilogue.memory()
-
-
-def _recalled(group: Group, known: Known | tuple[Hashable, ...], operands: Operands) -> Any:
-    """Return :func:`recalled` of any call."""
-    if isinstance(known, Known):
-        return recalled(group, known, operands.x, operands.w, operands.bias)
-    return group.recall(known)
+    has_scales = operands.x_scale is not None or operands.w_scale is not None
+    return not (has_scales or config or any(rows is not None for rows in splits))
 
 
 def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
@@ -332,7 +306,7 @@ def _run_again(
     out_dtype: torch.dtype,
     again: AgainCall | None,
     group: Group,
-    known: Known,
+    known: tuple[Hashable, ...],
     x: torch.Tensor,
     w: torch.Tensor,
     bias: torch.Tensor | None,

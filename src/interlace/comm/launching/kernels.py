@@ -112,12 +112,14 @@ class Launch:
         found = _compiled.get(_key(self, values))
         if found is None:
             return None
-        kernel, (compiled, _, constants), names = self.kernel, found, self.constants
+        kernel, (compiled, as_before, constants), names = self.kernel, found, self.constants
+        (programs_before,) = self.grid
 
         def launch(programs: int, arguments: Mapping[str, Any]) -> None:
             values = _in_order(kernel, arguments, names)
+            run = as_before if programs == programs_before else compiled[(programs, 1, 1)]
             launches.value += 1
-            compiled[(programs, 1, 1)](*values, *constants)
+            run(*values, *constants)
 
         return launch
 

@@ -343,9 +343,7 @@ def _push_all_to_all(call: GemmCall, product: torch.Tensor, y: torch.Tensor) -> 
     return push_rows(group, call.operator.name, product, y, rows, call.mark, scatter=True)
 
 
-def _push_sum(
-    call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool
-) -> Push:
+def _push_sum(call: GemmCall, part: torch.Tensor, y: torch.Tensor, *, scatter: bool) -> Push:
     name, bias = call.operator.name, call.operands.bias
     return push_and_sum(call.group, name, part, y, bias, call.mark, scatter=scatter)
 

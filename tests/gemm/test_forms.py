@@ -1,6 +1,4 @@
-"""Calls that differ from an earlier one in their addresses alone go past what that one found out;
-those past a kernel's description are tested on GPUs (tests/gpu/test_replays_gpu.py).
-"""
+"""Calls that differ from an earlier one in their addresses alone go past what that one found out."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import contextlib
 import functools
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -18,12 +16,20 @@ import torch.distributed as dist
 
 import interlace
 from interlace.comm import Group
+from interlace.comm.launching.kernels import Launch
 from interlace.comm.replay.replays import Replays
 from interlace.gemm import dispatch
 
 ROWS, COLUMNS, INNER = 8, 16, 32
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _anew(launched: Launch) -> Callable[[int, Mapping[str, Any]], None]:
+    """What launches a kernel again. The interpreter compiles nothing that could be."""
+    return lambda programs, arguments: Launch(
+        launched.kernel, (programs,), arguments, launched.constants
+    )()
 
 
 @contextlib.contextmanager
@@ -35,6 +41,7 @@ def _remembering() -> Iterator[tuple[dist.ProcessGroup, Group]]:
         patch.setattr(group.replays, "is_enabled", True)
         patch.setattr(group.streams, "continues", lambda: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        patch.setattr(Launch, "again", _anew)
         patch.setattr(Replays, "run", lambda _, key, enqueue, **options: enqueue() or True)
         yield members, group
 
@@ -46,11 +53,11 @@ def _operands(seed: int, rows: int = ROWS) -> Operands:
     return x, w, bias
 
 
-def _takes_long_way(call: Callable[[], object]) -> bool:
-    """Whether a call finds out again how it is to run."""
-    with mock.patch.object(dispatch, "effective_impl", wraps=dispatch.effective_impl) as long_way:
+def _takes_long_way(call: Callable[[], object], step: str = "effective_impl") -> bool:
+    """Whether a call finds out again how it is to run, or does another step of the long way."""
+    with mock.patch.object(dispatch, step, wraps=getattr(dispatch, step)) as taken:
         call()
-    return bool(long_way.call_count)
+    return bool(taken.call_count)
 
 
 def _calls_elsewhere(name: str, impl: str) -> tuple[list[bool], float]:
@@ -81,6 +88,37 @@ def _calls_elsewhere(name: str, impl: str) -> tuple[list[bool], float]:
 def test_the_first_call_of_a_form_finds_out_for_all(ranks: Any, name: str, impl: str) -> None:
     for long_ways, error in ranks(2).run(_calls_elsewhere, name, impl):
         assert long_ways == [True, False, False, False]
+        assert error < 1e-4
+
+
+def _preparations(name: str) -> tuple[list[bool], float]:
+    """Which calls of ``"pushed"`` prepare their launches, and the largest error: five calls of
+    operands elsewhere, and then those of the first one twice more.
+    """
+    operator, prepared, error = getattr(interlace, name), [], 0.0
+    kept = [_operands(seed) for seed in range(5)]
+    with _remembering() as (members, _):
+        for x, w, bias in (*kept, kept[0], kept[0]):
+            results: list[torch.Tensor] = []
+
+            def call(*operands: torch.Tensor, results: list[torch.Tensor] = results) -> None:
+                results.append(operator(*operands, impl="pushed", group=members))
+
+            prepared.append(_takes_long_way(functools.partial(call, x, w, bias), "_run_decided"))
+            expected = operator(x, w, bias, impl="unfused")
+            error = max(error, float((results[0] - expected).abs().max()))
+    return prepared, error
+
+
+@pytest.mark.parametrize(
+    "name", ["gemm_all_reduce", "gemm_reduce_scatter", "all_gather_gemm", "gemm_all_to_all"]
+)
+def test_calls_that_come_once_go_past_preparations(ranks: Any, name: str) -> None:
+    """One that comes for the second time may become a graph, and is prepared as one. That which
+    goes the whole way has not been asked about.
+    """
+    for prepared, error in ranks(2).run(_preparations, name):
+        assert prepared == [True, False, False, False, False, False, True]
         assert error < 1e-4
 
 

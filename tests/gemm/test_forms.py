@@ -1,4 +1,4 @@
-"""Calls that differ from an earlier one in their addresses alone go past what that one found out."""
+"""Calls that differ from an earlier one in addresses alone go past what that one found out."""
 
 from __future__ import annotations
 

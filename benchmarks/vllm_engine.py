@@ -118,18 +118,20 @@ def measured(model: str, layers: int, *, is_profiled: bool) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     config_class, architecture, sizes = MODELS[model]
+    # vLLM knows a model by its folder.
+    known = Path(os.environ["VLLM_CACHE_ROOT"]) / f"{model}-{layers}"
     with tempfile.TemporaryDirectory() as folder:
         config = getattr(transformers, config_class)(
             num_hidden_layers=layers, vocab_size=VOCABULARY, max_position_embeddings=8192,
             architectures=[architecture], dtype="bfloat16", **sizes,
         )  # fmt: skip
-        config.save_pretrained(folder)
+        config.save_pretrained(known)
         profiler = {
             "profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False,
         }  # fmt: skip
         begin = time.perf_counter()
         engine = LLM(
-            model=folder, load_format="dummy", skip_tokenizer_init=True, seed=0,
+            model=str(known), load_format="dummy", skip_tokenizer_init=True, seed=0,
             tensor_parallel_size=torch.cuda.device_count(), max_model_len=4608,
             gpu_memory_utilization=0.7, max_num_seqs=max(SEQUENCES),
             max_num_batched_tokens=max(PROMPTS), enable_prefix_caching=False,

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import interlace
+from interlace.operators.gemm_all_reduce.normed_launch import expect_any_tokens
 from tests.compile.norms import FUSED, NORMED, ROUNDINGS
 from tests.compile.programs import fuse_everything, fused, tensors, traced
 
@@ -81,3 +82,39 @@ def test_many_rows_of_one_form(ranks: Any) -> None:
     for results in ranks(2).run(_many_rows, 256):
         assert [(rows, error) for rows, error, _ in results if not error < 2e-2] == []
         assert [is_found for _, _, is_found in results] == [False] + [True] * (len(results) - 1)
+
+
+def _compiled_ahead(inner: int) -> tuple[list[str], float]:
+    """The kernels that calls of few tokens compile or load after one of many tokens of a product
+    that any number of tokens is expected of, and the largest error.
+    """
+    from triton import knobs
+
+    columns, loaded, worst = 512, [], 0.0
+    own = torch.Generator().manual_seed(1 + dist.get_rank())
+    w = torch.randn(columns, inner, generator=own).bfloat16().cuda()
+
+    def call(tokens: int) -> float:
+        x = torch.randn(tokens, inner, generator=own).bfloat16().cuda()
+        residual = torch.zeros(tokens, columns, dtype=torch.bfloat16, device="cuda")
+        _, h, _ = interlace.gemm_all_reduce(x, w, residual=residual, norm="rms", eps=1e-6)
+        total = x.float() @ w.float().T
+        dist.all_reduce(total)
+        return ((h.float() - total).abs().max() / total.abs().max()).item()
+
+    expect_any_tokens(columns, inner, torch.bfloat16)
+    call(300)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            knobs.compilation, "listener", lambda src, **_: loaded.append(src.name), raising=False
+        )
+        for tokens in (1, 2, 4, 8, 24, 64):
+            worst = max(worst, call(tokens))
+    return loaded, worst
+
+
+def test_kernels_of_all_numbers_of_tokens_are_compiled_ahead(ranks: Any) -> None:
+    for loaded, error in ranks(2).run(_compiled_ahead, 640):
+        # Kernels of cuBLAS are no kernels of Triton's.
+        assert loaded == []
+        assert error < 2e-2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 
 import torch.distributed as dist
 
@@ -53,6 +54,11 @@ def register() -> None:
     for name, has_residual in NORMS.items():
         foreign.register(foreign.ForeignNorm(name, has_residual))
     importlib.import_module("vllm.envs").environment_variables[KEY] = backends.installed_key
+    # Inductor would give each rank and each model its own folder of Triton's kernels. Those of
+    # operators are the same for all, and ranks share the work of compiling them.
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
     # a tenth of a second, and kernels are compiled that then do not run.
     compile.install(autotune=False)

@@ -8,6 +8,7 @@ import functools
 import math
 import operator
 import os
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -30,7 +31,7 @@ only take longer; these are enough for programs to take turns and to have severa
 _TILE = {"ROWS": 4, "COLS": 1024}
 _SOLO_STRIDE = 1 << 20  # stride between ranks in a group of one, which has no second rank
 _MAX_COMPILED = 4096  # calls whose compiled kernel is remembered
-_MOST_COMPILING = 4  # kernels at a time: the part in Python is by turns
+_MOST_COMPILING = 8  # kernels at a time: the part in Python is by turns
 _KNOWN_TO_TRITON = 16
 # Triton passes integers from here on as 64 bits. Addresses are among them; they differ in each
 # call, and Triton compiles for their alignment alone.
@@ -129,17 +130,33 @@ class Launch:
         return self.kernel.warmup(*values, grid=self.grid, **self.constants)
 
 
-def compile_together(launches: Iterable[Launch]) -> None:
-    """Compile the kernels of launches, several at a time, so that their first launches need not.
+def compile_ahead(launches: Iterable[Launch], device: torch.device) -> Callable[[], None]:
+    """Begin to compile the kernels of launches, several at a time, so that their first launches
+    need not; return what waits until all are compiled.
 
-    A kernel takes a second or more, most of it outside of Python, so threads help.
+    A kernel takes a second or more, most of it outside of Python, so threads help. What does not
+    compile says so at its launch.
+
+    Args:
+        device: The GPU of the launches.
     """
     from triton import AsyncCompileMode
 
     workers = min(max(len(os.sched_getaffinity(0)) // 2, 1), _MOST_COMPILING)
-    with ThreadPoolExecutor(workers) as executor, AsyncCompileMode(executor):
-        for launch in launches:
-            launch.compile()
+
+    def compile_all() -> None:
+        # A thread's current device is the first one, whatever that of the caller is.
+        with (
+            torch.cuda.device(device if device.type == "cuda" else -1),
+            ThreadPoolExecutor(workers) as executor,
+            AsyncCompileMode(executor, ignore_errors=True),
+        ):
+            for launch in launches:
+                launch.compile()
+
+    thread = threading.Thread(target=compile_all, name="interlace-compile")
+    thread.start()
+    return thread.join
 
 
 def _shortcuts() -> contextlib.AbstractContextManager[None]:

@@ -14,7 +14,7 @@ from interlace.comm.groups.reservation import Reservation
 from interlace.comm.launching.kernels import (
     CPU_PROGRAMS,
     Launch,
-    compile_together,
+    compile_ahead,
     known_factor,
     processors,
 )
@@ -70,29 +70,44 @@ _expected: set[tuple[Hashable, ...]] = set()
 have not been compiled for all of them yet.
 """
 
+_compiling: dict[tuple[Hashable, ...], Callable[[], None]] = {}
+"""What waits for kernels that are being compiled, by product."""
+
 # What of kernels differs with the number of tokens, differs among these.
 _TOKENS = (1, 2, 4, *range(8, MOST_FUSED_ROWS + 1, 8), 256)
 
 
 def expect_any_tokens(columns: int, inner: int, dtype: torch.dtype) -> None:
-    """Let the first call of a product compile the kernels of all numbers of tokens.
+    """Let the first call of a product begin to compile the kernels of all numbers of tokens.
 
     An engine captures dozens of them when it starts, one after another, and would wait a second or
-    more for each kernel.
+    more for each kernel. It runs many tokens first, to see what memory it needs.
     """
     _expected.add((columns, inner, dtype))
 
 
 def _compile_for_any_tokens(call: GemmCall) -> None:
-    """Compile the kernels of all numbers of tokens, where those are expected.
+    """Begin to compile the kernels of all numbers of tokens, where those are expected; wait for
+    them if the call may need one.
+    """
+    operands = call.operands
+    product = operands.columns, operands.inner, operands.x.dtype
+    if call.group.backend == "cpu":
+        return
+    if product in _expected:
+        _expected.discard(product)
+        _compiling[product] = compile_ahead(_launches_of_any_tokens(call), operands.x.device)
+    if operands.rows <= MOST_NORMED_ROWS and product in _compiling:
+        _compiling.pop(product)()
+
+
+def _launches_of_any_tokens(call: GemmCall) -> list[Launch]:
+    """Return launches of the kernels of all numbers of tokens, to be compiled.
 
     Nothing is allocated symmetrically, since only this rank may be told to expect them.
     """
     operands, epilogue, group = call.operands, call.known_epilogue, call.group
     columns, inner, dtype = operands.columns, operands.inner, operands.x.dtype
-    if group.backend == "cpu" or (columns, inner, dtype) not in _expected:
-        return
-    _expected.discard((columns, inner, dtype))
     numbers = torch.empty(1, dtype=torch.int32, device=operands.x.device)
     # What Triton is told of slots: large addresses, numbers of any value, and types.
     memory = {
@@ -127,7 +142,7 @@ def _compile_for_any_tokens(call: GemmCall) -> None:
             launches.append(_sum_rows(other, results.residual, results, memory))
     # Ranks of a node keep compiled kernels in one place: each begins with others.
     first = group.rank * len(launches) // group.world_size
-    compile_together(launches[first:] + launches[:first])
+    return launches[first:] + launches[:first]
 
 
 def run_pushed(call: GemmCall) -> DeferredCall:
@@ -235,6 +250,7 @@ def _results(*memory: torch.Tensor) -> Normed:
 def run_gemm(call: GemmCall) -> Normed:
     """Run the operator around a GEMM, then a kernel that normalises its rows."""
     require(call.group.backend)
+    _compile_for_any_tokens(call)
     operands = call.operands
     total = entrance("gemm_all_reduce")(
         operands.x, operands.w, operands.bias, None, None, operands.out_dtype, call.group_name,

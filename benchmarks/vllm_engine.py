@@ -68,11 +68,15 @@ def main() -> None:
     parser.add_argument("--model", choices=MODELS, default="llama-70b")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--only-start", action="store_true", help="Measure no more than starts.")
     parser.add_argument("--timeline", action="store_true", help="Profile the first engines.")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.engine:
-        found = measured(options.model, options.layers, is_profiled=options.timeline)
+        found = measured(
+            options.model, options.layers, is_profiled=options.timeline,
+            only_start=options.only_start,
+        )  # fmt: skip
         options.json.write_text(json.dumps(found))
         return
     results: list[dict[str, Any]] = []
@@ -84,7 +88,7 @@ def main() -> None:
                 results.append({"way": way, "repeat": repeat, **found})
                 print(results[-1], flush=True)
                 documents.write(options.json, results, model=options.model, layers=options.layers)
-    tokens = {json.dumps(entry["tokens"]) for entry in results}
+    tokens = {json.dumps(entry.get("tokens")) for entry in results}
     assert len(tokens) == 1, "the engines have chosen different tokens"
 
 
@@ -102,7 +106,7 @@ def run(
         file = Path(folder) / "engine.json"
         command = [sys.executable, __file__, "--engine", "--json", str(file)]
         command += ["--model", options.model, "--layers", str(options.layers)]
-        command += ["--timeline"] * is_profiled
+        command += ["--timeline"] * is_profiled + ["--only-start"] * options.only_start
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
@@ -111,7 +115,7 @@ def run(
     return {**found, "capture_s": max(map(int, re.findall(r"capturing finished in (\d+)", log)))}
 
 
-def measured(model: str, layers: int, *, is_profiled: bool) -> dict[str, Any]:
+def measured(model: str, layers: int, *, is_profiled: bool, only_start: bool) -> dict[str, Any]:
     """Return the times of one engine in this process and its workers, and its timelines."""
     import torch
     import transformers
@@ -138,6 +142,8 @@ def measured(model: str, layers: int, *, is_profiled: bool) -> dict[str, Any]:
             **({"profiler_config": profiler} if is_profiled else {}),
         )  # fmt: skip
         start_s = time.perf_counter() - begin
+        if only_start:
+            return {"start_s": start_s}
         numbers = random.Random(1)
 
         def generate(sequences: int, prompt: int, tokens: int) -> tuple[float, list[Any]]:

@@ -329,7 +329,7 @@ MUTANTS = [
     ),
     # integrations
     Mutant(
-        "interlace/integrations/hosts.py",
+        "interlace/counting.py",
         "self.left[operator, reason] += 1",
         "self.left[operator, reason] += 0",
         "integrations/test_symm_mem.py::test_other_calls_are_left_to_pytorch",

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch.distributed as dist
 
-from interlace import compile
+from interlace import compile, environment
+from interlace.clients import CLIENTS, is_on
+from interlace.comm.host.identity import PACKAGE, digest_of
 from interlace.compile import foreign
+from interlace.compile.summary import summary
+from interlace.counting import log
+from interlace.gemm import invariance
 from interlace.integrations import hosts
-from interlace.integrations.hosts import log
+
+_VLLM = CLIENTS["vllm"]
 
 COLLECTIVES = {
     "vllm::all_reduce": "all_reduce",
@@ -27,7 +35,8 @@ def plugin() -> None:
     Interlace is installed. The choice is ``INTERLACE_VLLM=1``, or ``interlace`` among the names in
     vLLM's variable ``VLLM_PLUGINS``.
     """
-    if hosts.is_chosen("vLLM", "INTERLACE_VLLM", "VLLM_PLUGINS"):
+    hosts.log_through("vllm")
+    if hosts.is_chosen(_VLLM):
         register()
 
 
@@ -38,16 +47,38 @@ def register() -> None:
     alone. Under ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
     batch, by kernels of its own; then nothing is registered.
     """
-    if hosts.is_on("VLLM_BATCH_INVARIANT"):
-        log.info("vLLM left alone: it runs in its batch-invariant mode (VLLM_BATCH_INVARIANT)")
+    if is_on(_VLLM.promise):
+        log.info("vLLM left alone: it runs in its batch-invariant mode (%s)", _VLLM.promise)
         return
     for name, collective in COLLECTIVES.items():
         foreign.register(foreign.Foreign(name, collective, process_group))
     for name, has_residual in NORMS.items():
         foreign.register(foreign.ForeignNorm(name, has_residual))
+    summary.name_program("vllm", "vLLM")
+    _keep_graphs_apart()
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
     # a tenth of a second, and kernels are compiled that then do not run.
     compile.install(autotune=False)
+
+
+def _keep_graphs_apart() -> None:
+    """Let the key of vLLM's cache of compiled graphs tell graphs with Interlace from others.
+
+    vLLM's key covers its own variables, the model and PyTorch, but no pass in Inductor's slot: a
+    graph that it compiled without Interlace, or by another version, would be used again.
+    """
+    with contextlib.suppress(ImportError):
+        from vllm import envs
+
+        # What vLLM hashes: values of functions, by names of variables.
+        variables = getattr(envs, "environment_variables", None)
+        if isinstance(variables, dict):
+            variables["interlace"] = _identity
+
+
+def _identity() -> str:
+    """Return what the pass's decisions depend on, the same on every rank."""
+    return repr((digest_of(PACKAGE), environment.settings(), invariance.is_enabled()))
 
 
 def process_group(name: str) -> dist.ProcessGroup:

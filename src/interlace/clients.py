@@ -60,6 +60,8 @@ class Client:
         promise: The variable by which the program promises a row's bits in every batch; then
             Interlace leaves everything alone.
         operators: The operators whose symmetric memory a layer of a transformer needs.
+        limit: The limit of symmetric memory that the plug-in sets, unless the user has set one.
+        budget: What the program's own budget of memory knows of Interlace's.
     """
 
     name: str
@@ -75,6 +77,8 @@ class Client:
     plugins: str = ""
     promise: str = ""
     operators: tuple[str, ...] = ()
+    limit: str = ""
+    budget: str = "it is outside of PyTorch's allocator; the program has no budget that counts it"
 
     plugin = "interlace"
     """The plug-in's name, by its entry points."""
@@ -91,6 +95,8 @@ class Client:
         asked = environment.switch(self.variable)
         return self.plugin in names if asked is None else asked
 
+
+_LIMIT = "1G"
 
 _SUMS = ("gemm_all_reduce_norm", "gemm_all_reduce")
 
@@ -121,6 +127,11 @@ CLIENTS = {
             plugins="VLLM_PLUGINS",
             promise="VLLM_BATCH_INVARIANT",
             operators=_SUMS,
+            limit=_LIMIT,
+            budget=(
+                "gpu_memory_utilization counts what the profile run and the two largest graphs of "
+                "each kind allocate; what comes later lies in the part that it leaves free"
+            ),
         ),
         Client(
             name="sglang",
@@ -139,6 +150,8 @@ CLIENTS = {
             plugins="SGLANG_PLUGINS",
             promise="SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
             operators=("gemm_all_reduce",),
+            limit=_LIMIT,
+            budget="mem_fraction_static does not count it; it lies in the part that is left free",
         ),
         Client(
             name="transformers",

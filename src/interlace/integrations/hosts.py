@@ -5,9 +5,11 @@ plug-in, and where the lines for the program's users go.
 from __future__ import annotations
 
 import logging
+import os
 
 from interlace.clients import Client
 from interlace.counting import is_first_rank, log
+from interlace.environment import LIMIT_VARIABLE
 
 
 def is_chosen(client: Client) -> bool:
@@ -29,6 +31,15 @@ def is_chosen(client: Client) -> bool:
             client.title, client.variable, client.plugin, client.plugins,
         )  # fmt: skip
     return is_asked
+
+
+def limit_memory(client: Client) -> None:
+    """Set the client's limit of symmetric memory, unless the user has set one, or none by an empty
+    variable.
+
+    An engine gives nearly all memory away before most calls are made.
+    """
+    os.environ.setdefault(LIMIT_VARIABLE, client.limit)
 
 
 def log_through(name: str) -> None:

@@ -32,6 +32,7 @@ def plugin() -> None:
     in SGLang's variable ``SGLANG_PLUGINS``.
     """
     if hosts.is_chosen(CLIENTS["sglang"]):
+        hosts.limit_memory(CLIENTS["sglang"])
         register()
 
 

@@ -37,6 +37,7 @@ def plugin() -> None:
     """
     hosts.log_through("vllm")
     if hosts.is_chosen(_VLLM):
+        hosts.limit_memory(_VLLM)
         register()
 
 

@@ -23,7 +23,7 @@ def is_on(variable: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TestedVersion:
     """Where a version of a program was run with Interlace.
 
     Attributes:
@@ -72,7 +72,7 @@ class Client:
     off: str
     fused: str
     left: str
-    runs: tuple[Run, ...]
+    runs: tuple[TestedVersion, ...]
     variable: str = ""
     plugins: str = ""
     promise: str = ""
@@ -120,8 +120,8 @@ CLIENTS = {
                 "with --enforce-eager, everything under VLLM_BATCH_INVARIANT=1"
             ),
             runs=(
-                Run("0.26.0", "two H200s: its engine"),
-                Run("0.33", "CPU backend: its layers, groups and loader of plug-ins"),
+                TestedVersion("0.26.0", "two H200s: its engine"),
+                TestedVersion("0.33", "CPU backend: its layers, groups and loader of plug-ins"),
             ),
             variable="INTERLACE_VLLM",
             plugins="VLLM_PLUGINS",
@@ -145,7 +145,9 @@ CLIENTS = {
                 "layers that are quantised, compiled or do not reduce, norms, experts, everything "
                 "under --enable-deterministic-inference"
             ),
-            runs=(Run("0.5.23", "CPU backend: its layer, groups and loader of plug-ins"),),
+            runs=(
+                TestedVersion("0.5.23", "CPU backend: its layer, groups and loader of plug-ins"),
+            ),
             variable="INTERLACE_SGLANG",
             plugins="SGLANG_PLUGINS",
             promise="SGLANG_ENABLE_DETERMINISTIC_INFERENCE",
@@ -171,9 +173,9 @@ CLIENTS = {
                 "is sharded; experts of other forms raise an error"
             ),
             runs=(
-                Run("5.17", "CPU backend: dense models; two H200s: generate, decoding"),
-                Run("5.23", "CPU backend: dense models, generate, experts"),
-                Run(
+                TestedVersion("5.17", "CPU backend: dense models; two H200s: generate, decoding"),
+                TestedVersion("5.23", "CPU backend: dense models, generate, experts"),
+                TestedVersion(
                     "5.24",
                     "CPU backend: dense models, generate, experts; two H200s: a prompt and "
                     "training steps",
@@ -194,7 +196,9 @@ CLIENTS = {
             ),
             left="models with FlexAttention, unless interlace.compile.install() is called",
             runs=(
-                Run("0.3.0", "CPU backend: blocks with torch 2.13, its trainer with torch 2.14"),
+                TestedVersion(
+                    "0.3.0", "CPU backend: blocks with torch 2.13, its trainer with torch 2.14"
+                ),
             ),
             operators=("all_gather_gemm", "gemm_reduce_scatter"),
         ),
@@ -214,8 +218,8 @@ CLIENTS = {
                 "error"
             ),
             runs=(
-                Run("1.8.0", "CPU backend, with torch 2.13"),
-                Run("1.9.2", "CPU backend, with torch 2.14.1"),
+                TestedVersion("1.8.0", "CPU backend, with torch 2.13"),
+                TestedVersion("1.9.2", "CPU backend, with torch 2.14.1"),
             ),
         ),
     )

@@ -13,7 +13,7 @@ from typer.testing import CliRunner, Result
 
 from interlace.cli import client_memory, doctor_client
 from interlace.cli.app import app
-from interlace.clients import CLIENTS, Run
+from interlace.clients import CLIENTS, TestedVersion
 from interlace.gemm.implementations import outputs
 
 LIMIT = "INTERLACE_MAX_WORKSPACE"
@@ -180,7 +180,7 @@ def test_what_is_refused(arguments: tuple[str, ...], says: str) -> None:
 
 
 def test_a_version_stands_for_those_that_begin_with_it() -> None:
-    assert Run("5.23", "").is_of("5.23.1")
-    assert Run("0.26.0", "").is_of("0.26.0+cu130")
-    assert not Run("0.26.0", "").is_of("0.26.1")
-    assert not Run("5.2", "").is_of("5.23.0")
+    assert TestedVersion("5.23", "").is_of("5.23.1")
+    assert TestedVersion("0.26.0", "").is_of("0.26.0+cu130")
+    assert not TestedVersion("0.26.0", "").is_of("0.26.1")
+    assert not TestedVersion("5.2", "").is_of("5.23.0")

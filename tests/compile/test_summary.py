@@ -13,7 +13,7 @@ from torch._dynamo.callback import CallbackTrigger, callback_handler
 
 import interlace
 from interlace.compile import Finding, eager_backend
-from interlace.compile.summary import Summary, summary
+from interlace.compile.summary import GraphSummary, summary
 
 
 def _found(operator: str | None, reason: str = "faster", collective: str = "all_reduce") -> Finding:
@@ -21,9 +21,9 @@ def _found(operator: str | None, reason: str = "faster", collective: str = "all_
 
 
 @pytest.fixture
-def fresh() -> Iterator[Summary]:
+def fresh() -> Iterator[GraphSummary]:
     """A summary of its own, with counts that begin at zero."""
-    fresh = Summary()
+    fresh = GraphSummary()
     fresh.calls.clear()
     try:
         yield fresh
@@ -34,7 +34,7 @@ def fresh() -> Iterator[Summary]:
             callback_handler.remove_end_callback(callback)
 
 
-def _compilation(summary: Summary, *graphs: list[Finding]) -> None:
+def _compilation(summary: GraphSummary, *graphs: list[Finding]) -> None:
     """One compilation of several graphs, one of which is compiled within another's."""
     with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"):
         for graph in graphs:
@@ -43,7 +43,7 @@ def _compilation(summary: Summary, *graphs: list[Finding]) -> None:
                 summary.count(graph)
 
 
-def test_a_compilation_has_one_line(fresh: Summary, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compilation_has_one_line(fresh: GraphSummary, caplog: pytest.LogCaptureFixture) -> None:
     graphs = [
         [_found("gemm_all_reduce_norm"), _found("gemm_all_reduce")],
         [_found("gemm_all_reduce_norm"), _found(None, "it gathers the last dimension", "gather")],
@@ -62,7 +62,7 @@ def test_a_compilation_has_one_line(fresh: Summary, caplog: pytest.LogCaptureFix
 
 
 def test_lines_do_not_grow_with_the_number_of_compilations(
-    fresh: Summary, caplog: pytest.LogCaptureFixture
+    fresh: GraphSummary, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The 1st, 2nd, 4th, ... has one, and one with an operator or a reason that is new."""
     with caplog.at_level(logging.INFO, "interlace"):
@@ -74,13 +74,19 @@ def test_lines_do_not_grow_with_the_number_of_compilations(
     assert "20 of 21" in caplog.messages[-1]
 
 
-def test_only_a_few_reasons_are_in_the_line(fresh: Summary) -> None:
+def test_reasons_of_equal_layers_are_one(fresh: GraphSummary) -> None:
+    """Nodes have numbers."""
+    fresh.count([_found(None, f"what goes into it is add_{i}, not a product") for i in range(3)])
+    assert str(fresh).endswith("left alone: 3 all_reduce (what goes into it is add, not a product)")
+
+
+def test_only_a_few_reasons_are_in_the_line(fresh: GraphSummary) -> None:
     fresh.count([_found(None, f"reason {i}") for i in range(6)])
     assert str(fresh).endswith("1 all_reduce (reason 3), 2 more reasons")
 
 
 def test_graphs_of_the_cache_are_said_once(
-    fresh: Summary, caplog: pytest.LogCaptureFixture
+    fresh: GraphSummary, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "interlace"):
         for _ in range(3):
@@ -90,7 +96,7 @@ def test_graphs_of_the_cache_are_said_once(
     assert "taken from Inductor's cache" in line
 
 
-def test_another_program_has_counts_of_its_own(fresh: Summary) -> None:
+def test_another_program_has_counts_of_its_own(fresh: GraphSummary) -> None:
     interlace.counts()["vllm"].clear()
     fresh.name_program("vllm", "vLLM")
     fresh.count([_found("gemm_all_reduce")])

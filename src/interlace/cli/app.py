@@ -192,7 +192,7 @@ def doctor(
     if client and not (network or nodes is not None or backend != "auto"):
         from interlace.cli import doctor_client
 
-        request = doctor_client.Request(client, model, tokens, world_size or 2, gpu)
+        request = doctor_client.ClientRequest(client, model, tokens, world_size or 2, gpu)
         raise typer.Exit(doctor_client.run(request, outputs))
     if client or model:
         raise ArgumentError(

@@ -21,7 +21,7 @@ from interlace.units import format_memory
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class ClientRequest:
     """What ``interlace doctor --client`` is asked.
 
     Attributes:
@@ -41,7 +41,7 @@ class Request:
     dtype: str = "bfloat16"
 
 
-def run(request: Request, outputs: Outputs) -> int:
+def run(request: ClientRequest, outputs: Outputs) -> int:
     """Print all checks of a client; return the exit code: 0 if Interlace would work in it.
 
     Raises:
@@ -162,7 +162,7 @@ def _limit(client: Client) -> Row:
     return dataclasses.replace(row, meaning=f"{meaning}; an empty {LIMIT_VARIABLE} lifts it")
 
 
-def check_memory(client: Client, request: Request) -> Row:
+def check_memory(client: Client, request: ClientRequest) -> Row:
     """Return the symmetric memory of a model's layers, beside the client's own budget.
 
     Raises:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import logging
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -22,9 +23,10 @@ from interlace.counting import Calls, calls_of, is_first_rank
 log = logging.getLogger("interlace.compile")
 
 _MOST_REASONS = 4
+_NUMBERED = re.compile(r"\b([a-z][a-z_]*)_\d+\b")
 
 
-class Summary:
+class GraphSummary:
     """What the pass did with all graphs of this process, and whether the log has it.
 
     Attributes:
@@ -57,7 +59,9 @@ class Summary:
                 self._merged += 1
                 continue
             counter: collections.Counter[Any] = calls.taken if finding.operator else calls.left
-            key = finding.operator or (finding.collective, finding.reason)
+            # Nodes of equal layers have numbers, such as add_3, and are left for one reason.
+            reason = _NUMBERED.sub(r"\1", finding.reason)
+            key = finding.operator or (finding.collective, reason)
             self._is_new |= not counter[key]
             counter[key] += 1
 
@@ -108,5 +112,5 @@ class Summary:
         return text + (f"; left alone: {', '.join(reasons)}" if reasons else "")
 
 
-summary = Summary()
+summary = GraphSummary()
 """The summary of this process."""

@@ -5,23 +5,25 @@ plug-in, and where the lines for the program's users go.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import os
 
 from interlace.clients import Client
-from interlace.counting import is_first_rank, log
+from interlace.counting import log
 from interlace.environment import LIMIT_VARIABLE
 
 
 def is_chosen(client: Client) -> bool:
     """Return whether the user has chosen Interlace for a program that found it installed.
 
-    One line in the log says so either way.
+    One line in the log of the program's first process says so either way.
 
     Raises:
         ArgumentError: The client's variable is neither on nor off.
     """
     is_asked = client.is_asked()
-    if not is_first_rank():
+    # A program loads plug-ins in each of its processes, before these have ranks.
+    if multiprocessing.parent_process() is not None:
         return is_asked
     if is_asked:
         log.info("Interlace is on in %s: %s=0 switches it off.", client.title, client.variable)

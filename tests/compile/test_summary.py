@@ -10,9 +10,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._dynamo.callback import CallbackTrigger, callback_handler
+from torch._guards import CompileContext, CompileId, compile_context
 
 import interlace
 from interlace.compile import Finding, eager_backend
+from interlace.compile import summary as module
 from interlace.compile.summary import GraphSummary, summary
 
 
@@ -29,6 +31,8 @@ def fresh() -> Iterator[GraphSummary]:
         yield fresh
     finally:
         fresh.calls.clear()
+        if fresh._timer is not None:
+            fresh._timer.cancel()
         with_it = [each for each in callback_handler.end_callbacks if each == fresh._say]
         for callback in with_it:
             callback_handler.remove_end_callback(callback)
@@ -36,7 +40,10 @@ def fresh() -> Iterator[GraphSummary]:
 
 def _compilation(summary: GraphSummary, *graphs: list[Finding]) -> None:
     """One compilation of several graphs, one of which is compiled within another's."""
-    with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"):
+    with (
+        callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/0"),
+        compile_context(CompileContext(CompileId(frame_id=0, frame_compile_id=0))),
+    ):
         for graph in graphs:
             with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0/1"):
                 summary.expect()
@@ -72,6 +79,24 @@ def test_lines_do_not_grow_with_the_number_of_compilations(
         _compilation(fresh, [_found(None, "nothing is known")])
     assert caplog.messages[-1].endswith("; left alone: 1 all_reduce (nothing is known)")
     assert "20 of 21" in caplog.messages[-1]
+
+
+def test_a_model_that_is_compiled_ahead_of_time_has_one_line(
+    fresh: GraphSummary, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's compiler does not say when that ends: the line comes when no graph has come."""
+    monkeypatch.setattr(module, "QUIET_S", 60.0)
+    with caplog.at_level(logging.INFO, "interlace"):
+        fresh.count([_found("gemm_all_reduce")])
+        waiting = fresh._timer
+        monkeypatch.setattr(module, "QUIET_S", 0.01)
+        fresh.count([_found("gemm_all_reduce"), _found(None, "few")])
+        assert waiting is not None
+        assert waiting.finished.is_set()
+        assert fresh._timer is not None
+        fresh._timer.join(60)
+    (line,) = caplog.messages
+    assert line.startswith("interlace: torch.compile: 2 of 3 collectives fused")
 
 
 def test_reasons_of_equal_layers_are_one(fresh: GraphSummary) -> None:
@@ -140,3 +165,35 @@ def test_rank_0_says_it_once_and_calls_say_nothing(ranks: Any) -> None:
     assert line.startswith("interlace: torch.compile: 1 of 1 collectives fused (gemm_all_reduce 1)")
     assert second == []
     assert counted == also == {"gemm_all_reduce": 1}
+
+
+def _ahead_of_time() -> tuple[bool, dict[str, int]]:
+    """Whether a line is due after a compilation ahead of time by Inductor, and what is fused."""
+    from torch._inductor.utils import fresh_cache
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x @ w
+        dist.all_reduce(y)
+        return y
+
+    summary.calls.clear()
+    torch.compiler.reset()
+    x, w = torch.ones(128, 8), torch.ones(8, 12)
+    with (
+        interlace.compile.installed(),
+        torch._dynamo.config.patch(enable_aot_compile=True),
+        fresh_cache(),  # what is compiled ahead of time needs a cache
+        torch.no_grad(),
+    ):
+        compiled = torch.compile(program, fullgraph=True, dynamic=False)
+        compiled.aot_compile(((x, w), {}))
+    waits = summary._timer is not None
+    if summary._timer is not None:
+        summary._timer.cancel()
+        summary._timer = None
+    return waits, dict(summary.calls.taken)
+
+
+def test_a_compilation_ahead_of_time_is_noticed(ranks: Any) -> None:
+    """By Dynamo's own way of it, as vLLM compiles."""
+    assert ranks(2).run(_ahead_of_time) == [(True, {"gemm_all_reduce": 1})] * 2

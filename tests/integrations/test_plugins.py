@@ -63,6 +63,17 @@ def test_plugins_are_on_by_choice(
     assert os.environ.get("INTERLACE_MAX_WORKSPACE") == ("1G" if is_on else None)
 
 
+def test_only_the_first_process_says_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Engines load plug-ins in all of their processes."""
+    monkeypatch.setenv("INTERLACE_VLLM", "1")
+    monkeypatch.setattr(hosts.multiprocessing, "parent_process", lambda: object())
+    with caplog.at_level(logging.INFO, "interlace.integrations"):
+        assert hosts.is_chosen(CLIENTS["vllm"])
+    assert not caplog.messages
+
+
 def test_the_limit_of_the_user_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """An empty one is none."""
     for limit in ("", "3G"):

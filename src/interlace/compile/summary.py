@@ -5,6 +5,9 @@ such as vLLM hands a model to the compiler in dozens of pieces, all within one c
 line sums up the model. A model with graph breaks is several compilations. Lines have the totals of
 the process, and are written after the first, second, fourth, eighth, ... compilation, and after one
 with an operator or a reason that is new: at most a few lines per model, however many layers it has.
+
+PyTorch says nothing of the end where a program compiles ahead of time (``aot_compile``, as vLLM
+does) or calls Inductor itself. There a line is written when no graph has come for some seconds.
 """
 
 from __future__ import annotations
@@ -12,15 +15,20 @@ from __future__ import annotations
 import collections
 import logging
 import re
+import threading
 from collections.abc import Iterable
 from typing import Any
 
 from torch._dynamo.callback import callback_handler
+from torch._guards import CompileContext
 
 from interlace.compile.findings import PRODUCTS, Finding
 from interlace.counting import Calls, calls_of, is_first_rank
 
 log = logging.getLogger("interlace.compile")
+
+QUIET_S = 10.0
+"""Seconds without a graph after which a model is taken to be compiled, if PyTorch does not say."""
 
 _MOST_REASONS = 4
 _NUMBERED = re.compile(r"\b([a-z][a-z_]*)_\d+\b")
@@ -38,6 +46,7 @@ class GraphSummary:
         self.program, self.title = "torch.compile", "torch.compile"
         self._graphs = self._compilations = self._merged = 0
         self._is_new = self._was_asked = self._was_called = self._has_told_of_cache = False
+        self._timer: threading.Timer | None = None
 
     def name_program(self, program: str, title: str) -> None:
         """Count the graphs that are compiled from now on for another program."""
@@ -64,6 +73,8 @@ class GraphSummary:
             key = finding.operator or (finding.collective, reason)
             self._is_new |= not counter[key]
             counter[key] += 1
+        if CompileContext.current_compile_id() is None:
+            self._wait()
 
     def expect(self) -> None:
         """Note that Inductor has asked for the pass's key, with which it looks for a graph."""
@@ -74,6 +85,19 @@ class GraphSummary:
         # torch.compiler.reset() forgets all callbacks.
         if self._say not in callback_handler.end_callbacks:
             callback_handler.register_end_callback(self._say)
+
+    def _wait(self) -> None:
+        """Write a line once no graph has come for some seconds."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = threading.Timer(QUIET_S, self._say_what_is_there)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _say_what_is_there(self) -> None:
+        self._was_called = self._is_new = False
+        if self._graphs and is_first_rank():
+            log.info("%s", self)
 
     def _say(self, _: Any) -> None:
         """Write a line if one is due, at the end of a compilation."""

@@ -60,7 +60,7 @@ def test_a_compilation_has_one_line(fresh: GraphSummary, caplog: pytest.LogCaptu
         _compilation(fresh, *graphs)
     assert caplog.messages == [
         "interlace: torch.compile: 3 of 4 collectives fused (gemm_all_reduce_norm 2, "
-        "gemm_all_reduce 1) in 3 graphs, equal ones once; 1 groups of products with one input "
+        "gemm_all_reduce 1) in 3 graphs, equal ones once; 1 group of products with one input "
         "merged; left alone: 1 gather (it gathers the last dimension)"
     ]
     counts = interlace.counts()["torch.compile"]

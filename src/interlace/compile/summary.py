@@ -24,6 +24,7 @@ from torch._guards import CompileContext
 
 from interlace.compile.findings import PRODUCTS, Finding
 from interlace.counting import Calls, calls_of, is_first_rank
+from interlace.units import format_count
 
 log = logging.getLogger("interlace.compile")
 
@@ -124,9 +125,10 @@ class GraphSummary:
         operators = ", ".join(f"{name} {count}" for name, count in taken.most_common())
         text = f"interlace: {self.title}: {taken.total()} of {total} collectives fused"
         text += f" ({operators})" if operators else ""
-        text += f" in {self._graphs} graph{'s' if self._graphs > 1 else ''}, equal ones once"
+        text += f" in {format_count(self._graphs, 'graph')}, equal ones once"
         if self._merged:
-            text += f"; {self._merged} groups of products with one input merged"
+            merged = format_count(self._merged, "group")
+            text += f"; {merged} of products with one input merged"
         reasons = [
             f"{count} {collective} ({reason})"
             for (collective, reason), count in left.most_common(_MOST_REASONS)

@@ -1,8 +1,8 @@
-"""Write the tables of ``docs/results.md`` and ``docs/costs.md`` anew: ``python docs/tables.py``.
+"""Write the tables of results, of costs and of clients anew: ``python docs/tables.py``.
 
 Those of measurements stand below a comment with the command that prints them, whose files are in
 ``benchmarks/results``; those of symmetric memory below one with the sizes, from which the code
-computes them. A test compares the tables with both.
+computes them; those of versions below one with the client. A test compares the tables with these.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import torch
 from typer.testing import CliRunner
 
 from interlace.cli.app import app
+from interlace.cli.client_memory import memory_of
+from interlace.clients import CLIENTS
 from interlace.comm.groups.reservation import GPU_GRANULARITY
 from interlace.gemm.choice import default_config
 from interlace.gemm.config import GemmConfig
@@ -28,6 +30,7 @@ from interlace.registry import operator_named
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
 COSTS = ROOT / "docs" / "costs.md"
+CLIENT_PAGES = [ROOT / "docs" / f"{name}.md" for name in CLIENTS]
 # The table of a sweep is followed by how many calls it has.
 _TABLE = re.compile(
     r"(<!-- interlace (bench\s+table\s[^>]*?) -->\n\n)(?:\|.*\n)+(?:\n\d+ calls drawn.*\n)?"
@@ -95,6 +98,33 @@ def _memory(match: re.Match[str]) -> str:
     return match[1] + "\n".join(lines) + "\n"
 
 
+# The versions of a client that were run, and the symmetric memory of models in it, by ranks and tokens.
+_VERSIONS = re.compile(r"(<!-- versions of (\w+) -->\n\n)(?:\|.*\n)+")
+_CLIENT_MEMORY = re.compile(r"(<!-- memory of (\w+): ([^;]+); tokens ([\d ]+) -->\n\n)(?:\|.*\n)+")
+
+
+def _versions(match: re.Match[str]) -> str:
+    lines = ["| version | ran on |", "|---|---|"]
+    lines += [f"| {run.version} | {run.ran_on} |" for run in CLIENTS[match[2]].runs]
+    return match[1] + "\n".join(lines) + "\n"
+
+
+def _client_memory(match: re.Match[str]) -> str:
+    tokens = [int(number) for number in match[4].split()]
+    lines = [
+        "| model | GPUs | " + " | ".join(f"{number:,} tokens" for number in tokens) + " |",
+        "|---|---:|" + len(tokens) * "---:|",
+    ]
+    for model_and_ranks in match[3].split(", "):
+        model, ranks = model_and_ranks.split()
+        cells = []
+        for number in tokens:
+            memory = memory_of(CLIENTS[match[2]], model, number, int(ranks), "h200", torch.bfloat16)
+            cells.append(f"{memory.first >> 20:,}, at most {memory.most >> 20:,} MiB")
+        lines.append("| " + " | ".join([model, ranks, *cells]) + " |")
+    return match[1] + "\n".join(lines) + "\n"
+
+
 def with_tables(text: str) -> str:
     """Return a page's text, in which the tables are what the commands above them print, and what
     the files above them hold.
@@ -109,9 +139,10 @@ def with_tables(text: str) -> str:
         *kept, _machines = result.output.strip().split("\n\n")
         return match[1] + "\n\n".join(kept) + "\n"
 
-    return _MEMORY.sub(_memory, _HOST_TIMES.sub(_host_times, _TABLE.sub(rendered, text)))
+    text = _MEMORY.sub(_memory, _HOST_TIMES.sub(_host_times, _TABLE.sub(rendered, text)))
+    return _CLIENT_MEMORY.sub(_client_memory, _VERSIONS.sub(_versions, text))
 
 
 if __name__ == "__main__":
-    for page in (PAGE, COSTS):
+    for page in (PAGE, COSTS, *CLIENT_PAGES):
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -327,9 +327,21 @@ MUTANTS = [
         "start > window.numel()",
         "gin/test_puts.py::test_what_a_card_would_answer_with_damage_is_refused",
     ),
+    Mutant(
+        "interlace/compile/summary.py",
+        "not self._compilations & (self._compilations - 1)",
+        "not self._compilations & 0",
+        "compile/test_summary.py::test_lines_do_not_grow_with_the_number_of_compilations",
+    ),
+    Mutant(
+        "interlace/clients.py",
+        "return self.plugin in names if asked is None else asked",
+        "return self.plugin in names or bool(asked)",
+        "cli/test_doctor_client.py::test_the_switch",
+    ),
     # integrations
     Mutant(
-        "interlace/integrations/hosts.py",
+        "interlace/counting.py",
         "self.left[operator, reason] += 1",
         "self.left[operator, reason] += 0",
         "integrations/test_symm_mem.py::test_other_calls_are_left_to_pytorch",

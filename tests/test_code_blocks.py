@@ -128,10 +128,8 @@ def worker():
         ranks=2,
     ),
     # The lines of programs that are not installed are only parsed.
-    "docs/integrations.md": Program(
-        """
-import importlib.util
-"""
+    "docs/transformers.md": Program(
+        "import importlib.util\n"
         + _IMPORTS
         + """
 def worker():
@@ -141,9 +139,14 @@ def worker():
         # block 1
         # block 2
         assert (compiled.backend, config.ep_implementation) == ("interlace", "interlace")
-    # block 3
-    # block 4
-    # block 5
+""",
+        ranks=2,
+    ),
+    "docs/torchrec.md": Program(
+        "import importlib.util\n"
+        + _IMPORTS
+        + """
+def worker():
     if importlib.util.find_spec("torchrec"):
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 
@@ -153,7 +156,8 @@ def worker():
             )
         ]
         ebc = EmbeddingBagCollection(tables=tables)
-        # block 6
+        # block 0
+        assert interlace.counts()["torchrec"].taken["embedding_all_to_all"] == 1
 """,
         ranks=2,
     ),

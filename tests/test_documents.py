@@ -20,6 +20,7 @@ import yaml
 
 import interlace
 from interlace import errors
+from interlace.clients import CLIENTS
 
 ROOT = Path(__file__).parents[1]
 REFERENCE = (ROOT / "docs" / "reference.md").read_text(encoding="utf-8")
@@ -126,6 +127,27 @@ def test_tables_of_memory_are_what_the_code_computes() -> None:
     text = script["COSTS"].read_text(encoding="utf-8")
     assert text.count("<!-- symmetric memory") == 4
     assert script["with_tables"](text) == text
+
+
+def test_tables_of_clients_are_what_the_code_has() -> None:
+    """If this fails, ``python docs/tables.py`` writes them anew."""
+    script = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    for page in script["CLIENT_PAGES"]:
+        text = page.read_text(encoding="utf-8")
+        assert text.count(f"<!-- versions of {page.stem} -->") == 1
+        assert script["with_tables"](text) == text
+    vllm = (ROOT / "docs" / "vllm.md").read_text(encoding="utf-8")
+    assert vllm.count("<!-- memory of vllm") == 1
+
+
+def test_pages_of_clients_say_what_doctor_says() -> None:
+    """Each has the line, the check and the counter."""
+    for client in CLIENTS.values():
+        text = (ROOT / "docs" / f"{client.name}.md").read_text(encoding="utf-8")
+        assert client.line in text
+        assert re.search(rf"doctor --client {client.name}\b", text)
+        assert "interlace.counts()" in text
+        assert not client.variable or f"{client.variable}=0" in text
 
 
 def test_every_page_has_its_place_in_the_site() -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         set_deadline,
         synchronize,
     )
+    from interlace.counting import counts
     from interlace.errors import (
         ArgumentError,
         BackendError,
@@ -70,6 +71,7 @@ _PUBLIC = {
     "recover": "interlace.comm",
     "set_deadline": "interlace.comm",
     "synchronize": "interlace.comm",
+    "counts": "interlace.counting",
     "ArgumentError": "interlace.errors",
     "BackendError": "interlace.errors",
     "GroupError": "interlace.errors",
@@ -144,6 +146,7 @@ __all__ = [
     "autotune",
     "batch_invariant",
     "compile",
+    "counts",
     "embedding_all_to_all",
     "empty_symmetric",
     "explain",

@@ -77,6 +77,13 @@ def byte_count(variable: str) -> int | None:
     return int(match[1]) << _BYTES[match[2] or ""]
 
 
+def settings() -> dict[str, str]:
+    """Return all variables of Interlace that are set, in the order of their names."""
+    return {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith("INTERLACE_")
+    }
+
+
 @contextlib.contextmanager
 def changed(values: Mapping[str, str]) -> Iterator[None]:
     """Set variables within this context, for processes that start in it, too."""

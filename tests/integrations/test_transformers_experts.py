@@ -169,9 +169,11 @@ def test_training_with_a_batch_for_each_half_of_the_ranks(ranks: Any, tmp_path: 
         assert messages > 0
 
 
-def _compiled(folder: str) -> tuple[dict[str, float], dict[str, int]]:
-    """The errors of a compiled training step, and where Dynamo has cut its graph."""
+def _compiled(folder: str) -> tuple[dict[str, float], dict[str, int], int]:
+    """Errors of a compiled training step, where Dynamo has cut its graph, and layers counted."""
     interlace.integrations.transformers.register()
+    taken = interlace.counts()["transformers"].taken
+    taken.clear()
     config, sizes = MODELS["Mixtral"]
     parallel = {"tp_size": 2, "ep_size": 2, "ep_implementation": "interlace"}
     model = _model(config, sizes, folder, parallel)
@@ -185,13 +187,14 @@ def _compiled(folder: str) -> tuple[dict[str, float], dict[str, int]]:
         key: float((found[f"_orig_mod.{key}" if key != "logits" else key] - each).norm())
         for key, each in expected.items()
     }
-    return errors, dict(counters["graph_break"])
+    return errors, dict(counters["graph_break"]), taken["mixture_of_experts"]
 
 
 def test_compiled(ranks: Any, tmp_path: Path) -> None:
-    for errors, breaks in ranks(2).run(_compiled, str(tmp_path)):
+    for errors, breaks, layers in ranks(2).run(_compiled, str(tmp_path)):
         assert {key: error for key, error in errors.items() if not error < 1e-5} == {}
         assert breaks == {}
+        assert layers == SIZES["num_hidden_layers"]
 
 
 def _generating(name: str, folder: str, is_invariant: bool) -> tuple[bool, int, int]:

@@ -378,7 +378,6 @@ def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> No
     calls: list[Any] = []
     monkeypatch.setattr(vllm.compile, "install", lambda **options: calls.append(options))
     monkeypatch.setattr(foreign, "register", calls.append)
-    monkeypatch.setitem(sys.modules, "vllm.envs", _envs())
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     vllm.register()
     assert not calls
@@ -398,12 +397,14 @@ def test_graphs_that_vllm_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its key for compiled graphs changes with whatever the pass depends on, and only while the
     pass is on.
     """
-    envs: Any = _envs()
+    package, envs = ModuleType("vllm"), _envs()
+    vars(package)["envs"] = envs
+    monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.envs", envs)
 
     def key() -> str:
         # As vLLM does, which asks all of its variables.
-        return repr({name: value() for name, value in envs.environment_variables.items()})
+        return repr({name: value() for name, value in vars(envs)["environment_variables"].items()})
 
     without = key()
     vllm.register()

@@ -158,6 +158,23 @@ def doctor(
             "on ranks that are started here.",
         ),
     ] = False,
+    client: Annotated[
+        str,
+        typer.Option(
+            help="Say instead whether Interlace works in a program that is installed here: vllm, "
+            "sglang, transformers, torchtitan or torchrec."
+        ),
+    ] = "",
+    model: Annotated[
+        str,
+        typer.Option(help="With --client: a transformer, as of explain; how much memory it takes."),
+    ] = "",
+    tokens: Annotated[
+        int, typer.Option(help="With --model: tokens of the largest step, of all ranks.")
+    ] = 8192,
+    gpu: Annotated[
+        str, typer.Option(help="With --model: a GPU whose profile is shipped.")
+    ] = "h200",
     world_size: Ranks = None,
     nodes: Nodes = None,
     backend: Backend = "auto",
@@ -168,9 +185,20 @@ def doctor(
 ) -> None:
     """Say what this machine can do, what is missing, and what to do about it.
 
-    With --network, say what the network between nodes does.
+    With --network, say what the network between nodes does. With --client, say which version of a
+    program is installed, whether Interlace is on in it, and what will be fused.
     """
     outputs = Outputs(json=json_file)
+    if client and not (network or nodes is not None or backend != "auto"):
+        from interlace.cli import doctor_client
+
+        request = doctor_client.ClientRequest(client, model, tokens, world_size or 2, gpu)
+        raise typer.Exit(doctor_client.run(request, outputs))
+    if client or model:
+        raise ArgumentError(
+            "doctor: --client must come without --network, --nodes and --backend, and --model with "
+            "--client. Leave out what does not fit."
+        )
     if network:
         from interlace.cli import doctor_network
 

@@ -14,6 +14,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from interlace.cli.console import make_console
@@ -67,18 +69,7 @@ def run(outputs: Outputs) -> int:
         for name in ("cpu", "cuda")
         if any(row.check == f"backend {name}" and row.status == OK for row in rows)
     ]
-    table = Table(show_lines=False)
-    for heading in ("check", "status", "what it means", "what to do"):
-        table.add_column(heading, overflow="fold")
-    for row in rows:
-        table.add_row(
-            row.check,
-            f"[{_COLOURS[row.status]}]{row.status}[/]",
-            row.meaning,
-            row.action,
-            end_section=row is rows[-3],
-        )
-    console.print(table)
+    print_rows(console, rows, verdicts=2)
     if usable:
         console.print(f"Usable: {' and '.join(usable)}. Try: interlace demo", style="green")
     else:
@@ -93,6 +84,22 @@ def run(outputs: Outputs) -> int:
         }
     )
     return 0 if usable else 1
+
+
+def print_rows(console: Console, rows: list[Row], *, verdicts: int = 0) -> None:
+    """Print checks as a table, whose last rows are set apart as verdicts."""
+    table = Table(show_lines=False)
+    for heading in ("check", "status", "what it means", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(
+            escape(row.check),
+            f"[{_COLOURS[row.status]}]{row.status}[/]",
+            escape(row.meaning),
+            escape(row.action),
+            end_section=bool(verdicts) and row is rows[-1 - verdicts],
+        )
+    console.print(table)
 
 
 def check_all() -> list[Row]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -131,7 +131,6 @@ def run_explain_model(
         steps = [_embedding_step(found, device, each, world_size, kind) for each in numbers]
         left_out = "the MLPs, the interaction, the exchange of indices"
     else:
-        _require_division(found, world_size)
         steps = [
             _transformer_step(found, device, each, world_size, kind, sequence_parallel)
             for each in numbers
@@ -264,6 +263,41 @@ def _require_division(model: Model, ranks: int) -> None:
         )
 
 
+class LayerProduct(NamedTuple):
+    """A product of a transformer's layer, on one rank.
+
+    Attributes:
+        part: The product's place in the layer.
+        is_summed: Whether ranks add up their products; each has its own columns otherwise.
+        columns, inner: N and K.
+    """
+
+    part: str
+    is_summed: bool
+    columns: int
+    inner: int
+
+
+def layer_products(model: Model, ranks: int) -> list[LayerProduct]:
+    """Return the products of a layer in their order, but for those of experts.
+
+    Raises:
+        ArgumentError: The ranks do not divide what they share.
+    """
+    _require_division(model, ranks)
+    kv_heads = max(model.kv_heads // ranks, 1)
+    qkv = (model.heads // ranks + 2 * kv_heads) * model.head_dim
+    products = [
+        LayerProduct("qkv", False, qkv, model.hidden),
+        LayerProduct("output", True, model.hidden, model.heads * model.head_dim // ranks),
+    ]
+    if not model.experts:
+        inner = model.intermediate // ranks
+        products.append(LayerProduct("gate, up", False, 2 * inner, model.hidden))
+        products.append(LayerProduct("down", True, model.hidden, inner))
+    return products
+
+
 def _transformer_step(
     model: Model,
     gpu: Gpu,
@@ -278,26 +312,22 @@ def _transformer_step(
             f"--tokens must be multiples of the {ranks} ranks with --sequence-parallel; got "
             f"{tokens}."
         )
-    name, hidden = str(dtype).removeprefix("torch."), model.hidden
+    name = str(dtype).removeprefix("torch.")
     first, last = "", _NORMED if tokens <= MOST_NORMED_ROWS else _SUM
     if sequence_parallel:
         first, last = "all_gather_gemm", "gemm_reduce_scatter"
-
-    def call(part: str, operator: str, columns: int, inner: int) -> CallTime:
-        sized = SizedCall.of_dtype(name, tokens, columns, inner, ranks)
-        return _product_time(part, operator, sized, gpu, dtype)
-
-    kv_heads = max(model.kv_heads // ranks, 1)
-    qkv = (model.heads // ranks + 2 * kv_heads) * model.head_dim
     calls = [
-        call("qkv", first, qkv, hidden),
-        call("output", last, hidden, model.heads * model.head_dim // ranks),
+        _product_time(
+            each.part,
+            last if each.is_summed else first,
+            SizedCall.of_dtype(name, tokens, each.columns, each.inner, ranks),
+            gpu,
+            dtype,
+        )
+        for each in layer_products(model, ranks)
     ]
     if model.experts:
         calls.append(_experts_time(model, gpu, ceil_div(tokens, ranks), ranks, dtype))
-    else:
-        inner = model.intermediate // ranks
-        calls += [call("gate, up", first, 2 * inner, hidden), call("down", last, hidden, inner)]
     return StepTime(tokens, model.layers, calls)
 
 

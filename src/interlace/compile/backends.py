@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, cast
 
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, GraphModule
 
+from interlace import environment
 from interlace.comm import default_device_type
 from interlace.comm.host.identity import PACKAGE, digest_of, identity
 from interlace.comm.runtime.interpreter import interpreting
@@ -27,6 +27,7 @@ from interlace.compile.choice import (
 )
 from interlace.compile.findings import LeftAlone, Report, recording
 from interlace.compile.rewrite import fuse
+from interlace.compile.summary import summary
 from interlace.gemm import invariance
 from interlace.registry import operators
 
@@ -63,7 +64,7 @@ class InductorPass(CustomGraphPass):
         if self.first is not None:
             self.first(graph)
         if self.is_on:
-            fuse(graph, autotune=self.autotune, merge_products=self.merge_products)
+            summary.count(fuse(graph, autotune=self.autotune, merge_products=self.merge_products))
 
     def uuid(self) -> Any:
         """Return the pass's part of the key by which Inductor caches compiled graphs.
@@ -71,7 +72,10 @@ class InductorPass(CustomGraphPass):
         It covers the package, its libraries, the GPUs, the settings and the groups. None, which
         turns the cache off, if the first pass has no such key.
         """
-        settings = (_fingerprint(), self.autotune, self.merge_products) if self.is_on else "off"
+        settings: Any = "off"
+        if self.is_on:
+            summary.expect()
+            settings = (_fingerprint(), self.autotune, self.merge_products)
         if self.first is None:
             return settings
         # A first pass without a key could change its output between runs, and a cached graph would
@@ -173,7 +177,7 @@ def explain(model: Callable[..., Any], *inputs: Any, **keywords: Any) -> Report:
 
 
 def _fused(graph_module: GraphModule) -> GraphModule:
-    fuse(graph_module.graph)
+    summary.count(fuse(graph_module.graph))
     graph_module.recompile()
     return graph_module
 
@@ -235,17 +239,19 @@ def uninstall() -> None:
         # Another pass has taken the slot, and may call this one.
         _permanent.is_on = False
     _permanent = None
+    summary.name_program("torch.compile", "torch.compile")
 
 
 def installed_key() -> str:
-    """Return the key of the pass in Inductor's slot, for programs that keep compiled graphs under
-    keys of their own; empty where no pass has one, and in a process that has not used its GPU.
+    """Return what the decisions of the pass of :func:`install` depend on, for programs that keep
+    compiled graphs under keys of their own; empty without it, and in a process that has not used
+    its GPU.
     """
     # What compiles has a GPU in use. Nothing else may start CUDA, which takes memory of the GPU.
-    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+    is_idle = torch.cuda.is_available() and not torch.cuda.is_initialized()
+    if _permanent is None or is_idle:
         return ""
-    passed = _installed_pass()
-    return repr(passed.uuid()) if isinstance(passed, CustomGraphPass) else ""
+    return repr((_fingerprint(), _permanent.autotune, _permanent.merge_products))
 
 
 def _installed_pass() -> Any:
@@ -294,9 +300,6 @@ def _fingerprint() -> str:
         # The profile that decides, which a graph that is found need not ask for.
         with contextlib.suppress(LeftAlone):
             require_common_profile(each)
-    settings = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith("INTERLACE_")
-    }
     facts = (
         digest_of(PACKAGE),
         [identity(device) for device in devices],
@@ -311,7 +314,7 @@ def _fingerprint() -> str:
             (name, [implementation.name for implementation in operator.implementations])
             for name, operator in sorted(operators().items())
         ],
-        settings,
+        environment.settings(),
         invariance.is_enabled(),
     )
     return hashlib.sha256(repr(facts).encode()).hexdigest()

@@ -125,7 +125,7 @@ def recording() -> Iterator[list[Finding]]:
 
 
 def record(findings: list[Finding]) -> None:
-    """Append findings to all open recordings, log them, and hand them to tlparse.
+    """Append findings to all open recordings, log them at level DEBUG, and hand them to tlparse.
 
     ``TORCH_LOGS="+interlace"`` shows the log; a ``TORCH_TRACE`` has the findings as the artifact
     ``interlace_findings`` of the graph that is being compiled.
@@ -133,7 +133,7 @@ def record(findings: list[Finding]) -> None:
     for open_record in _records:
         open_record.extend(findings)
     for finding in findings:
-        log.info("%s", finding)
+        log.debug("%s", finding)
     if findings:
         trace_structured(
             "artifact",

@@ -1,84 +1,57 @@
 """What adapters share: whether the user has chosen Interlace for a program that loads it as a
-plug-in, and counts of the calls that an adapter took over.
+plug-in, and where the lines for the program's users go.
 """
 
 from __future__ import annotations
 
-import collections
 import logging
+import multiprocessing
 import os
 
-from interlace import environment
-
-log = logging.getLogger("interlace.integrations")
-
-_NAME = "interlace"
-"""The plug-in's name, by its entry points."""
-
-_OFF = ("", "0", "false", "no", "off")
+from interlace.clients import Client
+from interlace.counting import log
+from interlace.environment import LIMIT_VARIABLE
 
 
-def is_on(variable: str) -> bool:
-    """Return whether a variable of another program is on.
-
-    Any value counts that is no word for off: a promise is kept rather than broken.
-    """
-    return os.environ.get(variable, "").strip().lower() not in _OFF
-
-
-def is_chosen(program: str, variable: str, plugins: str) -> bool:
+def is_chosen(client: Client) -> bool:
     """Return whether the user has chosen Interlace for a program that found it installed.
 
-    One line in the log says so either way.
-
-    Args:
-        program: The program's name.
-        variable: Interlace's variable for it; ``0`` counts for more than the program's list.
-        plugins: The program's variable with the names of the plug-ins to load.
+    One line in the log of the program's first process says so either way.
 
     Raises:
-        ArgumentError: ``variable`` is neither on nor off.
+        ArgumentError: The client's variable is neither on nor off.
     """
-    names = {name.strip() for name in os.environ.get(plugins, "").split(",")}
-    asked = environment.switch(variable)
-    is_asked = _NAME in names if asked is None else asked
+    is_asked = client.is_asked()
+    # A program loads plug-ins in each of its processes, before these have ranks.
+    if multiprocessing.parent_process() is not None:
+        return is_asked
     if is_asked:
-        log.info("Interlace is on in %s: %s=0 switches it off.", program, variable)
+        log.info("Interlace is on in %s: %s=0 switches it off.", client.title, client.variable)
     else:
         log.info(
             "Interlace is installed, but off in %s: %s=1, or %s in %s, switches it on.",
-            program, variable, _NAME, plugins,
+            client.title, client.variable, client.plugin, client.plugins,
         )  # fmt: skip
     return is_asked
 
 
-class Calls:
-    """Counts of calls by operator and reason.
+def limit_memory(client: Client) -> None:
+    """Set the client's limit of symmetric memory, unless the user has set one, or none by an empty
+    variable.
 
-    Attributes:
-        taken: Calls of each operator that Interlace ran.
-        left: Calls that the program's own operator ran, by operator and reason.
-
-    Example:
-        >>> symm_mem.calls.left
-        Counter({('fused_matmul_reduce_scatter', 'it scatters the last dimension'): 2})
+    An engine gives nearly all memory away before most calls are made.
     """
+    os.environ.setdefault(LIMIT_VARIABLE, client.limit)
 
-    def __init__(self) -> None:
-        self.taken: collections.Counter[str] = collections.Counter()
-        self.left: collections.Counter[tuple[str, str]] = collections.Counter()
 
-    def take(self, operator: str) -> None:
-        """Count a call that Interlace runs."""
-        self.taken[operator] += 1
+def log_through(name: str) -> None:
+    """Let Interlace's log go where the log of another name goes, if nobody has said where it goes.
 
-    def leave(self, operator: str, reason: str) -> None:
-        """Count a call that the program's own operator runs, and log the first for each reason."""
-        if not self.left[operator, reason]:
-            log.info("%s left alone: %s", operator, reason)
-        self.left[operator, reason] += 1
-
-    def clear(self) -> None:
-        """Set all counts to zero."""
-        self.taken.clear()
-        self.left.clear()
+    A program that configures its own logger alone would not show any line of Interlace's.
+    """
+    ours, theirs = logging.getLogger("interlace"), logging.getLogger(name)
+    if ours.hasHandlers() or not theirs.hasHandlers():
+        return
+    for handler in theirs.handlers:
+        ours.addHandler(handler)
+    ours.setLevel(theirs.getEffectiveLevel())

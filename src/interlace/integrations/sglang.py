@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 
+from interlace.clients import CLIENTS, is_on
 from interlace.compile.choice import overload, usable_ranks
 from interlace.compile.findings import LeftAlone
+from interlace.counting import calls_of
 from interlace.gemm import invariance
 from interlace.gemm.operands import FLOATS, contiguous_dimension
 from interlace.integrations import hosts
-from interlace.integrations.hosts import Calls
 from interlace.registry import operator_matching
 
 TARGET = "sglang.srt.layers.linear.RowParallelLinear.forward"
 
-calls = Calls()
+calls = calls_of("sglang")
 """Counts of the layer's calls in this process."""
 
 
@@ -30,7 +31,8 @@ def plugin() -> None:
     Interlace is installed. The choice is ``INTERLACE_SGLANG=1``, or ``interlace`` among the names
     in SGLang's variable ``SGLANG_PLUGINS``.
     """
-    if hosts.is_chosen("SGLang", "INTERLACE_SGLANG", "SGLANG_PLUGINS"):
+    if hosts.is_chosen(CLIENTS["sglang"]):
+        hosts.limit_memory(CLIENTS["sglang"])
         register()
 
 
@@ -84,7 +86,7 @@ def _is_deterministic() -> bool:
     """Return whether SGLang was asked for deterministic inference."""
     # SGLang sets the variable by its flag; a program that starts an engine of its own may have set
     # the argument alone.
-    if hosts.is_on("SGLANG_ENABLE_DETERMINISTIC_INFERENCE"):
+    if is_on(CLIENTS["sglang"].promise):
         return True
     # The place of the arguments differs between its versions.
     for module, name in (

@@ -17,12 +17,12 @@ import torch
 
 from interlace.compile.choice import overload, usable_ranks
 from interlace.compile.findings import LeftAlone
+from interlace.counting import calls_of
 from interlace.gemm.implementations.stock import own_kernel
 from interlace.gemm.operands import FLOAT8, FLOATS, contiguous_dimension
-from interlace.integrations.hosts import Calls
 from interlace.registry import operator_matching
 
-calls = Calls()
+calls = calls_of("symm_mem")
 """Counts of the calls since :func:`install`."""
 
 _library: torch.library.Library | None = None

@@ -9,9 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from interlace.counting import calls_of
 from interlace.errors import ArgumentError
 from interlace.nn.embedding_bags import ShardedEmbeddingBags, permuted
 from interlace.nn.sharding import EmbeddingTable, Shard
+
+calls = calls_of("torchrec")
+"""Counts of the tables that were sharded in this process."""
 
 
 def shard(ebc: Any, **options: Any) -> nn.Module:
@@ -112,6 +116,8 @@ def _collection_type() -> type[nn.Module]:
             self._names = [name for of_table in names for name in of_table]
             self._widths = [table.width for table in tables]
             self.bags = ShardedEmbeddingBags(tables, **options)
+            for _ in tables:
+                calls.take("embedding_all_to_all")
             self._fill(weights)
             updates = self.bags.gradient not in ("dense", "sparse")
             self._fused_optimizer = FusedOptimizer(self.bags)

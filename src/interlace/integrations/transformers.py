@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from interlace.comm.groups.process_groups import rank_and_size
+from interlace.counting import calls_of
 from interlace.errors import ArgumentError, GroupError
 from interlace.gemm import invariance
 from interlace.gemm.gradients import all_replicated, summed
@@ -26,6 +27,9 @@ from interlace.operators.mixture_of_experts.activation import KINDS, ExpertActiv
 from interlace.units import ceil_div
 
 NAME = "interlace"
+
+calls = calls_of("transformers")
+"""Counts of the layers of experts that were made in this process."""
 
 
 def register() -> None:
@@ -76,6 +80,7 @@ def _implementation() -> type:
         def __init__(self, experts: Any, ep_mesh: Any, tp_mesh: Any) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             self.layout = WeightLayout.of(experts, NAME)
+            calls.take("mixture_of_experts")
             self.experts = experts
             # Asked for once: a mesh takes the host some 30 us for each answer.
             self.ranks, self.rank = tp_mesh.size(), ep_mesh.get_local_rank()

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import os
 
 import torch.distributed as dist
 
 from interlace import compile
+from interlace.clients import CLIENTS, is_on
 from interlace.compile import backends, foreign
+from interlace.compile.summary import summary
+from interlace.counting import log
 from interlace.integrations import hosts
-from interlace.integrations.hosts import log
+
+_VLLM = CLIENTS["vllm"]
 
 COLLECTIVES = {
     "vllm::all_reduce": "all_reduce",
@@ -22,9 +26,6 @@ COLLECTIVES = {
 NORMS = {"vllm_ir::rms_norm": False, "vllm_ir::fused_add_rms_norm": True}
 """vLLM's norms, which its own passes lower later, and whether they add a residual first."""
 
-KEY = "INTERLACE_PASS"
-"""The name, among vLLM's variables, of what the pass depends on."""
-
 
 def plugin() -> None:
     """Call :func:`register` if the user has chosen Interlace.
@@ -33,7 +34,9 @@ def plugin() -> None:
     Interlace is installed. The choice is ``INTERLACE_VLLM=1``, or ``interlace`` among the names in
     vLLM's variable ``VLLM_PLUGINS``.
     """
-    if hosts.is_chosen("vLLM", "INTERLACE_VLLM", "VLLM_PLUGINS"):
+    hosts.log_through("vllm")
+    if hosts.is_chosen(_VLLM):
+        hosts.limit_memory(_VLLM)
         register()
 
 
@@ -41,27 +44,48 @@ def register() -> None:
     """Let Inductor run Interlace's pass in this process, which also knows vLLM's operators.
 
     The pass runs ahead of vLLM's own passes, which get the collectives and norms that were left
-    alone. vLLM keeps compiled graphs on disk, by a key that holds its own variables and settings
-    and nothing of Inductor's passes; so what the pass depends on becomes one of vLLM's variables.
-    Under ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
+    alone. Under ``VLLM_BATCH_INVARIANT=1`` vLLM promises that a row's result does not depend on its
     batch, by kernels of its own; then nothing is registered.
     """
-    if hosts.is_on("VLLM_BATCH_INVARIANT"):
-        log.info("vLLM left alone: it runs in its batch-invariant mode (VLLM_BATCH_INVARIANT)")
+    if is_on(_VLLM.promise):
+        log.info("vLLM left alone: it runs in its batch-invariant mode (%s)", _VLLM.promise)
         return
     for name, collective in COLLECTIVES.items():
         foreign.register(foreign.Foreign(name, collective, process_group))
     for name, has_residual in NORMS.items():
         foreign.register(foreign.ForeignNorm(name, has_residual))
-    importlib.import_module("vllm.envs").environment_variables[KEY] = backends.installed_key
-    # Inductor would give each rank and each model its own folder of Triton's kernels. Those of
-    # operators are the same for all, and ranks share the work of compiling them.
-    from triton import knobs
-
-    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
+    summary.name_program("vllm", "vLLM")
+    _keep_graphs_apart()
+    _share_kernels()
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
     # a tenth of a second, and kernels are compiled that then do not run.
     compile.install(autotune=False)
+
+
+def _keep_graphs_apart() -> None:
+    """Let the key of vLLM's cache of compiled graphs tell graphs with Interlace from others.
+
+    vLLM's key covers its own variables, the model and PyTorch, but no pass in Inductor's slot: a
+    graph that it compiled without Interlace, or by another version, would be used again.
+    """
+    with contextlib.suppress(ImportError):
+        from vllm import envs
+
+        # What vLLM hashes: values of functions, by names of variables.
+        variables = getattr(envs, "environment_variables", None)
+        if isinstance(variables, dict):
+            variables["interlace"] = backends.installed_key
+
+
+def _share_kernels() -> None:
+    """Keep Triton's kernels in one folder for all ranks and models, unless the user has chosen one.
+
+    Inductor would give each rank and each model its own. Kernels of operators are the same for all,
+    and ranks share the work of compiling them.
+    """
+    from triton import knobs
+
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

@@ -20,7 +20,7 @@ from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
+from interlace.gemm.operands import FLOAT8, Operands, output_dtype, require_tensor, validate
 from interlace.gemm.reservations import Ranks, by_implementation
 from interlace.gemm.splits import check_sum, validate_list
 from interlace.registry import BATCH_INVARIANT, Operator
@@ -223,6 +223,7 @@ class GemmOperator(Operator):
         Raises:
             ArgumentError: The operator would refuse them.
         """
+        require_tensor(f"{self.name}: x", x)
         # The choice depends on no scale's value, so one stands for what the call will be given.
         scale = x.new_empty([], dtype=torch.float32) if x.dtype == FLOAT8 else None
         validate(

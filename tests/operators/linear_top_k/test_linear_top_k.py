@@ -143,8 +143,8 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks: Any) -> None:
     texts = {
         "integers": "x must be float16, bfloat16 or float32",
         "width": "w must be [V/R, H] with H = 3",
-        "dtype": "w must be torch.float32, like x; got torch.float64",
-        "bias": "bias must be [24], a number for each row of w; got shape [3]",
+        "dtype": "w must be torch.float32 on cpu, like x; got torch.float64",
+        "bias": "bias must be [V/R] with V/R = 24; got shape [3]",
         "none": "k must be 1 to 64; got 0",
         "too many": "k must be 1 to 64; got 65",
         "more than a rank has": "k must be at most the columns of each rank, 24; got 25",

@@ -13,7 +13,13 @@ from interlace.comm.groups.registration import entrance
 from interlace.comm.groups.reservation import Reservation
 from interlace.gemm.vocabulary import columns_of_rank
 from interlace.operators.linear_cross_entropy import fused, reference, schema  # noqa: F401
-from interlace.operators.linear_cross_entropy.call import OPERATOR, Options, SizedLoss, validate
+from interlace.operators.linear_cross_entropy.call import (
+    OPERATOR,
+    Options,
+    SizedLoss,
+    flattened,
+    validate_options,
+)
 from interlace.registry import Implementation, Operator, operator
 
 
@@ -63,10 +69,8 @@ class LinearCrossEntropy(Operator):
         lacking: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+        x, target = flattened(x, w, target, bias)
         rows, columns = len(target), len(w)
-        options = Options(world_size * columns, -100, 0.0, 0.0, "mean", False, 1)
-        validate(x, w, target, bias, options, world_size)
         chunk = min(fused.chunk_rows(rows, columns, x.itemsize), rows)
         name = str(x.dtype).removeprefix("torch.")
         call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {x.shape[1]} wide, {name}"
@@ -93,7 +97,8 @@ class LinearCrossEntropy(Operator):
         """Return what each implementation reserves for a call with chunks of the default size,
         without the sum of x's gradient over ranks, which is another operator's.
         """
-        rows = target.numel()
+        x, target = flattened(x, w, target, bias)
+        rows = len(target)
         sized = SizedLoss(rows, fused.chunk_rows(rows, len(w), x.itemsize), world_size)
         return {each.name: each.reservation(sized) for each in self.implementations}
 
@@ -176,7 +181,7 @@ def linear_cross_entropy(
     rank; Shoeybi et al., Megatron-LM (arXiv:1909.08053), for the three numbers that ranks exchange.
     """
     _, world_size = rank_and_size(group)
-    rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows, targets = flattened(x, w, target, bias, world_size if sequence_parallel else 1)
     columns = vocabulary if vocabulary is not None else world_size * len(w)
     if chunk_rows is None:
         per_rank = columns_of_rank(len(w), columns, world_size)
@@ -185,7 +190,7 @@ def linear_cross_entropy(
         columns, ignore_index, float(label_smoothing), float(z_loss), reduction, sequence_parallel,
         chunk_rows,
     )  # fmt: skip
-    validate(rows, w, targets, bias, options, world_size)
+    validate_options(options)
     _DECLARATION.validate_options(impl, None)
     trains = torch.is_grad_enabled()
     needed = [each is not None and trains and each.requires_grad for each in (rows, w, bias)]

@@ -15,8 +15,14 @@ from interlace.comm import default_name, rank_and_size
 from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.runtime import ranges
+from interlace.gemm.vocabulary import rows_of
 from interlace.operators.linear_top_k import fused, reference
-from interlace.operators.linear_top_k.call import OPERATOR, SizedChoice, TopKCall, validate
+from interlace.operators.linear_top_k.call import (
+    OPERATOR,
+    SizedChoice,
+    TopKCall,
+    validate_numbers,
+)
 from interlace.registry import Implementation, Operator, operator
 
 
@@ -76,9 +82,9 @@ class LinearTopK(Operator):
         lacking: Mapping[str, str] = MappingProxyType({}),
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        x = x.reshape(-1, x.shape[-1])
-        validate(x, w, k, bias, world_size * len(w))
-        rows, columns = len(x), len(w)
+        rows = len(rows_of(OPERATOR, x, w, bias))
+        columns = len(w)
+        validate_numbers(k, world_size * columns)
         name = str(x.dtype).removeprefix("torch.")
         call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, k = {k}, {name}"
         if nodes > 1:
@@ -99,7 +105,9 @@ class LinearTopK(Operator):
         granularity: int | None = None,
     ) -> dict[str, Reservation]:
         """Return what each implementation reserves for a call."""
-        sized = SizedChoice(x.shape[:-1].numel(), k, world_size)
+        rows = len(rows_of(OPERATOR, x, w, bias))
+        validate_numbers(k, world_size * len(w))
+        sized = SizedChoice(rows, k, world_size)
         return {each.name: each.reservation(sized) for each in self.implementations}
 
 
@@ -154,9 +162,9 @@ def linear_top_k(
         >>> tokens = interlace.linear_top_k(x, w).columns[:, 0]
     """
     _, world_size = rank_and_size(group)
+    rows = rows_of(OPERATOR, x, w, bias)
     columns = vocabulary if vocabulary is not None else world_size * len(w)
-    rows = x.reshape(-1, x.shape[-1])
-    validate(rows, w, k, bias, columns)
+    validate_numbers(k, columns)
     _DECLARATION.validate_options(impl, None)
     found = entrance(OPERATOR)(rows, w, bias, k, columns, default_name(group), impl)
     return TopColumns(*(each.reshape(*x.shape[:-1], k) for each in found))

@@ -11,13 +11,7 @@ import torch.distributed as dist
 
 from interlace.comm import Group, group_named, process_group_named
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device
-from interlace.gemm.vocabulary import (
-    VocabularyShard,
-    agree,
-    choose_implementation,
-    validate_operands,
-)
+from interlace.gemm.vocabulary import VocabularyShard, agree, choose_implementation
 from interlace.registry import Implementation, operator_named
 
 OPERATOR = "linear_top_k"
@@ -41,18 +35,8 @@ class SizedChoice(NamedTuple):
     world_size: int
 
 
-def validate(
-    x: torch.Tensor, w: torch.Tensor, k: int, bias: torch.Tensor | None, vocabulary: int
-) -> None:
-    """Refuse arguments that no rank could compute with; see :func:`interlace.linear_top_k`."""
-    validate_operands(OPERATOR, x, w, bias)
-    for name, other in (("w", w), ("bias", bias)):
-        if other is not None:
-            require_device(f"{OPERATOR}: {name}", other, "x", x.device)
-            if other.dtype != x.dtype:
-                raise ArgumentError(
-                    f"{OPERATOR}: {name} must be {x.dtype}, like x; got {other.dtype}."
-                )
+def validate_numbers(k: int, vocabulary: int) -> None:
+    """Refuse numbers of columns that no rank could choose; see :func:`interlace.linear_top_k`."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
         raise ArgumentError(f"{OPERATOR}: k must be 1 to {MOST_CHOSEN}; got {k!r}.")
     if not 1 <= vocabulary <= MOST_COLUMNS:

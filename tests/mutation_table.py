@@ -454,6 +454,12 @@ MUTANTS = [
         "operators/linear_top_k/test_linear_top_k.py::test_equal_logits_and_none",
     ),
     Mutant(
+        "interlace/operators/linear_top_k/call.py",
+        "return OPERATOR, impl, k, vocabulary, *places(x, w, bias)",
+        "return OPERATOR, impl, k, vocabulary, *places(x, w)",
+        "operators/linear_top_k/test_linear_top_k.py::test_a_call_is_known_by_all_that_it_depends_on",
+    ),
+    Mutant(
         "interlace/gemm/vocabulary.py",
         "if columns != share:",
         "if columns > share:",

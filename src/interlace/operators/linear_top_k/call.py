@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
 from interlace.gemm.vocabulary import VocabularyShard, agree, choose_implementation
 from interlace.registry import Implementation, operator_named
@@ -45,6 +47,17 @@ def validate_numbers(k: int, vocabulary: int) -> None:
         )
 
 
+def known_call(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, k: int, vocabulary: int, impl: str
+) -> tuple[Hashable, ...]:
+    """Return what tells a call from every other one of its group, for ``Group.recall``: it comes
+    again where all of this does.
+
+    What ranks have agreed on for such calls stays until they forget it together.
+    """
+    return OPERATOR, impl, k, vocabulary, *places(x, w, bias)
+
+
 @dataclasses.dataclass(eq=False)
 class TopKCall:
     """One call whose shapes and devices are validated; implementations get it agreed on.
@@ -68,6 +81,15 @@ class TopKCall:
     @functools.cached_property
     def group(self) -> Group:
         return group_named(self.group_name, self.x.device)
+
+    @property
+    def known(self) -> tuple[Hashable, ...] | None:
+        """By what ``Group.recall`` finds the call when it comes again; None on a CPU, where nothing
+        is a graph.
+        """
+        if not self.x.is_cuda:
+            return None
+        return known_call(self.x, self.w, self.bias, self.k, self.vocabulary, self.impl)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

@@ -19,12 +19,12 @@ from interlace.comm.groups.reservation import GPU_GRANULARITY
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import read_network
 from interlace.costs.time import SizedCall
-from interlace.errors import ArgumentError, ConfigError, did_you_mean
+from interlace.errors import ArgumentError, ConfigError
 from interlace.gemm.between_nodes import predicted_times
 from interlace.gemm.choice import Gpu
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.gemm.reservations import on_gpu
-from interlace.registry import Operator, find_operator, operators
+from interlace.registry import Operator
 from interlace.tuning.choice import Choice
 from interlace.units import format_memory
 
@@ -53,7 +53,13 @@ def run_explain(
         ArgumentError: The operator is not around one product, the GPU has no profile, or a shape is
             none.
     """
-    declaration = product_operator(operator)
+    try:
+        declaration = product_operator(operator)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{error} Experts and embeddings are explained as calls of a model: interlace explain "
+            "--model mixtral-8x7b."
+        ) from None
     device = gpu_named(gpu)
     name = device.name
     rates = None
@@ -121,27 +127,6 @@ def run_explain(
         }
     )  # fmt: skip
     outputs.say_written(console)
-
-
-def product_operator(name: str) -> GemmOperator:
-    """Return the operator around one product that has a name.
-
-    Raises:
-        ArgumentError: There is none.
-    """
-    declaration = find_operator(name)
-    if isinstance(declaration, GemmOperator):
-        return declaration
-    products = [each for each in operators().values() if isinstance(each, GemmOperator)]
-    known = sorted({*(each.name for each in products), *(each.vector_name for each in products)})
-    others = (
-        f"{did_you_mean(name, known)} Experts and embeddings are explained as calls of a model: "
-        "interlace explain --model mixtral-8x7b."
-    )
-    raise ArgumentError(
-        f"operator must be one around one product, such as {', '.join(filter(None, known))}; got "
-        f"{name!r}.{others}"
-    )
 
 
 def print_legend(console: Console, implementations: Iterable[tuple[Operator, str]]) -> None:

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
-from interlace.cli.explain import print_legend, product_operator
+from interlace.cli.explain import print_legend
 from interlace.cli.gpus import choice_on, gpu_named, provenance
 from interlace.cli.outputs import Outputs
 from interlace.costs import embedding_all_to_all as embedding
@@ -23,6 +23,7 @@ from interlace.costs.models import EmbeddingModel, Model, find_model
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
 from interlace.gemm.choice import Gpu, fastest
+from interlace.gemm.operator import product_operator
 from interlace.operators.gemm_all_reduce.config import MOST_NORMED_ROWS
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, predicted_times
 from interlace.operators.mixture_of_experts.config import untuned_config

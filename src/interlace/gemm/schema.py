@@ -26,9 +26,8 @@ from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands, output_dtype, validate
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.gemm.splits import rank_in
-from interlace.registry import operator_named
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _TENSORS = 5  # x, w, bias, x_scale, w_scale
@@ -47,8 +46,7 @@ def define(name: str) -> GemmOperator:
     Raises:
         ArgumentError: The operator declares no implementation ``"unfused"``.
     """
-    operator = operator_named(name)
-    assert isinstance(operator, GemmOperator)
+    operator = product_operator(name)
     names = [implementation.name for implementation in operator.implementations]
     # It runs where all others refuse a call.
     if "unfused" not in names:

@@ -52,9 +52,9 @@ from interlace.comm.groups import carrier
 from interlace.comm.groups.network_rates import SIZES, measure_network
 from interlace.costs.known_profiles import adopt, profile_of
 from interlace.costs.network import NetworkRates
-from interlace.gemm.choice import Gpu
 from interlace.operators.embedding_all_to_all import between_nodes, network_choice
 from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, next_power_of_2
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384

@@ -77,6 +77,12 @@ MUTANTS = [
         _EXPLAINED,
     ),
     Mutant(
+        "interlace/cli/gpus.py",
+        "return measured | dict(times_us) | measured",
+        "return dict(times_us)",
+        "cli/test_commands.py::test_explain_takes_an_exact_entry_of_the_table_as_a_call_does",
+    ),
+    Mutant(
         "interlace/cli/console.py",
         "if sys.stdout.isatty() or",
         "if not sys.stdout.isatty() or",

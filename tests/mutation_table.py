@@ -169,7 +169,12 @@ MUTANTS = [
         "return ceil_div(size, world_size) * world_size",
         "test_costs_gemm.py",
     ),
-    Mutant("interlace/costs/time.py", "link *= self.world_size / 2", "link *= 1", _PROFILES),
+    Mutant(
+        "interlace/costs/time.py",
+        "link *= self.world_size / 2",
+        "link *= 1",
+        "test_costs_time.py::test_a_part_that_goes_to_all_goes_to_each_peer_whole",
+    ),
     Mutant(
         "interlace/costs/time.py",
         "max(program - memory, 0.0)",

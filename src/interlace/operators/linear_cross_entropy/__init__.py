@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ class LinearCrossEntropy(Operator):
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "w", "target"), ("bias",)
 
-    def explain(  # type: ignore[override]
+    def _sized(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -65,15 +66,27 @@ class LinearCrossEntropy(Operator):
         *,
         bias: torch.Tensor | None = None,
         world_size: int,
+    ) -> SizedLoss:
+        """Return the sizes of a call that is explained, once its arguments are validated; its
+        chunks are of the default size.
+        """
+        rows = len(flattened(x, w, target, bias)[0])
+        return SizedLoss(rows, fused.chunk_rows(rows, len(w), x.itemsize), world_size)
+
+    def explain(
+        self,
+        *tensors: Any,
+        world_size: int,
         nodes: int = 1,
         lacking: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        x, target = flattened(x, w, target, bias)
-        rows, columns = len(target), len(w)
-        chunk = min(fused.chunk_rows(rows, columns, x.itemsize), rows)
+        rows, chunk_rows, _ = self._sized(*tensors, world_size=world_size, **options)
+        x, w, _ = tensors
+        (columns, width), chunk = w.shape, min(chunk_rows, rows)
         name = str(x.dtype).removeprefix("torch.")
-        call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {x.shape[1]} wide, {name}"
+        call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {width} wide, {name}"
         if nodes > 1:
             return call, "unfused", "the ranks do not all share memory"
         if "fused" in lacking:
@@ -84,22 +97,13 @@ class LinearCrossEntropy(Operator):
         )
         return call, "fused", reason
 
-    def reservations(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        target: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        world_size: int,
-        granularity: int | None = None,
+    def reservations(
+        self, *tensors: Any, world_size: int, granularity: int | None = None, **options: Any
     ) -> dict[str, Reservation]:
         """Return what each implementation reserves for a call with chunks of the default size,
         without the sum of x's gradient over ranks, which is another operator's.
         """
-        x, target = flattened(x, w, target, bias)
-        rows = len(target)
-        sized = SizedLoss(rows, fused.chunk_rows(rows, len(w), x.itemsize), world_size)
+        sized = self._sized(*tensors, world_size=world_size, **options)
         return {each.name: each.reservation(sized) for each in self.implementations}
 
 

@@ -78,7 +78,7 @@ class LinearTopK(Operator):
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "w"), ("bias", "k")
 
-    def explain(  # type: ignore[override]
+    def _sized(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -86,13 +86,24 @@ class LinearTopK(Operator):
         bias: torch.Tensor | None = None,
         k: int = 1,
         world_size: int,
+    ) -> SizedChoice:
+        """Return the sizes of a call that is explained, once its arguments are validated."""
+        rows = len(rows_of(OPERATOR, x, w, bias))
+        validate_numbers(k, world_size * len(w))
+        return SizedChoice(rows, k, world_size)
+
+    def explain(
+        self,
+        *tensors: Any,
+        world_size: int,
         nodes: int = 1,
         lacking: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        rows = len(rows_of(OPERATOR, x, w, bias))
+        rows, k, _ = self._sized(*tensors, world_size=world_size, **options)
+        x, w = tensors
         columns = len(w)
-        validate_numbers(k, world_size * columns)
         name = str(x.dtype).removeprefix("torch.")
         call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, k = {k}, {name}"
         if nodes > 1:
@@ -102,20 +113,11 @@ class LinearTopK(Operator):
         told, gathered = 16 * k * rows, columns * rows * x.itemsize
         return call, "fused", f"a rank tells each other one {told} bytes instead of {gathered}"
 
-    def reservations(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        k: int = 1,
-        world_size: int,
-        granularity: int | None = None,
+    def reservations(
+        self, *tensors: Any, world_size: int, granularity: int | None = None, **options: Any
     ) -> dict[str, Reservation]:
         """Return what each implementation reserves for a call."""
-        rows = len(rows_of(OPERATOR, x, w, bias))
-        validate_numbers(k, world_size * len(w))
-        sized = SizedChoice(rows, k, world_size)
+        sized = self._sized(*tensors, world_size=world_size, **options)
         return {each.name: each.reservation(sized) for each in self.implementations}
 
 

@@ -51,7 +51,7 @@ Call = Callable[[int], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """Describe calls that are timed beside one another.
 
     Attributes:
         name: The operator, and whether its backward pass is in it.

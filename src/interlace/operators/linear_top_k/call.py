@@ -84,8 +84,8 @@ class TopKCall:
 
     @property
     def known(self) -> tuple[Hashable, ...] | None:
-        """By what ``Group.recall`` finds the call when it comes again; None on a CPU, where nothing
-        is a graph.
+        """The key by which ``Group.recall`` finds the call when it comes again; None on a CPU,
+        where nothing is a graph.
         """
         if not self.x.is_cuda:
             return None

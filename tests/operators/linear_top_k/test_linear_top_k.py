@@ -18,6 +18,7 @@ import interlace
 from interlace.comm import Group
 from interlace.comm.replay.deferred import New
 from interlace.costs import find_cost
+from interlace.operators import linear_top_k
 from interlace.operators.linear_top_k.call import TopKCall, known_call
 from interlace.testing.cases import choices
 from tests.errors import error_of
@@ -163,16 +164,17 @@ def _made_again(impl: str, k: int) -> list[Any]:
     group, columns = Group(None, torch.device("cpu")), 2 * COLUMNS
     x, w = _tensors(columns)
     taken = torch.empty(ROWS, k), torch.empty(ROWS, k, dtype=torch.int64)
-    agree, calls, wrong = TopKCall.agree, [], []
+    rows_of, calls, wrong = linear_top_k.rows_of, [], []
 
-    def noted(call: TopKCall) -> None:
+    def validated(*arguments: Any) -> torch.Tensor:
         calls[-1] = "long"
-        agree(call)
+        return rows_of(*arguments)
 
     known = property(lambda call: known_call(call.x, call.w, call.bias, call.k, columns, impl))
     with contextlib.ExitStack() as stack:
         for target, name, value in (
-            (TopKCall, "agree", noted),
+            (linear_top_k, "rows_of", validated),
+            (linear_top_k, "recalling_group", lambda *_: group),
             (TopKCall, "known", known),
             (TopKCall, "group", group),
             (New, "__call__", lambda *_: taken),
@@ -185,8 +187,8 @@ def _made_again(impl: str, k: int) -> list[Any]:
         for turn in range(5):
             x.copy_(_tensors(columns)[0].roll(turn, 1))
             calls.append("again")
-            values, chosen = torch.ops.interlace.linear_top_k(x, w, None, k, columns, "", impl)
-            wanted = F.linear(x, w).topk(k, 1)
+            values, chosen = interlace.linear_top_k(x.view(2, 2, HIDDEN), w, k, impl=impl)
+            wanted = F.linear(x, w).view(2, 2, columns).topk(k)
             if not (values.allclose(wanted.values) and chosen.equal(wanted.indices)):
                 wrong.append(turn)
     # The graphs here are closures; a CUDA graph knows an address alone.

@@ -52,9 +52,10 @@ from interlace.comm.groups import carrier
 from interlace.comm.groups.network_rates import SIZES, measure_network
 from interlace.costs.known_profiles import adopt, profile_of
 from interlace.costs.network import NetworkRates
-from interlace.gemm.choice import Gpu
 from interlace.operators.embedding_all_to_all import between_nodes, network_choice
 from interlace.operators.embedding_all_to_all.layout import Layout
+from interlace.tuning.gpu import Gpu
+from interlace.units import ceil_div, next_power_of_2
 
 TABLES, WIDTH, ROWS, BATCH = 8, 128, 500_000, 16384
 LOOKUPS = (1, 4, 8, 20, 64)
@@ -387,7 +388,7 @@ def launch_per_slice(launch: Any) -> list[Any]:
     """Cut a launch that pools into one per slice, and one for the samples of this node."""
     arguments = launch.arguments
     bags, remote = launch.constants["POOLING"].bags, launch.constants["RANKS"].remote
-    blocks = -(-arguments["chunk"] // bags)
+    blocks = ceil_div(arguments["chunk"], bags)
     first, further = arguments["first_blocks"], arguments["slice_blocks"]
     ends = [0, first]
     while ends[-1] < blocks:
@@ -396,7 +397,7 @@ def launch_per_slice(launch: Any) -> list[Any]:
     return [
         dataclasses.replace(
             launch,
-            grid=(max(1, -(-(last - first) // arguments["program_tasks"])),),
+            grid=(max(1, ceil_div(last - first, arguments["program_tasks"])),),
             arguments={**arguments, "first_task": first, "last_task": last},
         )
         for first, last in itertools.pairwise(bounds)
@@ -406,7 +407,6 @@ def launch_per_slice(launch: Any) -> list[Any]:
 def config_of(workload: Workload, slices: int) -> interlace.EmbeddingAllToAllConfig | None:
     """Return the tuned configuration with so many slices; None if it cannot have them."""
     from interlace.operators.embedding_all_to_all.config import choose, in_short_blocks
-    from interlace.units import next_power_of_2
 
     tables, batch = workload.tables, _batch(workload.tables)
     config = in_short_blocks(
@@ -420,8 +420,8 @@ def config_of(workload: Workload, slices: int) -> interlace.EmbeddingAllToAllCon
             device=tables[0].device,
         ).config
     )
-    blocks = -(-batch // dist.get_world_size() // config.block_bags)
-    members = -(-blocks // slices)
+    blocks = ceil_div(ceil_div(batch, dist.get_world_size()), config.block_bags)
+    members = ceil_div(blocks, slices)
     return dataclasses.replace(config, slice_blocks=members) if members <= 1024 else None
 
 

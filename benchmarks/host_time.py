@@ -19,8 +19,6 @@ import argparse
 import dataclasses
 import functools
 import random
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,10 +27,10 @@ import documents
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from program_times import Sample, in_graph, in_turn, sample, spreads
 
 import interlace
 import interlace.optim
-from interlace.bench.timing import measure
 
 SIZES = (
     (1, 8192, 4096),
@@ -46,15 +44,14 @@ EXPERTS = ((64, 2048, 1024, 4, 512), (8, 1024, 1024, 2, 64))
 NEW_ROWS = (("few", 1, 512), ("many", 512, 4096))
 NUMBERS_OF_ROWS = 48
 WEIGHTS = 4
-CALLS, SAMPLES = 10, 15
-SETTLING = 40  # calls, until memory comes again at the same addresses
+CALLS, SETTLING = 10, 40
 
 Call = Callable[[int], Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is timed.
+    """Describe calls that are timed beside one another.
 
     Attributes:
         name: The operator, and whether its backward pass is in it.
@@ -143,21 +140,16 @@ def new_rows() -> Iterator[dict[str, Any]]:
         for rows in [most, *numbers[NUMBERS_OF_ROWS:]]:
             for way in ways.values():
                 way(_random(rows, inner))
-        times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
+        samples: dict[str, list[Sample]] = {name: [] for name in ways}
         for rows in numbers[:NUMBERS_OF_ROWS]:
             x = _random(rows, inner)
             for name, way in ways.items():
-                sample = _eager(functools.partial(_of_rows, way, x), 1)
-                for kept, more in zip(times[name], sample, strict=True):
-                    kept += more
-        found: dict[str, Any] = {
+                samples[name].append(sample(functools.partial(_of_rows, way, x)))
+        yield {
             "call": "gemm_all_reduce, new rows",
             "sizes": f"{label} rows, {columns} x {inner}",
+            **{name: spreads(of_way) for name, of_way in samples.items()},
         }
-        for name in ways:
-            host, lasting = map(_spread, times[name])
-            found[name] = {"host": host, "eager": lasting}
-        yield found
 
 
 def _of_rows(way: Any, x: torch.Tensor, i: int) -> Any:
@@ -221,33 +213,6 @@ def experts() -> Iterator[Case]:
         yield Case("mixture_of_experts, backward", sizes, {"auto": both}, is_captured=False)
 
 
-def _spread(times: list[float]) -> dict[str, float]:
-    slowest = torch.tensor(times, device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    deciles = statistics.quantiles(slowest.tolist(), n=10)
-    return {
-        "median_us": round(statistics.median(slowest.tolist()), 1),
-        "p10_us": round(deciles[0], 1),
-        "p90_us": round(deciles[-1], 1),
-    }
-
-
-def _eager(call: Call, calls: int = CALLS) -> tuple[list[float], list[float]]:
-    """Return samples of the host's time, and of what a call lasts."""
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    dist.barrier()
-    torch.cuda.synchronize()
-    start.record()
-    began = time.perf_counter()
-    for i in range(calls):
-        call(i)
-    host = (time.perf_counter() - began) / calls * 1e6
-    end.record()
-    torch.cuda.synchronize()
-    return [host], [start.elapsed_time(end) / calls * 1e3]
-
-
 def _check(case: Case) -> None:
     if "pair" not in case.ways:
         return
@@ -257,28 +222,13 @@ def _check(case: Case) -> None:
 
 
 def time_case(case: Case) -> dict[str, Any]:
-    """Return a case's times; ways take turns, as other programs of the host disturb all alike."""
+    """Return a case's times."""
     _check(case)
-    for call in case.ways.values():
-        for i in range(SETTLING):
-            call(i)
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in case.ways}
-    for _ in range(SAMPLES):
+    times = in_turn(case.ways, calls=CALLS, settling=SETTLING)
+    if case.is_captured:
         for name, call in case.ways.items():
-            for kept, sample in zip(times[name], _eager(call), strict=True):
-                kept += sample
-    found: dict[str, Any] = {"call": case.name, "sizes": case.sizes}
-    for name, call in case.ways.items():
-        host, lasting = map(_spread, times[name])
-        found[name] = {"host": host, "eager": lasting}
-        if case.is_captured:
-            timing = measure(call, period=WEIGHTS)
-            found[name]["graph"] = {
-                key: round(value, 1)
-                for key, value in dataclasses.asdict(timing).items()
-                if key in ("median_us", "p10_us", "p90_us")
-            }
-    return found
+            times[name]["graph"] = in_graph(call, period=WEIGHTS)
+    return {"call": case.name, "sizes": case.sizes, **times}
 
 
 def worker(only: str) -> list[dict[str, Any]]:

@@ -21,8 +21,6 @@ arguments at its peak, gradients of x and w included. Losses and gradients are c
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,9 +29,9 @@ import documents
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from program_times import in_graph, in_turn
 
 import interlace
-from interlace.bench.timing import measure
 from interlace.comm import group_of
 
 # Rows, width of x, vocabulary: Llama 3 8B and 70B, Qwen3, Llama 2.
@@ -45,7 +43,7 @@ SIZES = (
     (8192, 4096, 32000),
 )
 CAPTURED = ("unfused", "auto", "eager")  # ways that a CUDA graph can hold
-SAMPLES, SETTLING = 15, 3
+SETTLING = 3
 TOLERANCE = 0.02  # of the norm of a gradient, in bfloat16
 
 Loss = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -98,34 +96,8 @@ def _backward(way: str, loss: torch.Tensor) -> None:
         loss.backward()
 
 
-def _spread(samples: list[float]) -> dict[str, float]:
-    slowest = torch.tensor(samples, device="cuda")
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    deciles = statistics.quantiles(slowest.tolist(), n=10)
-    return {
-        "median_ms": round(statistics.median(slowest.tolist()), 3),
-        "p10_ms": round(deciles[0], 3),
-        "p90_ms": round(deciles[-1], 3),
-    }
-
-
 def _times(call: Callable[[], object]) -> dict[str, Any]:
-    host, lasting = [], []
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    for sample in range(SETTLING + SAMPLES):
-        torch.cuda.synchronize()
-        dist.barrier()
-        torch.cuda.synchronize()
-        start.record()
-        began = time.perf_counter()
-        call()
-        enqueued = time.perf_counter() - began
-        end.record()
-        torch.cuda.synchronize()
-        if sample >= SETTLING:
-            host.append(1e3 * enqueued)
-            lasting.append(start.elapsed_time(end))
-    return {"host": _spread(host), "eager": _spread(lasting)}
+    return in_turn({"": lambda _: call()}, calls=1, settling=SETTLING, unit="ms")[""]
 
 
 def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -168,11 +140,7 @@ def time_sizes(rows: int, width: int, vocabulary: int, share: int) -> dict[str, 
         memory = torch.cuda.max_memory_allocated() - before
         found[name] = _times(both) | {"memory_mib": memory >> 20, "distances": distances}
         if name in CAPTURED:
-            timing = measure(lambda _, call=both: call())
-            found[name]["graph"] = {
-                f"{key}_ms": round(getattr(timing, f"{key}_us") / 1e3, 3)
-                for key in ("median", "p10", "p90")
-            }
+            found[name]["graph"] = in_graph(lambda _, call=both: call(), unit="ms")
         x.grad = w.grad = None
         torch.cuda.empty_cache()
     logits = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)

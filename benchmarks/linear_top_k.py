@@ -11,7 +11,6 @@ time is that of enqueueing. Columns are compared with the pair's first.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,10 +19,9 @@ import documents
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from host_time import _eager, _spread
+from program_times import in_graph, in_turn
 
 import interlace
-from interlace.bench.timing import measure
 
 # Sequences, width, vocabulary, k: Llama 3 8B, 70B, Qwen3 0.6B.
 SIZES = tuple(
@@ -31,7 +29,7 @@ SIZES = tuple(
     for width, vocabulary in ((4096, 128256), (8192, 128256), (1024, 151936))
     for rows, k in ((1, 1), (8, 1), (64, 1), (8, 50), (64, 50))
 )
-SAMPLES, SETTLING = 15, 20
+CALLS, SETTLING = 10, 20
 
 
 def _pair(x: torch.Tensor, w: torch.Tensor, k: int) -> torch.Tensor:
@@ -61,19 +59,8 @@ def time_sizes(rows: int, width: int, vocabulary: int, k: int) -> dict[str, Any]
     if not interlace.linear_top_k(x, weights[0], k).values.equal(values):
         raise AssertionError(f"{rows} x {width}, {vocabulary}, k = {k}: other values")
     found: dict[str, Any] = {"rows": rows, "width": width, "vocabulary": vocabulary, "k": k}
-    times: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in ways}
-    for call in ways.values():
-        for i in range(SETTLING):
-            call(i)
-    for _ in range(SAMPLES):
-        for name, call in ways.items():
-            for kept, sample in zip(times[name], _eager(call), strict=True):
-                kept += sample
-    for name, call in ways.items():
-        host, lasting = map(_spread, times[name])
-        timing = dataclasses.asdict(measure(call, period=2))
-        graph = {key: round(timing[key], 1) for key in ("median_us", "p10_us", "p90_us")}
-        found[name] = {"host": host, "eager": lasting, "graph": graph}
+    for name, times in in_turn(ways, calls=CALLS, settling=SETTLING).items():
+        found[name] = times | {"graph": in_graph(ways[name], period=2)}
     return found
 
 

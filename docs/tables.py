@@ -26,6 +26,7 @@ from interlace.gemm.operator import GemmOperator
 from interlace.gemm.reservations import on_gpu
 from interlace.gemm.terms import Terms
 from interlace.registry import operator_named
+from interlace.tuning.choice import Choice
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
@@ -79,7 +80,8 @@ def _memory(match: re.Match[str]) -> str:
             declaration.config_type if declaration.command_module else GemmConfig,
             rows=rows // ranks, inner=inner, dtype=torch.bfloat16, shared_bytes=_SHARED_BYTES,
         )  # fmt: skip
-        found = on_gpu(declaration, rows, columns, inner, torch.bfloat16, ranks, config)
+        choice = Choice("fused", config, "")
+        found = on_gpu(declaration, rows, columns, inner, torch.bfloat16, ranks, choice)
         terms = Terms.of_sizes(rows, columns, torch.bfloat16, "cuda")
         terms = dataclasses.replace(terms, is_even=rows % ranks == 0)
         for implementation in declaration.implementations:

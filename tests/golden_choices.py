@@ -23,10 +23,10 @@ import torch
 
 from interlace.cli.gpus import gpu_named
 from interlace.costs.known_profiles import profiled_gpus
-from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts.choice import ExpertTerms
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import find_operator, operator_named
+from interlace.tuning.gpu import Gpu
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 

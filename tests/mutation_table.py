@@ -77,6 +77,12 @@ MUTANTS = [
         _EXPLAINED,
     ),
     Mutant(
+        "interlace/cli/gpus.py",
+        "return measured | dict(times_us) | measured",
+        "return dict(times_us)",
+        "cli/test_commands.py::test_explain_takes_an_exact_entry_of_the_table_as_a_call_does",
+    ),
+    Mutant(
         "interlace/cli/console.py",
         "if sys.stdout.isatty() or",
         "if not sys.stdout.isatty() or",
@@ -163,7 +169,12 @@ MUTANTS = [
         "return ceil_div(size, world_size) * world_size",
         "test_costs_gemm.py",
     ),
-    Mutant("interlace/costs/time.py", "link *= self.world_size / 2", "link *= 1", _PROFILES),
+    Mutant(
+        "interlace/costs/time.py",
+        "link *= self.world_size / 2",
+        "link *= 1",
+        "test_costs_time.py::test_a_part_that_goes_to_all_goes_to_each_peer_whole",
+    ),
     Mutant(
         "interlace/costs/time.py",
         "max(program - memory, 0.0)",
@@ -464,6 +475,12 @@ MUTANTS = [
         "is_higher = value > highest",
         "is_higher = value >= highest",
         "operators/linear_top_k/test_linear_top_k.py::test_equal_logits_and_none",
+    ),
+    Mutant(
+        "interlace/operators/linear_top_k/call.py",
+        "return OPERATOR, impl, k, vocabulary, *places(x, w, bias)",
+        "return OPERATOR, impl, k, vocabulary, *places(x, w)",
+        "operators/linear_top_k/test_linear_top_k.py::test_a_call_is_known_by_all_that_it_depends_on",
     ),
     Mutant(
         "interlace/gemm/vocabulary.py",

@@ -41,6 +41,21 @@ def test_few_rows_take_as_long_as_reading_the_weight() -> None:
     )
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_part_that_goes_to_all_goes_to_each_peer_whole(ranks: int) -> None:
+    """Where a share of it goes to each, and then each one's sum to all, fewer bytes leave a rank of
+    more than two.
+    """
+    call = SizedCall(64, 8192, 4096, 2, ranks)
+    shared, to_all = (
+        call.parts_us(H200, "gemm_all_reduce", schedule, (128, 128))["link"]
+        for schedule in ("whole", "to_all")
+    )
+    part_bytes = 2 * 64 * 8192
+    sent_in_shares = 2 * (ranks - 1) * part_bytes / ranks
+    assert to_all / shared == pytest.approx((ranks - 1) * part_bytes / sent_in_shares)
+
+
 def test_operands_of_8_bits_take_half_the_time() -> None:
     wide, narrow = (
         H200.library_product_us(SizedCall(8192, 8192, 8192, itemsize, 2)) for itemsize in (2, 1)

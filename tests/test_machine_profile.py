@@ -27,8 +27,8 @@ from interlace.costs import known_profiles
 from interlace.costs.known_profiles import cached_by_profiles, keep_profile, profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime, fit_rates
 from interlace.costs.time import MachineProfile, SizedCall
-from interlace.gemm.choice import Gpu
 from interlace.registry import operators
+from interlace.tuning.gpu import Gpu
 from tests.profiles import forget_profiles
 
 H200 = profile_of("NVIDIA H200")

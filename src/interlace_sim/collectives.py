@@ -35,6 +35,7 @@ import math
 from collections.abc import Sequence
 
 from interlace.errors import ConfigError
+from interlace.units import ceil_div
 from interlace_sim.topology import Topology
 
 ALGORITHMS = {
@@ -169,7 +170,7 @@ def schedule(kind: str, algorithm: str, size: int, group: Group) -> list[Round]:
 
 def _share(size: int, parts: int) -> int:
     """Return the bytes of the largest of ``parts`` equal parts."""
-    return -(-size // parts)
+    return ceil_div(size, parts)
 
 
 def _all_to_all(algorithm: str, size: int, group: Group) -> list[Round]:

@@ -10,6 +10,7 @@ import itertools
 from collections.abc import Callable, Sequence
 
 from interlace.errors import ConfigError
+from interlace.units import ceil_div
 from interlace_sim.astra.algorithms import binary_tree
 from interlace_sim.collectives import Group, Round
 from interlace_sim.engine import Engine
@@ -46,7 +47,7 @@ def in_pieces(step: Round, piece_bytes: float) -> Round:
         return step
     return dataclasses.replace(
         step,
-        sends=tuple((to, -(-size // pieces)) for _ in range(pieces) for to, size in step.sends),
+        sends=tuple((to, ceil_div(size, pieces)) for _ in range(pieces) for to, size in step.sends),
     )
 
 
@@ -350,7 +351,7 @@ class Trees:
             )
         self.setting = setting
         self.group = group
-        self.piece = -(-work.size // (2 * TREE_PIECES))
+        self.piece = ceil_div(work.size, 2 * TREE_PIECES)
         # A rank is a leaf of one tree and inside the other, so both directions of its links work.
         self.trees: dict[tuple[int, bool], dict[int, tuple[int, int, int]]] = {}
         self.left: dict[int, int] = {}

@@ -20,8 +20,10 @@ import interlace
 from interlace.cli import doctor, operator_commands, scripts
 from interlace.cli.app import app
 from interlace.cli.console import make_console
+from interlace.cli.gpus import gpu_named
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
+from interlace.registry import operator_named
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -101,6 +103,27 @@ def test_explain_takes_what_auto_takes() -> None:
     slower = profile.flops_per_s / profile.float32_flops_per_s
     assert products[1] == pytest.approx(slower * products[0], rel=0.15)
     assert run("explain", "gemm_all_to_all", "8x8x8", "--dtype", "float64").exit_code == 1
+
+
+def test_explain_takes_an_exact_entry_of_the_table_as_a_call_does(tmp_path: Path) -> None:
+    """Of few rows the kernel's table says what is fastest, where no time of it is predicted."""
+    file = tmp_path / "explained.json"
+    sizes = {"rows": 64, "columns": 8192, "inner": 7168}
+    exact, other = "64x8192x7168", "48x8192x7168"
+    done = run("explain", "gemm_all_reduce", exact, other, "--gpu", "h200", "-n", 4, "--json", file)
+    assert done.exit_code == 0, done.output
+    first, second = json.loads(file.read_text(encoding="utf-8"))["calls"]
+    choice = operator_named("gemm_all_reduce").choose(
+        **sizes, dtype=torch.bfloat16, world_size=4, device=gpu_named("h200")
+    )
+    assert choice.is_exact
+    assert choice.impl == first["impl"] == next(iter(first["times_us"])) == "gemv"
+    assert first["times_us"]["gemv"] == choice.table_us
+    said = " ".join(done.output.split())
+    assert said.count("impl='auto' takes gemv: measured on NVIDIA H200 at 4 ranks, bfloat16") == 1
+    assert f"gemv {choice.table_us} us, best unfused pair" in said
+    assert "gemv" not in second["times_us"]
+    assert second["impl"] == next(iter(second["times_us"]))
 
 
 def test_explain_guesses_by_data_sheets() -> None:

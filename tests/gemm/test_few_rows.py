@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from interlace.errors import ArgumentError
 from interlace.gemm import few_rows, operands
-from interlace.gemm.choice import Gpu
 from interlace.gemm.few_rows import FewRowsConfig
+from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div
 
 

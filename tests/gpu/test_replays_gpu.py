@@ -398,6 +398,44 @@ def test_experts_train_and_decode_by_graphs_to_the_same_bits(ranks: Any, world_s
         assert functions <= _MOST_FUNCTIONS_OF_TABLES
 
 
+def _choices() -> tuple[dict[str, int], list[str]]:
+    """The same of ``linear_top_k``, by the kernel and by the stock pair; what differs from calls
+    without graphs, with new values in the same memory.
+    """
+    replays = _fresh_group().replays
+    x, w, bias = _operands(8, 8)
+    counts, wrong = {}, []
+    for impl, k, shape in itertools.product(("fused", "nccl"), (1, 5), ((8, INNER), (2, 4, INNER))):
+        name = f"{impl}, k = {k}, x {list(shape)}"
+        rows = x.view(shape)
+        call = functools.partial(interlace.linear_top_k, rows, w, k, bias, impl=impl)
+        for turn in range(8):
+            x.copy_(_operands(8 + turn, 8)[0])
+            dist.broadcast(x, 0)
+            found, files = _entered(call)
+            enabled, replays.is_enabled = replays.is_enabled, False
+            remembered, replays._remembered = replays._remembered, {}
+            forms, replays._alike = replays._alike, {}
+            wanted = call()
+            replays.is_enabled, replays._remembered, replays._alike = enabled, remembered, forms
+            for one, other in zip(found, wanted, strict=True):
+                if not torch.equal(one, other):
+                    wrong.append(f"{name}, call {turn}")
+                if one.data_ptr() == other.data_ptr():
+                    wrong.append(f"{name}, memory of call {turn}")
+            del found, wanted, one, other
+        counts[name] = len([file for file in files if "interlace" in file])
+    interlace.synchronize()
+    return counts, wrong
+
+
+def test_a_choice_that_comes_again_costs_the_host_little(ranks: Any, world_size: int) -> None:
+    for counts, wrong in ranks(world_size).run(_choices):
+        assert wrong == []
+        assert len(counts) == 8
+        assert max(counts.values()) <= _MOST_FUNCTIONS, counts
+
+
 def _long_way(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """A call's result, made the long way."""
     interlace.group_of().replays.forget()

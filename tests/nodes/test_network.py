@@ -21,9 +21,9 @@ from interlace.comm.host import common_profile
 from interlace.costs import known_profiles
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import NetworkRates, parse_network, read_network
-from interlace.gemm.choice import Gpu
 from interlace.operators.embedding_all_to_all.layout import Layout
 from interlace.registry import operators
+from interlace.tuning.gpu import Gpu
 from tests.cli.test_commands import run as run_command
 from tests.errors import error_of
 from tests.nodes.groups import measured_network, process_group_of

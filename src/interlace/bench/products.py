@@ -17,15 +17,13 @@ from interlace.bench.report import PAIR_NAMES, Role
 from interlace.comm.groups.group import solo_group
 from interlace.comm.groups.machine_rates import sets_past_cache
 from interlace.comm.groups.process_groups import gather
-from interlace.errors import ArgumentError
 from interlace.gemm import schema
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import FLOAT8, Operands
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_reduce_scatter import GemmReduceScatterConfig
 from interlace.operators.gemm_reduce_scatter.fused import prepare
-from interlace.registry import operator_named
 
 
 def operand_sets(call_bytes: int, device: torch.device) -> int:
@@ -36,18 +34,6 @@ def operand_sets(call_bytes: int, device: torch.device) -> int:
         device: The device of the operands.
     """
     return max(2, sets_past_cache(call_bytes, device)) if device.type == "cuda" else 2
-
-
-def declared(operator: str) -> GemmOperator:
-    """Return the declaration of an operator around one matrix product.
-
-    Raises:
-        ArgumentError: There is no such operator.
-    """
-    declaration = operator_named(operator)
-    if not isinstance(declaration, GemmOperator):
-        raise ArgumentError(f"{operator} must be an operator around one matrix product; it is not.")
-    return declaration
 
 
 def rounding_error(dtype: torch.dtype, inner: int, roundings: float) -> float:
@@ -107,7 +93,7 @@ class TimedProduct(Benchmark[Any]):
     shape: ProductShape
 
     def __init__(self, shape: ProductShape, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(declared(shape.operator), shape, group)
+        super().__init__(product_operator(shape.operator), shape, group)
         ranks, device = self.owner.world_size, self.device
         # Ranks have different operands, so rows that arrive from the wrong rank are an error.
         generator = torch.Generator(device).manual_seed(1 + self.owner.rank)

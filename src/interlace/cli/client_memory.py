@@ -6,7 +6,6 @@ import dataclasses
 
 import torch
 
-from interlace.cli.explain import product_operator
 from interlace.cli.explain_model import LayerProduct, layer_products
 from interlace.cli.gpus import choice_on, gpu_named
 from interlace.clients import Client
@@ -14,11 +13,12 @@ from interlace.comm.groups.reservation import GPU_GRANULARITY, MappedSize, Reser
 from interlace.costs.models import EmbeddingModel, find_model
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Gpu
+from interlace.gemm.operator import product_operator
 from interlace.gemm.reservations import on_gpu
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.config import MOST_NORMED_ROWS
 from interlace.operators.gemm_all_reduce.normed_launch import is_pushed
+from interlace.tuning.gpu import Gpu
 
 MOST_MAPPED = 8
 """Number of mapped outputs that a group keeps, one for each number of rows."""
@@ -92,7 +92,7 @@ def _reservation(
         terms = dataclasses.replace(terms, is_even=rows % ranks == 0)
         impl = "pushed" if is_many else choice.accepted(operator, terms)[0]
         if impl != "gemm":
-            return on_gpu(operator, *sizes, dtype, ranks, choice.config).get(impl) or Reservation()
+            return on_gpu(operator, *sizes, dtype, ranks, choice).get(impl) or Reservation()
     return Reservation()
 
 

@@ -13,19 +13,19 @@ from rich.table import Table
 
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
-from interlace.cli.gpus import choice_on, gpu_named, provenance
+from interlace.cli.gpus import choice_on, gpu_named, provenance, times_on
 from interlace.cli.outputs import Outputs
 from interlace.comm.groups.reservation import GPU_GRANULARITY
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.network import read_network
 from interlace.costs.time import SizedCall
-from interlace.errors import ArgumentError, ConfigError, did_you_mean
+from interlace.errors import ArgumentError, ConfigError
 from interlace.gemm.between_nodes import predicted_times
-from interlace.gemm.choice import Gpu
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.gemm.reservations import on_gpu
-from interlace.registry import Operator, find_operator, operators
+from interlace.registry import Operator
 from interlace.tuning.choice import Choice
+from interlace.tuning.gpu import Gpu
 from interlace.units import format_memory
 
 
@@ -53,7 +53,13 @@ def run_explain(
         ArgumentError: The operator is not around one product, the GPU has no profile, or a shape is
             none.
     """
-    declaration = product_operator(operator)
+    try:
+        declaration = product_operator(operator)
+    except ArgumentError as error:
+        raise ArgumentError(
+            f"{error} Experts and embeddings are explained as calls of a model: interlace explain "
+            "--model mixtral-8x7b."
+        ) from None
     device = gpu_named(gpu)
     name = device.name
     rates = None
@@ -78,7 +84,8 @@ def run_explain(
         profile, alone = profile_of(name), {}
         if rates is None:
             choice = choice_on(device, declaration, call, getattr(torch, dtype))
-            times_us, impl = dict(choice.times_us), choice.impl
+            times_us = times_on(device, declaration, call, getattr(torch, dtype))
+            impl = choice.impl
             alone = {"links": profile.link_us(declaration.name, call)}
             column = "symmetric memory"
             words = _memory(declaration, device, call, choice, getattr(torch, dtype))
@@ -94,9 +101,10 @@ def run_explain(
         if not times_us:
             console.print(
                 f"No time of {declaration.name} is predicted: `interlace tune profile` fits "
-                f"its times to what `interlace bench {declaration.name}` has measured. "
-                f"impl='auto' takes {choice.impl}: {choice.reason}."
+                f"its times to what `interlace bench {declaration.name}` has measured."
             )
+        if rates is None and (choice.is_exact or impl != next(iter(times_us), None)):
+            console.print(f"impl='auto' takes {impl}: {choice.reason}.")
         sized = {"rows": rows, "columns": columns, "inner": inner}
         calls.append({**sized, "impl": impl, "times_us": times_us})
         console.print()
@@ -123,27 +131,6 @@ def run_explain(
     outputs.say_written(console)
 
 
-def product_operator(name: str) -> GemmOperator:
-    """Return the operator around one product that has a name.
-
-    Raises:
-        ArgumentError: There is none.
-    """
-    declaration = find_operator(name)
-    if isinstance(declaration, GemmOperator):
-        return declaration
-    products = [each for each in operators().values() if isinstance(each, GemmOperator)]
-    known = sorted({*(each.name for each in products), *(each.vector_name for each in products)})
-    others = (
-        f"{did_you_mean(name, known)} Experts and embeddings are explained as calls of a model: "
-        "interlace explain --model mixtral-8x7b."
-    )
-    raise ArgumentError(
-        f"operator must be one around one product, such as {', '.join(filter(None, known))}; got "
-        f"{name!r}.{others}"
-    )
-
-
 def print_legend(console: Console, implementations: Iterable[tuple[Operator, str]]) -> None:
     """Print a line for each implementation that says what it does.
 
@@ -167,7 +154,7 @@ def _memory(
 ) -> dict[str, str]:
     """Return the symmetric memory of each implementation in words, by name."""
     reservations = on_gpu(
-        declaration, call.rows, call.columns, call.inner, dtype, call.world_size, choice.config
+        declaration, call.rows, call.columns, call.inner, dtype, call.world_size, choice
     )
     counts = {
         name: each.nbytes(GPU_GRANULARITY)

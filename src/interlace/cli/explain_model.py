@@ -14,20 +14,22 @@ from rich.console import Console
 
 from interlace.cli import bench
 from interlace.cli.console import make_console, make_table
-from interlace.cli.explain import print_legend, product_operator
-from interlace.cli.gpus import choice_on, gpu_named, provenance
+from interlace.cli.explain import print_legend
+from interlace.cli.gpus import choice_on, gpu_named, provenance, times_on
 from interlace.cli.outputs import Outputs
 from interlace.costs import embedding_all_to_all as embedding
 from interlace.costs.known_profiles import profile_of
 from interlace.costs.models import EmbeddingModel, Model, find_model
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Gpu, fastest
+from interlace.gemm.choice import fastest
+from interlace.gemm.operator import product_operator
 from interlace.operators.gemm_all_reduce.config import MOST_NORMED_ROWS
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, predicted_times
 from interlace.operators.mixture_of_experts.config import untuned_config
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
+from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, format_count, format_number
 
 _SUM, _NORMED = "gemm_all_reduce", "gemm_all_reduce_norm"
@@ -344,8 +346,8 @@ def _product_time(
     choice = choice_on(gpu, declaration, call, dtype)
     pair_us = auto_us = _pair_us(operator, call, gpu, dtype)
     if not declaration.is_pair(choice.impl):
-        auto_us = choice.times_us[choice.impl]
-    basis = profile.basis(operator, choice.impl, call)
+        auto_us = times_on(gpu, declaration, call, dtype)[choice.impl]
+    basis = "measured" if choice.is_exact else profile.basis(operator, choice.impl, call)
     return CallTime(part, operator, sizes, pair_us, auto_us, choice.impl, basis)
 
 
@@ -359,12 +361,12 @@ def _pair_us(operator: str, call: SizedCall, gpu: Gpu, dtype: torch.dtype) -> fl
         two = dataclasses.replace(call, world_size=_NORM_RANKS)
         known = gpu_named(_NORM_GPU) if profile_of(gpu.name, gpu.processors).is_guess else gpu
         normed, summed = (
-            choice_on(known, product_operator(each), two, dtype).times_us["unfused"]
+            times_on(known, product_operator(each), two, dtype)["unfused"]
             for each in (_NORMED, _SUM)
         )
         return _pair_us(_SUM, call, gpu, dtype) + max(normed - summed, 0.0)
     declaration = product_operator(operator)
-    times_us = choice_on(gpu, declaration, call, dtype).times_us
+    times_us = times_on(gpu, declaration, call, dtype)
     return min(times_us[name] for name in declaration.pairs_among(times_us))
 
 

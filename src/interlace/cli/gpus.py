@@ -17,10 +17,11 @@ from interlace.costs.known_profiles import (
 )
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError, BackendError, did_you_mean
-from interlace.gemm.choice import Gpu, choose_on
+from interlace.gemm.choice import choose_on
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operator import GemmOperator
 from interlace.tuning.choice import Choice
+from interlace.tuning.gpu import Gpu
 
 _SHARED_BYTES = 227 << 10
 """Shared memory of a program on GPUs whose data sheets are not known."""
@@ -78,20 +79,37 @@ def gpu_named(text: str) -> Gpu:
 def choice_on(
     gpu: Gpu, declaration: GemmOperator, call: SizedCall, dtype: torch.dtype
 ) -> Choice[Any]:
-    """Return what ``impl="auto"`` would run on a GPU, with the tiles of the operator's kernel."""
+    """Return what ``impl="auto"`` would run on a GPU, as a call there finds it."""
+    return declaration.choose(device=gpu, **_sizes(call, dtype))
+
+
+def times_on(
+    gpu: Gpu, declaration: GemmOperator, call: SizedCall, dtype: torch.dtype
+) -> dict[str, float]:
+    """Return the microseconds of an operator's implementations on a GPU, in the order in which
+    ``impl="auto"`` takes them: predicted ones, and what a tuned table has for the very sizes.
+    """
     tiled = declaration.config_type
-    return choose_on(
-        gpu,
-        declaration.name,
-        # The tiles of a kernel whose configuration has none are not asked for.
-        cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig),
-        rows=call.rows,
-        columns=call.columns,
-        inner=call.inner,
-        dtype=dtype,
-        world_size=call.world_size,
-        default=declaration.implementations[0].name,
-    )
+    # The tiles of a kernel whose configuration has none are not asked for.
+    config_type = cast(Any, tiled if issubclass(tiled, GemmConfig) else GemmConfig)
+    times_us = choose_on(gpu, declaration.name, config_type, **_sizes(call, dtype)).times_us
+    choice = choice_on(gpu, declaration, call, dtype)
+    measured = {}
+    if choice.is_exact and choice.table_us is not None:
+        measured = {choice.impl: choice.table_us}
+    # In front of the others, and with the measured time.
+    return measured | dict(times_us) | measured
+
+
+def _sizes(call: SizedCall, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the sizes of a call as an operator chooses by them."""
+    return {
+        "rows": call.rows,
+        "columns": call.columns,
+        "inner": call.inner,
+        "dtype": dtype,
+        "world_size": call.world_size,
+    }
 
 
 def provenance(gpu: Gpu, world_size: int) -> str:

@@ -1,4 +1,4 @@
-"""What measurements record: versions and devices of this machine, the command, the time."""
+"""Describe what measurements record: versions and devices of this machine, command and time."""
 
 from __future__ import annotations
 

@@ -18,10 +18,10 @@ from interlace.cli.trace_simulated import comparison, simulate
 from interlace.costs.known_profiles import profile_of
 from interlace.documents import read_json
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Gpu
 from interlace.testing.cases import IMPLEMENTATIONS, Case, every_case
 from interlace.tracing import simulated_document
 from interlace.tracing.picture import draw_trace
+from interlace.tuning.gpu import Gpu
 from interlace.units import format_ns
 
 _MODEL = "h200"

@@ -11,13 +11,13 @@ from interlace.cli.gpus import choice_on
 from interlace.comm import MAX_PROGRAMS
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Gpu
 from interlace.operators.gemm_all_reduce.config import default_config
 from interlace.testing.cases import Case
 from interlace.testing.cases.base import DTYPES
 from interlace.testing.cases.products import GemvCase, ProductCase
 from interlace.tracing import PHASES, Account, Activity, Event, Launch, Trace
 from interlace.tuning.choice import by_table
+from interlace.tuning.gpu import Gpu
 from interlace.units import format_ns
 from interlace_sim import call as simulated
 from interlace_sim import operators as simulated_operators

@@ -31,7 +31,7 @@ from interlace.costs.known_profiles import keep_profile, own_file, profile_of
 from interlace.costs.product_fit import MeasuredRates, ProductTime
 from interlace.costs.time import MachineProfile
 from interlace.errors import BackendError
-from interlace.gemm.choice import Gpu
+from interlace.tuning.gpu import Gpu
 
 _SEED, _MOST_CALLS = 7, 400
 

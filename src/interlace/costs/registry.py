@@ -1,4 +1,4 @@
-"""What a cost consists of, and the register of costs: an operator's name leads to its formula.
+"""Define what a cost consists of, and find an operator's formula by the operator's name.
 
 An operator's formula is declared with :func:`cost_of`, so readers (the simulator, benchmarks,
 tests) look an operator up and need no list of names. Neither torch nor Triton is imported.

@@ -34,6 +34,7 @@ _LIBRARY_TILES = (
     (128, 256), (256, 128), (256, 256),
 )  # fmt: skip
 _LIBRARY_SPLITS = (1, 2, 3, 4, 6, 8)
+_LibraryTiles = list[tuple[tuple[int, int], list[tuple[int, float]]]]
 _SMALL_TILE = 64 * 64
 _K_STEP = 64
 """A tile's K is rounded up to this many elements, in the library's kernels and in ours."""
@@ -430,12 +431,13 @@ class MachineProfile:
         flops_per_s = self.flops_per_s(call)
         # Plain loops: this takes most of the time of a choice, which each new number of rows needs.
         shortest, processors = math.inf, self.processors
-        for block_m, block_n, split, tile_us in self._library_tiles(inner, flops_per_s):
-            tiles = products * -(-rows // block_m) * -(-columns // block_n) * split
-            us = -(-tiles // processors) * tile_us
-            if split > 1:
-                us += self.product.split_us + 4 * split * results / bytes_per_us
-            shortest = min(shortest, us)
+        for (block_m, block_n), tile_us_by_split in self._library_tiles(inner, flops_per_s):
+            tiles = products * ceil_div(rows, block_m) * ceil_div(columns, block_n)
+            for split, tile_us in tile_us_by_split:
+                us = ceil_div(tiles * split, processors) * tile_us
+                if split > 1:
+                    us += self.product.split_us + 4 * split * results / bytes_per_us
+                shortest = min(shortest, us)
         # The products of a batch follow one another, and the cache seldom holds all of w.
         read_elements = products * (rows + columns) * inner
         output_itemsize = call.output_itemsize or call.itemsize
@@ -445,16 +447,21 @@ class MachineProfile:
             us *= _PARTS_ACROSS_SECTORS
         return self.product.launch_us + us
 
-    def _library_tiles(self, inner: int, flops_per_s: float) -> list[tuple[int, int, int, float]]:
-        """Return rows, columns, split of K and microseconds of each tile that the library may take
-        for a product with this K.
+    def _library_tiles(self, inner: int, flops_per_s: float) -> _LibraryTiles:
+        """Return rows and columns of each tile that the library may take for a product with this K,
+        and what the tile takes in microseconds by the splits of K.
         """
         found = self._known_tiles.get((inner, flops_per_s))
         if found is None:
             found = [
-                (*tile, split, self.tile_us(*tile, ceil_div(inner, split), flops_per_s))
+                (
+                    tile,
+                    [
+                        (split, self.tile_us(*tile, ceil_div(inner, split), flops_per_s))
+                        for split in _LIBRARY_SPLITS
+                    ],
+                )
                 for tile in _LIBRARY_TILES
-                for split in _LIBRARY_SPLITS
             ]
             if len(self._known_tiles) >= _MOST_KNOWN:
                 self._known_tiles.clear()
@@ -462,7 +469,7 @@ class MachineProfile:
         return found
 
     @functools.cached_property
-    def _known_tiles(self) -> dict[tuple[int, float], list[tuple[int, int, int, float]]]:
+    def _known_tiles(self) -> dict[tuple[int, float], _LibraryTiles]:
         return {}
 
     def own_product_us(

@@ -18,9 +18,9 @@ from interlace.costs.network import (
 )
 from interlace.costs.registry import OPERATOR_COSTS, NetworkCost
 from interlace.costs.time import MachineProfile, SizedCall
-from interlace.gemm.choice import Gpu
 from interlace.registry import Implementation, operator_named
 from interlace.tuning.choice import NetworkTimes
+from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div
 
 _PIECEWISE = ("by_rank", "by_peer")

@@ -8,7 +8,6 @@ go by the nearest entry of their tuned table.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -22,6 +21,7 @@ from interlace.gemm.terms import Terms
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, by_table, on_cpu
 from interlace.tuning.configuration import Configuration
+from interlace.tuning.gpu import Gpu
 
 MAX_RANKS = 8
 
@@ -45,54 +45,19 @@ _CPU = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    """The properties of a GPU that choices depend on.
-
-    Attributes:
-        name: As ``torch.cuda.get_device_name`` has it.
-        processors: The number of streaming multiprocessors.
-        shared_bytes: Shared memory that a program may have.
-    """
-
-    name: str
-    processors: int
-    shared_bytes: int
-
-    @staticmethod
-    @functools.cache
-    def of(device: torch.device) -> Gpu:
-        """Return the properties of a device."""
-        properties = torch.cuda.get_device_properties(device)
-        least = properties.shared_memory_per_block
-        shared_bytes = int(getattr(properties, "shared_memory_per_block_optin", least))
-        name = torch.cuda.get_device_name(device)
-        return Gpu(name, properties.multi_processor_count, shared_bytes)
-
-    def stages_that_fit(self, most: int, stage_bytes: int, *, beside: int) -> int:
-        """Return the stages of a software pipeline for which a program has shared memory.
-
-        Args:
-            most: Stages at most; at least one is returned.
-            stage_bytes: Bytes of the operands of a stage.
-            beside: Bytes that the program needs for something else.
-        """
-        return max(1, min(most, (self.shared_bytes - beside) // stage_bytes))
-
-
 @cached_by_profiles
 def choose_product(
     operator: str,
     config_type: type[Config],
     *,
-    device: torch.device,
+    device: torch.device | Gpu,
     default: str = "fused",
     **call: Any,
 ) -> Choice[Config]:
     """Return the implementation that takes the least time; on the CPU backend the kernel.
 
     Args:
-        device: The device of the operands.
+        device: The device of the operands, or a GPU that need not be here.
         default: The implementation to take where no time is known.
         call: As :func:`choose_on` takes it.
     """

@@ -18,10 +18,10 @@ import torch
 from interlace.comm.launching.kernels import Launch, capability, describe_matrix, known_factor
 from interlace.comm.runtime.interpreter import require
 from interlace.errors import ArgumentError
-from interlace.gemm.choice import Gpu
 from interlace.gemm.launch import moves_tiles, row_stride
 from interlace.gemm.operands import contiguous_dimension, is_aligned
 from interlace.tuning.configuration import Configuration, between, power_of_two
+from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, next_power_of_2
 
 MOST_WEIGHTS = 3

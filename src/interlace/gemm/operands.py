@@ -5,7 +5,7 @@ sent.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -56,6 +56,19 @@ def require_tensor(subject: str, value: object) -> None:
         raise ArgumentError(f"{subject} must be dense; got {value.layout}. Call .to_dense().")
 
 
+def require_tensors(operator: str, optional: Sequence[str] = (), **arguments: object) -> None:
+    """Refuse arguments that :func:`require_tensor` refuses.
+
+    Args:
+        operator: Name of the operator.
+        optional: Names of the arguments that may be None.
+        arguments: The arguments by name.
+    """
+    for name, value in arguments.items():
+        if value is not None or name not in optional:
+            require_tensor(f"{operator}: {name}", value)
+
+
 def has_values(tensor: torch.Tensor) -> bool:
     """Return whether the host can read a tensor, or what is computed from it.
 
@@ -82,6 +95,42 @@ def require_device(subject: str, tensor: torch.Tensor, other: str, device: torch
         raise ArgumentError(
             f"{subject} must be on the device of {other}, {device}; got {tensor.device}."
         )
+
+
+def require_kind(
+    subject: str, tensor: torch.Tensor, dtype: torch.dtype, device: torch.device, like: str
+) -> None:
+    """Refuse a tensor that has not the dtype and the device of another one, whose name is
+    ``like``.
+    """
+    if tensor.dtype != dtype or tensor.device != device:
+        raise ArgumentError(
+            f"{subject} must be {dtype} on {device}, like {like}; got {tensor.dtype} on "
+            f"{tensor.device}."
+        )
+
+
+def require_bias(
+    subject: str, bias: object, w: torch.Tensor, dtype: torch.dtype, like: str, axis: str = "N"
+) -> None:
+    """Refuse a bias that is no vector with a number for each row of w, on w's device.
+
+    Args:
+        subject: Names of the operator and the argument.
+        bias: What the caller has given for it.
+        w: The weight whose product it is added to.
+        dtype: The dtype that it must have.
+        like: Name of the tensor whose dtype that is.
+        axis: Name of the number of w's rows.
+    """
+    require_tensor(subject, bias)
+    assert isinstance(bias, torch.Tensor)
+    columns = w.shape[0]
+    if list(bias.shape) != [columns]:
+        raise ArgumentError(
+            f"{subject} must be [{axis}] with {axis} = {columns}; got shape {list(bias.shape)}."
+        )
+    require_kind(subject, bias, dtype, w.device, like)
 
 
 def validate(
@@ -111,7 +160,7 @@ def validate(
     if out_dtype is not None:
         require_float(f"{name}: out_dtype", out_dtype)
     if bias is not None:
-        _validate_bias(name, bias, w.shape[0], output_dtype(x, out_dtype), x.device)
+        require_bias(f"{name}: bias", bias, w, output_dtype(x, out_dtype), "the output")
     _validate_scale(name, "x", x, "M", x_scale, (x.shape[0], 1))
     _validate_scale(name, "w", w, "N", w_scale, (1, w.shape[0]))
     if (
@@ -128,8 +177,7 @@ def validate(
 
 def _validate_matrices(operator: str, x: torch.Tensor, w: torch.Tensor, takes_float8: bool) -> None:
     """Refuse matrices that cannot be multiplied with each other, or not by these operators."""
-    require_tensor(f"{operator}: x", x)
-    require_tensor(f"{operator}: w", w)
+    require_tensors(operator, x=x, w=w)
     if x.dim() != 2:
         raise ArgumentError(
             f"{operator}: x must be [M, K]; got shape {list(x.shape)}. Flatten leading dimensions "
@@ -164,21 +212,6 @@ def require_operand_dtype(operator: str, dtype: torch.dtype, takes_float8: bool)
         return
     names = "bfloat16, float32 or float8_e4m3fn" if takes_float8 else "bfloat16 or float32"
     raise ArgumentError(f"{operator}: x must be float16, {names}; got {dtype}.")
-
-
-def _validate_bias(
-    operator: str, bias: torch.Tensor, columns: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    require_tensor(f"{operator}: bias", bias)
-    if list(bias.shape) != [columns]:
-        raise ArgumentError(
-            f"{operator}: bias must be [N] with N = {columns}; got shape {list(bias.shape)}."
-        )
-    if bias.dtype != dtype or bias.device != device:
-        raise ArgumentError(
-            f"{operator}: bias must be {dtype}, like the output, on {device}; got {bias.dtype} on "
-            f"{bias.device}."
-        )
 
 
 def _validate_scale(

@@ -15,19 +15,38 @@ from interlace.comm import Group
 from interlace.comm.groups.reservation import Reservation
 from interlace.costs import find_cost
 from interlace.costs.gemm import ProductCost
+from interlace.errors import ArgumentError, did_you_mean
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import times_between_nodes
 from interlace.gemm.call import GemmCall, RowPlan
 from interlace.gemm.choice import choose_product
 from interlace.gemm.config import GemmConfig
-from interlace.gemm.operands import FLOAT8, Operands, output_dtype, validate
+from interlace.gemm.operands import FLOAT8, Operands, output_dtype, require_tensor, validate
 from interlace.gemm.reservations import Ranks, by_implementation
 from interlace.gemm.splits import check_sum, validate_list
-from interlace.registry import BATCH_INVARIANT, Operator
+from interlace.registry import BATCH_INVARIANT, Operator, find_operator, operators
 from interlace.tuning.choice import Choice
 from interlace.units import ceil_div
 
 Splits = tuple[Sequence[int] | None, ...]
+
+
+def product_operator(name: str) -> GemmOperator:
+    """Return the operator around one matrix product that has a name, or whose public function for
+    few rows has it.
+
+    Raises:
+        ArgumentError: There is none.
+    """
+    declaration = find_operator(name)
+    if isinstance(declaration, GemmOperator):
+        return declaration
+    products = [each for each in operators().values() if isinstance(each, GemmOperator)]
+    known = sorted({*(each.name for each in products), *(each.vector_name for each in products)})
+    raise ArgumentError(
+        f"operator must be one around one product, such as {', '.join(filter(None, known))}; got "
+        f"{name!r}.{did_you_mean(name, known)}"
+    )
 
 
 class GemmOperator(Operator):
@@ -223,6 +242,7 @@ class GemmOperator(Operator):
         Raises:
             ArgumentError: The operator would refuse them.
         """
+        require_tensor(f"{self.name}: x", x)
         # The choice depends on no scale's value, so one stands for what the call will be given.
         scale = x.new_empty([], dtype=torch.float32) if x.dtype == FLOAT8 else None
         validate(

@@ -12,7 +12,6 @@ from interlace.comm.groups.reservation import GPU_GRANULARITY, Reservation
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.call import GemmCall
-from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands, output_dtype
 from interlace.registry import Operator
 from interlace.tuning.choice import Choice
@@ -67,17 +66,17 @@ def on_gpu(
     inner: int,
     dtype: torch.dtype,
     world_size: int,
-    config: GemmConfig,
+    choice: Choice[Any],
 ) -> dict[str, Reservation | None]:
     """Return what each implementation reserves on a GPU that need not be here, whose kernels move
     tiles through tensor descriptors; nothing for rows that the ranks do not divide.
 
     Args:
         rows, columns, inner: M, N and K of one rank's product.
-        config: The fused kernel's configuration.
+        choice: The configurations of the kernels.
     """
     own_rows = rows // world_size if operator.collective_first else rows
     x = torch.empty(own_rows, inner, dtype=dtype, device="meta")
     operands = Operands(x, x.new_empty(columns, inner), None, None, None, output_dtype(x, None))
     ranks = Ranks(world_size, x.device, GPU_GRANULARITY)
-    return by_implementation(operator, operands, ranks, lambda _: Choice("fused", config, ""))
+    return by_implementation(operator, operands, ranks, lambda _: choice)

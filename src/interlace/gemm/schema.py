@@ -10,10 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import _C
 
 from interlace.comm import default_name
-from interlace.comm.groups.group import known_group
 from interlace.comm.groups.registration import (
     OPERATOR_TAGS,
     UNCAPTURABLE_TAGS,
@@ -21,15 +19,15 @@ from interlace.comm.groups.registration import (
     is_ordinary,
     is_unobserved,
     past_autograd,
+    recalling_group,
     register,
 )
 from interlace.errors import ArgumentError
 from interlace.gemm import dispatch
 from interlace.gemm.config import GemmConfig
 from interlace.gemm.operands import Operands, output_dtype, validate
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.gemm.splits import rank_in
-from interlace.registry import operator_named
 
 _library = torch.library.Library("interlace", "FRAGMENT")
 _TENSORS = 5  # x, w, bias, x_scale, w_scale
@@ -48,8 +46,7 @@ def define(name: str) -> GemmOperator:
     Raises:
         ArgumentError: The operator declares no implementation ``"unfused"``.
     """
-    operator = operator_named(name)
-    assert isinstance(operator, GemmOperator)
+    operator = product_operator(name)
     names = [implementation.name for implementation in operator.implementations]
     # It runs where all others refuse a call.
     if "unfused" not in names:
@@ -161,21 +158,10 @@ def _recalled(
 ) -> tuple[Any] | None:
     """Return the result of a call that has come before, with these operands or with others that
     differ in their addresses alone, as a tuple of one; None if it must take the long way: it is
-    new, something listens to it, or it needs a gradient.
-
-    Nothing is validated: where all this is equal to an earlier call's, that one was valid.
+    new, or :func:`recalling_group` says so.
     """
-    # First, as a compiler that traces this goes no further.
-    if not is_unobserved():
-        return None
-    tensors = (x, w) if bias is None else (x, w, bias)
-    for tensor in tensors:
-        kind = type(tensor)
-        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
-            return None
-        if not tensor.is_cuda or tensor.layout is not torch.strided or tensor.is_neg():
-            return None
-    if type(impl) is not str:
+    known_to = recalling_group(group, x, w, bias)
+    if known_to is None or type(impl) is not str:
         return None
     if out_dtype is None:
         out_dtype = output_dtype(x, None)
@@ -183,11 +169,6 @@ def _recalled(
         return None
     if bias is not None and not bias.is_contiguous():
         return None  # it is copied in each call
-    if torch.is_grad_enabled() and _C._any_requires_grad(*tensors):
-        return None
-    known_to = known_group(group, x.device)
-    if known_to is None:
-        return None
     known = dispatch.known_call(operator, x, w, bias, out_dtype, gather, impl)
     with past_autograd():
         result = known_to.recall(known)

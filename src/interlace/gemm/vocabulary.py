@@ -11,7 +11,7 @@ import torch
 
 from interlace.comm import Group
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_float, require_tensor
+from interlace.gemm.operands import require_bias, require_float, require_kind, require_tensors
 from interlace.registry import Implementation, Operator
 from interlace.units import ceil_div
 
@@ -45,32 +45,33 @@ def columns_of_rank(rows: int, vocabulary: int, world_size: int) -> int:
     return max(rows, ceil_div(vocabulary, world_size))
 
 
-def validate_operands(
+def rows_of(
     operator: str, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None
-) -> None:
-    """Refuse an x, a w and a bias whose kinds and shapes do not fit one another.
+) -> torch.Tensor:
+    """Return the rows of x, ``[M, H]``, whose kind and shape w and the bias fit.
 
     Args:
         operator: Name of the operator.
+        x, w, bias: What the caller has given for them.
 
     Raises:
-        ArgumentError: x is not ``[M, H]``, w not ``[V/R, H]`` or the bias not ``[V/R]``.
+        ArgumentError: x is not ``[..., H]``, w not ``[V/R, H]`` or the bias not ``[V/R]``, or their
+            dtypes or devices differ.
     """
-    for name, tensor in (("x", x), ("w", w)):
-        require_tensor(f"{operator}: {name}", tensor)
+    require_tensors(operator, x=x, w=w)
     require_float(f"{operator}: x", x.dtype)
-    if x.dim() != 2:
+    if not x.dim():
         raise ArgumentError(f"{operator}: x must be [..., H]; got shape {list(x.shape)}.")
-    if w.dim() != 2 or w.shape[1] != x.shape[1]:
+    width = x.shape[-1]
+    if w.dim() != 2 or w.shape[1] != width:
         raise ArgumentError(
-            f"{operator}: w must be [V/R, H] with H = {x.shape[1]}, as in nn.Linear; got shape "
+            f"{operator}: w must be [V/R, H] with H = {width}, as in nn.Linear; got shape "
             f"{list(w.shape)}."
         )
-    if bias is not None and bias.shape != w.shape[:1]:
-        raise ArgumentError(
-            f"{operator}: bias must be [{len(w)}], a number for each row of w; got shape "
-            f"{list(bias.shape)}."
-        )
+    require_kind(f"{operator}: w", w, x.dtype, x.device, "x")
+    if bias is not None:
+        require_bias(f"{operator}: bias", bias, w, x.dtype, "x", "V/R")
+    return x.reshape(-1, width)
 
 
 def agree(

@@ -24,7 +24,7 @@ def memory_of(operator: str, world_size: int) -> WorkspaceSize:
 
 @dataclasses.dataclass(frozen=True)
 class StreamMeeting:
-    """What kernels need in which all ranks meet.
+    """Hold the memory of kernels in which all ranks meet.
 
     Attributes:
         group: The ranks.

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import FLOATS, require_float, require_tensor
+from interlace.gemm.operands import FLOATS, require_float
 
 
 def operands(
@@ -27,10 +27,9 @@ def operands(
         x, weight and the further parameters.
 
     Raises:
-        ArgumentError: x is a DTensor or not dense, its dtype is not that of the weight, or the
-            operators have no such dtype.
+        ArgumentError: The dtype of x is not that of the weight, or the operators have no such
+            dtype.
     """
-    require_tensor(f"{layer}: x", x)
     # Autocast converts the arguments of torch's own operators only, so a layer that calls
     # Interlace's must convert its operands itself.
     device = x.device.type

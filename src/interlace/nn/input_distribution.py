@@ -22,7 +22,12 @@ from interlace.comm import Group, require_same_ranks
 from interlace.comm.groups.registration import once_differentiable
 from interlace.comm.runtime.ordinary import makes_ordinary_tensors
 from interlace.errors import ArgumentError, PeerTimeoutError
-from interlace.gemm.operands import has_values, require_device, require_values
+from interlace.gemm.operands import (
+    has_values,
+    require_device,
+    require_tensors,
+    require_values,
+)
 from interlace.nn.group_member import GroupMember
 from interlace.nn.sharding import ShardingPlan
 
@@ -119,6 +124,13 @@ class InputDistribution(GroupMember):
             PeerTimeoutError: a rank did not join within the group's deadline (on the CPU backend).
         """
         require_same_ranks(_NAME, self.process_group, self.group.rank, self.group.world_size)
+        require_tensors(
+            _NAME,
+            ("offsets", "per_sample_weights"),
+            indices=indices,
+            offsets=offsets,
+            per_sample_weights=per_sample_weights,
+        )
         samples = self._samples(indices, offsets)
         if per_sample_weights is not None and per_sample_weights.shape != indices.shape:
             raise ArgumentError(

@@ -14,6 +14,7 @@ from torch import nn
 
 from interlace.comm import rank_and_size, require_same_ranks
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import require_tensor
 from interlace.nn.autocast import operands
 from interlace.nn.parallel_linear import ParallelLinear
 from interlace.operators.linear_cross_entropy import linear_cross_entropy
@@ -181,6 +182,7 @@ class LinearCrossEntropyLoss(ParallelLinear):
         """
         require_same_ranks(type(self).__name__, self.group, self.rank, self.world_size)
         self._require_features(x)
+        require_tensor(f"{type(self).__name__}: target", target)
         tokens = list(x.shape[:-1])
         if self.sequence_parallel:
             tokens[0] *= self.world_size

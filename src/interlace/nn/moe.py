@@ -13,6 +13,7 @@ from torch import nn
 
 from interlace.comm import rank_and_size, require_same_ranks
 from interlace.errors import ArgumentError
+from interlace.gemm.operands import require_tensor
 from interlace.nn.autocast import operands
 from interlace.nn.shard_holder import ShardHolder, is_gathering, undistributed
 from interlace.nn.sharded_parameters import Sharing
@@ -228,6 +229,7 @@ class MoE(ShardHolder):
             RankMismatchError: ranks have different numbers of tokens.
         """
         require_same_ranks("MoE", self.group, self.rank, self.world_size)
+        require_tensor("MoE: x", x)
         if x.dim() == 0 or x.shape[-1] != self.hidden:
             raise ArgumentError(f"MoE: x must be [..., {self.hidden}]; got shape {list(x.shape)}.")
         # The router is one of torch's layers, which autocast converts by itself.

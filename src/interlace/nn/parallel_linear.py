@@ -17,6 +17,7 @@ from interlace.comm import default_name, rank_and_size, require_same_ranks
 from interlace.comm.groups.registration import entrance
 from interlace.errors import ArgumentError
 from interlace.gemm.gradients import replicated
+from interlace.gemm.operands import require_tensor
 from interlace.nn.autocast import operands
 from interlace.nn.shard_holder import ShardHolder, gathering, is_gathering, undistributed
 from interlace.nn.sharded_parameters import Sharing
@@ -166,8 +167,9 @@ class ParallelLinear(ShardHolder):
         """Refuse an x that does not end in all input features, or has no sequence where it must.
 
         Raises:
-            ArgumentError: x has another shape.
+            ArgumentError: x is no dense tensor of this rank, or has another shape.
         """
+        require_tensor(f"{type(self).__name__}: x", x)
         least = 2 if self.sequence_parallel else 1
         if x.dim() < least or x.shape[-1] != self.in_features:
             shape = "[sequence, ..., " if self.sequence_parallel else "[..., "
@@ -510,6 +512,7 @@ class RowParallelLinear(ParallelLinear):
             GroupError: the layer's process group was destroyed or replaced.
         """
         require_same_ranks(type(self).__name__, self.group, self.rank, self.world_size)
+        require_tensor("RowParallelLinear: x", x)
         columns = self.weight.shape[1]
         if x.dim() == 0 or x.shape[-1] != columns:
             raise ArgumentError(

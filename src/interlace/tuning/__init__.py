@@ -28,6 +28,7 @@ class Entry:
 
     Attributes:
         impl: The fastest implementation there.
+        us: The microseconds that it took; None where that was not noted.
         config: The fused kernel's best; empty for an operator without a kernel of its own.
         reason: What was measured, for :func:`interlace.explain`.
         faster: Implementations that are faster than the fastest unfused pair.
@@ -35,6 +36,7 @@ class Entry:
     """
 
     impl: str
+    us: float | None
     config: str
     reason: str
     faster: tuple[str, ...]
@@ -91,6 +93,7 @@ def nearest(
     faster = tuple(way for way in ours if entry[f"{way}_us"] < entry["unfused_us"])
     return Entry(
         str(entry["impl"]),
+        entry.get(f"{entry['impl']}_us"),
         str(entry["config"]),
         reason,
         faster,

@@ -14,6 +14,7 @@ from interlace.costs.network import Prediction
 from interlace.costs.time import in_order
 from interlace.registry import Implementation, Operator
 from interlace.tuning.configuration import Configuration
+from interlace.tuning.gpu import Gpu
 
 Config = TypeVar("Config", bound=Configuration)
 
@@ -70,6 +71,7 @@ class Choice(Generic[Config]):
         is_known: Whether times are known by a table or a profile; else it is a default.
         faster: All implementations that take less time than the fastest stock pair.
         is_exact: Whether a table has the very sizes of the call.
+        table_us: Microseconds that the table's entry was measured to take; None without one.
         configs: The configurations of implementations that have one of their own, by name.
     """
 
@@ -81,6 +83,7 @@ class Choice(Generic[Config]):
     is_known: bool = False
     faster: tuple[str, ...] = ()
     is_exact: bool = False
+    table_us: float | None = None
     configs: Mapping[str, Configuration] = dataclasses.field(default_factory=dict)
 
     @property
@@ -215,7 +218,7 @@ def by_device(
     *,
     dtype: torch.dtype,
     world_size: int,
-    device: torch.device,
+    device: torch.device | Gpu,
 ) -> Choice[Config]:
     """Return what a GPU's tuned table says; on the CPU backend, the kernel.
 
@@ -228,7 +231,7 @@ def by_device(
     """
     if device.type == "cpu":
         return on_cpu(dataclasses.replace(default, **on_interpreter), impl)
-    gpu = torch.cuda.get_device_name(device)
+    gpu = device.name if isinstance(device, Gpu) else torch.cuda.get_device_name(device)
     return by_table(operator, gpu, sizes, dtype, world_size, default, impl)
 
 
@@ -266,4 +269,5 @@ def by_table(
         is_known=True,
         faster=entry.faster,
         is_exact=entry.is_exact,
+        table_us=entry.us,
     )

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from interlace.errors import ConfigError
+from interlace.units import ceil_div
 from interlace_sim.astra.algorithms import (
     LOCAL_DELAY_NS,
     Direct,
@@ -43,7 +44,7 @@ def split(kind: str, size: int, splits: int, npus: int) -> tuple[int, int]:
     if kind != "all_gather" and npus > chunk:
         chunk, size = npus, splits * npus
     # A remainder is one chunk more, of full size.
-    return chunk, -(-size // chunk) if chunk else 0
+    return chunk, ceil_div(size, chunk) if chunk else 0
 
 
 def logical_axes(algorithms: Sequence[str], shape: Sequence[int]) -> list[tuple[int, int]]:

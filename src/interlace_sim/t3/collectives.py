@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Literal
 
+from interlace.units import ceil_div
 from interlace_sim.collectives import TITLES
 from interlace_sim.engine import Join
 from interlace_sim.results import Span
@@ -62,7 +63,7 @@ class _Run:
         # Near-memory compute adds arrivals as they are written, so compute units read nothing.
         self._adds = kind == "reduce_scatter" and not near_memory
         self._arriving: Kind = "update" if near_memory else "write"
-        self._pieces = max(1, -(-int(chunk) // PIECE_BYTES))
+        self._pieces = max(1, ceil_div(int(chunk), PIECE_BYTES))
         self._started = 0
 
     def ring(self, step: int = 0) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+from interlace.units import ceil_div
 from interlace_sim.collectives import TITLES
 from interlace_sim.engine import Join, Server
 from interlace_sim.results import Span
@@ -113,7 +114,7 @@ class _Producer(_Fused):
         super().__init__(gpu, kind, plan, prefer_product=prefer_product, slowness=slowness)
         self._addresses, self._targets = addresses, addresses.targets()
         self._tiles = len(plan.tiles)
-        self._blocks = -(-self._tiles // addresses.chunks)
+        self._blocks = ceil_div(self._tiles, addresses.chunks)
         self._size = plan.product.output_bytes / (self._blocks * addresses.chunks)
         self._expected = [addresses.expected(chunk) for chunk in range(addresses.chunks)]
         self._posted = bool(gpu.machine.network.posted.value)
@@ -208,7 +209,7 @@ class _Consumer(_Fused):
         # A row of tiles arrives in pieces, so that a ring's next hop starts before the row is
         # complete.
         self._pieces = [
-            max(1, -(-self._row_bytes(row) // PIECE_BYTES)) for row in range(len(plan.heights))
+            max(1, ceil_div(self._row_bytes(row), PIECE_BYTES)) for row in range(len(plan.heights))
         ]
         self._left = [
             0 if row < plan.part_rows else pieces for row, pieces in enumerate(self._pieces)

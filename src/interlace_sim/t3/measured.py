@@ -11,6 +11,7 @@ from typing import Any
 
 from interlace.costs import OPERATOR_COSTS
 from interlace.errors import ConfigError
+from interlace.units import ceil_div
 from interlace_sim.configfile import integer, mapped, number, read
 from interlace_sim.sweeps import Progress
 from interlace_sim.t3.collectives import Collective
@@ -121,8 +122,9 @@ def compare(
             int(row["columns"]),
             int(row["inner"]),
         )
-        tiles = -(-product.rows // int(machine.gpu.tile_rows.value)) * -(
-            -product.columns // int(machine.gpu.tile_columns.value)
+        tile_rows, tile_columns = machine.gpu.tile_rows.value, machine.gpu.tile_columns.value
+        tiles = ceil_div(product.rows, int(tile_rows)) * ceil_div(
+            product.columns, int(tile_columns)
         )
         # A stage that does not fill the machine is a case for smaller tiles.
         if tiles < machine.gpu.compute_units.value:

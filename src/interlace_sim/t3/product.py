@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 
 from interlace.errors import ConfigError
+from interlace.units import ceil_div
 from interlace_sim.engine import Server, duration_ns
 from interlace_sim.results import Span
 from interlace_sim.t3.gpu import Cause, Gpu, Store
@@ -84,7 +85,7 @@ class Plan:
             int(gpu.tile_columns.value),
             int(gpu.k_step.value),
         )
-        tiles = -(-product.rows // tile_rows) * -(-product.columns // tile_columns)
+        tiles = ceil_div(product.rows, tile_rows) * ceil_div(product.columns, tile_columns)
         if tiles > _MOST_TILES or product.depth // k_step > _MOST_TILES:
             raise ConfigError(
                 f"a product must have at most {_MOST_TILES} tiles, and steps of a tile; "

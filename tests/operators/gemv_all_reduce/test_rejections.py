@@ -69,13 +69,13 @@ def _t(*shape, dtype=f32, device="cpu"):
             _t(4),
             _t(5, 4),
             {"bias": _t(5, dtype=bf16)},
-            "bias must be torch.float32, like the output, on cpu; got torch.bfloat16 on cpu.",
+            "bias must be torch.float32 on cpu, like the output; got torch.bfloat16 on cpu.",
         ),
         (
             _t(4),
             _t(5, 4),
             {"bias": _t(5, device="meta")},
-            "bias must be torch.float32, like the output, on cpu; got torch.float32 on meta.",
+            "bias must be torch.float32 on cpu, like the output; got torch.float32 on meta.",
         ),
         (
             _t(4),

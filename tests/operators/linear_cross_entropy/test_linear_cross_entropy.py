@@ -341,7 +341,7 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks: Any) -> None:
         "rows": "target must have 10 rows, like x; got shape [3]",
         "sharded rows": "target must have 20 rows, of all ranks; got shape [10]",
         "dtype": "w must be torch.float32 on cpu, like x; got torch.float64",
-        "bias": "bias must be [24], a number for each row of w; got shape [3]",
+        "bias": "bias must be [V/R] with V/R = 24; got shape [3]",
         "reduction": "reduction must be one of mean, sum, none; got 'average'",
         "smoothing": "label_smoothing must be at least 0 and less than 1; got 1.0",
         "z_loss": "z_loss must be at least 0; got -1.0",

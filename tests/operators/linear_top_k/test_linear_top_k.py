@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -11,7 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import interlace
+from interlace.comm import Group
+from interlace.comm.replay.deferred import New
 from interlace.costs import find_cost
+from interlace.operators import linear_top_k
+from interlace.operators.linear_top_k.call import TopKCall, known_call
 from interlace.testing.cases import choices
 from tests.errors import error_of
 from tests.operators.traffic import check_traffic, with_traffic
@@ -120,6 +128,102 @@ def test_costs_are_the_counted_traffic(ranks: Any) -> None:
     check_traffic(calls, ranks(2).run(_traffic, calls), _check, cost)
 
 
+# Calls that come again
+
+
+def test_a_call_is_known_by_all_that_it_depends_on() -> None:
+    (x, w), bias = _tensors(COLUMNS), torch.zeros(COLUMNS)
+    plain = (x, w, bias, 2, COLUMNS, "auto")
+    others = [
+        (x.clone(), w, bias, 2, COLUMNS, "auto"),
+        (x[:2], w, bias, 2, COLUMNS, "auto"),
+        (x.view(torch.int32), w, bias, 2, COLUMNS, "auto"),
+        (x, w.clone(), bias, 2, COLUMNS, "auto"),
+        (x, w.as_strided(w.shape, (1, COLUMNS)), bias, 2, COLUMNS, "auto"),
+        (x, w, bias.clone(), 2, COLUMNS, "auto"),
+        (x, w, None, 2, COLUMNS, "auto"),
+        (x, w, bias, 3, COLUMNS, "auto"),
+        (x, w, bias, 2, COLUMNS - 1, "auto"),
+        (x, w, bias, 2, COLUMNS, "fused"),
+    ]
+    assert known_call(*plain) == known_call(x.view_as(x), *plain[1:])
+    assert len({known_call(*each) for each in (plain, *others)}) == 1 + len(others)
+
+
+class _Graph:
+    """What was captured, done again by each replay."""
+
+    def __init__(self, enqueue: Callable[[], object]) -> None:
+        self.replay = enqueue
+
+
+def _made_again(impl: str, k: int) -> list[Any]:
+    """On a rank whose group makes graphs as on a GPU: which calls took the long way, which gave a
+    wrong result, and whether the operands were kept.
+    """
+    group, columns = Group(None, torch.device("cpu")), 2 * COLUMNS
+    x, w = _tensors(columns)
+    taken = torch.empty(ROWS, k), torch.empty(ROWS, k, dtype=torch.int64)
+    rows_of, calls, wrong = linear_top_k.rows_of, [], []
+
+    def validated(*arguments: Any) -> torch.Tensor:
+        calls[-1] = "long"
+        return rows_of(*arguments)
+
+    known = property(lambda call: known_call(call.x, call.w, call.bias, call.k, columns, impl))
+    with contextlib.ExitStack() as stack:
+        for target, name, value in (
+            (linear_top_k, "rows_of", validated),
+            (linear_top_k, "recalling_group", lambda *_: group),
+            (TopKCall, "known", known),
+            (TopKCall, "group", group),
+            (New, "__call__", lambda *_: taken),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (group.replays, "is_enabled", True),
+            (group.replays, "_capture", _Graph),
+            (group.streams, "continues", lambda: True),
+        ):
+            stack.enter_context(mock.patch.object(target, name, value))
+        for turn in range(5):
+            x.copy_(_tensors(columns)[0].roll(turn, 1))
+            calls.append("again")
+            values, chosen = interlace.linear_top_k(x.view(2, 2, HIDDEN), w, k, impl=impl)
+            wanted = F.linear(x, w).view(2, 2, columns).topk(k)
+            if not (values.allclose(wanted.values) and chosen.equal(wanted.indices)):
+                wrong.append(turn)
+    # The graphs here are closures; a CUDA graph knows an address alone.
+    for replayable in group.replays._graphs.values():
+        replayable.graph = None
+    gone = weakref.ref(x)
+    del x
+    gc.collect()
+    return [calls, wrong, gone() is None]
+
+
+@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize("impl", ["fused", "unfused"])
+def test_a_call_that_comes_again_is_found(ranks: Any, impl: str, k: int) -> None:
+    """By its form at first, and the kernel by its operands once it is a graph."""
+    (found,) = ranks(1).run(_made_again, impl, k)
+    assert found == [["long"] + ["again"] * 4, [], True]
+
+
+def _results_of_two_calls() -> list[bool]:
+    x, w = _tensors(2 * COLUMNS)
+    w, same = _own(w), []
+    for impl in ("fused", "unfused"):
+        first, second = (interlace.linear_top_k(x, w, 2, impl=impl) for _ in range(2))
+        same += [one.data_ptr() == two.data_ptr() for one, two in zip(first, second, strict=True)]
+    return same
+
+
+def test_each_result_has_memory_of_its_own(ranks: Any) -> None:
+    assert ranks(2).run(_results_of_two_calls) == [[False] * 4] * 2
+
+
+# Wrong use
+
+
 def _errors() -> dict[str, Any]:
     x, w = _tensors(2 * COLUMNS)
     w, call = _own(w), interlace.linear_top_k
@@ -143,8 +247,8 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks: Any) -> None:
     texts = {
         "integers": "x must be float16, bfloat16 or float32",
         "width": "w must be [V/R, H] with H = 3",
-        "dtype": "w must be torch.float32, like x; got torch.float64",
-        "bias": "bias must be [24], a number for each row of w; got shape [3]",
+        "dtype": "w must be torch.float32 on cpu, like x; got torch.float64",
+        "bias": "bias must be [V/R] with V/R = 24; got shape [3]",
         "none": "k must be 1 to 64; got 0",
         "too many": "k must be 1 to 64; got 65",
         "more than a rank has": "k must be at most the columns of each rank, 24; got 25",

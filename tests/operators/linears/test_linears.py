@@ -126,8 +126,11 @@ X, W, B = torch.zeros(2, 8), torch.zeros(4, 8), torch.zeros(4)
         ((X.int(), [W], [None]), "x must be float16, bfloat16 or float32"),
         ((X, [W[:, :7]], [None]), "weights must be [N, K] with K = 8"),
         ((X, [W], [B[:3]]), "biases must be [N] with N = 4"),
-        ((X, [W.half()], [None]), "weights must have the dtype of x"),
-        ((X, [W], [B.double()]), "biases must have the dtype of x"),
+        (
+            (X, [W.half()], [None]),
+            "weights must be torch.float32 on cpu, like x; got torch.float16",
+        ),
+        ((X, [W], [B.double()]), "biases must be torch.float32 on cpu, like x; got torch.float64"),
         ((X, [W, W], [B, None]), "for all weights or for none"),
     ],
 )

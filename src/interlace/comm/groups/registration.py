@@ -8,11 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import _C
 from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
+from interlace.comm.groups.group import Group, known_group
 from interlace.errors import ArgumentError
 
 OPERATOR_TAGS = (torch.Tag.pt2_compliant_tag,)
@@ -162,6 +164,35 @@ def is_ordinary(tensor: torch.Tensor) -> bool:
         and (tensor.is_cuda or tensor.is_cpu)
         and not tensor.is_neg()
     )
+
+
+def recalling_group(
+    process_group: dist.ProcessGroup | None, x: torch.Tensor, *others: torch.Tensor | None
+) -> Group | None:
+    """Return the group of a call that ``Group.recall`` may find by its operands; None for a call
+    that must take the long way: something listens to it, it needs a gradient, its group has not
+    met, or an operand is no ordinary dense tensor on a GPU.
+
+    Nothing else is validated: a call whose operands and options are all equal to an earlier one's
+    is as valid as that was.
+
+    Args:
+        process_group: The group as the caller has given it.
+        x, others: The operands as the caller has given them; of the others, some may be None.
+    """
+    # First, as a compiler that traces this goes no further.
+    if not is_unobserved():
+        return None
+    operands = [x, *(other for other in others if other is not None)]
+    for operand in operands:
+        kind = type(operand)
+        if kind is not torch.Tensor and kind is not torch.nn.Parameter:
+            return None
+        if not operand.is_cuda or operand.layout is not torch.strided or operand.is_neg():
+            return None
+    if torch.is_grad_enabled() and _C._any_requires_grad(*operands):
+        return None
+    return known_group(process_group, x.device)
 
 
 def are_ordinary(args: Iterable[Any]) -> bool:

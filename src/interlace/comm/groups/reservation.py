@@ -1,4 +1,4 @@
-"""How much symmetric memory a call needs, computed before any of it is allocated.
+"""Compute how much symmetric memory a call needs, before any of it is allocated.
 
 Launches ask for their memory by these sizes, and ``interlace.explain`` and a group's limit
 (``INTERLACE_MAX_WORKSPACE``) go by the same ones.

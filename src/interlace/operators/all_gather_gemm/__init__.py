@@ -21,7 +21,7 @@ from interlace.gemm.implementations.fused import FUSED
 from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.stock import ASYNC_ALL_GATHER
 from interlace.gemm.implementations.unfused import UNFUSED
-from interlace.gemm.operands import FLOATS, Operands
+from interlace.gemm.operands import FLOATS, Operands, require_tensor
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import check_sum
 from interlace.operators.all_gather_gemm import fused, reference
@@ -314,6 +314,7 @@ def all_gather_gemm(
     Source: Punniyamurthy et al., SC24 (arXiv:2305.06942), for the fusion; Korthikanti et al.
     (arXiv:2205.05198) for sequence parallelism.
     """
+    require_tensor(f"{OPERATOR.name}: w", w)
     gather = return_gathered or (torch.is_grad_enabled() and w.requires_grad)
     y, gathered = schema.call(
         OPERATOR,

@@ -78,7 +78,7 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Those of this rank's tables whose gradients, of the entire batch, a launch is given.
+    """Describe the tables of this rank whose gradients, of the entire batch, a launch is given.
 
     Attributes:
         first_column: The first of their columns among those of this rank's tables.

@@ -13,7 +13,12 @@ from torch._C._dynamo.guards import TensorGuards
 from interlace import environment
 from interlace.comm.groups.registration import is_ordinary, is_unobserved, past_autograd
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device, require_float, require_tensor
+from interlace.gemm.operands import (
+    require_device,
+    require_float,
+    require_tensor,
+    require_tensors,
+)
 from interlace.operators.embedding_all_to_all.config import MAX_WIDTH, OPERATOR
 from interlace.operators.embedding_all_to_all.layout import MAX_TABLES
 from interlace.optim import SGD, RowWiseAdagrad
@@ -117,8 +122,7 @@ def validate(
         raise ArgumentError(
             f"{OPERATOR}: a rank must have at most {MAX_TABLES} tables; got {len(weights)}."
         )
-    for name, tensor in (("indices", indices), ("offsets", offsets)):
-        require_tensor(f"{OPERATOR}: {name}", tensor)
+    require_tensors(OPERATOR, indices=indices, offsets=offsets)
     tables = _tables(weights, indices.device, gradient)
     for name, numbers in (("indices", indices), ("offsets", offsets)):
         if numbers.dim() != 1:

@@ -22,7 +22,7 @@ from interlace.gemm.implementations.refusals import needs
 from interlace.gemm.implementations.remote_stores import REMOTE_STORES
 from interlace.gemm.implementations.stock import SYMM_MEM
 from interlace.gemm.implementations.unfused import UNFUSED
-from interlace.gemm.operands import Operands, require_float, require_tensor
+from interlace.gemm.operands import Operands, require_float, require_tensors
 from interlace.gemm.operator import GemmOperator, Splits
 from interlace.gemm.splits import balanced
 from interlace.operators.gemm_all_reduce import fused, gemv, reference
@@ -379,8 +379,7 @@ def _require_tokens(x: torch.Tensor, w: torch.Tensor) -> None:
         ArgumentError: x is no vector or matrix of a dtype that the kernel multiplies, or rows of w
             are not contiguous.
     """
-    require_tensor("gemv_all_reduce: x", x)
-    require_tensor("gemv_all_reduce: w", w)
+    require_tensors("gemv_all_reduce", x=x, w=w)
     if x.dim() not in (1, 2):
         raise ArgumentError(f"gemv_all_reduce: x must be [K] or [B, K]; got shape {list(x.shape)}.")
     require_float("gemv_all_reduce: x", x.dtype)

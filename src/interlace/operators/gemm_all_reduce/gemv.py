@@ -30,6 +30,7 @@ from interlace.operators.gemm_all_reduce.config import (
 )
 from interlace.registry import Implementation
 from interlace.tuning.choice import Choice, by_device
+from interlace.tuning.gpu import Gpu
 from interlace.units import ceil_div, round_up
 
 MOST_ROWS = 16
@@ -88,9 +89,9 @@ def tuned(
     inner: int,
     dtype: torch.dtype,
     world_size: int,
-    device: torch.device,
+    device: torch.device | Gpu,
 ) -> Choice[GemvAllReduceConfig]:
-    """Return what the kernel's tuned table of this GPU says; without an entry near these sizes, the
+    """Return what the kernel's tuned table of a GPU says; without an entry near these sizes, the
     kernel with its default configuration.
     """
     sizes = {"rows": rows, "columns": columns, "inner": inner}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,13 @@ from interlace.comm.groups.registration import entrance
 from interlace.comm.groups.reservation import Reservation
 from interlace.gemm.vocabulary import columns_of_rank
 from interlace.operators.linear_cross_entropy import fused, reference, schema  # noqa: F401
-from interlace.operators.linear_cross_entropy.call import OPERATOR, Options, SizedLoss, validate
+from interlace.operators.linear_cross_entropy.call import (
+    OPERATOR,
+    Options,
+    SizedLoss,
+    flattened,
+    validate_options,
+)
 from interlace.registry import Implementation, Operator, operator
 
 
@@ -51,7 +58,7 @@ class LinearCrossEntropy(Operator):
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "w", "target"), ("bias",)
 
-    def explain(  # type: ignore[override]
+    def _sized(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -59,17 +66,27 @@ class LinearCrossEntropy(Operator):
         *,
         bias: torch.Tensor | None = None,
         world_size: int,
+    ) -> SizedLoss:
+        """Return the sizes of a call that is explained, once its arguments are validated; its
+        chunks are of the default size.
+        """
+        rows = len(flattened(x, w, target, bias)[0])
+        return SizedLoss(rows, fused.chunk_rows(rows, len(w), x.itemsize), world_size)
+
+    def explain(
+        self,
+        *tensors: Any,
+        world_size: int,
         nodes: int = 1,
         lacking: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        x, target = x.reshape(-1, x.shape[-1]), target.reshape(-1)
-        rows, columns = len(target), len(w)
-        options = Options(world_size * columns, -100, 0.0, 0.0, "mean", False, 1)
-        validate(x, w, target, bias, options, world_size)
-        chunk = min(fused.chunk_rows(rows, columns, x.itemsize), rows)
+        rows, chunk_rows, _ = self._sized(*tensors, world_size=world_size, **options)
+        x, w, _ = tensors
+        (columns, width), chunk = w.shape, min(chunk_rows, rows)
         name = str(x.dtype).removeprefix("torch.")
-        call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {x.shape[1]} wide, {name}"
+        call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {width} wide, {name}"
         if nodes > 1:
             return call, "unfused", "the ranks do not all share memory"
         if "fused" in lacking:
@@ -80,21 +97,13 @@ class LinearCrossEntropy(Operator):
         )
         return call, "fused", reason
 
-    def reservations(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        target: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        world_size: int,
-        granularity: int | None = None,
+    def reservations(
+        self, *tensors: Any, world_size: int, granularity: int | None = None, **options: Any
     ) -> dict[str, Reservation]:
         """Return what each implementation reserves for a call with chunks of the default size,
         without the sum of x's gradient over ranks, which is another operator's.
         """
-        rows = target.numel()
-        sized = SizedLoss(rows, fused.chunk_rows(rows, len(w), x.itemsize), world_size)
+        sized = self._sized(*tensors, world_size=world_size, **options)
         return {each.name: each.reservation(sized) for each in self.implementations}
 
 
@@ -176,7 +185,7 @@ def linear_cross_entropy(
     rank; Shoeybi et al., Megatron-LM (arXiv:1909.08053), for the three numbers that ranks exchange.
     """
     _, world_size = rank_and_size(group)
-    rows, targets = x.reshape(-1, x.shape[-1]), target.reshape(-1)
+    rows, targets = flattened(x, w, target, bias, world_size if sequence_parallel else 1)
     columns = vocabulary if vocabulary is not None else world_size * len(w)
     if chunk_rows is None:
         per_rank = columns_of_rank(len(w), columns, world_size)
@@ -185,7 +194,7 @@ def linear_cross_entropy(
         columns, ignore_index, float(label_smoothing), float(z_loss), reduction, sequence_parallel,
         chunk_rows,
     )  # fmt: skip
-    validate(rows, w, targets, bias, options, world_size)
+    validate_options(options)
     _DECLARATION.validate_options(impl, None)
     trains = torch.is_grad_enabled()
     needed = [each is not None and trains and each.requires_grad for each in (rows, w, bias)]

@@ -14,12 +14,7 @@ from interlace.comm import Group, group_named, process_group_named
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm.operands import require_device, require_tensor
-from interlace.gemm.vocabulary import (
-    VocabularyShard,
-    agree,
-    choose_implementation,
-    validate_operands,
-)
+from interlace.gemm.vocabulary import VocabularyShard, agree, choose_implementation, rows_of
 from interlace.registry import Implementation, operator_named
 
 OPERATOR = "linear_cross_entropy"
@@ -61,38 +56,39 @@ class LossGradients(NamedTuple):
     bias: torch.Tensor | None
 
 
-def validate(
+def flattened(
     x: torch.Tensor,
     w: torch.Tensor,
     target: torch.Tensor,
     bias: torch.Tensor | None,
-    options: Options,
-    world_size: int,
-) -> None:
-    """Refuse arguments that no rank could compute with; see
-    :func:`interlace.linear_cross_entropy` for the rules.
+    shards: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of x, ``[M, H]``, and of target, ``[M]`` of all ranks.
+
+    Args:
+        x, w, target, bias: What the caller of :func:`interlace.linear_cross_entropy` has given for
+            them.
+        shards: Number of ranks that x is sharded over along its rows.
+
+    Raises:
+        ArgumentError: No rank could compute with these.
     """
-    validate_operands(OPERATOR, x, w, bias)
+    rows = rows_of(OPERATOR, x, w, bias)
     require_tensor(f"{OPERATOR}: target", target)
     if target.dtype not in (torch.int32, torch.int64):
         raise ArgumentError(f"{OPERATOR}: target must be int32 or int64; got {target.dtype}.")
-    rows = x.shape[0] * (world_size if options.sequence_parallel else 1)
-    if target.shape != (rows,):
-        whose = "of all ranks" if options.sequence_parallel else "like x"
+    targets, count = target.reshape(-1), len(rows) * shards
+    if targets.shape != (count,):
+        whose = "of all ranks" if shards > 1 else "like x"
         raise ArgumentError(
-            f"{OPERATOR}: target must have {rows} rows, {whose}; got shape {list(target.shape)}."
+            f"{OPERATOR}: target must have {count} rows, {whose}; got shape {list(targets.shape)}."
         )
-    for name, other in (("w", w), ("bias", bias)):
-        if other is not None and (other.dtype != x.dtype or other.device != x.device):
-            raise ArgumentError(
-                f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {other.dtype} "
-                f"on {other.device}."
-            )
     require_device(f"{OPERATOR}: target", target, "x", x.device)
-    _validate_options(options)
+    return rows, targets
 
 
-def _validate_options(options: Options) -> None:
+def validate_options(options: Options) -> None:
+    """Refuse numbers and words of a call that are out of their range."""
     if options.reduction not in REDUCTIONS:
         raise ArgumentError(
             f"{OPERATOR}: reduction must be one of {', '.join(REDUCTIONS)}; got "

@@ -4,19 +4,33 @@ README.md.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Hashable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from interlace.comm import default_name, rank_and_size
-from interlace.comm.groups.registration import OPERATOR_TAGS, entrance, register
+from interlace.comm import Group, default_name, rank_and_size
+from interlace.comm.groups.registration import (
+    OPERATOR_TAGS,
+    entrance,
+    past_autograd,
+    recalling_group,
+    register,
+)
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.runtime import ranges
+from interlace.gemm.vocabulary import rows_of
 from interlace.operators.linear_top_k import fused, reference
-from interlace.operators.linear_top_k.call import OPERATOR, SizedChoice, TopKCall, validate
+from interlace.operators.linear_top_k.call import (
+    OPERATOR,
+    SizedChoice,
+    TopKCall,
+    known_call,
+    validate_numbers,
+)
 from interlace.registry import Implementation, Operator, operator
 
 
@@ -64,7 +78,7 @@ class LinearTopK(Operator):
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "w"), ("bias", "k")
 
-    def explain(  # type: ignore[override]
+    def _sized(
         self,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -72,13 +86,24 @@ class LinearTopK(Operator):
         bias: torch.Tensor | None = None,
         k: int = 1,
         world_size: int,
+    ) -> SizedChoice:
+        """Return the sizes of a call that is explained, once its arguments are validated."""
+        rows = len(rows_of(OPERATOR, x, w, bias))
+        validate_numbers(k, world_size * len(w))
+        return SizedChoice(rows, k, world_size)
+
+    def explain(
+        self,
+        *tensors: Any,
+        world_size: int,
         nodes: int = 1,
         lacking: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        x = x.reshape(-1, x.shape[-1])
-        validate(x, w, k, bias, world_size * len(w))
-        rows, columns = len(x), len(w)
+        rows, k, _ = self._sized(*tensors, world_size=world_size, **options)
+        x, w = tensors
+        columns = len(w)
         name = str(x.dtype).removeprefix("torch.")
         call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, k = {k}, {name}"
         if nodes > 1:
@@ -88,18 +113,11 @@ class LinearTopK(Operator):
         told, gathered = 16 * k * rows, columns * rows * x.itemsize
         return call, "fused", f"a rank tells each other one {told} bytes instead of {gathered}"
 
-    def reservations(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        w: torch.Tensor,
-        *,
-        bias: torch.Tensor | None = None,
-        k: int = 1,
-        world_size: int,
-        granularity: int | None = None,
+    def reservations(
+        self, *tensors: Any, world_size: int, granularity: int | None = None, **options: Any
     ) -> dict[str, Reservation]:
         """Return what each implementation reserves for a call."""
-        sized = SizedChoice(x.shape[:-1].numel(), k, world_size)
+        sized = self._sized(*tensors, world_size=world_size, **options)
         return {each.name: each.reservation(sized) for each in self.implementations}
 
 
@@ -153,12 +171,56 @@ def linear_top_k(
         >>> # x [8, 4096], w [128256 / R, 4096]
         >>> tokens = interlace.linear_top_k(x, w).columns[:, 0]
     """
+    again = _recalled(x, w, k, bias, vocabulary, group, impl)
+    if again is not None:
+        return again
     _, world_size = rank_and_size(group)
+    rows = rows_of(OPERATOR, x, w, bias)
     columns = vocabulary if vocabulary is not None else world_size * len(w)
-    rows = x.reshape(-1, x.shape[-1])
-    validate(rows, w, k, bias, columns)
+    validate_numbers(k, columns)
     _DECLARATION.validate_options(impl, None)
     found = entrance(OPERATOR)(rows, w, bias, k, columns, default_name(group), impl)
+    return _shaped(found, x, k)
+
+
+def _recalled(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    k: int,
+    bias: torch.Tensor | None,
+    vocabulary: int | None,
+    group: dist.ProcessGroup | None,
+    impl: str,
+) -> TopColumns | None:
+    """Return the result of a call that has come before, with these operands or with others that
+    differ in their addresses alone; None if it must take the long way: it is new, or
+    :func:`recalling_group` says so.
+    """
+    known_to = recalling_group(group, x, w, bias)
+    # True equals 1, and no rank could choose so many columns.
+    if known_to is None or type(k) is not int or type(impl) is not str:
+        return None
+    if x.dim() != 2 and not (x.dim() > 2 and x.is_contiguous()):
+        return None
+    rows = x if x.dim() == 2 else x.flatten(0, -2)
+    if vocabulary is None:
+        vocabulary = known_to.world_size * len(w)
+    elif type(vocabulary) is not int:
+        return None
+    known = known_call(rows, w, bias, k, vocabulary, impl)
+    with past_autograd():
+        found = known_to.recall(known)
+        if found is None:
+            found = known_to.recall_form(known[0], known, rows, w, bias)
+    if found is None:
+        return None
+    return _shaped(found, x, k)
+
+
+def _shaped(found: Iterable[torch.Tensor], x: torch.Tensor, k: int) -> TopColumns:
+    """Return values and columns, ``[M, k]``, in the shape of x: ``[..., k]``."""
+    if x.dim() == 2:
+        return TopColumns(*found)
     return TopColumns(*(each.reshape(*x.shape[:-1], k) for each in found))
 
 
@@ -173,10 +235,48 @@ _library.define(
 
 def _run(*arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
     call = TopKCall(*arguments)
+    group, known, tensors = call.group, call.known, (call.x, call.w, call.bias)
+    found: tuple[torch.Tensor, torch.Tensor] | None = None
+    if known is not None and not ranges.is_listening():
+        found = group.recall(known)
+        if found is None:
+            found = group.recall_form(known[0], known, *tensors)
+        if found is not None:
+            return found
     call.agree()
-    with ranges.around(OPERATOR, call.implementation.name, (call.x, call.w), lambda: None):
-        found: tuple[torch.Tensor, torch.Tensor] = call.implementation.run(call)
+    implementation = call.implementation
+    with ranges.around(OPERATOR, implementation.name, tensors[:2], lambda: None):
+        found = group.perform(implementation.run(call), known)
+    assert found is not None
+    if known is not None:
+        # What is remembered must refer to neither group nor operands.
+        options = call.k, call.vocabulary, call.group_name, call.impl
+        again = functools.partial(_run_again, implementation, options, call.mark)
+        group.replays.remember_form(known[0], again)
     return found
+
+
+def _run_again(
+    implementation: Implementation,
+    options: tuple[Any, ...],
+    mark: int,
+    group: Group,
+    known: Hashable,
+    *operands: Any,
+) -> Any:
+    """Run a call like one that has run, past all that was found out before that one's first run.
+
+    Args:
+        implementation: What ran.
+        options: What a :class:`TopKCall` takes beside the operands.
+        mark: The number that both calls' words carry.
+        group: The group of both.
+        known: By what ``Group.recall`` will find this one.
+        operands: X, w and bias.
+    """
+    call = TopKCall(*operands, *options)
+    call.mark = mark
+    return group.perform(implementation.run(call), known)
 
 
 def _fake(x: torch.Tensor, w: torch.Tensor, bias: Any, k: int, *_: Any) -> tuple[Any, Any]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Hashable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from interlace.comm import Group, group_named, process_group_named
+from interlace.comm.replay.replays import places
 from interlace.errors import ArgumentError
-from interlace.gemm.operands import require_device
-from interlace.gemm.vocabulary import (
-    VocabularyShard,
-    agree,
-    choose_implementation,
-    validate_operands,
-)
+from interlace.gemm.vocabulary import VocabularyShard, agree, choose_implementation
 from interlace.registry import Implementation, operator_named
 
 OPERATOR = "linear_top_k"
@@ -41,24 +37,26 @@ class SizedChoice(NamedTuple):
     world_size: int
 
 
-def validate(
-    x: torch.Tensor, w: torch.Tensor, k: int, bias: torch.Tensor | None, vocabulary: int
-) -> None:
-    """Refuse arguments that no rank could compute with; see :func:`interlace.linear_top_k`."""
-    validate_operands(OPERATOR, x, w, bias)
-    for name, other in (("w", w), ("bias", bias)):
-        if other is not None:
-            require_device(f"{OPERATOR}: {name}", other, "x", x.device)
-            if other.dtype != x.dtype:
-                raise ArgumentError(
-                    f"{OPERATOR}: {name} must be {x.dtype}, like x; got {other.dtype}."
-                )
+def validate_numbers(k: int, vocabulary: int) -> None:
+    """Refuse numbers of columns that no rank could choose; see :func:`interlace.linear_top_k`."""
     if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MOST_CHOSEN:
         raise ArgumentError(f"{OPERATOR}: k must be 1 to {MOST_CHOSEN}; got {k!r}.")
     if not 1 <= vocabulary <= MOST_COLUMNS:
         raise ArgumentError(
             f"{OPERATOR}: vocabulary must be 1 to {MOST_COLUMNS}; got {vocabulary}."
         )
+
+
+def known_call(
+    x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None, k: int, vocabulary: int, impl: str
+) -> tuple[tuple[Hashable, ...], Hashable]:
+    """Return what calls that differ in addresses alone have in common, for ``Group.recall_form``,
+    and the addresses; both are for ``Group.recall``.
+
+    What ranks have agreed on for such calls stays until they forget it together.
+    """
+    addresses, *kinds = zip(*places(x, w, x[:0] if bias is None else bias), strict=True)
+    return (OPERATOR, impl, k, vocabulary, bias is None, *kinds), addresses
 
 
 @dataclasses.dataclass(eq=False)
@@ -84,6 +82,13 @@ class TopKCall:
     @functools.cached_property
     def group(self) -> Group:
         return group_named(self.group_name, self.x.device)
+
+    @property
+    def known(self) -> tuple[tuple[Hashable, ...], Hashable] | None:
+        """What :func:`known_call` says of it; None where no call is remembered."""
+        if not self.group.replays.is_enabled:
+            return None
+        return known_call(self.x, self.w, self.bias, self.k, self.vocabulary, self.impl)
 
     @property
     def process_group(self) -> dist.ProcessGroup | None:

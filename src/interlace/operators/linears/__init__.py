@@ -14,7 +14,7 @@ from interlace.comm.groups.registration import OPERATOR_TAGS, register
 from interlace.errors import ArgumentError
 from interlace.gemm import few_rows, invariance
 from interlace.gemm.few_rows import MOST_WEIGHTS, FewRowsConfig
-from interlace.gemm.operands import require_device, require_float
+from interlace.gemm.operands import require_bias, require_float, require_kind
 from interlace.operators.linears import reference
 
 OPERATOR = "linears"
@@ -104,18 +104,9 @@ def _validate(
             raise ArgumentError(
                 f"{OPERATOR}: weights must be [N, K] with K = {x.shape[1]}; got {list(w.shape)}."
             )
-        if bias is not None and list(bias.shape) != [w.shape[0]]:
-            raise ArgumentError(
-                f"{OPERATOR}: biases must be [N] with N = {w.shape[0]}; got {list(bias.shape)}."
-            )
-        for name, tensor in (("weights", w), ("biases", bias)):
-            if tensor is None:
-                continue
-            require_device(f"{OPERATOR}: {name}", tensor, "x", x.device)
-            if tensor.dtype != x.dtype:
-                raise ArgumentError(
-                    f"{OPERATOR}: {name} must have the dtype of x, {x.dtype}; got {tensor.dtype}."
-                )
+        require_kind(f"{OPERATOR}: weights", w, x.dtype, x.device, "x")
+        if bias is not None:
+            require_bias(f"{OPERATOR}: biases", bias, w, x.dtype, "x")
     if len({bias is None for bias in biases}) > 1:
         raise ArgumentError(
             f"{OPERATOR}: biases must be given for all weights or for none. Call it twice."

@@ -108,7 +108,7 @@ class MixtureOfExperts(Operator):
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "experts", "weights", "w_in", "w_out"), ("b_in", "b_out", "activation")
 
-    def explain(  # type: ignore[override]
+    def _terms(
         self,
         x: torch.Tensor,
         experts: torch.Tensor,
@@ -121,14 +121,27 @@ class MixtureOfExperts(Operator):
         activation: str | ExpertActivation = "silu",
         world_size: int,
         nodes: int = 1,
-        lacking: Mapping[str, str] = MappingProxyType({}),
-    ) -> tuple[str, str, str]:
-        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+    ) -> ExpertTerms:
+        """Return the properties of a call that is explained, once its arguments are validated; it
+        has no capacity.
+        """
         the_activation = ExpertActivation.of(activation)
         validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, None, world_size)
         sizes = ExpertSizes.of(x, experts, w_in, world_size, max(1, len(x)))
         keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
-        terms = ExpertTerms(sizes, x.dtype, x.device.type, keeps, nodes)
+        return ExpertTerms(sizes, x.dtype, x.device.type, keeps, nodes)
+
+    def explain(
+        self,
+        *tensors: Any,
+        world_size: int,
+        nodes: int = 1,
+        lacking: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
+    ) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+        terms = self._terms(*tensors, world_size=world_size, nodes=nodes, **options)
+        x, sizes = tensors[0], terms.sizes
         choice = decide(terms, x.device, invariance.effective_impl(self, self.choosers[0]))
         chosen = choice.impl
         if chosen in ("fused", "decode"):
@@ -143,26 +156,11 @@ class MixtureOfExperts(Operator):
             return call, "unfused", reason
         return call, chosen, choice.reason
 
-    def reservations(  # type: ignore[override]
-        self,
-        x: torch.Tensor,
-        experts: torch.Tensor,
-        weights: torch.Tensor,
-        w_in: torch.Tensor,
-        w_out: torch.Tensor,
-        *,
-        b_in: torch.Tensor | None = None,
-        b_out: torch.Tensor | None = None,
-        activation: str | ExpertActivation = "silu",
-        world_size: int,
-        granularity: int,
+    def reservations(
+        self, *tensors: Any, world_size: int, granularity: int, **options: Any
     ) -> dict[str, Reservation | None]:
         """Return what each implementation reserves for a call without a capacity."""
-        the_activation = ExpertActivation.of(activation)
-        validate(x, experts, weights, w_in, w_out, b_in, b_out, the_activation, None, world_size)
-        sizes = ExpertSizes.of(x, experts, w_in, world_size, max(1, len(x)))
-        keeps = _keeps_gradients(x, weights, w_in, w_out, b_in, b_out)
-        terms = ExpertTerms(sizes, x.dtype, x.device.type, keeps, 1)
+        terms = self._terms(*tensors, world_size=world_size, **options)
         return {each.name: each.reservation(terms) for each in self.implementations}
 
 

@@ -28,7 +28,13 @@ from interlace.comm.replay.replays import places
 from interlace.comm.runtime import ranges
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
-from interlace.gemm.operands import FLOATS, require_device, require_float, require_tensor
+from interlace.gemm.operands import (
+    FLOATS,
+    require_device,
+    require_float,
+    require_kind,
+    require_tensors,
+)
 from interlace.operators.mixture_of_experts.activation import ExpertActivation
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, decide
 from interlace.operators.mixture_of_experts.config import OPERATOR, MixtureOfExpertsConfig
@@ -65,12 +71,10 @@ def validate(
     """Refuse arguments that no rank could compute with; see
     :func:`interlace.mixture_of_experts` for the rules.
     """
-    for name, tensor in (
-        ("x", x), ("experts", experts), ("weights", weights), ("w_in", w_in), ("w_out", w_out),
-        ("b_in", b_in), ("b_out", b_out),
-    ):  # fmt: skip
-        if tensor is not None or name not in ("b_in", "b_out"):
-            require_tensor(f"{OPERATOR}: {name}", tensor)
+    require_tensors(
+        OPERATOR, ("b_in", "b_out"), x=x, experts=experts, weights=weights, w_in=w_in, w_out=w_out,
+        b_in=b_in, b_out=b_out,
+    )  # fmt: skip
     if x.dim() != 2:
         raise ArgumentError(f"{OPERATOR}: x must be [T, hidden]; got shape {list(x.shape)}.")
     tokens = x.shape[0]
@@ -153,11 +157,8 @@ def _validate_weights(
                 f"{list(tensor.shape)}."
             )
     for name, tensor in (("w_in", w_in), ("w_out", w_out), ("b_in", b_in), ("b_out", b_out)):
-        if tensor is not None and (tensor.dtype != x.dtype or tensor.device != x.device):
-            raise ArgumentError(
-                f"{OPERATOR}: {name} must be {x.dtype} on {x.device}, like x; got {tensor.dtype} "
-                f"on {tensor.device}."
-            )
+        if tensor is not None:
+            require_kind(f"{OPERATOR}: {name}", tensor, x.dtype, x.device, "x")
 
 
 @dataclasses.dataclass(eq=False)

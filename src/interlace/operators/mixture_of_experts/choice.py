@@ -30,7 +30,7 @@ from interlace.costs.time import MachineProfile
 from interlace.errors import ArgumentError
 from interlace.gemm import invariance
 from interlace.gemm.between_nodes import profile_on
-from interlace.gemm.choice import Gpu, fastest
+from interlace.gemm.choice import fastest
 from interlace.operators.mixture_of_experts.config import (
     OPERATOR,
     MixtureOfExpertsConfig,
@@ -39,6 +39,7 @@ from interlace.operators.mixture_of_experts.config import (
 from interlace.operators.mixture_of_experts.layout import ExpertSizes
 from interlace.registry import operator_named
 from interlace.tuning.choice import Choice, NetworkTimes, by_device
+from interlace.tuning.gpu import Gpu
 
 # Triton's interpreter runs one program after another, so few programs are enough.
 _ON_INTERPRETER: dict[str, Any] = {

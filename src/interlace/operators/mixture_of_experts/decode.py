@@ -13,7 +13,6 @@ from interlace.comm.groups.reservation import Reservation, WorkspaceSize
 from interlace.comm.launching.kernels import Launch, processors, triton_dtype
 from interlace.comm.replay.deferred import DeferredCall, New
 from interlace.comm.runtime.interpreter import require
-from interlace.gemm.choice import Gpu
 from interlace.operators.mixture_of_experts import layout
 from interlace.operators.mixture_of_experts.call import LayerCall
 from interlace.operators.mixture_of_experts.choice import ExpertTerms, unmet
@@ -25,6 +24,7 @@ from interlace.operators.mixture_of_experts.layout import (
     SENDERS,
     ExpertSizes,
 )
+from interlace.tuning.gpu import Gpu
 from interlace.units import alignment, ceil_div, next_power_of_2, round_up
 
 WORKSPACE = f"{OPERATOR}.decode"

@@ -14,6 +14,7 @@ from interlace.comm import group_of
 from interlace.operators.embedding_all_to_all import reference
 from interlace.optim import SGD, Gradient, RowWiseAdagrad
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, whole_numbers
+from interlace.units import ceil_div
 
 OPERATOR = "embedding_all_to_all"
 IMPLEMENTATIONS = {OPERATOR: ("fused", "pooled", "unfused")}
@@ -90,7 +91,7 @@ class EmbeddingCase(Case):
         return self.widths[rank % len(self.widths)]
 
     def _samples(self, rank: int, ranks: int) -> slice:
-        chunk = -(-self.batch // ranks)
+        chunk = ceil_div(self.batch, ranks)
         return slice(min(rank * chunk, self.batch), min((rank + 1) * chunk, self.batch))
 
     def tensors(self, rank: int, ranks: int, seed: int) -> Tensors:

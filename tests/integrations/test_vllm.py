@@ -4,7 +4,6 @@ results stay, and that collectives that are left alone remain vLLM's.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -382,13 +381,7 @@ def test_vllm_in_its_batch_invariant_mode(monkeypatch: pytest.MonkeyPatch) -> No
     vllm.register()
     assert not calls
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "0")
-    monkeypatch.setenv("TRITON_CACHE_DIR", "a folder that the user has chosen")
     vllm.register()
-    assert os.environ["TRITON_CACHE_DIR"] == "a folder that the user has chosen"
-    monkeypatch.delenv("TRITON_CACHE_DIR")
-    vllm.register()
-    # One for all ranks and models, which Inductor then does not replace by its own.
-    assert os.environ["TRITON_CACHE_DIR"].endswith("/.triton/cache")
     # An engine would wait for measurements at its start.
     assert calls[-1] == {"autotune": False}
 

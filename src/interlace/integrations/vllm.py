@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 
 import torch.distributed as dist
 
@@ -56,7 +55,6 @@ def register() -> None:
         foreign.register(foreign.ForeignNorm(name, has_residual))
     summary.name_program("vllm", "vLLM")
     _keep_graphs_apart()
-    _share_kernels()
     # At its start the engine waits for calls of dozens of sizes. Measured, each kind of them takes
     # a tenth of a second, and kernels are compiled that then do not run.
     compile.install(autotune=False)
@@ -75,17 +73,6 @@ def _keep_graphs_apart() -> None:
         variables = getattr(envs, "environment_variables", None)
         if isinstance(variables, dict):
             variables["interlace"] = backends.installed_key
-
-
-def _share_kernels() -> None:
-    """Keep Triton's kernels in one folder for all ranks and models, unless the user has chosen one.
-
-    Inductor would give each rank and each model its own. Kernels of operators are the same for all,
-    and ranks share the work of compiling them.
-    """
-    from triton import knobs
-
-    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
 
 
 def process_group(name: str) -> dist.ProcessGroup:

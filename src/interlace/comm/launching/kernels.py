@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from interlace.comm.groups.group import Group
+from interlace.comm.launching import kernel_folder
 from interlace.comm.launching.within_node import WithinNode
 from interlace.comm.replay import recording as recordings
 from interlace.comm.runtime.dlpack import bytes_at, view_as
@@ -86,7 +87,7 @@ class Launch:
             launch(*values, *constants)
             return
         try:
-            with _shortcuts():
+            with _shortcuts(), kernel_folder.ours():
                 compiled = self.kernel[self.grid](*values, **self.constants)
         except Exception:
             # A kernel that did not compile does not run, so it is not counted. A kernel that fails
@@ -127,7 +128,8 @@ class Launch:
     def compile(self) -> Any:
         """Return Triton's compiled kernel, without running it."""
         values = _in_order(self.kernel, self.arguments, self.constants)
-        return self.kernel.warmup(*values, grid=self.grid, **self.constants)
+        with kernel_folder.ours():
+            return self.kernel.warmup(*values, grid=self.grid, **self.constants)
 
 
 def compile_ahead(launches: Iterable[Launch], device: torch.device) -> Callable[[], None]:
@@ -148,7 +150,7 @@ def compile_ahead(launches: Iterable[Launch], device: torch.device) -> Callable[
         # A thread's current device is the first one, whatever that of the caller is.
         with (
             torch.cuda.device(device if device.type == "cuda" else -1),
-            ThreadPoolExecutor(workers) as executor,
+            ThreadPoolExecutor(workers, initializer=kernel_folder.begin) as executor,
             AsyncCompileMode(executor, ignore_errors=True),
         ):
             for launch in launches:

@@ -133,7 +133,7 @@ OLDEST_TRITON_CACHE = $${XDG_CACHE_HOME:-$$HOME/.cache}/interlace/$(OLDEST_TRITO
 test-oldest-triton: setup
 	@test -e "$(OLDEST_TRITON_CACHE)/triton/__init__.py" || \
 		$(BIN)/python -m pip install --quiet --no-deps --no-compile --target "$(OLDEST_TRITON_CACHE)" $(OLDEST_TRITON)
-	PYTHONPATH="$(OLDEST_TRITON_CACHE)" $(BIN)/python -m pytest -n 2 tests/test_compile_targets.py -k "not gfx942"
+	PYTHONPATH="$(OLDEST_TRITON_CACHE)" $(BIN)/python -m pytest -n 2 tests/test_compile_targets.py tests/comm/test_kernel_folder.py -k "not gfx942"
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'

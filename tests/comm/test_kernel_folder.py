@@ -66,3 +66,40 @@ def test_kernels_stay_where_they_were_kept_at_first(tmp_path: Path) -> None:
             "before": theirs, "ours": ours, "theirs": theirs, "still ours": ours, "after": theirs,
             "kept": "ours", "environment": None,
         }  # fmt: skip
+
+
+_HASHES = """
+import importlib, json, sys
+from interlace.comm.launching.kernel_folder import hash_callees_first
+order = sys.argv[1:]
+hashes = {}
+for name in order:
+    module, kernel = name.split(":")
+    function = getattr(importlib.import_module(module), kernel)
+    hash_callees_first(function)
+    hashes[kernel] = function.cache_key
+print(json.dumps(hashes))
+"""
+
+KERNELS = (
+    "interlace.operators.gemm_all_reduce.kernels.fused_norm:multiply_sum_and_norm",
+    "interlace.operators.gemm_all_reduce.kernels.norm_rows:sum_and_norm_rows",
+    "interlace.gemm.kernels.lamport:sum_parts",
+    "interlace.gemm.kernels.staged:spread_rows",
+)
+
+
+def test_a_kernel_has_one_hash_in_whatever_order_kernels_are_compiled() -> None:
+    """``make test-oldest-triton`` runs this with a Triton whose own hashes depend on the order."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    found = [
+        json.loads(
+            subprocess.run(
+                [sys.executable, "-c", _HASHES, *order],
+                env=environment, check=True, capture_output=True, text=True,
+            ).stdout
+        )
+        for order in (KERNELS, KERNELS[::-1])
+    ]  # fmt: skip
+    assert found[0] == found[1]
+    assert len(set(found[0].values())) == len(KERNELS)

@@ -12,11 +12,13 @@ threads apart.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from interlace.comm.runtime.interpreter import interpreting
 
@@ -69,6 +71,42 @@ def _manager(base: type) -> type:
             self.key, self.cache_dir, self.lock_path = key, str(folder), str(folder / "lock")
 
     return Manager
+
+
+def hash_callees_first(function: Any) -> None:
+    """Let Triton hash a kernel after the functions that it calls, and those after theirs.
+
+    By a kernel's hash a folder has it. Up to Triton 3.8 the hash covers the constants of a function
+    that is called only if that function has been hashed before, for another kernel: it depends on
+    what a process has compiled before. Another one, which begins with another kernel, looks for
+    another hash, and compiles what lies there.
+
+    Args:
+        function: A ``@triton.jit`` function; in the interpreter, where nothing is hashed, a plain
+            one.
+    """
+    if interpreting() or getattr(function, "hash", "") is not None:
+        return
+    _hash(function, set())
+
+
+def _hash(function: Any, seen: set[int]) -> None:
+    seen.add(id(function))
+    for node in ast.walk(function.parse()):
+        called = _value_of(node, function.__globals__)
+        # A function has a hash, None at first; nothing else that a kernel names has.
+        if getattr(called, "hash", "") is None and id(called) not in seen:
+            _hash(called, seen)
+    function.cache_key  # noqa: B018
+
+
+def _value_of(node: ast.AST, names: Mapping[str, Any]) -> Any:
+    """Return what a name or an attribute of one stands for; None for everything else."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute):
+        return getattr(_value_of(node.value, names), node.attr, None)
+    return None
 
 
 def folder_of_kernels() -> Path:

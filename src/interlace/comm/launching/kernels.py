@@ -144,6 +144,10 @@ def compile_ahead(launches: Iterable[Launch], device: torch.device) -> Callable[
     """
     from triton import AsyncCompileMode
 
+    launches = list(launches)
+    # In this thread, as hashes depend on the order in which functions get theirs.
+    for launch in launches:
+        kernel_folder.hash_callees_first(launch.kernel)
     workers = min(max(len(os.sched_getaffinity(0)) // 2, 1), _MOST_COMPILING)
 
     def compile_all() -> None:
@@ -179,7 +183,10 @@ def _key(launch: Launch, values: tuple[Any, ...]) -> tuple[Any, ...]:
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 """Compiled kernels, what launches each with the grid of its key, and the values of constants."""
 
-_orders: dict[Any, Callable[[Mapping[str, Any]], Any]] = {}
+_orders: dict[int, tuple[Any, Callable[[Mapping[str, Any]], Any]]] = {}
+"""Kernels by their ``id``, each with what puts its arguments in order. To look a kernel up by
+itself is to hash it, which :func:`kernel_folder.hash_callees_first` has to come before.
+"""
 
 
 def _in_order(
@@ -187,18 +194,19 @@ def _in_order(
 ) -> tuple[Any, ...]:
     """Return the arguments' values in the order of the kernel's parameters."""
     # Some launches still give their arguments by position.
-    order = _orders.get(kernel)
-    if order is None:
+    known = _orders.get(id(kernel))
+    if known is None:
+        kernel_folder.hash_callees_first(kernel)
         names = [name for name in kernel.arg_names if name not in constants]
         # For a single name itemgetter returns the value itself, not a tuple.
-        order = (
+        known = _orders[id(kernel)] = (
+            kernel,
             operator.itemgetter(*names)
             if len(names) > 1
-            else lambda arguments: (arguments[names[0]],)
+            else lambda arguments: (arguments[names[0]],),
         )
-        _orders[kernel] = order
     try:
-        values: tuple[Any, ...] = order(arguments)
+        values: tuple[Any, ...] = known[1](arguments)
     except KeyError:
         values = ()
     if len(values) != len(arguments):

@@ -1,0 +1,192 @@
+"""Compare the solutions of ParallelKernelBench with its references on the CPU backend.
+
+    python -m benchmarks.parallel_kernel_bench.check --harness FOLDER [--ranks 2] [NUMBER ...]
+
+Inputs are the bench's, of smaller sizes. Kernels run in Triton's interpreter, and the references'
+collectives through Gloo, so times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import faulthandler
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.overrides import TorchFunctionMode
+
+import interlace
+from benchmarks.parallel_kernel_bench.harness import (
+    difference,
+    inputs_of,
+    lines_of,
+    number_of,
+    reference_of,
+    solution_of,
+    stems,
+)
+
+SHAPE = (128, 128)
+SHAPES = {48: (32, 32), 85: (256, 128)}
+"""Sizes by problem; those that the bench does not derive from its shape are in ``LARGE``."""
+LARGE = {60, 61, 62, 63, 68, 76, 77, 78}
+
+
+class _OnCpu(TorchFunctionMode):
+    """Take tensors that a reference wants on a GPU to be on the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return function(*args, **kwargs)
+
+
+def _gathered(tensor: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    """Return all ranks' tensors of equal shape, as bytes travel through Gloo."""
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    received = [torch.empty_like(raw) for _ in range(dist.get_world_size(group))]
+    _ALL_GATHER(received, raw, group=group)
+    return [each.view(tensor.dtype).view(tensor.shape) for each in received]
+
+
+def _summed(parts: list[torch.Tensor], op: Any) -> torch.Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        by_maximum = op == dist.ReduceOp.MAX
+        by_minimum = op == dist.ReduceOp.MIN
+        total = total.maximum(part) if by_maximum else (
+            total.minimum(part) if by_minimum else total + part
+        )  # fmt: skip
+    return total
+
+
+class _Nccl:
+    """Collectives as NCCL has them, for Gloo: some that it lacks, and what others leave alone."""
+
+    @staticmethod
+    def all_gather_into_tensor(out: Any, x: Any, group: Any = None) -> None:
+        out.copy_(torch.stack(_gathered(x, group)).view(out.shape))
+
+    @staticmethod
+    def all_reduce(x: Any, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        x.copy_(_summed(_gathered(x, group), op))
+
+    @staticmethod
+    def reduce(x: Any, dst: int = 0, op: Any = dist.ReduceOp.SUM, group: Any = None) -> None:
+        total = _summed(_gathered(x, group), op)
+        if dist.get_rank(group) == dst:
+            x.copy_(total)
+
+    @staticmethod
+    def reduce_scatter_tensor(
+        out: Any, x: Any, op: Any = dist.ReduceOp.SUM, group: Any = None
+    ) -> None:
+        total = _summed(_gathered(x, group), op).chunk(dist.get_world_size(group))
+        out.copy_(total[dist.get_rank(group)].view(out.shape))
+
+    @staticmethod
+    def all_to_all(outputs: Any, inputs: Any, group: Any = None, async_op: bool = False) -> None:
+        sizes = [t.numel() for t in outputs], [t.numel() for t in inputs]
+        received = torch.empty(sum(sizes[0]), dtype=outputs[0].dtype)
+        sent = torch.cat([t.reshape(-1) for t in inputs])
+        dist.all_to_all_single(received, sent, *sizes, group=group)
+        for out, part in zip(outputs, received.split(sizes[0]), strict=True):
+            out.copy_(part.view_as(out))
+
+
+_ALL_GATHER = dist.all_gather
+
+
+@contextlib.contextmanager
+def _without_gpus() -> Iterator[None]:
+    """Let a reference run without GPUs."""
+    replaced = {name: value.__func__ for name, value in vars(_Nccl).items() if name[0] != "_"}
+    kept = {name: getattr(dist, name) for name in replaced}
+    current_device = torch.cuda.current_device
+    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
+    vars(dist).update(replaced)
+    try:
+        with _OnCpu():
+            yield
+    finally:
+        vars(dist).update(kept)
+        torch.cuda.current_device = current_device
+
+
+def check(harness: Path, stem: str, trial: int) -> str:
+    """Return how a solution differs on this rank; "" if it does not."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    shape = SHAPES.get(number_of(stem), SHAPE)
+    kinds: Any = {"base_shape": shape, "dtype": torch.bfloat16, "device": torch.device("cpu")}
+    arguments = [inputs_of(harness, stem, ranks, rank, trial=trial, **kinds) for _ in range(2)]
+    with _without_gpus():
+        wanted = reference_of(harness, stem)(*arguments[0])
+    return difference(wanted, solution_of(stem)(*arguments[1]))
+
+
+def check_on_all(harness: Path, stem: str) -> list[str]:
+    """Return how a solution differs, by rank, in the first call in which it does.
+
+    It is called several times, as memory takes turns. Every rank goes on if all do.
+    """
+    found: list[Any] = [""]
+    for trial in range(3):
+        try:
+            own = check(harness, stem, trial)
+        except Exception:
+            own = traceback.format_exc(limit=-4)
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+        if any(found):
+            break
+    return found
+
+
+def worker(harness: Path, chosen: list[str]) -> int:
+    """Check problems one after another; return how many are right on all ranks."""
+    # The references are compared where a rank fails alone, so the others must not wait long.
+    interlace.set_deadline(20.0)
+    faulthandler.dump_traceback_later(25)
+    right = 0
+    for stem in chosen:
+        begin = time.perf_counter()
+        found = check_on_all(harness, stem)
+        right += not any(found)
+        if dist.get_rank() == 0:
+            seconds = time.perf_counter() - begin
+            verdict = "right" if not any(found) else f"WRONG {found}".replace("\\n", "\n")
+            print(f"{stem}, {lines_of(stem)} lines, {seconds:.1f} s: {verdict}", flush=True)
+        if interlace.group_of().broken:
+            interlace.recover()
+    return right
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--harness", type=Path, required=True)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds")
+    parser.add_argument("numbers", type=int, nargs="*")
+    options = parser.parse_args()
+    chosen = [
+        stem for stem in stems()
+        if number_of(stem) in options.numbers
+        or (not options.numbers and number_of(stem) not in LARGE)
+    ]  # fmt: skip
+    right = interlace.launch(
+        worker, options.ranks, options.harness, chosen, backend="cpu", timeout_s=options.timeout
+    )
+    print(f"{right[0]} of {len(chosen)} are right")
+
+
+if __name__ == "__main__":
+    main()

@@ -11,8 +11,9 @@ that is prepared once, since the host's time decides for messages as small as th
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import interlace.language as il
 from interlace.comm import MAX_PROGRAMS, group_of
 from interlace.comm.launching.kernels import Launch
 
+ROW_PROGRAMS, CPU_PROGRAMS = 256, 4  # the same on every rank, whose numbers of rows differ
 TILE_BYTES = 8192  # what a program of four warps moves at a time
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -45,7 +47,7 @@ class Call:
         self.group = group = group_of(process_group)
         name = f"{kernel.__name__} {programs} {half_bytes} {constants}"
         mark = group.agree(name)
-        count = MAX_PROGRAMS * BARRIERS * group.world_size
+        count = programs * BARRIERS * 2 * group.world_size
         self._memory = memory = group.workspace(name, max(half_bytes, 16), count)
         self._kernel, self._programs = kernel, programs
         self._constants = {**constants, "WORLD_SIZE": group.world_size}
@@ -108,9 +110,55 @@ def programs_for(count: int, itemsize: int) -> tuple[int, int]:
     return min(math.ceil(count / block), MAX_PROGRAMS), block
 
 
+def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a solution of several launches one CUDA graph per set of addresses, as operators do.
+
+    The second call with the same addresses, shapes and numbers is captured; later ones replay it
+    and copy its results. It must not wait for the GPU. On the CPU nothing is changed.
+    """
+    results: dict[Any, Any] = {}
+
+    @functools.wraps(function)
+    def call(*arguments: Any) -> Any:
+        group, found = group_of(None), []
+        if group.backend == "cpu":
+            return function(*arguments)
+        key = (function, _places(arguments))
+
+        def enqueue() -> None:
+            found.append((group.replays.capturing, function(*arguments)))
+
+        with group.running():
+            if group.replays.run(key, enqueue):
+                is_captured, result = found[-1]
+                if not is_captured:
+                    return result
+                results[key] = result
+            return _copied(results[key])
+
+    return call
+
+
+def _places(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), value.dtype, value.shape, value.stride()
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_places, value))
+    return value
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return tuple(map(_copied, value)) if isinstance(value, (tuple, list)) else value
+
+
 # What kernels share
 
-BARRIERS = 2  # sets of signals: kernels meet twice at most
+BARRIERS = 2
+"""Times that the programs of a kernel may meet. All signals of a workspace are set in each call, as
+its programs are always as many, so that no old ones must be cleared.
+"""
 
 
 @triton.jit
@@ -124,25 +172,29 @@ def begin(data, signals, epochs, ctx, mark, half, WORLD_SIZE: tl.constexpr):
 
 
 @triton.jit
-def end(signals, epochs, epoch, group, WORLD_SIZE: tl.constexpr):
-    """End a call: advance the epoch."""
-    il.clear_old(il.pointer(signals, tl.int32), 4096 * 2 * 2 * WORLD_SIZE, epoch, group)
-    il.advance_epoch(epochs, epoch)
-
-
-@triton.jit
-def send(slots, i, value, me, group, WORLD_SIZE: tl.constexpr, COUNT: tl.constexpr, mask=None):
-    """Put a tile into this rank's slot of ``COUNT`` elements on every peer, the next one first."""
-    for step in tl.static_range(1, WORLD_SIZE):
-        il.put(slots + me * COUNT + i, value, (me + step) % WORLD_SIZE, group, mask)
-
-
-@triton.jit
 def received(slots, i, own, arrived, source: tl.constexpr, me, group, COUNT: tl.constexpr, mask):
     """Return what ``source`` has sent, as float32: ``own`` where that is this rank."""
     value = il.get(slots + source * COUNT + i, me, group, mask & (source != me), 0.0)
     value = tl.where(source == me, own.to(tl.float32), value.to(tl.float32))
     return il.nan_unless(arrived.to(tl.int32), value)
+
+
+@triton.jit
+def sum_over_ranks(
+    half_at, i, value, mask, stamp, me, group, COUNT: tl.constexpr, WORLD_SIZE: tl.constexpr
+):
+    """Return the sum over the ranks of float32 values ``[n]``, numbers i of ``COUNT`` in a call.
+
+    They travel as packed words, 8 bytes each: no signal, one way.
+    """
+    words = il.pointer(half_at, tl.int64) + i[:, None]
+    own, inside = value[:, None], mask[:, None]
+    for step in tl.static_range(1, WORLD_SIZE):
+        peer = (me + step) % WORLD_SIZE
+        il.put_packed(words + me * COUNT, own, stamp, peer, group, inside)
+    slice = tl.program_id(0)
+    total = il.sum_packed(words, own, COUNT, stamp, slice, group, inside, WORLD_SIZE)
+    return tl.sum(total, 1)
 
 
 # Data move as they are
@@ -190,7 +242,7 @@ def move_kernel(
                     value = il.get(slots + peer * COUNT + i, me, group, inside)
                     # All bits set are NaN in every floating type.
                     tl.store(target + peer * PEER_Y, tl.where(arrived, value, -1), mask=inside)
-    end(signals, epochs, epoch, group, WORLD_SIZE)
+    il.advance_epoch(epochs, epoch)
 
 
 def move(
@@ -299,7 +351,7 @@ def sum_kernel(
                 total += received(slots, i, own, arrived, source, me, group, COUNT, i < COUNT)
         value = total.to(DTYPE) if INTO < 0 else tl.where(me == INTO, total.to(DTYPE), own)
         tl.store(y + i, value, mask=i < COUNT)
-    end(signals, epochs, epoch, group, WORLD_SIZE)
+    il.advance_epoch(epochs, epoch)
 
 
 def add(
@@ -331,3 +383,186 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> t
     """Sum the ranks' contiguous tensors; return this rank's part of the first dimension."""
     y = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
     return add(x, y, scatter=True, group=group)
+
+
+# Rows
+
+
+@triton.jit(do_not_specialize=["data", "signals", "mark", "half"])
+def rows_kernel(
+    x, y, take, place, parts, data, signals, epochs, ctx, mark, half,
+    WIDTH: tl.constexpr, CAPACITY: tl.constexpr, TAKE: tl.constexpr, PLACE: tl.constexpr,
+    WORD: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Send peer d its rows of x; what arrives become rows of y.
+
+    ``parts [4, R]``: where each peer's rows begin and how many they are, and where those from each
+    source begin and how many they are. Row i to be sent is row ``take[i]`` of x, row i of those
+    that arrive becomes row ``place[i]`` of y.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch, stamp, group, me, half_at, flags = begin(
+        data, signals, epochs, ctx, mark, half, WORLD_SIZE
+    )
+    slots = il.pointer(half_at, WORD)
+    words, out = x.to(tl.pointer_type(WORD)), y.to(tl.pointer_type(WORD))
+    r, c = tl.arange(0, ROWS).to(tl.int64)[:, None], tl.arange(0, COLS)[None, :]
+    for step in tl.static_range(1, WORLD_SIZE):
+        peer = (me + step) % WORLD_SIZE
+        start, count = tl.load(parts + peer), tl.load(parts + WORLD_SIZE + peer)
+        for first in range(program * ROWS, count, programs * ROWS):
+            i = first + r
+            row = tl.load(take + start + i, mask=i < count, other=0) if TAKE else start + i
+            for column in range(0, WIDTH, COLS):
+                inside = (i < count) & (column + c < WIDTH)
+                value = tl.load(words + row * WIDTH + column + c, mask=inside)
+                slot = slots + (me * CAPACITY + i) * WIDTH + column + c
+                il.put(slot, value, peer, group, inside)
+    arrived = il.barrier(flags, stamp, group, WORLD_SIZE)
+    for step in tl.static_range(WORLD_SIZE):
+        source = (me + step) % WORLD_SIZE
+        start = tl.load(parts + 2 * WORLD_SIZE + source)
+        count = tl.load(parts + 3 * WORLD_SIZE + source)
+        sent = tl.load(parts + me)  # rows of this rank for itself, which travel nowhere
+        for first in range(program * ROWS, count, programs * ROWS):
+            i = first + r
+            row = tl.load(place + start + i, mask=i < count, other=0) if PLACE else start + i
+            for column in range(0, WIDTH, COLS):
+                inside = (i < count) & (column + c < WIDTH)
+                if step == 0:
+                    from_row = tl.load(take + sent + i, mask=i < count, other=0) if TAKE else sent + i
+                    value = tl.load(words + from_row * WIDTH + column + c, mask=inside)
+                else:
+                    slot = slots + (source * CAPACITY + i) * WIDTH + column + c
+                    value = tl.where(arrived, il.get(slot, me, group, inside), -1)
+                tl.store(out + row * WIDTH + column + c, value, mask=inside)
+    il.advance_epoch(epochs, epoch)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parts(
+    device: torch.device, starts: tuple[int, ...] | None, sent: tuple[int, ...],
+    received: tuple[int, ...],
+) -> torch.Tensor:  # fmt: skip
+    starts = tuple(sum(sent[:i]) for i in range(len(sent))) if starts is None else starts
+    targets = tuple(sum(received[:i]) for i in range(len(received)))
+    return torch.tensor([starts, sent, targets, received], device=device)
+
+
+def exchange_rows(
+    x: torch.Tensor, sent: Sequence[int], received: Sequence[int], capacity: int, *,
+    take: torch.Tensor | None = None, place: torch.Tensor | None = None,
+    starts: Sequence[int] | None = None, parts: torch.Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Send each rank its rows of contiguous ``x [rows, ...]``; return those that arrive.
+
+    Args:
+        x: The rows; their width is the same on every rank.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+        capacity: At least as many as any rank sends to another; the same on every rank.
+        take: int64: the rows of x to send, in order. Default: all.
+        place: int64: where each row that arrives goes. Default: in the order of the ranks.
+        starts: Where the rows for each rank begin. Default: one rank's after another's.
+        parts: See :func:`rows_kernel`; default: made of the numbers, and kept.
+        group: The ranks. Default: all.
+    """
+    y = x.new_empty((sum(received), *x.shape[1:]))
+    width_bytes = math.prod(x.shape[1:]) * x.element_size()
+    word = math.gcd(8, width_bytes)
+    width = width_bytes // word
+    cols = min(triton.next_power_of_2(width), 1024)
+    if parts is None:
+        starts = None if starts is None else tuple(starts)
+        parts = _parts(x.device, starts, tuple(sent), tuple(received))
+    on_cpu = x.device.type == "cpu"
+    ranks, nothing = dist.get_world_size(group), parts
+    run(
+        rows_kernel, CPU_PROGRAMS if on_cpu else ROW_PROGRAMS, ranks * capacity * width_bytes, x, y,
+        nothing if take is None else take, nothing if place is None else place, parts, group=group,
+        WIDTH=width, CAPACITY=capacity, TAKE=take is not None, PLACE=place is not None,
+        WORD=_WORDS[word], ROWS=max(1024 // cols, 1), COLS=cols,
+    )  # fmt: skip
+    return y
+
+
+@triton.jit(do_not_specialize=["data", "signals", "mark", "half"])
+def fetch_kernel(
+    table, indices, y, data, signals, epochs, ctx, mark, half,
+    SHARD: tl.constexpr, COUNT: tl.constexpr, WIDTH: tl.constexpr, WORD: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr, WORLD_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Store row ``indices[i]`` of a table whose rows are cut over the ranks as row i of y.
+
+    Each program sends a few indices to every peer, and puts the rows that peers have asked for
+    straight from its shard into their slots; the programs of its index meet twice.
+    """
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    epoch, stamp, group, me, half_at, flags = begin(
+        data, signals, epochs, ctx, mark, half, WORLD_SIZE
+    )
+    asked = il.pointer(half_at, tl.int64)
+    slots = il.pointer(half_at + WORLD_SIZE * COUNT * 8, WORD)
+    words, out = table.to(tl.pointer_type(WORD)), y.to(tl.pointer_type(WORD))
+    r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
+    for first in range(program * ROWS, COUNT, programs * ROWS):
+        i = first + tl.arange(0, ROWS)
+        wanted = tl.load(indices + i, mask=i < COUNT, other=0)
+        for step in tl.static_range(1, WORLD_SIZE):
+            peer = (me + step) % WORLD_SIZE
+            il.put(asked + me * COUNT + i, wanted, peer, group, i < COUNT)
+    met = il.barrier(flags, stamp, group, WORLD_SIZE)
+    for step in tl.static_range(WORLD_SIZE):
+        peer = (me + step) % WORLD_SIZE
+        for first in range(program * ROWS, COUNT, programs * ROWS):
+            i = first + r
+            if step == 0:
+                row = tl.load(indices + i, mask=i < COUNT, other=0)
+            else:
+                row = il.get(asked + peer * COUNT + i, me, group, i < COUNT, 0)
+            is_here = met & (i < COUNT) & (row // SHARD == me)
+            for column in range(0, WIDTH, COLS):
+                inside = is_here & (column + c < WIDTH)
+                value = tl.load(words + row % SHARD * WIDTH + column + c, mask=inside)
+                at = i.to(tl.int64) * WIDTH + column + c
+                if step == 0:
+                    tl.store(out + at, value, mask=inside)
+                else:
+                    il.put(slots + at, value, peer, group, inside)
+    arrived = il.barrier(flags + programs * 2 * WORLD_SIZE, stamp, group, WORLD_SIZE)
+    for first in range(program * ROWS, COUNT, programs * ROWS):
+        i = first + r
+        row = tl.load(indices + i, mask=i < COUNT, other=0)
+        is_elsewhere = (i < COUNT) & (row // SHARD != me)
+        for column in range(0, WIDTH, COLS):
+            inside = is_elsewhere & (column + c < WIDTH)
+            at = i.to(tl.int64) * WIDTH + column + c
+            value = il.get(slots + at, me, group, inside)
+            tl.store(out + at, tl.where(arrived, value, -1), mask=inside)
+    il.advance_epoch(epochs, epoch)
+
+
+def fetch_rows(
+    table_shard: torch.Tensor, indices: torch.Tensor, group: dist.ProcessGroup | None = None
+) -> torch.Tensor:
+    """Return the rows ``indices`` of a table, of which each rank has equally many in turn.
+
+    Args:
+        table_shard: ``[rows / R, width]``, contiguous.
+        indices: int64, equally many on every rank.
+        group: The ranks. Default: all.
+    """
+    (shard, width), count = table_shard.shape, indices.numel()
+    y = table_shard.new_empty(count, width)
+    word = math.gcd(8, width * table_shard.element_size())
+    width = width * table_shard.element_size() // word
+    cols = min(triton.next_power_of_2(width), 1024)
+    rows = max(1024 // cols, 1)
+    most = CPU_PROGRAMS if table_shard.device.type == "cpu" else MAX_PROGRAMS
+    run(
+        fetch_kernel, min(math.ceil(count / rows), most),
+        dist.get_world_size(group) * count * 8 + count * width * word, table_shard, indices, y,
+        group=group, SHARD=shard, COUNT=count, WIDTH=width, WORD=_WORDS[word], ROWS=rows, COLS=cols,
+    )  # fmt: skip
+    return y

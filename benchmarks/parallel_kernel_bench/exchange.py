@@ -85,13 +85,12 @@ def run(
         kernel: The ``@triton.jit`` function.
         programs: Number of programs, the same on every rank.
         half_bytes: What a rank receives in a call.
-        arguments: The kernel's own arguments, in order. Numbers must not change for one kind of
-            call.
+        arguments: The kernel's own arguments, in order: tensors, and numbers of type float.
         group: The ranks. Default: all.
         constants: The kernel's constants, without ``WORLD_SIZE``.
     """
     kinds = [
-        (each.dtype, each.data_ptr() % 16) if isinstance(each, torch.Tensor) else each
+        (each.dtype, each.data_ptr() % 16) if isinstance(each, torch.Tensor) else type(each)
         for each in arguments
     ]
     group = group or dist.group.WORLD

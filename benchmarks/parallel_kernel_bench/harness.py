@@ -86,13 +86,17 @@ def difference(wanted: Any, got: Any, path: str = "result") -> str:
         return "" if wanted == got else f"{path}: {got!r} instead of {wanted!r}"
     if not isinstance(got, torch.Tensor) or wanted.shape != got.shape:
         return f"{path}: {tuple(getattr(got, 'shape', ()))} instead of {tuple(wanted.shape)}"
-    one, other = wanted.detach().cpu().float(), got.detach().cpu().float()
+    one, other = (_real(tensor).detach().cpu().float() for tensor in (wanted, got))
     if torch.allclose(one, other, atol=TOLERANCE, rtol=TOLERANCE):
         return ""
     away = (one - other).abs()
     far = ~torch.isclose(other, one, atol=TOLERANCE, rtol=TOLERANCE)
     most = float(away.max()) if away.numel() else math.nan
     return f"{path}: {int(far.sum())} of {far.numel()} differ, by up to {most:.3g}"
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def first_tensor(

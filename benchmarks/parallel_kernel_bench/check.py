@@ -47,7 +47,13 @@ def _spectrum(arguments: Any, ranks: int, rank: int) -> Any:
 
 def _table(arguments: Any, ranks: int, rank: int) -> Any:
     ids = torch.randint(0, ranks * 100, (64,))
-    return torch.randn(100, 128).bfloat16(), ids, torch.randn(128, 128).bfloat16(), ranks * 100, None
+    return (
+        torch.randn(100, 128).bfloat16(),
+        ids,
+        torch.randn(128, 128).bfloat16(),
+        ranks * 100,
+        None,
+    )
 
 
 SMALLER: dict[int, Callable[[Any, int, int], Any]] = {

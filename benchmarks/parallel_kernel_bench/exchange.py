@@ -147,9 +147,16 @@ def _places(value: Any) -> Any:
 
 
 def _copied(value: Any) -> Any:
+    """Return a result with copies of its tensors, which are made at once."""
     if isinstance(value, torch.Tensor):
         return value.clone()
-    return tuple(map(_copied, value)) if isinstance(value, (tuple, list)) else value
+    if not isinstance(value, tuple):
+        return value
+    tensors = [part for part in value if isinstance(part, torch.Tensor)]
+    copies = [torch.empty_like(tensor) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    found = iter(copies)
+    return tuple(next(found) if isinstance(part, torch.Tensor) else part for part in value)
 
 
 # What kernels share
@@ -429,7 +436,9 @@ def rows_kernel(
             for column in range(0, WIDTH, COLS):
                 inside = (i < count) & (column + c < WIDTH)
                 if step == 0:
-                    from_row = tl.load(take + sent + i, mask=i < count, other=0) if TAKE else sent + i
+                    from_row = (
+                        tl.load(take + sent + i, mask=i < count, other=0) if TAKE else sent + i
+                    )
                     value = tl.load(words + from_row * WIDTH + column + c, mask=inside)
                 else:
                     slot = slots + (source * CAPACITY + i) * WIDTH + column + c
@@ -502,7 +511,7 @@ def fetch_kernel(
         data, signals, epochs, ctx, mark, half, WORLD_SIZE
     )
     asked = il.pointer(half_at, tl.int64)
-    slots = il.pointer(half_at + WORLD_SIZE * COUNT * 8, WORD)
+    slots = il.pointer(half_at + (WORLD_SIZE * COUNT * 8 + 15) // 16 * 16, WORD)
     words, out = table.to(tl.pointer_type(WORD)), y.to(tl.pointer_type(WORD))
     r, c = tl.arange(0, ROWS)[:, None], tl.arange(0, COLS)[None, :]
     for first in range(program * ROWS, COUNT, programs * ROWS):
@@ -561,7 +570,8 @@ def fetch_rows(
     most = CPU_PROGRAMS if table_shard.device.type == "cpu" else MAX_PROGRAMS
     run(
         fetch_kernel, min(math.ceil(count / rows), most),
-        dist.get_world_size(group) * count * 8 + count * width * word, table_shard, indices, y,
+        dist.get_world_size(group) * count * 8 + 16 + y.numel() * y.element_size(), table_shard,
+        indices, y,
         group=group, SHARD=shard, COUNT=count, WIDTH=width, WORD=_WORDS[word], ROWS=rows, COLS=cols,
     )  # fmt: skip
     return y

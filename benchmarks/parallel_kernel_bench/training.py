@@ -15,13 +15,16 @@ import triton.language as tl
 
 import interlace.language as il
 from benchmarks.parallel_kernel_bench.exchange import (
-    DTYPES, begin, move, programs_for, received, run,
+    DTYPES,
+    begin,
+    move,
+    programs_for,
+    received,
+    run,
 )
 
 
-def gradients(
-    x: torch.Tensor, y: torch.Tensor, params: Sequence[torch.Tensor]
-) -> torch.Tensor:
+def gradients(x: torch.Tensor, y: torch.Tensor, params: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the gradients of a squared error of two layers, as one vector.
 
     Args:
@@ -37,9 +40,7 @@ def gradients(
     return torch.cat([part.flatten() for part in parts])
 
 
-def unflattened(
-    flat: torch.Tensor, shapes: Sequence[Sequence[int]]
-) -> list[torch.Tensor]:
+def unflattened(flat: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """Return the parts of a vector as tensors of these shapes."""
     sizes = [torch.Size(shape).numel() for shape in shapes]
     return [part.view(*shape) for part, shape in zip(flat.split(sizes), shapes, strict=True)]
@@ -119,7 +120,11 @@ def adam(
     lr, beta1, beta2, eps, step = numbers
     count, ranks = weight.numel(), dist.get_world_size()
     programs, block = programs_for(count, weight.element_size())
-    new = weight.new_empty(count * ranks if gather else count), m.new_empty(count), v.new_empty(count)
+    new = (
+        weight.new_empty(count * ranks if gather else count),
+        m.new_empty(count),
+        v.new_empty(count),
+    )
     run(
         adam_kernel, programs, 2 * ranks * count * weight.element_size(), grad, weight, m, v, *new,
         float(lr), float(beta1), float(beta2), float(eps), float(decay), 1.0 - beta1**step,

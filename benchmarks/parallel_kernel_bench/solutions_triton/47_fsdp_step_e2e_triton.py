@@ -1,4 +1,4 @@
-"""A step of FSDP: one launch gathers the weights; another sums this rank's gradients and updates."""
+"""A step of FSDP: one launch gathers the weights, another sums gradients and updates."""
 
 from collections.abc import Sequence
 

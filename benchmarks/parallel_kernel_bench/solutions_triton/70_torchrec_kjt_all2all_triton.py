@@ -30,7 +30,9 @@ def solution(
     received = [row[rank] for row in sums]
     runs = torch.tensor([row[first : first + keys] for row in every])
     starts = (runs.T.flatten().cumsum(0) - runs.T.flatten()).view(keys, ranks).T.flatten()
-    shift = torch.repeat_interleave(starts - runs.flatten().cumsum(0) + runs.flatten(), runs.flatten())
+    shift = torch.repeat_interleave(
+        starts - runs.flatten().cumsum(0) + runs.flatten(), runs.flatten()
+    )
     place = (shift + torch.arange(len(shift))).to(device)
     most = 1 << max(max(row) for row in sums).bit_length()
     for name, tensor in ("values", values), ("weights", weights):

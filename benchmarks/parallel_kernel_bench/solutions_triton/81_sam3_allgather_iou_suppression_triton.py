@@ -13,12 +13,14 @@ def solution(
     last_occluded: torch.Tensor, iou_threshold: float = 0.7, reverse: bool = False,
     group: dist.ProcessGroup | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    counts, own = list(num_obj_per_gpu), low_res_masks_local.shape[0]
-    sent, starts = [own] * len(counts), [0] * len(counts)
-    masks, scores = (
-        exchange_rows(t, sent, counts, max(counts), starts=starts, group=group).float()
-        for t in (low_res_masks_local, obj_scores_local)
-    )
+    def gathered(rows: torch.Tensor, per_object: int) -> torch.Tensor:
+        counts = [count * per_object for count in num_obj_per_gpu]
+        sent, starts = [len(rows)] * len(counts), [0] * len(counts)
+        return exchange_rows(rows, sent, counts, max(counts), starts=starts, group=group).float()
+
+    height, width = low_res_masks_local.shape[1:]
+    masks = gathered(low_res_masks_local.flatten(0, 1), height).view(-1, height, width)
+    scores = gathered(obj_scores_local, 1)
     flat = (masks > 0).flatten(1).float()
     both, area = flat @ flat.T, flat.sum(1)
     overlap = both / (area[:, None] + area - both).clamp(min=1.0) >= iou_threshold

@@ -14,7 +14,8 @@ from benchmarks.parallel_kernel_bench.sampling import filtered
 @torch.no_grad()
 def solution(
     vocab_parallel_logits: torch.Tensor, target: torch.Tensor,
-    tp_group: dist.ProcessGroup | None = None, top_k: int | None = None, top_p: float = 1.0, chunk_size: int = 1,
+    tp_group: dist.ProcessGroup | None = None, top_k: int | None = None, top_p: float = 1.0,
+    chunk_size: int = 1,
 ) -> torch.Tensor:  # fmt: skip
     logits = all_to_all(vocab_parallel_logits.flatten(0, 1), 0, 1, tp_group)
     own = target.flatten().chunk(dist.get_world_size(tp_group))[dist.get_rank(tp_group)]

@@ -1,6 +1,6 @@
 """Compare the solutions of ParallelKernelBench with its references on the CPU backend.
 
-    python -m benchmarks.parallel_kernel_bench.check --harness FOLDER [--ranks 2] [NUMBER ...]
+    python benchmarks/parallel_kernel_bench/check.py --harness FOLDER [--ranks 2] [NUMBER ...]
 
 Inputs are the bench's, of smaller sizes. Kernels run in Triton's interpreter, and the references'
 collectives through Gloo, so times mean nothing.

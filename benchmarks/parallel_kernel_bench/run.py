@@ -1,6 +1,6 @@
 """Check and time the solutions of ParallelKernelBench beside its references, on GPUs.
 
-    python -m benchmarks.parallel_kernel_bench.run --harness FOLDER --json FILE [NUMBER ...]
+    python benchmarks/parallel_kernel_bench/run.py --harness FOLDER --json FILE [NUMBER ...]
 
 One process per GPU goes through all problems, while the bench's own ``run_local.py`` starts them
 for each call. Inputs, sizes, tolerance, and the function that measures are the bench's; the time is

@@ -1,4 +1,4 @@
-"""A step of data parallelism: rank 0's state to all; the sum of gradients and Adam in one launch."""
+"""A step of data parallelism: rank 0's state to all, then gradients' sum and Adam in one launch."""
 
 import torch
 from torch import Tensor

@@ -11,6 +11,7 @@ that is prepared once, since the host's time decides for messages as small as th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -41,14 +42,13 @@ class Call:
         group: The ranks.
     """
 
-    def __init__(
-        self, kernel: Any, programs: int, half_bytes: int, process_group: Any, constants: Any
-    ) -> None:
+    def __init__(self, plan: Plan, process_group: dist.ProcessGroup) -> None:
+        kernel, programs, constants = plan.kernel, plan.programs, dict(plan.constants)
         self.group = group = group_of(process_group)
-        name = f"{kernel.__name__} {programs} {half_bytes} {constants}"
+        name = f"{kernel.__name__} {programs} {plan.half_bytes} {constants}"
         mark = group.agree(name)
         count = programs * BARRIERS * 2 * group.world_size
-        self._memory = memory = group.workspace(name, max(half_bytes, 16), count)
+        self._memory = memory = group.workspace(name, max(plan.half_bytes, 16), count)
         self._kernel, self._programs = kernel, programs
         self._constants = {**constants, "WORLD_SIZE": group.world_size}
         names = [name for name in kernel.arg_names if name not in self._constants]
@@ -72,7 +72,31 @@ class Call:
             self._again = launch.again()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Plan:
+    """What a kind of call is, beside the dtypes of its arguments; equal ones are one object."""
+
+    kernel: Any
+    programs: int
+    half_bytes: int
+    constants: tuple[tuple[str, Any], ...]
+
+
+planned = functools.lru_cache(maxsize=4096)(Plan)
 _calls: dict[Any, Call] = {}
+
+
+def perform(plan: Plan, group: dist.ProcessGroup, *arguments: Any) -> None:
+    """Run the kernel of a plan on all ranks of a group; see :func:`run`."""
+    kinds = [
+        (each.dtype, each.data_ptr() % 16) if isinstance(each, torch.Tensor) else type(each)
+        for each in arguments
+    ]
+    key = (plan, group, *kinds)
+    call = _calls.get(key)
+    if call is None:
+        call = _calls[key] = Call(plan, group)
+    call(*arguments)
 
 
 def run(
@@ -89,16 +113,13 @@ def run(
         group: The ranks. Default: all.
         constants: The kernel's constants, without ``WORLD_SIZE``.
     """
-    kinds = [
-        (each.dtype, each.data_ptr() % 16) if isinstance(each, torch.Tensor) else type(each)
-        for each in arguments
-    ]
-    group = group or dist.group.WORLD
-    key = (kernel, programs, half_bytes, group, *kinds, *constants.values())
-    call = _calls.get(key)
-    if call is None:
-        call = _calls[key] = Call(kernel, programs, half_bytes, group, constants)
-    call(*arguments)
+    plan = planned(kernel, programs, half_bytes, tuple(constants.items()))
+    perform(plan, whole(group), *arguments)
+
+
+def whole(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """Return a group, or that of all ranks for None."""
+    return dist.group.WORLD if group is None else group  # type: ignore[return-value]
 
 
 def programs_for(count: int, itemsize: int) -> tuple[int, int]:
@@ -266,33 +287,48 @@ def move(
         into: The only rank that receives; -1: all.
         group: The ranks. Default: all.
     """
-    item = x.element_size()
+    group = whole(group)
+    is_aligned = not (x.data_ptr() | y.data_ptr()) % 8
+    strides, item = (*x_strides, *y_strides), x.element_size()
+    plan = _moving(sizes, strides, item, is_aligned, root, into, group.size())
+    perform(plan, group, x, y)
+    return y
+
+
+@functools.lru_cache(maxsize=4096)
+def _moving(
+    sizes: tuple[int, int, int], strides: tuple[int, ...], item: int, is_aligned: bool, root: int,
+    into: int, ranks: int,
+) -> Plan:  # fmt: skip
     a, b, c = sizes
-    word = math.gcd(8, *(n * item for n in (c, *x_strides, *y_strides)))
-    if (x.data_ptr() | y.data_ptr()) % word:
-        word = item
-    scale = [n * item // word for n in (*x_strides, *y_strides)]
+    word = math.gcd(8, *(n * item for n in (c, *strides))) if is_aligned else item
     count = a * b * c * item // word
     programs, block = programs_for(count, word)
-    ranks = dist.get_world_size(group)
-    run(
-        move_kernel, programs, ranks * count * word, x, y, group=group,
-        PEER_X=scale[0], A_X=scale[1], B_X=scale[2], PEER_Y=scale[3], A_Y=scale[4], B_Y=scale[5],
-        COUNT=count, B=b, C=c * item // word, ROOT=root, INTO=into, WORD=_WORDS[word], BLOCK=block,
-    )  # fmt: skip
-    return y
+    names = ("PEER_X", "A_X", "B_X", "PEER_Y", "A_Y", "B_Y")
+    constants = {
+        **{name: n * item // word for name, n in zip(names, strides, strict=True)},
+        "COUNT": count, "B": b, "C": c * item // word, "ROOT": root, "INTO": into,
+        "WORD": _WORDS[word], "BLOCK": block,
+    }  # fmt: skip
+    return planned(move_kernel, programs, ranks * count * word, tuple(constants.items()))
 
 
 def all_gather(
     x: torch.Tensor, dim: int = 0, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
     """Concatenate the ranks' contiguous tensors of equal shape along a dimension."""
-    ranks = dist.get_world_size(group)
-    shape, outer = list(x.shape), math.prod(x.shape[:dim])
-    shape[dim] *= ranks
-    run_length = x.numel() // outer
-    strides = (0, run_length, 0), (run_length, ranks * run_length, 0)
-    return move(x, x.new_empty(shape), (outer, 1, run_length), *strides, group=group)
+    group = whole(group)
+    shape, *geometry = _gathering(x.shape, dim, group.size())
+    return move(x, x.new_empty(shape), *geometry, group=group)
+
+
+@functools.lru_cache(maxsize=4096)
+def _gathering(shape: torch.Size, dim: int, ranks: int) -> tuple[Any, ...]:
+    """Return the result's shape, and the sizes and strides of :func:`move`."""
+    outer, total = math.prod(shape[:dim]), math.prod(shape)
+    gathered, length = list(shape), total // outer
+    gathered[dim] *= ranks
+    return gathered, (outer, 1, length), (0, length, 0), (length, ranks * length, 0)
 
 
 def all_to_all(
@@ -301,25 +337,29 @@ def all_to_all(
     """Cut a contiguous tensor into one piece per rank along ``split``; concatenate what arrives
     along ``cat``.
     """
-    ranks, shape = dist.get_world_size(group), list(x.shape)
+    group = whole(group)
+    shape, *geometry = _splitting(x.shape, split, cat, group.size())
+    return move(x, x.new_empty(shape), *geometry, group=group)
+
+
+@functools.lru_cache(maxsize=4096)
+def _splitting(given: torch.Size, split: int, cat: int, ranks: int) -> tuple[Any, ...]:
+    """Return the result's shape, and the sizes and strides of :func:`move`."""
+    shape = list(given)
     shape[split] //= ranks
     low, high = min(split, cat), max(split, cat)
     before, between = math.prod(shape[:low]), math.prod(shape[low + 1 : high])
     after, a, b = math.prod(shape[high + 1 :]), shape[low], shape[high]
-    whole = a * between * b * after  # a piece, per index of the dimensions before
-    if split == cat:
-        sizes, x_strides = (before, 1, a * after), (a * after, ranks * a * after, 0)
-        y_strides = x_strides
-    elif split < cat:
-        sizes, x_strides = (before, a * between, b * after), (whole, ranks * whole, b * after)
-        y_strides = (b * after, ranks * whole, ranks * b * after)
-    else:
-        sizes, x_strides = (
-            (before, a * between, b * after), (b * after, ranks * whole, ranks * b * after),
-        )  # fmt: skip
-        y_strides = (whole, ranks * whole, b * after)
     shape[cat] *= ranks
-    return move(x, x.new_empty(shape), sizes, x_strides, y_strides, group=group)
+    if split == cat:
+        strides = (a * after, ranks * a * after, 0)
+        return shape, (before, 1, a * after), strides, strides
+    # A piece, per index of the dimensions before: in one tensor all of it lies together.
+    piece = a * between * b * after
+    together = (piece, ranks * piece, b * after)
+    apart = (b * after, ranks * piece, ranks * b * after)
+    sizes = (before, a * between, b * after)
+    return (shape, sizes, together, apart) if split < cat else (shape, sizes, apart, together)
 
 
 # Sums
@@ -371,13 +411,20 @@ def add(
         into: The only rank that gets the sum, y being a copy of x on the others; -1: all.
         group: The ranks. Default: all.
     """
-    ranks, count = dist.get_world_size(group), y.numel()
-    programs, block = programs_for(count, x.element_size())
-    run(
-        sum_kernel, programs, ranks * count * x.element_size(), x, y, group=group, COUNT=count,
-        PEER_X=count if scatter else 0, INTO=into, BLOCK=block, DTYPE=DTYPES[x.dtype],
-    )  # fmt: skip
+    group = whole(group)
+    perform(_adding(y.numel(), x.dtype, scatter, into, group.size()), group, x, y)
     return y
+
+
+@functools.lru_cache(maxsize=4096)
+def _adding(count: int, dtype: torch.dtype, scatter: bool, into: int, ranks: int) -> Plan:
+    programs, block = programs_for(count, dtype.itemsize)
+    constants = {
+        "COUNT": count, "PEER_X": count if scatter else 0, "INTO": into, "BLOCK": block,
+        "DTYPE": DTYPES[dtype],
+    }  # fmt: skip
+    half_bytes = ranks * count * dtype.itemsize
+    return planned(sum_kernel, programs, half_bytes, tuple(constants.items()))
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
@@ -387,7 +434,8 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch
 
 def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Sum the ranks' contiguous tensors; return this rank's part of the first dimension."""
-    y = x.new_empty((x.shape[0] // dist.get_world_size(group), *x.shape[1:]))
+    group = whole(group)
+    y = x.new_empty((x.shape[0] // group.size(), *x.shape[1:]))
     return add(x, y, scatter=True, group=group)
 
 

@@ -58,7 +58,12 @@ def _table(arguments: Any, ranks: int, rank: int) -> Any:
 
 SMALLER: dict[int, Callable[[Any, int, int], Any]] = {
     60: _spectrum,
+    62: lambda arguments, ranks, rank: (arguments[0][:2], *arguments[1:]),
     68: _table,
+    72: lambda arguments, ranks, rank: (
+        *(x[:, :16] for x in arguments[:3]), arguments[3][:16], arguments[4][:16], 16,
+        *arguments[6:],
+    ),
     76: lambda arguments, ranks, rank: (
         arguments[0][:, :, :, :8, :8], arguments[1][:16], arguments[2][:16], *arguments[3:],
     ),

@@ -56,14 +56,27 @@ def _table(arguments: Any, ranks: int, rank: int) -> Any:
     )
 
 
+def _ranges(arguments: Any, ranks: int, rank: int) -> Any:
+    tokens, ranges = 24, torch.arange(0, 84, 21)
+    query, kv = (torch.randn(4 * tokens // ranks, 8, n).bfloat16() for n in (16, 32))
+    return query, kv[:, :4].contiguous(), torch.stack([ranges, ranges + 21], 1), 4, 21, None
+
+
 SMALLER: dict[int, Callable[[Any, int, int], Any]] = {
     60: _spectrum,
     62: lambda arguments, ranks, rank: (arguments[0][:2], *arguments[1:]),
     68: _table,
+    74: lambda arguments, ranks, rank: (
+        *(x[:, :8] for x in arguments[:5]), *arguments[5:],
+    ),
     72: lambda arguments, ranks, rank: (
         *(x[:, :16] for x in arguments[:3]), arguments[3][:16], arguments[4][:16], 16,
         *arguments[6:],
     ),
+    75: lambda arguments, ranks, rank: (
+        *(x[:, :8] for x in arguments[:5]), *arguments[5:],
+    ),
+    77: _ranges,
     76: lambda arguments, ranks, rank: (
         arguments[0][:, :, :, :8, :8], arguments[1][:16], arguments[2][:16], *arguments[3:],
     ),
@@ -173,7 +186,7 @@ def _small_table() -> Iterator[None]:
 
     def small(*shape: Any, **kinds: Any) -> torch.Tensor:
         sizes = shape[0] if shape and isinstance(shape[0], (tuple, list)) else shape
-        return randn(1, **kinds) if math.prod(sizes) > 1 << 28 else randn(sizes, **kinds)
+        return randn(1, **kinds) if math.prod(sizes) > 1 << 24 else randn(sizes, **kinds)
 
     torch.randn = small  # type: ignore[assignment]
     try:

@@ -8,9 +8,7 @@ import torch.distributed as dist
 from benchmarks.parallel_kernel_bench.exchange import all_gather, exchange_rows
 
 
-def _lists(
-    nodes: torch.Tensor, most: int, starts: torch.Tensor, row: torch.Tensor
-) -> torch.Tensor:
+def _lists(nodes: torch.Tensor, most: int, starts: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
     """Return each node's first edges, its neighbours there, and how many: ``[nodes, 2 most + 1]``."""
     count = (starts[nodes + 1] - starts[nodes]).clamp(max=most)
     edges = starts[nodes][:, None] + torch.arange(most, device=nodes.device)

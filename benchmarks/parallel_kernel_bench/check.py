@@ -80,6 +80,10 @@ SMALLER: dict[int, Callable[[Any, int, int], Any]] = {
     76: lambda arguments, ranks, rank: (
         arguments[0][:, :, :, :8, :8], arguments[1][:16], arguments[2][:16], *arguments[3:],
     ),
+    78: lambda arguments, ranks, rank: (
+        arguments[0][:, :, :4, :14, :14].contiguous(), 3, 4, 8, *arguments[4:6], 4, 2,
+        *arguments[8:],
+    ),
     87: lambda arguments, ranks, rank: (
         arguments[0][..., :8], arguments[1][:8], arguments[2][:8], *arguments[3:],
     ),
@@ -186,7 +190,7 @@ def _small_table() -> Iterator[None]:
 
     def small(*shape: Any, **kinds: Any) -> torch.Tensor:
         sizes = shape[0] if shape and isinstance(shape[0], (tuple, list)) else shape
-        return randn(1, **kinds) if math.prod(sizes) > 1 << 24 else randn(sizes, **kinds)
+        return randn(1, **kinds) if math.prod(sizes) > 1 << 25 else randn(sizes, **kinds)
 
     torch.randn = small  # type: ignore[assignment]
     try:

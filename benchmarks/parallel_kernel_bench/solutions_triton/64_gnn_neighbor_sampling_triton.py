@@ -9,7 +9,7 @@ from benchmarks.parallel_kernel_bench.exchange import all_gather, exchange_rows
 
 
 def _lists(nodes: torch.Tensor, most: int, starts: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
-    """Return each node's first edges, its neighbours there, and how many: ``[nodes, 2 most + 1]``."""
+    """Return each node's first edges, its neighbours there, and how many there are."""
     count = (starts[nodes + 1] - starts[nodes]).clamp(max=most)
     edges = starts[nodes][:, None] + torch.arange(most, device=nodes.device)
     return torch.cat([edges, row[edges.clamp(max=len(row) - 1)], count[:, None]], 1)

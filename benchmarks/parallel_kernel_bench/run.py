@@ -129,7 +129,7 @@ def worker(
     harness: Path, chosen: list[str], file: Path, trials: int, seconds: float, limit: float
 ) -> list[dict[str, Any]]:
     """Go through the problems on this rank; rank 0 writes the file."""
-    interlace.set_deadline(10.0)
+    interlace.set_deadline(20.0)
     ranks, results = _Ranks(), []
     for stem in chosen:
         faulthandler.dump_traceback_later(limit, exit=True)
@@ -164,7 +164,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--trials", type=int, default=2, help="inputs to compare; the bench has 5")
     parser.add_argument("--seconds", type=float, default=0.4, help="to warm up, and to measure")
-    parser.add_argument("--limit", type=float, default=60.0, help="seconds that a problem may take")
+    parser.add_argument(
+        "--limit", type=float, default=120.0, help="seconds that a problem may take"
+    )
     parser.add_argument("numbers", type=int, nargs="*")
     options = parser.parse_args()
     chosen = [stem for stem in stems() if number_of(stem) in options.numbers or not options.numbers]

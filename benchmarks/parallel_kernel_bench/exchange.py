@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -134,26 +135,37 @@ def replayed(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a solution of several launches one CUDA graph per set of addresses, as operators do.
 
     The second call with the same addresses, shapes and numbers is captured; later ones replay it
-    and copy its results. It must not wait for the GPU. On the CPU nothing is changed.
+    and copy its results. It must not wait for the GPU; if PyTorch cannot capture it, it warns, and
+    runs launch by launch from then on. On the CPU nothing is changed.
     """
     results: dict[Any, Any] = {}
+    is_captured, can_be_captured = [False], [True]
 
     @functools.wraps(function)
     def call(*arguments: Any) -> Any:
         group, found = group_of(None), []
-        if group.backend == "cpu":
+        if group.backend == "cpu" or not can_be_captured[0]:
             return function(*arguments)
         key = (function, _places(arguments))
 
         def enqueue() -> None:
-            found.append((group.replays.capturing, function(*arguments)))
+            is_captured[0] = group.replays.capturing
+            found.append(function(*arguments))
 
         with group.running():
-            if group.replays.run(key, enqueue):
-                is_captured, result = found[-1]
-                if not is_captured:
-                    return result
-                results[key] = result
+            try:
+                if not group.replays.run(key, enqueue):
+                    return _copied(results[key])
+            except RuntimeError as error:
+                if not is_captured[0]:
+                    raise
+                # Nothing has run yet, so this rank and its peers still make the same calls.
+                warnings.warn(f"{function.__module__} is no graph: {error}", stacklevel=2)
+                can_be_captured[0] = False
+                return function(*arguments)
+            if not is_captured[0]:
+                return found[-1]
+            results[key] = found[-1]
             return _copied(results[key])
 
     return call

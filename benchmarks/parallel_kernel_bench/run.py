@@ -148,6 +148,7 @@ def worker(
             took = time.perf_counter() - begin
             print(f"{stem}: {shown}, {verdict} ({took:.1f} s)", flush=True)
             write(file, results, ranks=ranks.ranks)
+        ranks.together(lambda: None)  # after a fault of a GPU nothing works any more
         if any(ranks.gather(group.broken)):
             interlace.recover()
     faulthandler.cancel_dump_traceback_later()

@@ -4,13 +4,16 @@ compute what a line of PyTorch does on all ranks' inputs.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.parallel_kernel_bench import exchange
 from benchmarks.parallel_kernel_bench.harness import (
     difference,
     first_tensor,
@@ -119,3 +122,48 @@ def test_the_tensor_that_takes_turns_is_the_first_one() -> None:
     tensor, replaced = first_tensor(([ones, ones], 3))
     assert tensor is ones
     assert replaced(twos)[0][0] is twos
+
+
+class _Replays:
+    """Graphs as a group has them on a GPU, of which the second call with a key makes one."""
+
+    def __init__(self, can_capture: bool) -> None:
+        self.capturing, self.seen, self.can_capture = False, {}, can_capture
+
+    def run(self, key: Any, enqueue: Any) -> bool:
+        self.seen[key] = self.seen.get(key, 0) + 1
+        if self.seen[key] > 2:
+            return False
+        self.capturing = self.seen[key] == 2
+        try:
+            enqueue()
+            if self.capturing and not self.can_capture:
+                raise RuntimeError("an operator that cannot be captured")
+        finally:
+            self.capturing = False
+        return True
+
+
+@pytest.mark.parametrize("can_capture", [True, False])
+def test_a_replayed_solution_returns_copies_or_runs_launch_by_launch(
+    monkeypatch, can_capture
+) -> None:
+    replays = _Replays(can_capture)
+    group = SimpleNamespace(backend="cuda", replays=replays, running=contextlib.nullcontext)
+    monkeypatch.setattr(exchange, "group_of", lambda process_group: group)
+    calls = []
+
+    @exchange.replayed
+    def solution(x: torch.Tensor, more: float) -> tuple[torch.Tensor, None, torch.Size]:
+        calls.append(x)
+        return x + more, None, x.shape
+
+    def results(x: torch.Tensor) -> list[torch.Tensor]:
+        return [solution(x, 1.0)[0] for _ in range(5)]
+
+    ones = torch.ones(3)
+    with contextlib.nullcontext() if can_capture else pytest.warns(UserWarning, match="captured"):
+        found = results(ones)
+    assert all(each.equal(ones + 1) for each in found)
+    assert len({each.data_ptr() for each in found}) == 5
+    assert len(calls) == (2 if can_capture else 6)

@@ -103,6 +103,7 @@ def run(harness: Path, stem: str, ranks: _Ranks, trials: int, seconds: float) ->
     measure = load(harness / "utils" / "performance.py").measure_solution_performance
     try:
         for trial in reversed(range(trials)):
+            of_reference = own = wanted = got = None  # one table takes a third of a GPU
             of_reference, own = ranks.together(
                 lambda trial=trial: [
                     inputs_of(harness, stem, ranks.ranks, ranks.rank, trial=trial, **kinds)

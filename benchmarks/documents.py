@@ -21,11 +21,14 @@ def write(file: Path, results: Any, **more: Any) -> None:
         more: Further fields of the document.
     """
     script, *arguments = sys.argv
+    name = Path(script).resolve()
+    root = Path(__file__).parents[1]
+    name = name.relative_to(root) if name.is_relative_to(root) else Path("benchmarks", name.name)
     # A folder of the machine that measured says nothing to those who read the file.
     command = [Path(each).name if each.startswith("/") else each for each in arguments]
     document = {
         "machine": describe(),
-        "command": shlex.join(["python", f"benchmarks/{Path(script).name}", *command]),
+        "command": shlex.join(["python", str(name), *command]),
         "date": now(),
         **more,
         "results": results,

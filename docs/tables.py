@@ -1,4 +1,5 @@
-"""Write the tables of results, of costs and of clients anew: ``python docs/tables.py``.
+"""Write the tables of results, of costs, of clients and of problems anew: ``python
+docs/tables.py``.
 
 Those of measurements stand below a comment with the command that prints them, whose files are in
 ``benchmarks/results``; those of symmetric memory below one with the sizes, from which the code
@@ -32,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "results.md"
 COSTS = ROOT / "docs" / "costs.md"
 CLIENT_PAGES = [ROOT / "docs" / f"{name}.md" for name in CLIENTS]
+PROBLEMS = ROOT / "docs" / "parallel-kernel-bench.md"
 # The table of a sweep is followed by how many calls it has.
 _TABLE = re.compile(
     r"(<!-- interlace (bench\s+table\s[^>]*?) -->\n\n)(?:\|.*\n)+(?:\n\d+ calls drawn.*\n)?"
@@ -58,6 +60,33 @@ def _host_times(match: re.Match[str]) -> str:
                 cells.append("" if times is None else f"{times['median_us']:.0f}")
         lines.append("| " + " | ".join(cells) + " |")
     return match[1] + "\n".join(lines) + "\n"
+
+
+# What benchmarks/parallel_kernel_bench/run.py writes.
+_PROBLEMS = re.compile(
+    r"(<!-- problems: (\S+) -->\n\n)(?:\|.*\n|.*right.*\n\n|No results yet\.\n)+"
+)
+
+
+def _problems(match: re.Match[str]) -> str:
+    file = ROOT / "benchmarks" / "results" / match[2]
+    if not file.exists():
+        return match[1] + "No results yet.\n"
+    results = json.loads(file.read_text(encoding="utf-8"))["results"]
+    right = [result for result in results if result["right"]]
+    faster = sum(result["ratio"] is not None and result["ratio"] >= 1 for result in right)
+    lines = [
+        "| problem | lines | right | reference, us | Interlace, us | ratio |",
+        "|---|---:|---|" + 3 * "---:|",
+    ]
+    for result in results:
+        times = (result["reference_us"], result["time_us"])
+        cells = [result["problem"], str(result["lines"]), "yes" if result["right"] else "no"]
+        cells += ["" if time is None else f"{time:.0f}" for time in times]
+        cells.append("" if result["ratio"] is None else f"{result['ratio']:.2f}")
+        lines.append("| " + " | ".join(cells) + " |")
+    summary = f"{len(right)} of {len(results)} are right, {faster} of them at least as fast."
+    return match[1] + summary + "\n\n" + "\n".join(lines) + "\n"
 
 
 # The symmetric memory of an operator's implementations, by N and K of a rank's product, ranks and
@@ -93,7 +122,9 @@ def _memory(match: re.Match[str]) -> str:
                 "" if nbytes is None else f"{nbytes >> 20:,} MiB" if nbytes else "none"
             )
     lines = [
-        "| implementation | " + " | ".join(f"{number} token{'s'[: number > 1]}" for number in tokens) + " |",
+        "| implementation | "
+        + " | ".join(f"{number} token{'s'[: number > 1]}" for number in tokens)
+        + " |",
         "|---|" + len(tokens) * "---:|",
         *(f"| `{name}` | {' | '.join(row)} |" for name, row in cells.items() if any(row)),
     ]
@@ -141,10 +172,11 @@ def with_tables(text: str) -> str:
         *kept, _machines = result.output.strip().split("\n\n")
         return match[1] + "\n\n".join(kept) + "\n"
 
-    text = _MEMORY.sub(_memory, _HOST_TIMES.sub(_host_times, _TABLE.sub(rendered, text)))
+    text = _PROBLEMS.sub(_problems, _TABLE.sub(rendered, text))
+    text = _MEMORY.sub(_memory, _HOST_TIMES.sub(_host_times, text))
     return _CLIENT_MEMORY.sub(_client_memory, _VERSIONS.sub(_versions, text))
 
 
 if __name__ == "__main__":
-    for page in (PAGE, COSTS, *CLIENT_PAGES):
+    for page in (PAGE, COSTS, PROBLEMS, *CLIENT_PAGES):
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -42,6 +42,7 @@ def _traced(case):
 
 def _cases_of(kernel):
     return {
+        **dict.fromkeys(_EXCHANGES, lambda: _exchanges(kernel)),
         "admit_parts": lambda: [(_FETCHING, {"WORLD_SIZE": 4, "num_warps": 1})],
         "await_rows": lambda: [(_FETCHING, {"WORLD_SIZE": 8, "num_warps": 1})],
         "all_gather_gemm": lambda: _products({"INNER_ALIGN": 8}),
@@ -182,6 +183,51 @@ _SETTLING = dict.fromkeys(("counters", "tiles", "is_valid"), "*i32") | {
     "pieces": "i32",
 }
 _FETCHING = {"signals": "i64", "epochs": "*i32", "ctx": "*i64", "notes": "*i32", "call": "i32"}
+
+
+_EXCHANGES = ("adam_kernel", "fetch_kernel", "move_kernel", "rows_kernel", "sum_kernel")
+
+
+def _exchanges(kernel):
+    """Those of benchmarks/parallel_kernel_bench."""
+    import triton.language as tl
+
+    types = {
+        "data": "i64", "signals": "i64", "epochs": "*i32", "ctx": "*i64", "mark": "i32",
+        "half": "i64", "x": "*bf16", "y": "*bf16",
+    }  # fmt: skip
+    strides = ("PEER_X", "A_X", "B_X", "PEER_Y", "A_Y", "B_Y")
+    rows = {"WIDTH": 24, "ROWS": 32, "COLS": 32, "WORLD_SIZE": 2}
+    integers = dict.fromkeys(("take", "place", "parts", "indices"), "*i64")
+    if kernel == "move_kernel":
+        for root, into, word, sizes in ((-1, -1, tl.int64, (512, 8)), (0, 1, tl.int16, (300, 3))):
+            shape = {"COUNT": sizes[0], "B": 4, "C": sizes[1], "ROOT": root, "INTO": into}
+            yield (
+                types,
+                dict.fromkeys(strides, 64) | shape
+                | {"WORD": word, "BLOCK": 256, "WORLD_SIZE": 2},
+            )  # fmt: skip
+    elif kernel == "sum_kernel":
+        for into, dtype in ((-1, tl.bfloat16), (0, tl.float32)):
+            constants = {"COUNT": 1000, "PEER_X": 1000, "INTO": into, "DTYPE": dtype}
+            kinds = dict.fromkeys("xy", f"*{dtype.name}")
+            yield types | kinds, constants | {"BLOCK": 512, "WORLD_SIZE": 3}
+    elif kernel == "rows_kernel":
+        for taken, word in ((True, tl.int64), (False, tl.int16)):
+            flags = {"TAKE": taken, "PLACE": taken, "CAPACITY": 64, "WORD": word}
+            yield types | integers, rows | flags
+    elif kernel == "fetch_kernel":
+        constants = rows | {"SHARD": 100, "COUNT": 64, "WORD": tl.int64}
+        yield types | integers | {"table": "*bf16"}, constants
+    else:
+        tensors = ("grad", "weight", "m", "v", "weight_out", "m_out", "v_out")
+        numbers = ("lr", "beta1", "beta2", "eps", "decay", "bc1", "bc2")
+        for flags in ((True, True, True), (False, False, True), (True, False, False)):
+            yield (
+                types | dict.fromkeys(tensors, "*bf16") | dict.fromkeys(numbers, "fp32"),
+                {"COUNT": 1000, "BLOCK": 256, "DTYPE": tl.bfloat16, "WORLD_SIZE": 2}
+                | dict(zip(("SUM", "CUT", "GATHER"), flags, strict=True)),
+            )
 
 
 def _ones(*names):
@@ -817,6 +863,10 @@ def kernels():
                 and ("ctx" in value.arg_names or "tl.program_id(" in value.src)
             ):
                 yield value
+    from benchmarks.parallel_kernel_bench import exchange, training
+
+    yield from (exchange.move_kernel, exchange.sum_kernel, exchange.rows_kernel)
+    yield from (exchange.fetch_kernel, training.adam_kernel)
 
 
 def test_every_kernel_has_cases():

@@ -150,6 +150,14 @@ def test_pages_of_clients_say_what_doctor_says() -> None:
         assert not client.variable or f"{client.variable}=0" in text
 
 
+def test_the_table_of_problems_is_that_of_the_measurement() -> None:
+    """If this fails, ``python docs/tables.py`` writes it anew."""
+    script = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    text = script["PROBLEMS"].read_text(encoding="utf-8")
+    assert text.count("<!-- problems") == 1
+    assert script["with_tables"](text) == text
+
+
 def test_every_page_has_its_place_in_the_site() -> None:
     """``make docs`` refuses a page without one; decisions and operators follow from folders."""
     order = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")

@@ -71,7 +71,8 @@ class cached_by_profiles(Generic[T]):
 
     def __call__(self, *args: Any, **named: Any) -> T:
         """Return the function's result."""
-        return self._cached(version(), *args, **named)
+        # The cache takes named arguments in another order for other ones.
+        return self._cached(version(), *args, **dict(sorted(named.items())))
 
 
 @cached_by_profiles

@@ -222,25 +222,26 @@ def _is_recallable(operands: Operands, splits: Splits, config: str) -> bool:
 
 
 def _keep_what_fits(call: GemmCall, decision: Decision) -> None:
-    """Do without implementations whose symmetric memory is beyond the group's limit. All ranks do
-    so alike, by sizes and what the group holds.
+    """Do without implementations whose symmetric memory is beyond the group's limit, up to the
+    first that fits: others are refused when they allocate. All ranks do so alike, by sizes and what
+    the group holds.
 
     Raises:
         WorkspaceError: None is left, as the caller has asked for one.
     """
-    lacking = {
-        each: call.group.shortage(functools.partial(each.reservation, call))
-        for each in decision.implementations
-    }
-    fitting = tuple(each for each, lack in lacking.items() if lack is None)
-    if not fitting:
-        name, lack = next((each.name, lack) for each, lack in lacking.items())
-        raise WorkspaceError(
-            f"{call.operator.name}: impl={name!r} must fit under the group's limit of symmetric "
-            f"memory; got {lack}. Raise the limit, free memory by Group.release(), or take "
-            "impl='auto' or 'unfused'."
-        )
-    decision.implementations = fitting
+    refused = {}
+    for place, each in enumerate(decision.implementations):
+        lack = call.group.shortage(functools.partial(each.reservation, call))
+        if lack is None:
+            decision.implementations = decision.implementations[place:]
+            return
+        refused[each.name] = lack
+    name, lack = next(iter(refused.items()))
+    raise WorkspaceError(
+        f"{call.operator.name}: impl={name!r} must fit under the group's limit of symmetric "
+        f"memory; got {lack}. Raise the limit, free memory by Group.release(), or take "
+        "impl='auto' or 'unfused'."
+    )
 
 
 def _run_if_memory(implementation: Implementation, call: GemmCall, decision: Decision) -> Any:

@@ -177,7 +177,7 @@ def _shortcuts() -> contextlib.AbstractContextManager[None]:
 def _key(launch: Launch, values: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return all that Triton may compile a launch for, whose arguments in order are ``values``."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
-    return (launch.kernel, launch.grid, device, *map(_kind, values), *launch.constants.items())
+    return (id(launch.kernel), launch.grid, device, *map(_kind, values), *launch.constants.items())
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}

@@ -478,9 +478,39 @@ MUTANTS = [
     ),
     Mutant(
         "interlace/operators/linear_top_k/call.py",
-        "return OPERATOR, impl, k, vocabulary, *places(x, w, bias)",
-        "return OPERATOR, impl, k, vocabulary, *places(x, w)",
+        "return (OPERATOR, impl, k, vocabulary, bias is None, *kinds), addresses",
+        "return (OPERATOR, impl, k, bias is None, *kinds), addresses",
         "operators/linear_top_k/test_linear_top_k.py::test_a_call_is_known_by_all_that_it_depends_on",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "x.shape, x.stride(), x.dtype, x_address % _ALIGNMENT,",
+        "x.shape, x.dtype, x_address % _ALIGNMENT,",
+        "gemm/test_forms.py::test_what_a_form_tells_apart",
+    ),
+    Mutant(
+        "interlace/gemm/dispatch.py",
+        "dataclasses.replace(call, group=absent, operands=absent, known=None, form=None)",
+        "dataclasses.replace(call, known=None, form=None)",
+        "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
+    ),
+    Mutant(
+        "interlace/comm/replay/replays.py",
+        "        if operands in self._seen:\n            return True",
+        "        if operands in self._seen:\n            return False",
+        "comm/test_recall.py::test_what_comes_again_may_become_a_graph",
+    ),
+    Mutant(
+        "interlace/gemm/implementations/pushed.py",
+        "            if name not in tensors and name not in self._memory",
+        "            if name not in tensors",
+        "gemm/test_forms.py::test_what_is_remembered_keeps_nothing_alive",
+    ),
+    Mutant(
+        "interlace/comm/launching/kernel_folder.py",
+        "if override or dump or not _thread.is_ours:",
+        "if override or dump:",
+        "comm/test_kernel_folder.py::test_kernels_stay_where_they_were_kept_at_first",
     ),
     Mutant(
         "interlace/gemm/vocabulary.py",

@@ -27,9 +27,8 @@ Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _anew(launched: Launch) -> Callable[[int, Mapping[str, Any]], None]:
     """What launches a kernel again. The interpreter compiles nothing that could be."""
-    return lambda programs, arguments: Launch(
-        launched.kernel, (programs,), arguments, launched.constants
-    )()
+    kernel, constants = launched.kernel, launched.constants
+    return lambda programs, arguments: Launch(kernel, (programs,), arguments, constants)()
 
 
 @contextlib.contextmanager
@@ -170,24 +169,23 @@ def test_what_a_form_tells_apart(ranks: Any) -> None:
 
 
 def _kept_alive() -> list[bool]:
-    """Whether x, and then the group, live on in what is remembered of a call."""
+    """Whether x, and then the group and its memory, live on in what is remembered of a call."""
     with _remembering() as (members, group):
         x, w, bias = _operands(0)
         interlace.gemm_all_reduce(x, w, bias, impl="pushed", group=members)
-        kept, of_x, of_group = (
-            list(group.replays._alike.values()),
-            weakref.ref(x),
-            weakref.ref(group),
-        )
+        kept = list(group.replays._alike.values())
+        of_x, of_group = weakref.ref(x), weakref.ref(group)
+        of_memory = [weakref.ref(each.epochs) for each in group.memory.workspaces.values()]
         assert kept
+        assert of_memory
         del x, w, bias
         gc.collect()
         lives = [of_x() is not None]
     dist.destroy_process_group(members)
     del members, group
     gc.collect()
-    return [*lives, of_group() is not None]
+    return [*lives, of_group() is not None, any(each() is not None for each in of_memory)]
 
 
 def test_what_is_remembered_keeps_nothing_alive(ranks: Any) -> None:
-    assert ranks(2).run(_kept_alive) == [[False, False]] * 2
+    assert ranks(2).run(_kept_alive) == [[False] * 3] * 2

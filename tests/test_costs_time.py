@@ -366,3 +366,19 @@ def test_parsing_is_the_inverse_of_writing() -> None:
     profile = parse_profile(json.dumps(dataclasses.asdict(H200)))
     assert isinstance(profile, MachineProfile)
     assert profile == H200
+
+
+def test_a_sum_before_a_norm_sends_what_the_sum_sends() -> None:
+    """With two ranks that is a part for the other one; with eight, far less than one for each."""
+    machine = profile_of("NVIDIA H200")
+
+    def us(operator: str, implementation: str, ranks: int) -> float:
+        call = SizedCall.of_dtype("bfloat16", 256, 8192, 3584, ranks)
+        found = machine.predict_us(operator, implementation, call, "whole", (128, 256))
+        assert found is not None
+        return found
+
+    pairs = [us("gemm_all_reduce_norm", "unfused", ranks) for ranks in (2, 8)]
+    assert pairs[1] < 2 * pairs[0]
+    parts = [us("gemm_all_reduce_norm", "pushed", ranks) for ranks in (2, 8)]
+    assert parts[1] > 3 * parts[0]

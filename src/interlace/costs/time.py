@@ -73,6 +73,11 @@ H100, whose memory would allow 10.
 """
 
 
+_SENDS_AS = {("gemm_all_reduce_norm", name): "gemm_all_reduce" for name in ("gemm", "unfused")}
+"""Implementations that send what another operator sends, as they run that one first. With two ranks
+it is as much, and with more it is less than a part for each of them.
+"""
+
 Schedule = Literal["whole", "by_rank", "by_peer", "tiled", "by_slot", "by_token", "to_all"]
 """How an implementation computes its product: one product of the library; one product of the
 library after another, for each rank's rows; the same for the peers' rows, and tiles of its own
@@ -551,7 +556,8 @@ class MachineProfile:
         composition = self.composition(operator, implementation, call.itemsize)
         if composition is None:
             return None
-        parts = self._parts_us(operator, call, schedule, tile)
+        sends_as = _SENDS_AS.get((operator, implementation), operator)
+        parts = self._parts_us(sends_as, call, schedule, tile)
         composed = sum(factor * parts[name] for name, factor in composition.items())
         corrections = self.corrections.get(operator)
         # The measured calls were of 16-bit operands.

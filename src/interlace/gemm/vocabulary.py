@@ -71,7 +71,7 @@ def rows_of(
     require_kind(f"{operator}: w", w, x.dtype, x.device, "x")
     if bias is not None:
         require_bias(f"{operator}: bias", bias, w, x.dtype, "x", "V/R")
-    return x.reshape(-1, width)
+    return x.reshape(x.shape[:-1].numel(), width)
 
 
 def agree(

@@ -365,17 +365,3 @@ def test_a_call_runs_what_explain_says(monkeypatch, options):
 def test_explain_refuses_what_the_call_refuses(operator, options, message):
     with pytest.raises(ArgumentError, match=f"^{re.escape(message)}$"):
         interlace.explain(operator, _t(2, 8), _t(5, 8), **options)
-
-
-def test_products_with_a_vocabulary_over_no_width() -> None:
-    """Logits are the bias then, as those of ``F.linear`` are."""
-    x, w = torch.ones(2, 3, 0, requires_grad=True), torch.ones(4, 0, requires_grad=True)
-    bias, target = torch.tensor([0.0, 3.0, 1.0, 2.0]), torch.tensor([[1, 2, 0]] * 2)
-    chosen = interlace.linear_top_k(x.detach(), w.detach(), 2, bias)
-    assert chosen.columns.tolist() == [[[1, 3]] * 3] * 2
-    loss = interlace.linear_cross_entropy(x, w, target, bias=bias)
-    expected = torch.nn.functional.cross_entropy(bias.expand(6, 4), target.flatten())
-    torch.testing.assert_close(loss, expected)
-    loss.backward()
-    assert x.grad is not None
-    assert x.grad.shape == x.shape

@@ -181,6 +181,23 @@ def test_leading_dimensions_are_kept(ranks: Any) -> None:
         assert distance < 1e-5
 
 
+def _over_no_width() -> list[Any]:
+    x, w = torch.ones(3, 0, requires_grad=True), torch.ones(COLUMNS, 0, requires_grad=True)
+    bias, target = torch.arange(float(COLUMNS)), torch.tensor([1, 2, COLUMNS])
+    loss = interlace.linear_cross_entropy(x, w, target, bias=bias)
+    loss.backward()
+    expected = F.cross_entropy(bias.repeat(2).expand(3, 2 * COLUMNS), target)
+    assert x.grad is not None
+    assert w.grad is not None
+    return [float((loss - expected).abs()), x.grad.shape, w.grad.shape]
+
+
+def test_a_product_over_no_width_is_the_bias(ranks: Any) -> None:
+    for distance, *shapes in ranks(2).run(_over_no_width):
+        assert distance < 1e-5
+        assert shapes == [(3, 0), (COLUMNS, 0)]
+
+
 # Gradients
 
 

@@ -128,6 +128,16 @@ def test_costs_are_the_counted_traffic(ranks: Any) -> None:
     check_traffic(calls, ranks(2).run(_traffic, calls), _check, cost)
 
 
+def _over_no_width() -> list[list[int]]:
+    bias = torch.tensor([0.0, 3.0, 1.0, 2.0])
+    return interlace.linear_top_k(torch.ones(2, 0), torch.ones(4, 0), 2, bias).columns.tolist()
+
+
+def test_a_product_over_no_width_is_the_bias(ranks: Any) -> None:
+    """As that of ``F.linear`` is; of equal logits the lower columns are chosen."""
+    assert ranks(2).run(_over_no_width) == [[[1, 5]] * 2] * 2
+
+
 # Calls that come again
 
 

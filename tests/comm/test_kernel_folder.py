@@ -103,3 +103,29 @@ def test_a_kernel_has_one_hash_in_whatever_order_kernels_are_compiled() -> None:
     ]  # fmt: skip
     assert found[0] == found[1]
     assert len(set(found[0].values())) == len(KERNELS)
+
+
+_CONSTANTS = """
+import json
+from interlace.comm.launching.kernel_folder import hash_callees_first
+from tests.test_compile_targets import kernels
+from triton.language import constexpr
+
+values = {}
+for kernel in kernels():
+    hash_callees_first(kernel)
+    for (name, _), (value, _) in kernel.used_global_vals.items():
+        if isinstance(value, constexpr):
+            values.setdefault((kernel.__name__, name), set()).add(value.value)
+print(json.dumps([[*key, *map(str, each)] for key, each in values.items() if len(each) > 1]))
+"""
+
+
+def test_no_kernel_reads_two_constants_of_one_name() -> None:
+    """Up to Triton 3.8 their order in the kernel's hash is that of addresses."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _CONSTANTS],
+        env=environment, check=True, capture_output=True, text=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout.splitlines()[-1]) == []

@@ -21,7 +21,7 @@ WAIT, ARRIVED, UNPACKED = (
 NOBODY, SEVERAL = tl.constexpr(context.NOBODY), tl.constexpr(context.SEVERAL)
 BEGIN = tl.constexpr(context.BEGIN)
 _PUT, _SIGNAL = tl.constexpr(context.PUT), tl.constexpr(context.SIGNAL)
-_LANES, _EVENTS = tl.constexpr(context.RING_LANES), tl.constexpr(context.RING_EVENTS)
+_RING_LANES, _EVENTS = tl.constexpr(context.RING_LANES), tl.constexpr(context.RING_EVENTS)
 _EVENT_BYTES, _RING_BYTES = tl.constexpr(context.EVENT_BYTES), tl.constexpr(context.RING_BYTES)
 # A put is recorded after its store was issued, which a GPU does not do before the values are
 # computed. In the interpreter they are, and a peer may read what is stored before the next line.
@@ -61,7 +61,7 @@ def append(lane, kind: tl.constexpr, peer, number, group):
     """
     # Each element of a tile belongs to one thread, which alone writes its ring. So a thread reads
     # the count that it wrote itself: from the first-level cache, and without an atomic operation.
-    mask = lane < _LANES
+    mask = lane < _RING_LANES
     ring = group[3] + lane.to(tl.int64) * _RING_BYTES
     counter = ring.to(tl.pointer_type(tl.int32))
     count = tl.load(counter, mask=mask, other=0)
@@ -81,7 +81,7 @@ def rings_of_program(ctx):
     rings = tl.load(ctx + _RINGS_ADDRESS).to(tl.int64)
     # A kernel that is launched without ``comm.kernels.Launch`` may have more programs than rings.
     program = tl.program_id(0) % tl.load(ctx + _RING_PROGRAMS).to(tl.int32)
-    return rings + program.to(tl.int64) * (_LANES * _RING_BYTES)
+    return rings + program.to(tl.int64) * (_RING_LANES * _RING_BYTES)
 
 
 @triton.jit

@@ -51,12 +51,7 @@ def run_bench(
     run.outputs.say_written(console, "All numbers")
 
 
-def run_tune(
-    operator: str,
-    work: Sequence[Any],
-    measure: Callable[..., Any],
-    run: Run,
-) -> None:
+def run_tune(operator: str, work: Sequence[Any], measure: Callable[..., Any], run: Run) -> None:
     """Measure an operator for ``interlace tune``, and put its results into the tuned table.
 
     The arguments are those of :func:`run_bench`; ``run.outputs.table`` is the table to extend.
@@ -113,6 +108,15 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     ):
         raise ArgumentError(f"a shape must be {meaning}; got {text!r}. Say {example}.")
     return tuple(map(int, parts))
+
+
+def parse_product(text: str) -> tuple[int, ...]:
+    """Parse M, N and K of a product on one rank, such as ``"4096x4096x4096"``.
+
+    Raises:
+        ArgumentError: ``text`` has other than three positive numbers.
+    """
+    return parse_sizes(text, "MxNxK, the sizes of one rank's product", "4096x4096x4096")
 
 
 @contextlib.contextmanager

@@ -77,11 +77,7 @@ def run(outputs: Outputs) -> int:
             "No backend is usable; the rows marked missing say what to do.", style="bold red"
         )
     outputs.write_json(
-        lambda: {
-            **header,
-            "usable": usable,
-            "checks": [dataclasses.asdict(row) for row in rows],
-        }
+        lambda: {**header, "usable": usable, "checks": [dataclasses.asdict(row) for row in rows]}
     )
     return 0 if usable else 1
 

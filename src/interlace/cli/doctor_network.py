@@ -146,11 +146,7 @@ def run_rank(folder: str, logs: str, deadline_s: float) -> dict[str, Any]:
     if group.backend == "cuda":
         device = f"{group.device}, {torch.cuda.get_device_name(group.device)}"
     return {
-        "rank": {
-            "node": members.node,
-            "host": socket.gethostname(),
-            "device": device,
-        },
+        "rank": {"node": members.node, "host": socket.gethostname(), "device": device},
         "networks": networks_in_use(group.backend, Path(logs)),
         "exchanges": [dataclasses.asdict(exchange) for exchange in exchanges],
         "gin": try_puts(group),

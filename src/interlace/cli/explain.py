@@ -35,9 +35,9 @@ def run_explain(
     gpu: str,
     world_size: int,
     dtype: str,
-    nodes: int = 1,
-    network: Path | None = None,
-    outputs: Outputs | None = None,
+    nodes: int,
+    network: Path | None,
+    outputs: Outputs,
 ) -> None:
     """Print the predicted times of every implementation for each shape ``MxNxK``.
 
@@ -70,12 +70,10 @@ def run_explain(
                 f"--nodes must have a measured network; the profile of {name} has none. Measure it "
                 "by `interlace tune machine` on the nodes, or say --network FILE."
             )
-    console, outputs = make_console(), outputs or Outputs()
+    console = make_console()
     bench.require_dtype(dtype)
-    meaning, example = "MxNxK, the sizes of one rank's product", "4096x4096x4096"
-    sizes = [bench.parse_sizes(shape, meaning, example) for shape in shapes]
     calls: list[dict[str, Any]] = []
-    for rows, columns, inner in sizes:
+    for rows, columns, inner in [bench.parse_product(shape) for shape in shapes]:
         call = SizedCall.of_dtype(dtype, rows, columns, inner, world_size)
         console.print(
             f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "

@@ -17,12 +17,11 @@ from interlace import environment, tuning
 from interlace.bench import report, tuned
 from interlace.cache_folder import cache_folder
 from interlace.cli.console import make_console, run_ranks
-from interlace.cli.options import Run
+from interlace.cli.options import MOST_RANKS, Run
 from interlace.cli.ranks import measure_shapes
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
-_MAX_RANKS = 8
 
 
 def run_bench(
@@ -164,7 +163,7 @@ def measure_on_gpus(
             "`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the "
             "kernels without a GPU."
         )
-    world_size, outputs = run.world_size or min(gpus, _MAX_RANKS), run.outputs
+    world_size, outputs = run.world_size or min(gpus, MOST_RANKS), run.outputs
     if world_size > gpus:
         raise BackendError(
             f"interlace {command} must have a GPU for each of {world_size} ranks, since times of "

@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from interlace.cli.console import make_console
+from interlace.cli.options import MOST_RANKS
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 from interlace.environment import LIMIT_VARIABLE, byte_count
@@ -31,9 +32,6 @@ machine, which is no fault.
 """
 
 _COLOURS = {OK: "green", MISSING: "red", ABSENT: "dim"}
-
-_MOST_RANKS = 8
-"""The largest group of an operator."""
 
 _RANK_BYTES = 2**31
 """The GPU memory of a small rank: its context, torch, and the operators' workspaces."""
@@ -379,9 +377,9 @@ def _links(torch: Any, count: int) -> list[Row]:
 
 def _sharing(memory: list[int]) -> Row:
     """Return how many ranks GPUs of so many bytes hold by time slices, each with a context."""
-    held = [min(max(1, nbytes // _RANK_BYTES), _MOST_RANKS) for nbytes in memory]
+    held = [min(max(1, nbytes // _RANK_BYTES), MOST_RANKS) for nbytes in memory]
     meaning = (
-        f"{' + '.join(map(str, held))} of {_MOST_RANKS} fit: ranks can share a GPU by time "
+        f"{' + '.join(map(str, held))} of {MOST_RANKS} fit: ranks can share a GPU by time "
         "slices, so one GPU is enough to write "
         f"and test a fused kernel. Times mean nothing then"
     )

@@ -29,22 +29,18 @@ class OperatorCommands(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the operators' commands, those for results, and then the group's own."""
         verb = str(self.name)
-        return [*operator_commands(verb), *_result_commands(verb), *super().list_commands(ctx)]
+        return [*operator_commands()[verb], *_result_commands(verb), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """Return the command of that name; operators are looked at last."""
         # `interlace bench table` needs no torch.
         own = super().get_command(ctx, cmd_name) or _result_commands(str(self.name)).get(cmd_name)
-        return own or operator_commands(str(self.name)).get(cmd_name)
-
-
-def operator_commands(verb: str) -> dict[str, Any]:
-    """Return the commands of all operators by their names; ``verb`` is ``bench`` or ``tune``."""
-    return _all_commands()[verb]
+        return own or operator_commands()[str(self.name)].get(cmd_name)
 
 
 @functools.cache
-def _all_commands() -> dict[str, dict[str, Any]]:
+def operator_commands() -> dict[str, dict[str, Any]]:
+    """Return the commands of all operators by their names, for ``"bench"`` and for ``"tune"``."""
     from interlace.registry import operators
 
     apps = _applications()

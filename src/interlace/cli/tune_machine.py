@@ -21,7 +21,7 @@ from interlace.bench.sweep import measure_draw
 from interlace.cli import bench, machine
 from interlace.cli.console import make_console, make_table, now
 from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
-from interlace.cli.options import Run
+from interlace.cli.options import MOST_RANKS, Run
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.comm import group_of
@@ -53,7 +53,7 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
     Raises:
         BackendError: There are no GPUs, or GPUs of several kinds.
     """
-    count = world_size or min(torch.cuda.device_count(), 8)
+    count = world_size or min(torch.cuda.device_count(), MOST_RANKS)
     gpus = {torch.cuda.get_device_name(index) for index in range(count)}
     if len(gpus) > 1:
         raise BackendError(

@@ -83,7 +83,8 @@ class Model:
             ArgumentError: It does not.
         """
         shared = {"heads": self.heads}
-        shared |= {"experts": self.experts} if self.experts else {"inner columns": self.intermediate}
+        inner = {"inner columns": self.intermediate}
+        shared |= {"experts": self.experts} if self.experts else inner
         for name, count in shared.items():
             if count % ranks:
                 raise ArgumentError(

@@ -74,7 +74,7 @@ def steps(ranks: int, folder: Path) -> tuple[Step, ...]:
         interlace("decoding", 90, f"bench gemv_all_reduce -n {ranks} --tokens 1,4,16,64"),
         interlace("embedding", 120, f"{embedding} --lookups 1,20,64"),
         interlace("embedding-backward", 60, f"{embedding} --lookups 20 --backward"),
-        interlace("experts", 120, f"bench mixture_of_experts -n {ranks} {experts}"),
+        interlace("experts", 150, f"bench mixture_of_experts -n {ranks} {experts}"),
         interlace("soak", 100, f"soak -n {ranks} --seconds 60 --seed 8"),
         interlace("network", 60, f"doctor --network -n {ranks} --nodes 2"),
         interlace("nodes", 60, f"soak -n {ranks} --nodes 2 --seconds 30 --seed 9"),

@@ -292,7 +292,8 @@ def check_cuda() -> list[Row]:
         )
         return [Row("GPUs", MISSING, f"driver {driver} is here, but torch finds no GPU", action)]
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    nccl, duty = nccl_version(), "maps the GPUs' memory side by side"
+    nccl, has_bindings = nccl_version(), _importable("cuda.bindings.driver")
+    duty = "maps the GPUs' memory side by side"
     # The first GPU stands for all in the checks of triggers and profiles.
     return [
         Row("driver", OK, driver or "present, version unknown"),
@@ -300,13 +301,7 @@ def check_cuda() -> list[Row]:
         *_links(torch, len(gpus)),
         _sharing([gpu.total_memory for gpu in gpus]),
         _queues(),
-        needed(
-            "cuda-bindings",
-            _importable("cuda.bindings.driver"),
-            duty,
-            duty,
-            "pip install cuda-bindings",
-        ),
+        needed("cuda-bindings", has_bindings, duty, duty, "pip install cuda-bindings"),
         _triggers(torch.device("cuda", 0)),
         *_compiler(),
         needed(
@@ -341,14 +336,11 @@ def _triggers(device: Any) -> Row:
 
     if supports_triggers(device):
         return Row(check, OK, "copies can wait for a kernel's counters (triggered transfers)")
-    return Row(
-        check,
-        ABSENT,
-        (
-            "this driver has none: no copy can wait for a kernel's counters, and triggered "
-            "transfers are refused"
-        ),
+    meaning = (
+        "this driver has none: no copy can wait for a kernel's counters, and triggered transfers "
+        "are refused"
     )
+    return Row(check, ABSENT, meaning)
 
 
 def _links(torch: Any, count: int) -> list[Row]:
@@ -362,17 +354,15 @@ def _links(torch: Any, count: int) -> list[Row]:
         f"{i}: " + " ".join("x" if ok else "-" for ok in line) for i, line in enumerate(reach)
     )
     if all(all(line) for line in reach):
-        rows = [Row("peer access", OK, f"every GPU reaches every other's memory\n{matrix}")]
+        row = Row("peer access", OK, f"every GPU reaches every other's memory\n{matrix}")
     else:
         action = (
             "form groups of GPUs that reach each other; in a virtual machine, ask for peer-to-peer "
             "access"
         )
-        rows = [
-            Row("peer access", MISSING, f"some GPUs cannot reach others' memory\n{matrix}", action)
-        ]
-    rows.append(_nvlink(count))
-    return rows
+        meaning = f"some GPUs cannot reach others' memory\n{matrix}"
+        row = Row("peer access", MISSING, meaning, action)
+    return [row, _nvlink(count)]
 
 
 def _sharing(memory: list[int]) -> Row:

@@ -367,12 +367,12 @@ def test_command_exists(words: list[str]) -> None:
     if words[0] == "interlace" or is_launched:
         start = words.index("-m") + 2 if is_launched else 1
         assert words[start - 1] == "interlace"
-        _parse(typer.main.get_command(app), words[start:])
+        parse(typer.main.get_command(app), words[start:])
     elif words[0] == "make":
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
         assert words[1] in targets
     elif words[0] == "torchrun" and "-m" in words:
-        _parse(typer.main.get_command(app), words[words.index("interlace") + 1 :])
+        parse(typer.main.get_command(app), words[words.index("interlace") + 1 :])
     elif words[0] in ("python", "torchrun", "srun"):
         program = next(word for word in words if word.endswith(".py"))
         if "/" not in program:
@@ -388,7 +388,7 @@ def test_command_exists(words: list[str]) -> None:
         assert words[:2] == ["pip", "install"]
 
 
-def _parse(command: click.Command, words: list[str]) -> None:
+def parse(command: click.Command, words: list[str]) -> None:
     """Parse a command's words without running it, down to the command that they name.
 
     Raises:

@@ -173,7 +173,20 @@ class Operator(abc.ABC):
             world_size: Number of ranks.
             granularity: Bytes of which every allocation is a multiple.
         """
-        return {}
+        sized = self.sized(*arguments, world_size=world_size, **options)
+        if sized is None:
+            return {}
+        return {each.name: each.reservation(sized) for each in self.implementations}
+
+    def sized(self, *arguments: Any, world_size: int, **options: Any) -> Any:
+        """Return the sizes of a call on one node for ``Implementation.reservation``, once its
+        arguments are validated; None if the operator has none.
+
+        Args:
+            arguments, options: Those of :meth:`explain`.
+            world_size: Number of ranks.
+        """
+        return None
 
     def timed_call(self, result: Mapping[str, Any]) -> Any:
         """Return the call whose times a benchmark's result holds, for predictions of time; None if

@@ -429,11 +429,11 @@ def test_what_needs_a_source_tree(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scripts, "_TREE", tmp_path)
-    operator_commands._all_commands.cache_clear()
+    operator_commands.operator_commands.cache_clear()
     try:
         done = run(*arguments)
     finally:
-        operator_commands._all_commands.cache_clear()
+        operator_commands.operator_commands.cache_clear()
     assert done.exit_code == 1
     assert "this command must run from a source tree of Interlace" in done.output
 
@@ -638,13 +638,13 @@ def test_an_operator_names_the_module_of_its_commands(
         }.items()
     }
     monkeypatch.setattr("interlace.registry.operators", lambda: declared)
-    operator_commands._all_commands.cache_clear()
+    operator_commands.operator_commands.cache_clear()
     try:
         with pytest.warns(RuntimeWarning, match="no_such_module must add the commands of broken"):
-            commands = operator_commands.operator_commands("bench")
+            commands = operator_commands.operator_commands()["bench"]
         assert sorted(commands) == ["mine", "other"]
-        assert operator_commands.operator_commands("tune") == {}
+        assert operator_commands.operator_commands()["tune"] == {}
         result = click.testing.CliRunner().invoke(commands["mine"], ["8x8"])
         assert result.output == "timed mine 8x8\n"
     finally:
-        operator_commands._all_commands.cache_clear()
+        operator_commands.operator_commands.cache_clear()

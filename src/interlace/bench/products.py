@@ -207,6 +207,8 @@ class TimedProduct(Benchmark[Any]):
 
     def implementations(self, config: GemmConfig) -> list[Way]:
         """Return the implementations that can run, the stock pairs last."""
+        # Without a library's collective there is no pair that NCCL could be named for.
+        titles = PAIR_NAMES if self.operator.collective in carriers.COLLECTIVES else {}
         ways = []
         for name, refusal in self.refusals().items():
             if refusal is None:
@@ -215,13 +217,8 @@ class TimedProduct(Benchmark[Any]):
                 # It is the configuration of the operator's own kernel.
                 takes = not is_pair and self.operator.implementation(name).config_type is None
                 call = functools.partial(self.call, impl=name, config=config if takes else None)
-                ways.append(Way(self._display_name(name), role, call, name))
+                ways.append(Way(titles.get(name, name), role, call, name))
         return sorted(ways, key=lambda way: way.role == "pair")
-
-    def _display_name(self, impl: str) -> str:
-        # Without a library's collective there is no pair that NCCL could be named for.
-        has_nccl = self.operator.collective in carriers.COLLECTIVES
-        return PAIR_NAMES.get(impl, impl) if has_nccl else impl
 
     def parts(self, config: GemmConfig) -> list[Way]:
         """Return computing alone and communicating alone."""

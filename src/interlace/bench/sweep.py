@@ -32,18 +32,6 @@ _HOPELESS = 12
 """What is predicted to take so many times the best is not measured."""
 
 
-def measure_draw(draw: Draw, *, dtype: str) -> list[dict[str, Any]]:
-    """Check and time all implementations of one drawn call; collective.
-
-    Returns:
-        One result; see :func:`time_implementations`.
-    """
-    case = operands_of(draw, dtype)
-    result = time_implementations(case, draw)
-    case.owner.release()
-    return [result]
-
-
 def operands_of(draw: Draw, dtype: str) -> products.TimedProduct:
     """Return the operands of a drawn call on this rank; collective."""
     operator = operator_matching(*draw.pattern).name

@@ -16,15 +16,7 @@ from interlace import environment
 from interlace.cli import scripts
 from interlace.cli.console import print_error
 from interlace.cli.operator_commands import OperatorCommands
-from interlace.cli.options import (
-    Backend,
-    Dtype,
-    JsonFile,
-    Nodes,
-    PlotFile,
-    Ranks,
-    Run,
-)
+from interlace.cli.options import Backend, Dtype, JsonFile, Nodes, PlotFile, Ranks
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError, InterlaceError
 from interlace.extras import needing
@@ -88,23 +80,10 @@ app.add_typer(bench_app, name="bench")
 app.add_typer(tune_app, name="tune")
 
 
-@tune_app.command("profile")
-def tune_profile(
-    files: Annotated[
-        list[Path],
-        typer.Argument(help="JSON files that `interlace bench` wrote, `sweep` among them."),
-    ],
-    json_file: JsonFile = None,
-) -> None:
-    """Fit a machine's profile, by which impl="auto" predicts times, to measurements."""
-    scripts.benchmark("profile_fit").run_profile(files, Outputs(json=json_file))
-
-
 @tune_app.command("machine")
 def tune_machine(
     budget: Annotated[
-        float,
-        typer.Option(min=1, help="Seconds after which no further call is measured."),
+        float, typer.Option(min=1, help="Seconds after which no further call is measured.")
     ] = 20,
     world_size: Ranks = None,
     nodes: Nodes = None,
@@ -192,8 +171,7 @@ def doctor(
     if client and not (network or nodes is not None or backend != "auto"):
         from interlace.cli import doctor_client
 
-        request = doctor_client.ClientRequest(client, model, tokens, world_size or 2, gpu)
-        raise typer.Exit(doctor_client.run(request, outputs))
+        raise typer.Exit(doctor_client.run(client, model, tokens, world_size or 2, gpu, outputs))
     if client or model:
         raise ArgumentError(
             "doctor: --client must come without --network, --nodes and --backend, and --model with "
@@ -332,8 +310,7 @@ def demo(
     ] = "auto",
     tokens: Annotated[int, typer.Option(min=1, max=256, help="Tokens decoded at once.")] = 1,
     nodes: Annotated[
-        int | None,
-        typer.Option(min=1, help="Show slices between so many nodes instead, say 2."),
+        int | None, typer.Option(min=1, help="Show slices between so many nodes instead, say 2.")
     ] = None,
     json_file: JsonFile = None,
     plot: Annotated[
@@ -400,77 +377,3 @@ def soak(
     raise typer.Exit(
         run(seconds, calls, ranks, nodes, backend, seed, start, operators or (), deadline, outputs)
     )
-
-
-@bench_app.command("sweep")
-def bench_sweep(
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the random calls.")] = 0,
-    budget: Annotated[
-        float, typer.Option(min=1, help="Seconds after which no further call is measured.")
-    ] = 120,
-    add: Annotated[
-        list[Path] | None,
-        typer.Option(
-            metavar="FILE",
-            help="Measure nothing, add up what sweeps wrote with --json, with auto as it chooses "
-            "today; several times.",
-        ),
-    ] = None,
-    any_size: Annotated[
-        bool,
-        typer.Option(
-            "--any-size",
-            help="Draw calls that no model need have: other sizes, weights along N, padded rows, "
-            "biases.",
-        ),
-    ] = False,
-    world_size: Ranks = None,
-    dtype: Annotated[
-        str, typer.Option(help="bfloat16, float16, float32 or float8_e4m3fn.")
-    ] = "bfloat16",
-    json_file: JsonFile = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option("--plot", metavar="FILE", help="Draw cumulative curves: PNG, SVG or PDF."),
-    ] = None,
-) -> None:
-    """Measure every implementation of random calls, by default those of models, and
-    compare what impl="auto" takes with the fastest.
-    """
-    outputs = Outputs(json=json_file, plot=plot)
-    sweep = scripts.benchmark("sweep")
-    sweep.run_sweep(seed, budget, add or (), any_size, world_size, dtype, outputs)
-
-
-@bench_app.command("batch-invariance")
-def bench_batch_invariance(
-    operator: Annotated[
-        list[str] | None,
-        typer.Option(help="An operator; several times. \\[default: all that have the mode]"),
-    ] = None,
-    tokens: Annotated[
-        str, typer.Option(help="Tokens to measure at, separated by commas.")
-    ] = "1,2,4,8,16,32,64",
-    shape: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NxK",
-            help="Rows and columns of one rank's weight, say 8192x2048; several times. "
-            "\\[default: three]",
-        ),
-    ] = None,
-    world_size: Ranks = None,
-    dtype: Dtype = "bfloat16",
-    json_file: JsonFile = None,
-) -> None:
-    """Measure what the same bits in every batch cost (interlace.batch_invariant)."""
-    run = Run(world_size, dtype, Outputs(json=json_file))
-    scripts.benchmark("batch_invariance").run_comparison(operator or (), tokens, shape, run)
-
-
-@bench_app.command("table")
-def bench_table(
-    files: Annotated[list[Path], typer.Argument(help="JSON files that `interlace bench` wrote.")],
-) -> None:
-    """Render measurements as a Markdown table."""
-    typer.echo(scripts.benchmark("tables").render(files), nl=False)

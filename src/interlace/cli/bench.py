@@ -17,12 +17,11 @@ from interlace import environment, tuning
 from interlace.bench import report, tuned
 from interlace.cache_folder import cache_folder
 from interlace.cli.console import make_console, run_ranks
-from interlace.cli.options import Run
+from interlace.cli.options import MOST_RANKS, Run
 from interlace.cli.ranks import measure_shapes
 from interlace.errors import ArgumentError, BackendError
 
 DTYPES = ("bfloat16", "float16", "float32")
-_MAX_RANKS = 8
 
 
 def run_bench(
@@ -51,12 +50,7 @@ def run_bench(
     run.outputs.say_written(console, "All numbers")
 
 
-def run_tune(
-    operator: str,
-    work: Sequence[Any],
-    measure: Callable[..., Any],
-    run: Run,
-) -> None:
+def run_tune(operator: str, work: Sequence[Any], measure: Callable[..., Any], run: Run) -> None:
     """Measure an operator for ``interlace tune``, and put its results into the tuned table.
 
     The arguments are those of :func:`run_bench`; ``run.outputs.table`` is the table to extend.
@@ -115,6 +109,15 @@ def parse_sizes(text: str, meaning: str, example: str) -> tuple[int, ...]:
     return tuple(map(int, parts))
 
 
+def parse_product(text: str) -> tuple[int, ...]:
+    """Parse M, N and K of a product on one rank, such as ``"4096x4096x4096"``.
+
+    Raises:
+        ArgumentError: ``text`` has other than three positive numbers.
+    """
+    return parse_sizes(text, "MxNxK, the sizes of one rank's product", "4096x4096x4096")
+
+
 @contextlib.contextmanager
 def nothing_measured() -> Iterator[None]:
     """Let ranks that start within the context measure every call, whatever this user's programs
@@ -160,7 +163,7 @@ def measure_on_gpus(
             "`interlace doctor` says what is missing; `interlace demo --backend cpu` checks the "
             "kernels without a GPU."
         )
-    world_size, outputs = run.world_size or min(gpus, _MAX_RANKS), run.outputs
+    world_size, outputs = run.world_size or min(gpus, MOST_RANKS), run.outputs
     if world_size > gpus:
         raise BackendError(
             f"interlace {command} must have a GPU for each of {world_size} ranks, since times of "

@@ -38,10 +38,7 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
     def parse(shapes: Sequence[str] | None, dtype: str) -> list[tuple[Any, ...]]:
         bench.require_dtype(dtype, DTYPES)
-        meaning, example = "MxNxK, the sizes of one rank's product", "4096x4096x4096"
-        return [
-            (operator.name, *bench.parse_sizes(each, meaning, example)) for each in shapes or SHAPES
-        ]
+        return [(operator.name, *bench.parse_product(each)) for each in shapes or SHAPES]
 
     @bench_app.command(
         operator.name,

@@ -6,11 +6,10 @@ import dataclasses
 
 import torch
 
-from interlace.cli.explain_model import LayerProduct, layer_products
 from interlace.cli.gpus import choice_on, gpu_named
 from interlace.clients import Client
 from interlace.comm.groups.reservation import GPU_GRANULARITY, MappedSize, Reservation
-from interlace.costs.models import EmbeddingModel, find_model
+from interlace.costs.models import EmbeddingModel, LayerProduct, find_model
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError
 from interlace.gemm.operator import product_operator
@@ -62,7 +61,7 @@ def memory_of(
             f"--model must be a transformer, of a client that runs those; got {model!r} for "
             f"{client.name}. docs/costs.md has formulas for tables."
         )
-    products = layer_products(found, ranks)
+    products = found.layer_products(ranks)
     # An operator that shares rows out takes numbers that the ranks divide.
     least = 1 if _NORMED in client.operators else ranks
     steps = [tokens, *(least << i for i in range(tokens.bit_length()) if least << i < tokens)]

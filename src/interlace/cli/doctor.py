@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from interlace.cli.console import make_console
+from interlace.cli.options import MOST_RANKS
 from interlace.cli.outputs import Outputs
 from interlace.costs.known_profiles import profile_of
 from interlace.environment import LIMIT_VARIABLE, byte_count
@@ -31,9 +32,6 @@ machine, which is no fault.
 """
 
 _COLOURS = {OK: "green", MISSING: "red", ABSENT: "dim"}
-
-_MOST_RANKS = 8
-"""The largest group of an operator."""
 
 _RANK_BYTES = 2**31
 """The GPU memory of a small rank: its context, torch, and the operators' workspaces."""
@@ -77,11 +75,7 @@ def run(outputs: Outputs) -> int:
             "No backend is usable; the rows marked missing say what to do.", style="bold red"
         )
     outputs.write_json(
-        lambda: {
-            **header,
-            "usable": usable,
-            "checks": [dataclasses.asdict(row) for row in rows],
-        }
+        lambda: {**header, "usable": usable, "checks": [dataclasses.asdict(row) for row in rows]}
     )
     return 0 if usable else 1
 
@@ -298,7 +292,8 @@ def check_cuda() -> list[Row]:
         )
         return [Row("GPUs", MISSING, f"driver {driver} is here, but torch finds no GPU", action)]
     gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    nccl, duty = nccl_version(), "maps the GPUs' memory side by side"
+    nccl, has_bindings = nccl_version(), _importable("cuda.bindings.driver")
+    duty = "maps the GPUs' memory side by side"
     # The first GPU stands for all in the checks of triggers and profiles.
     return [
         Row("driver", OK, driver or "present, version unknown"),
@@ -306,13 +301,7 @@ def check_cuda() -> list[Row]:
         *_links(torch, len(gpus)),
         _sharing([gpu.total_memory for gpu in gpus]),
         _queues(),
-        needed(
-            "cuda-bindings",
-            _importable("cuda.bindings.driver"),
-            duty,
-            duty,
-            "pip install cuda-bindings",
-        ),
+        needed("cuda-bindings", has_bindings, duty, duty, "pip install cuda-bindings"),
         _triggers(torch.device("cuda", 0)),
         *_compiler(),
         needed(
@@ -347,14 +336,11 @@ def _triggers(device: Any) -> Row:
 
     if supports_triggers(device):
         return Row(check, OK, "copies can wait for a kernel's counters (triggered transfers)")
-    return Row(
-        check,
-        ABSENT,
-        (
-            "this driver has none: no copy can wait for a kernel's counters, and triggered "
-            "transfers are refused"
-        ),
+    meaning = (
+        "this driver has none: no copy can wait for a kernel's counters, and triggered transfers "
+        "are refused"
     )
+    return Row(check, ABSENT, meaning)
 
 
 def _links(torch: Any, count: int) -> list[Row]:
@@ -368,24 +354,22 @@ def _links(torch: Any, count: int) -> list[Row]:
         f"{i}: " + " ".join("x" if ok else "-" for ok in line) for i, line in enumerate(reach)
     )
     if all(all(line) for line in reach):
-        rows = [Row("peer access", OK, f"every GPU reaches every other's memory\n{matrix}")]
+        row = Row("peer access", OK, f"every GPU reaches every other's memory\n{matrix}")
     else:
         action = (
             "form groups of GPUs that reach each other; in a virtual machine, ask for peer-to-peer "
             "access"
         )
-        rows = [
-            Row("peer access", MISSING, f"some GPUs cannot reach others' memory\n{matrix}", action)
-        ]
-    rows.append(_nvlink(count))
-    return rows
+        meaning = f"some GPUs cannot reach others' memory\n{matrix}"
+        row = Row("peer access", MISSING, meaning, action)
+    return [row, _nvlink(count)]
 
 
 def _sharing(memory: list[int]) -> Row:
     """Return how many ranks GPUs of so many bytes hold by time slices, each with a context."""
-    held = [min(max(1, nbytes // _RANK_BYTES), _MOST_RANKS) for nbytes in memory]
+    held = [min(max(1, nbytes // _RANK_BYTES), MOST_RANKS) for nbytes in memory]
     meaning = (
-        f"{' + '.join(map(str, held))} of {_MOST_RANKS} fit: ranks can share a GPU by time "
+        f"{' + '.join(map(str, held))} of {MOST_RANKS} fit: ranks can share a GPU by time "
         "slices, so one GPU is enough to write "
         f"and test a fused kernel. Times mean nothing then"
     )

@@ -20,42 +20,35 @@ from interlace.errors import ArgumentError, did_you_mean
 from interlace.units import format_memory
 
 
-@dataclasses.dataclass(frozen=True)
-class ClientRequest:
-    """What ``interlace doctor --client`` is asked.
+def run(name: str, model: str, tokens: int, ranks: int, gpu: str, outputs: Outputs) -> int:
+    """Print all checks of a client; return the exit code: 0 if Interlace would work in it.
 
-    Attributes:
-        client: The client's name.
+    Args:
+        name: The client's name.
         model: A transformer whose memory is asked for, or empty.
         tokens: Number of tokens of its largest step.
         ranks: Number of its tensor parallel ranks.
         gpu: A GPU whose profile is shipped.
-        dtype: The dtype of its activations.
-    """
-
-    client: str
-    model: str = ""
-    tokens: int = 8192
-    ranks: int = 2
-    gpu: str = "h200"
-    dtype: str = "bfloat16"
-
-
-def run(request: ClientRequest, outputs: Outputs) -> int:
-    """Print all checks of a client; return the exit code: 0 if Interlace would work in it.
+        outputs: The files to write.
 
     Raises:
         ArgumentError: There is no such client, model or GPU.
     """
-    client = CLIENTS.get(request.client)
+    client = CLIENTS.get(name)
     if client is None:
-        hint = did_you_mean(request.client, list(CLIENTS))
-        raise ArgumentError(
-            f"--client must be one of {', '.join(CLIENTS)}; got {request.client!r}.{hint}"
-        )
-    rows = check_client(client)
-    if request.model:
-        rows.append(check_memory(client, request))
+        hint = did_you_mean(name, list(CLIENTS))
+        raise ArgumentError(f"--client must be one of {', '.join(CLIENTS)}; got {name!r}.{hint}")
+    # The client is not imported.
+    rows = [
+        *_versions(client),
+        _entry(client),
+        _switch(client),
+        Row("fused", OK, client.fused),
+        Row("left alone", OK, client.left),
+        _limit(client),
+    ]
+    if model:
+        rows.append(check_memory(client, model, tokens, ranks, gpu))
     works = not any(row.status == MISSING for row in rows)
     console = make_console()
     print_rows(console, rows)
@@ -75,18 +68,6 @@ def run(request: ClientRequest, outputs: Outputs) -> int:
         }
     )
     return 0 if works else 1
-
-
-def check_client(client: Client) -> list[Row]:
-    """Return all checks of a client. The client is not imported."""
-    return [
-        *_versions(client),
-        _entry(client),
-        _switch(client),
-        Row("fused", OK, client.fused),
-        Row("left alone", OK, client.left),
-        _limit(client),
-    ]
 
 
 def _versions(client: Client) -> list[Row]:
@@ -162,18 +143,15 @@ def _limit(client: Client) -> Row:
     return dataclasses.replace(row, meaning=f"{meaning}; an empty {LIMIT_VARIABLE} lifts it")
 
 
-def check_memory(client: Client, request: ClientRequest) -> Row:
+def check_memory(client: Client, model: str, tokens: int, ranks: int, gpu: str) -> Row:
     """Return the symmetric memory of a model's layers, beside the client's own budget.
 
     Raises:
         ArgumentError: There is no such model or GPU, or it is no transformer.
     """
-    if request.tokens < 1:
-        raise ArgumentError(f"--tokens must be a positive number; got {request.tokens}.")
-    memory = memory_of(
-        client, request.model, request.tokens, request.ranks, request.gpu,
-        getattr(torch, request.dtype),
-    )  # fmt: skip
+    if tokens < 1:
+        raise ArgumentError(f"--tokens must be a positive number; got {tokens}.")
+    memory = memory_of(client, model, tokens, ranks, gpu, torch.bfloat16)
     limit = byte_count(LIMIT_VARIABLE)
     if limit is None and client.limit and LIMIT_VARIABLE not in os.environ:
         limit = int(client.limit[:-1]) << 30
@@ -181,9 +159,9 @@ def check_memory(client: Client, request: ClientRequest) -> Row:
         nbytes if limit is None else min(nbytes, limit) for nbytes in (memory.first, memory.most)
     )
     meaning = (
-        f"{format_memory(first)} per rank by a step of {request.tokens} tokens, at most "
-        f"{format_memory(most)} after steps of other sizes, predicted for {request.model}, "
-        f"{request.ranks} ranks, {request.gpu}: {client.budget}"
+        f"{format_memory(first)} per rank by a step of {tokens} tokens, at most "
+        f"{format_memory(most)} after steps of other sizes, predicted for {model}, "
+        f"{ranks} ranks, {gpu}: {client.budget}"
     )
     action = ""
     if limit is not None and memory.most > limit:

@@ -90,8 +90,18 @@ def run_measurement(
     Args:
         world_size: Number of ranks; None for those of the launcher, else one per GPU.
         backend, nodes: As :func:`run` takes them.
+
+    Raises:
+        ArgumentError: Nothing says how many ranks there are.
     """
-    ranks = number_of_ranks(world_size)
+    launched = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
+    ranks = world_size or int(launched or torch.cuda.device_count())
+    if not ranks:
+        raise ArgumentError(
+            "a measured network must have ranks on several nodes; there are no GPUs here. Start "
+            "the command by torchrun on two machines (`interlace doctor --network -n 4 --nodes 2 "
+            "--backend cpu` tries it on CPUs)."
+        )
     with nccl_logs() as folder:
         return run_ranks(
             console,
@@ -105,23 +115,6 @@ def run_measurement(
             nodes=nodes,
             join_timeout_s=deadline_s,
         )
-
-
-def number_of_ranks(world_size: int | None) -> int:
-    """Return the number of ranks: the launcher's, or what was asked for, or one per GPU.
-
-    Raises:
-        ArgumentError: Nothing says how many.
-    """
-    launched = os.environ.get("WORLD_SIZE") if "RANK" in os.environ else None
-    ranks = world_size or int(launched or torch.cuda.device_count())
-    if not ranks:
-        raise ArgumentError(
-            "a measured network must have ranks on several nodes; there are no GPUs here. Start "
-            "the command by torchrun on two machines (`interlace doctor --network -n 4 --nodes 2 "
-            "--backend cpu` tries it on CPUs)."
-        )
-    return ranks
 
 
 def run_rank(folder: str, logs: str, deadline_s: float) -> dict[str, Any]:
@@ -146,11 +139,7 @@ def run_rank(folder: str, logs: str, deadline_s: float) -> dict[str, Any]:
     if group.backend == "cuda":
         device = f"{group.device}, {torch.cuda.get_device_name(group.device)}"
     return {
-        "rank": {
-            "node": members.node,
-            "host": socket.gethostname(),
-            "device": device,
-        },
+        "rank": {"node": members.node, "host": socket.gethostname(), "device": device},
         "networks": networks_in_use(group.backend, Path(logs)),
         "exchanges": [dataclasses.asdict(exchange) for exchange in exchanges],
         "gin": try_puts(group),
@@ -213,13 +202,9 @@ def times_table(times: Sequence[ExchangeTime], networks: Sequence[str]) -> Table
         cells = [format_binary_bytes(nbytes)]
         for count in (1, TOGETHER):
             time = by_size.get((nbytes, count))
-            cells += ["", ""] if time is None else _cells(time)
+            cells += [f"{time.us:.0f}", f"{time.bytes_per_s / 1e9:.2f}"] if time else ["", ""]
         table.add_row(*cells)
     return table
-
-
-def _cells(time: ExchangeTime) -> list[str]:
-    return [f"{time.us:.0f}", f"{time.bytes_per_s / 1e9:.2f}"]
 
 
 def _missing(document: dict[str, Any]) -> list[str]:

@@ -35,9 +35,9 @@ def run_explain(
     gpu: str,
     world_size: int,
     dtype: str,
-    nodes: int = 1,
-    network: Path | None = None,
-    outputs: Outputs | None = None,
+    nodes: int,
+    network: Path | None,
+    outputs: Outputs,
 ) -> None:
     """Print the predicted times of every implementation for each shape ``MxNxK``.
 
@@ -61,27 +61,24 @@ def run_explain(
             "--model mixtral-8x7b."
         ) from None
     device = gpu_named(gpu)
-    name = device.name
-    rates = None
+    name, profile, rates = device.name, profile_of(device.name), None
     if nodes > 1:
-        rates = profile_of(name).network if network is None else read_network(network)
+        rates = profile.network if network is None else read_network(network)
         if rates is None:
             raise ConfigError(
                 f"--nodes must have a measured network; the profile of {name} has none. Measure it "
                 "by `interlace tune machine` on the nodes, or say --network FILE."
             )
-    console, outputs = make_console(), outputs or Outputs()
+    console = make_console()
     bench.require_dtype(dtype)
-    meaning, example = "MxNxK, the sizes of one rank's product", "4096x4096x4096"
-    sizes = [bench.parse_sizes(shape, meaning, example) for shape in shapes]
     calls: list[dict[str, Any]] = []
-    for rows, columns, inner in sizes:
+    for rows, columns, inner in [bench.parse_product(shape) for shape in shapes]:
         call = SizedCall.of_dtype(dtype, rows, columns, inner, world_size)
         console.print(
             f"{declaration.name} of {rows} x {columns} x {inner}, {dtype}, {world_size} ranks, "
             f"{name}" + (f", {nodes} nodes, {rates.network}" if rates else "")
         )
-        profile, alone = profile_of(name), {}
+        alone = {}
         if rates is None:
             choice = choice_on(device, declaration, call, getattr(torch, dtype))
             times_us = times_on(device, declaration, call, getattr(torch, dtype))
@@ -112,12 +109,12 @@ def run_explain(
     if names:
         console.print(
             f"In the order in which impl='auto' takes them: ours goes before PyTorch's if it is "
-            f"{profile_of(name).margin:.0%} faster.",
+            f"{profile.margin:.0%} faster.",
             style="dim",
         )
-        source = profile_of(name).source
         console.print(
-            f"Predicted, not measured: {source}. {provenance(device, world_size)}", style="dim"
+            f"Predicted, not measured: {profile.source}. {provenance(device, world_size)}",
+            style="dim",
         )
         # Between nodes, implementations of the same names exchange in other ways.
         if nodes == 1:

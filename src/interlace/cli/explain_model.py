@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -244,69 +244,8 @@ def _notes(steps: Sequence[StepTime]) -> list[str]:
 # A transformer
 
 
-def _require_division(model: Model, ranks: int) -> None:
-    """Refuse a number of ranks that does not divide what they share out.
-
-    Raises:
-        ArgumentError: It does not.
-    """
-    shared = {"heads": model.heads}
-    shared |= {"experts": model.experts} if model.experts else {"inner columns": model.intermediate}
-    for name, count in shared.items():
-        if count % ranks:
-            raise ArgumentError(
-                f"--tensor must divide the {count} {name} of {model.name}; got {ranks}."
-            )
-    # Ranks share a head of keys and values where there are fewer of them.
-    if model.kv_heads % ranks and ranks % model.kv_heads:
-        raise ArgumentError(
-            f"--tensor must divide the {model.kv_heads} heads of keys and values of {model.name}, "
-            f"or be a multiple of them; got {ranks}."
-        )
-
-
-class LayerProduct(NamedTuple):
-    """A product of a transformer's layer, on one rank.
-
-    Attributes:
-        part: The product's place in the layer.
-        is_summed: Whether ranks add up their products; each has its own columns otherwise.
-        columns, inner: N and K.
-    """
-
-    part: str
-    is_summed: bool
-    columns: int
-    inner: int
-
-
-def layer_products(model: Model, ranks: int) -> list[LayerProduct]:
-    """Return the products of a layer in their order, but for those of experts.
-
-    Raises:
-        ArgumentError: The ranks do not divide what they share.
-    """
-    _require_division(model, ranks)
-    kv_heads = max(model.kv_heads // ranks, 1)
-    qkv = (model.heads // ranks + 2 * kv_heads) * model.head_dim
-    products = [
-        LayerProduct("qkv", False, qkv, model.hidden),
-        LayerProduct("output", True, model.hidden, model.heads * model.head_dim // ranks),
-    ]
-    if not model.experts:
-        inner = model.intermediate // ranks
-        products.append(LayerProduct("gate, up", False, 2 * inner, model.hidden))
-        products.append(LayerProduct("down", True, model.hidden, inner))
-    return products
-
-
 def _transformer_step(
-    model: Model,
-    gpu: Gpu,
-    tokens: int,
-    ranks: int,
-    dtype: torch.dtype,
-    sequence_parallel: bool,
+    model: Model, gpu: Gpu, tokens: int, ranks: int, dtype: torch.dtype, sequence_parallel: bool
 ) -> StepTime:
     """Return the times of the calls of a layer for some tokens."""
     if sequence_parallel and tokens % ranks:
@@ -326,7 +265,7 @@ def _transformer_step(
             gpu,
             dtype,
         )
-        for each in layer_products(model, ranks)
+        for each in model.layer_products(ranks)
     ]
     if model.experts:
         calls.append(_experts_time(model, gpu, ceil_div(tokens, ranks), ranks, dtype))

@@ -9,12 +9,7 @@ from typing import Any, cast
 import torch
 
 from interlace.costs.datasheets import DATASHEETS
-from interlace.costs.known_profiles import (
-    most_measured_ranks,
-    own_gpus,
-    profile_of,
-    profiled_gpus,
-)
+from interlace.costs.known_profiles import most_measured_ranks, own_gpus, profile_of, profiled_gpus
 from interlace.costs.time import SizedCall
 from interlace.errors import ArgumentError, BackendError, did_you_mean
 from interlace.gemm.choice import choose_on

@@ -14,38 +14,36 @@ from typing import Any
 import typer
 from typer.core import TyperGroup
 
+from interlace.cli import scripts
 from interlace.registry import Operator
 
 
 class OperatorCommands(TyperGroup):
-    """``interlace bench`` or ``interlace tune``, to which the registered operators add commands.
+    """``interlace bench`` or ``interlace tune``: the commands that registered operators add, and a
+    source tree's for its results.
 
     Operators are imported, and torch with them, when a command of the group is looked for: the help
     of ``interlace`` itself does without.
     """
 
     def list_commands(self, ctx: Any) -> list[str]:
-        """Return the operators' commands and then the group's own."""
-        return [*operator_commands(str(self.name)), *super().list_commands(ctx)]
+        """Return the operators' commands, those for results, and then the group's own."""
+        verb = str(self.name)
+        return [*operator_commands()[verb], *_result_commands(verb), *super().list_commands(ctx)]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """Return the command of that name; the group's own need no operator."""
-        # `interlace bench table` needs no torch, so it is looked for first.
-        command = super().get_command(ctx, cmd_name)
-        return command or operator_commands(str(self.name)).get(cmd_name)
-
-
-def operator_commands(verb: str) -> dict[str, Any]:
-    """Return the commands of all operators by their names; ``verb`` is ``bench`` or ``tune``."""
-    return _all_commands()[verb]
+        """Return the command of that name; operators are looked at last."""
+        # `interlace bench table` needs no torch.
+        own = super().get_command(ctx, cmd_name) or _result_commands(str(self.name)).get(cmd_name)
+        return own or operator_commands()[str(self.name)].get(cmd_name)
 
 
 @functools.cache
-def _all_commands() -> dict[str, dict[str, Any]]:
+def operator_commands() -> dict[str, dict[str, Any]]:
+    """Return the commands of all operators by their names, for ``"bench"`` and for ``"tune"``."""
     from interlace.registry import operators
 
-    # Typer reads options from functions when they are added to an application.
-    apps = {verb: typer.Typer(rich_markup_mode="rich") for verb in ("bench", "tune")}
+    apps = _applications()
     for operator in operators().values():
         if not operator.command_module:
             continue
@@ -60,7 +58,22 @@ def _all_commands() -> dict[str, dict[str, Any]]:
                 RuntimeWarning,
                 stacklevel=2,
             )
-    return {verb: dict(typer.main.get_group(app).commands) for verb, app in apps.items()}
+    return {verb: _commands_of(app) for verb, app in apps.items()}
+
+
+def _result_commands(verb: str) -> dict[str, Any]:
+    apps = _applications()
+    scripts.add_results(apps["bench"], apps["tune"])
+    return _commands_of(apps[verb])
+
+
+def _applications() -> dict[str, typer.Typer]:
+    # Typer reads options from functions when they are added to an application.
+    return {verb: typer.Typer(rich_markup_mode="rich") for verb in ("bench", "tune")}
+
+
+def _commands_of(app: typer.Typer) -> dict[str, Any]:
+    return dict(typer.main.get_group(app).commands)
 
 
 _WORDS = {"gemm": "GEMM", "all_to_all": "All-to-All"}

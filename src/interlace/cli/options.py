@@ -9,6 +9,9 @@ import typer
 
 from interlace.cli.outputs import Outputs
 
+MOST_RANKS = 8
+"""The largest group of an operator."""
+
 TableFile = Annotated[
     Path, typer.Option("--table", metavar="FILE", help="The tuned table: made, or extended.")
 ]

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,19 @@ def add_commands(operator: Operator, bench_app: typer.Typer, tune_app: typer.Typ
 
 def add_benchmark(name: str, bench_app: typer.Typer, tune_app: typer.Typer) -> None:
     """Add the commands of that name from ``benchmarks``; in a wheel, some that refuse to run."""
-    module = _BENCHMARKS[name]
+    _add_from(_BENCHMARKS[name], {"bench": (name,), "tune": (name,)}, bench_app, tune_app)
+
+
+def add_results(bench_app: typer.Typer, tune_app: typer.Typer) -> None:
+    """Add the commands that make and show the project's own results, as :func:`add_benchmark`."""
+    names = {"bench": ("sweep", "batch-invariance", "table"), "tune": ("profile",)}
+    _add_from("result_commands", names, bench_app, tune_app)
+
+
+def _add_from(
+    module: str, names: Mapping[str, Sequence[str]], bench_app: typer.Typer, tune_app: typer.Typer
+) -> None:
+    """Add the commands of a module of ``benchmarks``, or of these names if there is none."""
 
     def refuse(_: typer.Context) -> None:
         """Only from a source tree."""
@@ -73,12 +86,11 @@ def add_benchmark(name: str, bench_app: typer.Typer, tune_app: typer.Typer) -> N
     try:
         benchmark(module).add_commands(bench_app, tune_app)
     except BackendError:
-        for app in (bench_app, tune_app):
-            # The options are those of the source tree, too.
-            app.command(
-                name,
-                context_settings={"ignore_unknown_options": True, "allow_extra_args": True},
-            )(refuse)
+        # The options are those of the source tree, too.
+        settings = {"ignore_unknown_options": True, "allow_extra_args": True}
+        for verb, app in (("bench", bench_app), ("tune", tune_app)):
+            for name in names[verb]:
+                app.command(name, context_settings=settings)(refuse)
 
 
 def run_demos(

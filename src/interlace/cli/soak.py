@@ -17,23 +17,14 @@ from rich.table import Column, Table
 
 from interlace.bench.report import machine_line, read_document
 from interlace.cli.console import command_line, make_console, run_ranks
+from interlace.cli.options import MOST_RANKS
 from interlace.cli.outputs import Outputs
 from interlace.errors import ArgumentError
 
-_MOST_RANKS = 8
 _SECONDS = 60.0
 _DEADLINE_S = 60.0
 """The default deadline: long, for kernels are compiled meanwhile."""
-_SUMMED = (
-    "calls",
-    "wrong",
-    "timeouts",
-    "errors",
-    "rounds",
-    "replayed_in_graphs",
-    "with_backward",
-    "seconds",
-)
+_SUMMED = ("calls", "wrong", "timeouts", "errors", "replayed_in_graphs", "with_backward", "seconds")
 
 
 def run(
@@ -83,7 +74,7 @@ def run(
             f"{nearest}."
         )
     # Two ranks are the fewest that communicate, and the CPU has no room for many.
-    world_size = ranks or (min(gpus, _MOST_RANKS) if backend == "cuda" else max(2, nodes or 1))
+    world_size = ranks or (min(gpus, MOST_RANKS) if backend == "cuda" else max(2, nodes or 1))
     plan = SoakPlan(
         seed=random.SystemRandom().randrange(1 << 31) if seed is None else seed,
         start=start,

@@ -12,6 +12,7 @@ from rich.console import Console
 from interlace.cli.bench import require_dtype
 from interlace.cli.console import make_console, run_ranks
 from interlace.cli.gpus import choose_backend, gpu_named
+from interlace.cli.options import MOST_RANKS
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import trace_calls
 from interlace.cli.trace_simulated import comparison, simulate
@@ -92,7 +93,7 @@ def run_trace(request: Request, outputs: Outputs) -> None:
 def _run_measured(request: Request, outputs: Outputs, console: Console) -> None:
     gpus = torch.cuda.device_count()
     backend = choose_backend("trace", request.backend)
-    ranks = request.world_size or (min(gpus, 8) if backend == "cuda" else 2)
+    ranks = request.world_size or (min(gpus, MOST_RANKS) if backend == "cuda" else 2)
     case = case_of(request, ranks)
     # Refused before anything is measured.
     work = max(case.work, _LEAST_WORK) * ranks * request.calls

@@ -17,11 +17,11 @@ from rich.table import Table
 
 from interlace.bench import machine_profile
 from interlace.bench.draws import Draw, draws
-from interlace.bench.sweep import measure_draw
+from interlace.bench.sweep import operands_of, time_implementations
 from interlace.cli import bench, machine
 from interlace.cli.console import make_console, make_table, now
 from interlace.cli.doctor_network import networks_in_use, run_measurement, times_table
-from interlace.cli.options import Run
+from interlace.cli.options import MOST_RANKS, Run
 from interlace.cli.outputs import Outputs
 from interlace.cli.ranks import advance
 from interlace.comm import group_of
@@ -53,7 +53,7 @@ def run_machine(budget_s: float, world_size: int | None, outputs: Outputs) -> No
     Raises:
         BackendError: There are no GPUs, or GPUs of several kinds.
     """
-    count = world_size or min(torch.cuda.device_count(), 8)
+    count = world_size or min(torch.cuda.device_count(), MOST_RANKS)
     gpus = {torch.cuda.get_device_name(index) for index in range(count)}
     if len(gpus) > 1:
         raise BackendError(
@@ -99,7 +99,10 @@ def measure(draw: Draw | None, *, dtype: str) -> list[dict[str, Any]]:
     """Measure one drawn call, or the rates of products and links for None; collective."""
     if draw is None:
         return [dataclasses.asdict(measure_rates(group_of()))]
-    return measure_draw(draw, dtype=dtype)
+    case = operands_of(draw, dtype)
+    result = time_implementations(case, draw)
+    case.owner.release()
+    return [result]
 
 
 def _table(profile: MachineProfile, results: Sequence[dict[str, Any]]) -> Table:
@@ -176,12 +179,11 @@ def measure_network_on_rank(
     name = ", ".join(sorted({name for names in seen for name in names}))
     network = dataclasses.replace(network, network=name)
     gpu = Gpu.of(group.device)
-    file = own_file(gpu.name)
     if group.rank == min(group.members.local_ranks):
         keep_profile(dataclasses.replace(profile_of(gpu.name, gpu.processors), network=network))
     group.exchange("profiles are written", None)
     return {
         "exchanges": [dataclasses.asdict(exchange) for exchange in exchanges],
         "network": dataclasses.asdict(network),
-        "file": str(file),
+        "file": str(own_file(gpu.name)),
     }

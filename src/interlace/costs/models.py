@@ -12,10 +12,25 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from interlace.documents import read_json
 from interlace.errors import ArgumentError, ConfigError, did_you_mean
+
+
+class LayerProduct(NamedTuple):
+    """A product of a transformer's layer, on one rank.
+
+    Attributes:
+        part: The product's place in the layer.
+        is_summed: Whether ranks add up their products; each has its own columns otherwise.
+        columns, inner: N and K.
+    """
+
+    part: str
+    is_summed: bool
+    columns: int
+    inner: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +56,46 @@ class Model:
     experts: int = 0
     top_k: int = 0
     layers: int = 0
+
+    def layer_products(self, ranks: int) -> list[LayerProduct]:
+        """Return the products of a layer in their order, but for those of experts.
+
+        Raises:
+            ArgumentError: The ranks do not divide what they share.
+        """
+        self._require_division(ranks)
+        kv_heads = max(self.kv_heads // ranks, 1)
+        qkv = (self.heads // ranks + 2 * kv_heads) * self.head_dim
+        products = [
+            LayerProduct("qkv", False, qkv, self.hidden),
+            LayerProduct("output", True, self.hidden, self.heads * self.head_dim // ranks),
+        ]
+        if not self.experts:
+            inner = self.intermediate // ranks
+            products.append(LayerProduct("gate, up", False, 2 * inner, self.hidden))
+            products.append(LayerProduct("down", True, self.hidden, inner))
+        return products
+
+    def _require_division(self, ranks: int) -> None:
+        """Refuse a number of ranks that does not divide what they share out.
+
+        Raises:
+            ArgumentError: It does not.
+        """
+        shared = {"heads": self.heads}
+        inner = {"inner columns": self.intermediate}
+        shared |= {"experts": self.experts} if self.experts else inner
+        for name, count in shared.items():
+            if count % ranks:
+                raise ArgumentError(
+                    f"--tensor must divide the {count} {name} of {self.name}; got {ranks}."
+                )
+        # Ranks share a head of keys and values where there are fewer of them.
+        if self.kv_heads % ranks and ranks % self.kv_heads:
+            raise ArgumentError(
+                f"--tensor must divide the {self.kv_heads} heads of keys and values of "
+                f"{self.name}, or be a multiple of them; got {ranks}."
+            )
 
 
 @dataclasses.dataclass(frozen=True)

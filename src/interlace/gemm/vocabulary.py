@@ -4,8 +4,10 @@ ranks must agree on, and what runs it.
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Hashable, Mapping
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 
@@ -38,6 +40,42 @@ class VocabularyShard(NamedTuple):
         per_rank = columns_of_rank(rows, vocabulary, world_size)
         first = rank * per_rank
         return VocabularyShard(first, max(min(rows, vocabulary - first), 0), per_rank)
+
+
+class VocabularyOperator(Operator):
+    """Base of the operators of a product with such a weight: ``"fused"`` where ranks share memory,
+    and else ``"unfused"``.
+    """
+
+    sizes = ("rows", "hidden", "columns")
+
+    def choose(self, *, nodes: int = 1) -> str:  # type: ignore[override]
+        """Return what ``impl="auto"`` runs: the fused kernels where ranks share memory."""
+        return "fused" if nodes == 1 else "unfused"
+
+    @abc.abstractmethod
+    def described(self, sized: Any, w: torch.Tensor) -> tuple[str, str]:
+        """Return a description of a call beside its rows and columns, and why it is fused."""
+
+    def explain(
+        self,
+        *tensors: Any,
+        world_size: int,
+        nodes: int = 1,
+        lacking: Mapping[str, str] = MappingProxyType({}),
+        **options: Any,
+    ) -> tuple[str, str, str]:
+        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
+        sized = self.sized(*tensors, world_size=world_size, **options)
+        x, w = tensors[:2]
+        description, reason = self.described(sized, w)
+        name = str(x.dtype).removeprefix("torch.")
+        call = f"{self.name} of {sized.rows} rows, {len(w)} columns per rank, {description}, {name}"
+        if nodes > 1:
+            return call, "unfused", "the ranks do not all share memory"
+        if "fused" in lacking:
+            return call, "unfused", f"fused needs {lacking['fused']}"
+        return call, "fused", reason
 
 
 def columns_of_rank(rows: int, vocabulary: int, world_size: int) -> int:

@@ -194,23 +194,21 @@ class EmbeddingAllToAll(Operator):
             return call, "pooled", f"fused needs {lacking['fused']}; {choice.reason}"
         return call, f"fused ({choice.config})", choice.reason
 
-    def reservations(  # type: ignore[override]
+    def sized(  # type: ignore[override]
         self,
         weights: list[torch.Tensor],
         indices: torch.Tensor,
         offsets: torch.Tensor,
         *,
         world_size: int,
-        granularity: int,
-    ) -> dict[str, Reservation]:
-        """Return what each implementation reserves, if all ranks' tables are like this rank's, and
-        the output has their dtype.
+    ) -> SizedLookups | None:
+        """Return the sizes of a call if all ranks' tables are like this rank's, and the output has
+        their dtype; None without tables.
         """
         validate(weights, indices, offsets, None, "sum", None, "dense")
         if not weights:
-            return {}
+            return None
         widths = tuple(weight.shape[1] for weight in weights)
         layout = Layout((widths,) * world_size, batch_of(len(weights), offsets, None))
         has_backward = any(weight.requires_grad for weight in weights)
-        sized = SizedLookups(layout, weights[0].dtype.itemsize, has_backward)
-        return {each.name: each.reservation(sized) for each in self.implementations}
+        return SizedLookups(layout, weights[0].dtype.itemsize, has_backward)

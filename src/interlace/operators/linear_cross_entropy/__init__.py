@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
 from interlace.comm import default_name, rank_and_size
 from interlace.comm.groups.registration import entrance
 from interlace.comm.groups.reservation import Reservation
-from interlace.gemm.vocabulary import columns_of_rank
+from interlace.gemm.vocabulary import VocabularyOperator, columns_of_rank
 from interlace.operators.linear_cross_entropy import fused, reference, schema  # noqa: F401
 from interlace.operators.linear_cross_entropy.call import (
     OPERATOR,
@@ -21,16 +17,15 @@ from interlace.operators.linear_cross_entropy.call import (
     flattened,
     validate_options,
 )
-from interlace.registry import Implementation, Operator, operator
+from interlace.registry import Implementation, operator
 
 
 @operator
-class LinearCrossEntropy(Operator):
+class LinearCrossEntropy(VocabularyOperator):
     """A product with the vocabulary's weight, and the cross entropy of its rows over all ranks."""
 
     name = OPERATOR
     collective = "all_reduce"
-    sizes = ("rows", "hidden", "columns")
     implementations = (
         Implementation(
             "fused",
@@ -50,15 +45,11 @@ class LinearCrossEntropy(Operator):
         ),
     )
 
-    def choose(self, *, nodes: int = 1) -> str:  # type: ignore[override]
-        """Return what ``impl="auto"`` runs: the fused kernels where ranks share memory."""
-        return "fused" if nodes == 1 else "unfused"
-
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "w", "target"), ("bias",)
 
-    def _sized(
+    def sized(  # type: ignore[override]
         self,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -67,44 +58,19 @@ class LinearCrossEntropy(Operator):
         bias: torch.Tensor | None = None,
         world_size: int,
     ) -> SizedLoss:
-        """Return the sizes of a call that is explained, once its arguments are validated; its
-        chunks are of the default size.
+        """Return the sizes of a call with chunks of the default size. They do not count the sum of
+        x's gradient over ranks, which is another operator's.
         """
         rows = len(flattened(x, w, target, bias)[0])
         return SizedLoss(rows, fused.chunk_rows(rows, len(w), x.itemsize), world_size)
 
-    def explain(
-        self,
-        *tensors: Any,
-        world_size: int,
-        nodes: int = 1,
-        lacking: Mapping[str, str] = MappingProxyType({}),
-        **options: Any,
-    ) -> tuple[str, str, str]:
-        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        rows, chunk_rows, _ = self._sized(*tensors, world_size=world_size, **options)
-        x, w, _ = tensors
-        (columns, width), chunk = w.shape, min(chunk_rows, rows)
-        name = str(x.dtype).removeprefix("torch.")
-        call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, {width} wide, {name}"
-        if nodes > 1:
-            return call, "unfused", "the ranks do not all share memory"
-        if "fused" in lacking:
-            return call, "unfused", f"fused needs {lacking['fused']}"
-        reason = (
-            f"logits of {chunk} rows are stored at a time, {chunk * columns * x.itemsize} bytes; "
+    def described(self, sized: SizedLoss, w: torch.Tensor) -> tuple[str, str]:
+        """Return a description of a call beside its rows and columns, and why it is fused."""
+        rows, (columns, width), chunk = sized.rows, w.shape, min(sized.chunk_rows, sized.rows)
+        return f"{width} wide", (
+            f"logits of {chunk} rows are stored at a time, {chunk * columns * w.itemsize} bytes; "
             f"the stock way stores {rows * columns * 4} bytes of them, more than once"
         )
-        return call, "fused", reason
-
-    def reservations(
-        self, *tensors: Any, world_size: int, granularity: int | None = None, **options: Any
-    ) -> dict[str, Reservation]:
-        """Return what each implementation reserves for a call with chunks of the default size,
-        without the sum of x's gradient over ranks, which is another operator's.
-        """
-        sized = self._sized(*tensors, world_size=world_size, **options)
-        return {each.name: each.reservation(sized) for each in self.implementations}
 
 
 def linear_cross_entropy(

@@ -5,8 +5,7 @@ README.md.
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Mapping
-from types import MappingProxyType
+from collections.abc import Hashable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,7 @@ from interlace.comm.groups.registration import (
 )
 from interlace.comm.groups.reservation import Reservation
 from interlace.comm.runtime import ranges
-from interlace.gemm.vocabulary import rows_of
+from interlace.gemm.vocabulary import VocabularyOperator, rows_of
 from interlace.operators.linear_top_k import fused, reference
 from interlace.operators.linear_top_k.call import (
     OPERATOR,
@@ -31,7 +30,7 @@ from interlace.operators.linear_top_k.call import (
     known_call,
     validate_numbers,
 )
-from interlace.registry import Implementation, Operator, operator
+from interlace.registry import Implementation, operator
 
 
 class TopColumns(NamedTuple):
@@ -47,12 +46,11 @@ class TopColumns(NamedTuple):
 
 
 @operator
-class LinearTopK(Operator):
+class LinearTopK(VocabularyOperator):
     """A product with the vocabulary's weight, and the highest of its columns over all ranks."""
 
     name = OPERATOR
     collective = "all_gather"
-    sizes = ("rows", "hidden", "columns")
     implementations = (
         Implementation(
             "fused",
@@ -70,15 +68,11 @@ class LinearTopK(Operator):
         ),
     )
 
-    def choose(self, *, nodes: int = 1) -> str:  # type: ignore[override]
-        """Return what ``impl="auto"`` runs: the fused kernel where ranks share memory."""
-        return "fused" if nodes == 1 else "unfused"
-
     def argument_names(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "w"), ("bias", "k")
 
-    def _sized(
+    def sized(  # type: ignore[override]
         self,
         x: torch.Tensor,
         w: torch.Tensor,
@@ -87,38 +81,16 @@ class LinearTopK(Operator):
         k: int = 1,
         world_size: int,
     ) -> SizedChoice:
-        """Return the sizes of a call that is explained, once its arguments are validated."""
+        """Return the sizes of a call."""
         rows = len(rows_of(OPERATOR, x, w, bias))
         validate_numbers(k, world_size * len(w))
         return SizedChoice(rows, k, world_size)
 
-    def explain(
-        self,
-        *tensors: Any,
-        world_size: int,
-        nodes: int = 1,
-        lacking: Mapping[str, str] = MappingProxyType({}),
-        **options: Any,
-    ) -> tuple[str, str, str]:
-        """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        rows, k, _ = self._sized(*tensors, world_size=world_size, **options)
-        x, w = tensors
-        columns = len(w)
-        name = str(x.dtype).removeprefix("torch.")
-        call = f"{OPERATOR} of {rows} rows, {columns} columns per rank, k = {k}, {name}"
-        if nodes > 1:
-            return call, "unfused", "the ranks do not all share memory"
-        if "fused" in lacking:
-            return call, "unfused", f"fused needs {lacking['fused']}"
-        told, gathered = 16 * k * rows, columns * rows * x.itemsize
-        return call, "fused", f"a rank tells each other one {told} bytes instead of {gathered}"
-
-    def reservations(
-        self, *tensors: Any, world_size: int, granularity: int | None = None, **options: Any
-    ) -> dict[str, Reservation]:
-        """Return what each implementation reserves for a call."""
-        sized = self._sized(*tensors, world_size=world_size, **options)
-        return {each.name: each.reservation(sized) for each in self.implementations}
+    def described(self, sized: SizedChoice, w: torch.Tensor) -> tuple[str, str]:
+        """Return a description of a call beside its rows and columns, and why it is fused."""
+        rows, k = sized.rows, sized.k
+        told, gathered = 16 * k * rows, len(w) * rows * w.itemsize
+        return f"k = {k}", f"a rank tells each other one {told} bytes instead of {gathered}"
 
 
 def linear_top_k(

@@ -108,7 +108,7 @@ class MixtureOfExperts(Operator):
         """Return the tensors and the options that :meth:`explain` takes, by name."""
         return ("x", "experts", "weights", "w_in", "w_out"), ("b_in", "b_out", "activation")
 
-    def _terms(
+    def sized(  # type: ignore[override]
         self,
         x: torch.Tensor,
         experts: torch.Tensor,
@@ -140,7 +140,7 @@ class MixtureOfExperts(Operator):
         **options: Any,
     ) -> tuple[str, str, str]:
         """Return a description of a call, what ``impl="auto"`` runs, and the reason."""
-        terms = self._terms(*tensors, world_size=world_size, nodes=nodes, **options)
+        terms = self.sized(*tensors, world_size=world_size, nodes=nodes, **options)
         x, sizes = tensors[0], terms.sizes
         choice = decide(terms, x.device, invariance.effective_impl(self, self.choosers[0]))
         chosen = choice.impl
@@ -155,13 +155,6 @@ class MixtureOfExperts(Operator):
             reason = f"{choice.impl} needs {lacking[choice.impl]}; {choice.reason}"
             return call, "unfused", reason
         return call, chosen, choice.reason
-
-    def reservations(
-        self, *tensors: Any, world_size: int, granularity: int, **options: Any
-    ) -> dict[str, Reservation | None]:
-        """Return what each implementation reserves for a call without a capacity."""
-        terms = self._terms(*tensors, world_size=world_size, **options)
-        return {each.name: each.reservation(terms) for each in self.implementations}
 
 
 _DECLARATION = MixtureOfExperts()

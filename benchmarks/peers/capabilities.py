@@ -32,7 +32,7 @@ CAPABILITIES: dict[str, tuple[Callable[..., Case], tuple[Sizes, ...]]] = {
 """For each capability the function that makes a case of sizes, and the sizes."""
 
 
-def cases(capability: str, sizes: Sizes | None = None) -> Iterator[Callable[[], Case]]:
+def cases(capability: str, sizes: Sizes | None = None) -> Iterator[functools.partial[Case]]:
     """Yield functions that make a capability's cases, or the one of ``sizes``."""
     make, known = CAPABILITIES[capability]
     for each in known if sizes is None else (sizes,):

@@ -58,7 +58,7 @@ def experts(tokens: int, hidden: int, inner: int, count: int, top_k: int) -> Cas
 
 
 def experts_both(tokens: int, hidden: int, inner: int, count: int, top_k: int) -> Case:
-    """The same with its backward pass: gradients of tokens and of both weights."""
+    """The same with its backward pass: gradients of tokens and of the three weights."""
     case = experts(tokens, hidden, inner, count, top_k)
     inputs = case.inputs
     leaves = [each.detach().requires_grad_() for each in (inputs.x, inputs.w_in, inputs.down)]
@@ -68,7 +68,8 @@ def experts_both(tokens: int, hidden: int, inner: int, count: int, top_k: int) -
             y = interlace.mixture_of_experts(
                 leaves[0], inputs.chosen, inputs.weights, leaves[1], leaves[2], impl=impl
             )
-        return y.detach(), *torch.autograd.grad(y, leaves, inputs.grad)
+            x_grad, in_grad, out_grad = torch.autograd.grad(y, leaves, inputs.grad)
+        return y.detach(), x_grad, in_grad[:, :, 0], in_grad[:, :, 1], out_grad
 
     ways = {name: functools.partial(layer, impl=name) for name in ("unfused", "auto")}
     own = {"pair": ways["unfused"], "Interlace": ways["auto"]}

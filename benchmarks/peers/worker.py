@@ -105,11 +105,8 @@ def in_graph(call: Call, calls: int, capturing: Any) -> dict[str, float]:
 
 def time_case(case: Case, driver: Any, capability: str, *, is_timed: bool) -> dict[str, Any]:
     """Return the result of a case, of the same form on every rank."""
-    ways = dict(case.ways)
     of_peer, problem = _together(lambda: driver.WAYS[capability](case))
-    if not problem:
-        ways |= of_peer
-    right, told = compared(case, ways)
+    right, told = compared(case, case.ways | ({} if problem else of_peer))
     result = {
         "peer": driver.NAME, "capability": capability, "sizes": case.sizes, "ways": told,
         "of_peer": sorted(of_peer) if not problem else [], "refused": problem,
@@ -155,16 +152,26 @@ def worker(
                 if max(_gathered(time.perf_counter() - began)) > seconds:
                     left += 1
                     continue
-                results.append(time_case(make(), driver, capability, is_timed=is_timed))
+                case, problem = _together(make)
+                if problem:
+                    _say(f"{capability} {make.args}: {problem}")
+                    continue
+                results.append(time_case(case, driver, capability, is_timed=is_timed))
+                _say(shown(results[-1]))
                 if dist.get_rank() == 0:
-                    print(shown(results[-1]), flush=True)
                     file.write_text(to_json(results), encoding="utf-8")
+                del case
                 _tidy()
-    if left and dist.get_rank() == 0:
-        print(f"{driver.NAME}: no time was left for {left} cases", flush=True)
+    if left:
+        _say(f"{driver.NAME}: no time was left for {left} cases")
     dist.barrier()
     if dist.get_rank() == 0:
         file.with_suffix(".done").touch()
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, flush=True)
 
 
 def _tidy() -> None:

@@ -185,14 +185,8 @@ def _ways(product: Product, inputs: Any, y: torch.Tensor, **rows: torch.Tensor) 
 
 def all_gather_gemm(case: Case) -> dict[str, Call]:
     """Return calls with rows in ordinary memory, and in the library's own."""
-    inputs, ranks, make = case.inputs, dist.get_world_size(), _library().matrix
-    m, n, k, wide, tall = (
-        inputs.rows,
-        inputs.columns,
-        inputs.inner,
-        _library().wide,
-        _library().tall,
-    )
+    inputs, ranks, known = case.inputs, dist.get_world_size(), _library()
+    m, n, k, make = inputs.rows, inputs.columns, inputs.inner, known.matrix
     y, own = torch.empty_like(inputs.y), m // ranks
     matrices = (
         make(known.wide, k, n * ranks, k, n, k),

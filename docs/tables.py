@@ -96,7 +96,9 @@ def _problems(match: re.Match[str]) -> str:
 
 # What benchmarks/peers writes, by capability: of each peer and size the result of the last file.
 PEER_FILES = "*-peers*.json"
-_PEERS = re.compile(r"(<!-- peers: ([\w +,-]+) -->\n\n)(?:\|.*\n|\n?[^<|\n].*\n)+")
+_PEERS = re.compile(
+    r"(<!-- peers: ([\w +,-]+) -->\n\n)(?:\|.*\n|No file yet.*\n|\n?Interlace's time as a part.*\n)+"
+)
 _NO_PEERS = "No file yet: `make bench-peers`, on two GPUs, writes one.\n"
 _WAYS = {"graph": ("alone", "pair", "peer", "Interlace"), "eager": ("pair", "peer", "Interlace")}
 _WAYS["host"] = _WAYS["eager"]

@@ -180,6 +180,7 @@ def test_tables_of_peers_are_those_of_the_measurements(tmp_path: Path) -> None:
     assert written.count("| QuACK | 0.6.5 |") == 2
     assert "| vLLM |" not in written.split("## All-gather")[0]
     assert written.count("No file yet") == len(CAPABILITIES) - 1
+    assert written.count("Why: ") == text.count("Why: ") > 1
     assert script["with_tables"](written) == written
 
 

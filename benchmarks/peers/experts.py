@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 import interlace
-from benchmarks.peers.case import Case, Sizes, device, random, ways_of
+from benchmarks.peers.case import Call, Case, Sizes, device, random, ways_of
 
 EXPERT_SIZES: tuple[Sizes, ...] = (
     (4096, 2048, 768, 128, 8), (8192, 2048, 768, 128, 8), (4096, 4096, 14336, 8, 2),
@@ -71,9 +71,11 @@ def experts_both(tokens: int, hidden: int, inner: int, count: int, top_k: int) -
             x_grad, in_grad, out_grad = torch.autograd.grad(y, leaves, inputs.grad)
         return y.detach(), x_grad, in_grad[:, :, 0], in_grad[:, :, 1], out_grad
 
-    ways = {name: functools.partial(layer, impl=name) for name in ("unfused", "auto")}
-    own = {"pair": ways["unfused"], "Interlace": ways["auto"]}
-    return dataclasses.replace(case, ways=own, is_captured=False, calls=4, tolerance=2e-2)
+    ways: dict[str, Call] = {
+        "pair": functools.partial(layer, impl="unfused"),
+        "Interlace": functools.partial(layer, impl="auto"),
+    }
+    return dataclasses.replace(case, ways=ways, is_captured=False, calls=4, tolerance=2e-2)
 
 
 def _of_experts(inputs: Any, inner: int) -> str:

@@ -48,7 +48,8 @@ def zipf(count: int, rows: int, exponent: float = 1.05) -> torch.Tensor:
     chance = torch.rand(count, device=device(), dtype=torch.float64)
     power = 1.0 - exponent
     ordinal = ((chance * ((rows + 1.0) ** power - 1.0) + 1.0) ** (1.0 / power) - 1.0).long()
-    return ordinal.clamp(0, rows - 1) * 2654435761 % rows
+    scattered: torch.Tensor = ordinal.clamp(0, rows - 1) * 2654435761 % rows
+    return scattered
 
 
 def _lookups(

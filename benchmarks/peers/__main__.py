@@ -124,8 +124,12 @@ def main() -> None:
     for place, name in enumerate(names):
         own, rest = load(name).NAME, options.budget_s - (time.perf_counter() - began)
         print(f"{own} {peers[own]['version']}", flush=True)
-        found_results, problem = run(name, options, max(rest / (len(names) - place), 1.0))
-        results += found_results
+        problem = ""
+        try:
+            found_results, problem = run(name, options, max(rest / (len(names) - place), 1.0))
+            results += found_results
+        except (OSError, ValueError) as error:
+            problem = f"{type(error).__name__}: {error}"
         if problem:
             peers[own]["problem"] = problem
             print(f"{own}: {problem}", flush=True)

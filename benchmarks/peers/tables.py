@@ -23,8 +23,8 @@ CRITEO = (
     11938, 155, 4, 976, 14, 40000000, 40000000, 40000000, 590152, 12973, 108, 36,
 )  # fmt: skip
 """Rows of the 26 tables of Criteo's click logs, at most 40 million, as MLPerf's DLRM has them."""
-_SHARE = 0.2
-"""The part of a GPU's memory that tables may take once; a peer has a copy, with its states."""
+_SHARE = 0.15
+"""The part of a GPU's memory that Criteo's tables may take once; each way has a copy of its own."""
 
 TABLE_SIZES: tuple[Sizes, ...] = (
     # Rows of each table of a rank, widths, global batch, lookups of a bag, dtype, and indices.
@@ -74,8 +74,6 @@ def _lookups(
 
 def _capped(sizes: list[int], width: int, itemsize: int) -> list[int]:
     """Halve the largest tables until all fit into their part of the GPU's memory."""
-    if device().type != "cuda":
-        return sizes
     most = torch.cuda.get_device_properties(device()).total_memory * _SHARE
     while sum(sizes) * width * itemsize > most:
         sizes = [min(rows, max(sizes) // 2) for rows in sizes]
@@ -88,8 +86,9 @@ def _inputs(
 ) -> SimpleNamespace:  # fmt: skip
     ranks, dtype = dist.get_world_size(), getattr(torch, dtype_name)
     # Every rank has tables of the same sizes, so that the stock all-to-all has equal parts.
-    sizes = list(rows[::ranks] if rows == CRITEO else rows)
-    sizes = _capped(sizes, max(widths), dtype.itemsize)
+    sizes = list(rows)
+    if rows == CRITEO:
+        sizes = _capped(sizes[::ranks], max(widths), dtype.itemsize)
     of_tables = [width for width, _ in zip(itertools.cycle(widths), sizes, strict=False)]
     indices, offsets = _lookups(sizes, batch, lookups, distribution)
     generator = torch.Generator(device()).manual_seed(1 + dist.get_rank())

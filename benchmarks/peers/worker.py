@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -45,31 +46,27 @@ def _together(step: Callable[[], Any]) -> tuple[Any, str]:
 
 def error_of(found: Any, wanted: Any) -> float:
     """Return the largest relative error of a call's tensors, as a norm."""
-    pairs = [
-        each if isinstance(each, tuple) else (each,) for each in (found, wanted)
-    ]  # fmt: skip
+    pairs = [each if isinstance(each, tuple) else (each,) for each in (found, wanted)]
     errors = [0.0]
     for result, right in zip(*pairs, strict=True):
         norm = float(right.float().norm())
         errors.append(float((result.float() - right.float()).norm()) / max(norm, 1e-30))
-    # A NaN must count as the largest.
-    return max(error if error == error else float("inf") for error in errors)
+    return max(math.inf if math.isnan(error) else error for error in errors)
 
 
 def compared(case: Case, ways: dict[str, Call]) -> tuple[dict[str, Call], dict[str, Any]]:
     """Return the ways that gave the right result on all ranks, and what is to tell of each way."""
     told: dict[str, Any] = {name: {} for name in ways}
     right: dict[str, Call] = {}
-    # Ways may have their results in the same memory, so those of the reference are copied.
-    wanted, problem = _together(functools.partial(_copied, ways[case.reference]))
+    wanted, problem = _together(functools.partial(_kept, ways[case.reference]))
     for name, call in ways.items():
         error = 0.0
         if name != case.reference:
             result, problem_here = _together(functools.partial(call, 0))
             if not problem_here and name != "alone" and not problem:
                 error, problem_here = _together(functools.partial(error_of, result, wanted))
-                error = max(float("inf") if each is None else each for each in _gathered(error))
-                told[name]["error"] = error
+                error = max(math.inf if each is None else each for each in _gathered(error))
+                told[name]["error"] = error if math.isfinite(error) else None
         else:
             problem_here = problem
         if not problem_here and not error <= case.tolerance:
@@ -83,11 +80,12 @@ def compared(case: Case, ways: dict[str, Call]) -> tuple[dict[str, Call], dict[s
     return right, told
 
 
-def _copied(call: Call) -> Any:
+def _kept(call: Call) -> Any:
+    """Return a call's result, and as a copy where ways may have theirs in the same memory: several
+    tensors are new ones, or tables that change in no other way's calls.
+    """
     result = call(0)
-    if isinstance(result, tuple):
-        return tuple(each.clone() for each in result)
-    return result.clone()
+    return result if isinstance(result, tuple) else result.clone()
 
 
 def in_graph(call: Call, calls: int, capturing: Any) -> dict[str, float]:

@@ -161,15 +161,19 @@ def _peers(match: re.Match[str]) -> str:
     }
     if not last:
         return match[1] + _NO_PEERS
-    heads = [f"{kind}: {way}" for kind, ways in _WAYS.items() for way in ways]
-    lines = ["| sizes | peer | " + " | ".join(heads) + " |", "|---|---|" + len(heads) * "---:|"]
+    rows: dict[tuple[str, str], list[float | None]] = {}
     of_peers: dict[str, list[dict[str, Any]]] = {}
     for (peer, sizes), result in last.items():
         times = {kind: _medians(result, kind) for kind in _WAYS}
-        cells = [times[kind].get(way) for kind, ways in _WAYS.items() for way in ways]
-        shown = ["" if cell is None else f"{cell:.0f}" for cell in cells]
-        lines.append(f"| {' | '.join([sizes, peer, *shown])} |")
+        rows[sizes, peer] = [times[kind].get(way) for kind, ways in _WAYS.items() for way in ways]
         of_peers.setdefault(peer, []).append(result)
+    heads = [f"{kind}: {way}" for kind, ways in _WAYS.items() for way in ways]
+    known = [place for place, _ in enumerate(heads) if any(row[place] for row in rows.values())]
+    lines = [f"| {' | '.join(['sizes', 'peer', *(heads[place] for place in known)])} |"]
+    lines.append("|---|---|" + len(known) * "---:|")
+    for names, row in rows.items():
+        cells = ["" if row[place] is None else f"{row[place]:.0f}" for place in known]
+        lines.append(f"| {' | '.join([*names, *cells])} |")
     sentences = [text for each in of_peers.items() if (text := _against(*each))]
     return match[1] + "\n".join(lines) + "\n" + "".join(f"\n{text}\n" for text in sentences)
 

@@ -175,7 +175,7 @@ def test_tables_of_peers_are_those_of_the_measurements(tmp_path: Path) -> None:
         (results / f"{day}-peers.json").write_text(json.dumps(document | {"results": [times]}))
     script["with_tables"].__globals__["ROOT"] = tmp_path
     written = script["with_tables"](text)
-    assert "| 8 x 8 x 8 | QuACK |  | 8 | 5 | 4 |  |  |  | 10 | 7 | 6 |\n" in written
+    assert "| 8 x 8 x 8 | QuACK | 8 | 5 | 4 | 10 | 7 | 6 |\n" in written
     assert "QuACK's, 1 call: 0.80 in graphs (0.80 to 0.80), 0.86 of the host" in written
     assert written.count("| QuACK | 0.6.5 |") == 2
     assert "| vLLM |" not in written.split("## All-gather")[0]

@@ -1,5 +1,5 @@
 .POSIX:
-.PHONY: setup demo test quick check pytest examples docs package test-pythons release test-gpu test-integrations test-gin test-oldest-triton smoke-gpu mutants clean
+.PHONY: setup demo test quick check pytest examples docs package test-pythons release test-gpu test-integrations test-gin test-oldest-triton smoke-gpu bench-peers mutants clean
 
 PYTHON = python3
 BIN = .venv/bin
@@ -137,6 +137,14 @@ test-oldest-triton: setup
 
 smoke-gpu: setup
 	$(BIN)/python -m pytest tests/gpu -m 'gpu and smoke'
+
+# Peers beside Interlace on two GPUs: benchmarks/peers/README.md has how they are installed. In PEERS go options, as in
+# make bench-peers PEERS='--only QuACK --path FOLDER'.
+PEERS =
+PEERS_JSON = benchmarks/results/$$(date +%F)-peers.json
+
+bench-peers: setup
+	$(BIN)/python -m benchmarks.peers --json $(PEERS_JSON) $(PEERS)
 
 # Some 70 mistakes, one after another, each in a copy of the tree: a test must notice each of them.
 mutants: setup

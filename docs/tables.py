@@ -1,22 +1,26 @@
-"""Write the tables of results, of costs, of clients and of problems anew: ``python
+"""Write the tables of results, of costs, of clients, of problems and of peers anew: ``python
 docs/tables.py``.
 
 Those of measurements stand below a comment with the command that prints them, whose files are in
 ``benchmarks/results``; those of symmetric memory below one with the sizes, from which the code
-computes them; those of versions below one with the client. A test compares the tables with these.
+computes them; those of versions below one with the client; those of peers below one with the capability. A test compares the tables with these.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import re
 import shlex
+import statistics
 from pathlib import Path
+from typing import Any
 
 import torch
 from typer.testing import CliRunner
 
+from interlace.bench.report import machine_line
 from interlace.cli.app import app
 from interlace.cli.client_memory import memory_of
 from interlace.clients import CLIENTS
@@ -34,6 +38,7 @@ PAGE = ROOT / "docs" / "results.md"
 COSTS = ROOT / "docs" / "costs.md"
 CLIENT_PAGES = [ROOT / "docs" / f"{name}.md" for name in CLIENTS]
 PROBLEMS = ROOT / "docs" / "parallel-kernel-bench.md"
+PEERS = ROOT / "docs" / "peers.md"
 # The table of a sweep is followed by how many calls it has.
 _TABLE = re.compile(
     r"(<!-- interlace (bench\s+table\s[^>]*?) -->\n\n)(?:\|.*\n)+(?:\n\d+ calls drawn.*\n)?"
@@ -87,6 +92,90 @@ def _problems(match: re.Match[str]) -> str:
         lines.append("| " + " | ".join(cells) + " |")
     summary = f"{len(right)} of {len(results)} are right, {faster} of them at least as fast."
     return match[1] + summary + "\n\n" + "\n".join(lines) + "\n"
+
+
+# What benchmarks/peers writes, by capability: of each peer and size the result of the last file.
+PEER_FILES = "*-peers*.json"
+_PEERS = re.compile(
+    r"(<!-- peers: ([\w +,-]+) -->\n\n)(?:\|.*\n|No file yet.*\n|\n?Interlace's time as a part.*\n)+"
+)
+_NO_PEERS = "No file yet: `make bench-peers`, on two GPUs, writes one.\n"
+_WAYS = {"graph": ("alone", "pair", "peer", "Interlace"), "eager": ("pair", "peer", "Interlace")}
+_WAYS["host"] = _WAYS["eager"]
+
+
+def _medians(result: dict[str, Any], kind: str) -> dict[str, float]:
+    """Return the fastest median of the pairs, of the peer's ways, and of the others, in us."""
+    medians: dict[str, float] = {}
+    for name, told in result["ways"].items():
+        if kind in told:
+            way = "peer" if name in result["of_peer"] else name.split(",")[0]
+            median = told[kind]["median_us"]
+            medians[way] = min(median, medians.get(way, median))
+    return medians
+
+
+def _against(peer: str, results: list[dict[str, Any]]) -> str:
+    """Return a sentence with Interlace's times as parts of a peer's."""
+    parts = []
+    for kind, words in (("graph", "in graphs"), ("eager", "eager"), ("host", "of the host")):
+        pairs = [_medians(result, kind) for result in results]
+        ratios = [each["Interlace"] / each["peer"] for each in pairs if each.keys() >= _BOTH]
+        if ratios:
+            mean = math.exp(statistics.fmean(map(math.log, ratios)))
+            parts.append(f"{mean:.2f} {words} ({min(ratios):.2f} to {max(ratios):.2f})")
+    calls = f"{len(results)} call{'s'[: len(results) > 1]}"
+    return f"Interlace's time as a part of {peer}'s, {calls}: {', '.join(parts)}." if parts else ""
+
+
+_BOTH = {"Interlace", "peer"}
+
+
+def _peer_documents() -> list[tuple[str, dict[str, Any]]]:
+    files = sorted((ROOT / "benchmarks" / "results").glob(PEER_FILES))
+    return [(file.name, json.loads(file.read_text(encoding="utf-8"))) for file in files]
+
+
+def _peer_versions(documents: list[tuple[str, dict[str, Any]]]) -> str:
+    lines = ["| peer | version | measured on | file |", "|---|---|---|---|"]
+    for name, document in documents:
+        link = f"[{name.removesuffix('.json')}](../benchmarks/results/{name})"
+        for peer, known in document["peers"].items():
+            if "version" in known:
+                machine = machine_line(document["machine"], document["date"])
+                lines.append(f"| {peer} | {known['version']} | {machine} | {link} |")
+    return "\n".join(lines) + "\n"
+
+
+def _peers(match: re.Match[str]) -> str:
+    documents = _peer_documents()
+    if not documents:
+        return match[1] + _NO_PEERS
+    if match[2] == "versions":
+        return match[1] + _peer_versions(documents)
+    last = {
+        (result["peer"], result["sizes"]): result
+        for _, document in documents
+        for result in document["results"]
+        if result["capability"] == match[2]
+    }
+    if not last:
+        return match[1] + _NO_PEERS
+    rows: dict[tuple[str, str], list[float | None]] = {}
+    of_peers: dict[str, list[dict[str, Any]]] = {}
+    for (peer, sizes), result in last.items():
+        times = {kind: _medians(result, kind) for kind in _WAYS}
+        rows[sizes, peer] = [times[kind].get(way) for kind, ways in _WAYS.items() for way in ways]
+        of_peers.setdefault(peer, []).append(result)
+    heads = [f"{kind}: {way}" for kind, ways in _WAYS.items() for way in ways]
+    known = [place for place, _ in enumerate(heads) if any(row[place] for row in rows.values())]
+    lines = [f"| {' | '.join(['sizes', 'peer', *(heads[place] for place in known)])} |"]
+    lines.append("|---|---|" + len(known) * "---:|")
+    for names, row in rows.items():
+        cells = ["" if row[place] is None else f"{row[place]:.0f}" for place in known]
+        lines.append(f"| {' | '.join([*names, *cells])} |")
+    sentences = [text for each in of_peers.items() if (text := _against(*each))]
+    return match[1] + "\n".join(lines) + "\n" + "".join(f"\n{text}\n" for text in sentences)
 
 
 # The symmetric memory of an operator's implementations, by N and K of a rank's product, ranks and
@@ -173,10 +262,11 @@ def with_tables(text: str) -> str:
         return match[1] + "\n\n".join(kept) + "\n"
 
     text = _PROBLEMS.sub(_problems, _TABLE.sub(rendered, text))
+    text = _PEERS.sub(_peers, text)
     text = _MEMORY.sub(_memory, _HOST_TIMES.sub(_host_times, text))
     return _CLIENT_MEMORY.sub(_client_memory, _VERSIONS.sub(_versions, text))
 
 
 if __name__ == "__main__":
-    for page in (PAGE, COSTS, PROBLEMS, *CLIENT_PAGES):
+    for page in (PAGE, COSTS, PROBLEMS, PEERS, *CLIENT_PAGES):
         page.write_text(with_tables(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -19,6 +19,7 @@ import pytest
 import yaml
 
 import interlace
+from benchmarks.peers.capabilities import CAPABILITIES
 from interlace import errors
 from interlace.clients import CLIENTS
 
@@ -148,6 +149,39 @@ def test_pages_of_clients_say_what_doctor_says() -> None:
         assert re.search(rf"doctor --client {client.name}\b", text)
         assert "interlace.counts()" in text
         assert not client.variable or f"{client.variable}=0" in text
+
+
+def test_tables_of_peers_are_those_of_the_measurements(tmp_path: Path) -> None:
+    """If this fails, ``python docs/tables.py`` writes them anew."""
+    script = runpy.run_path(str(ROOT / "docs" / "tables.py"))
+    text = script["PEERS"].read_text(encoding="utf-8")
+    assert re.findall("<!-- peers: (.*) -->", text) == ["versions", *CAPABILITIES]
+    assert script["with_tables"](text) == text
+    # From a file: the fastest of a peer's ways, none that has failed, and of two files the last.
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir(parents=True)
+    ways = {"pair": (10, 8), "Interlace": (6, 4), "QuACK, 1": (9, 5), "QuACK, 2": (7, 8)}
+    result = {
+        "peer": "QuACK", "capability": "all-gather + GEMM", "sizes": "8 x 8 x 8",
+        "of_peer": ["QuACK, 1", "QuACK, 2", "QuACK, 3"],
+        "ways": {
+            name: {"host": {"median_us": host}, "graph": {"median_us": graph}}
+            for name, (host, graph) in ways.items()
+        } | {"QuACK, 3": {"failed": "wrong by 1"}},
+    }  # fmt: skip
+    peers = {"QuACK": {"version": "0.6.5", "install": ""}, "vLLM": {"install": ""}}
+    document = {"machine": {}, "date": "2026-12-01", "peers": peers, "results": [result]}
+    for day, times in (("2026-12-01", result), ("2026-12-02", result)):
+        (results / f"{day}-peers.json").write_text(json.dumps(document | {"results": [times]}))
+    script["with_tables"].__globals__["ROOT"] = tmp_path
+    written = script["with_tables"](text)
+    assert "| 8 x 8 x 8 | QuACK | 8 | 5 | 4 | 10 | 7 | 6 |\n" in written
+    assert "QuACK's, 1 call: 0.80 in graphs (0.80 to 0.80), 0.86 of the host" in written
+    assert written.count("| QuACK | 0.6.5 |") == 2
+    assert "| vLLM |" not in written.split("## All-gather")[0]
+    assert written.count("No file yet") == len(CAPABILITIES) - 1
+    assert written.count("Why: ") == text.count("Why: ") > 1
+    assert script["with_tables"](written) == written
 
 
 def test_the_table_of_problems_is_that_of_the_measurement() -> None:

@@ -100,13 +100,14 @@ def main() -> None:
         for way in WAYS if repeat % 2 == 0 else reversed(WAYS):
             found, error = run(way, "")
             if error:
-                raise SystemExit(error)
+                raise SystemExit(error[-8000:])
             add({"way": way, "repeat": repeat, **found})
     for check in CHECKS if options.checks else ():
         for way in WAYS[:2]:
             found, error = run(way, check)
-            last = [line for line in error.splitlines() if re.match(r"\S*Error: ", line)]
-            add({"way": way, "check": check, "ran": not error, **found, "error": last[-1:]})
+            raised = re.findall(r"^\[rank\d+\]: ([\w.]+Error: .*)|^(TimeoutError.*)", error, re.M)
+            errors = ["".join(each) for each in raised]
+            add({"way": way, "check": check, "ran": not error, **found, "error": errors[:1]})
     compare(results)
 
 
@@ -121,6 +122,9 @@ def run(way: str, check: str) -> tuple[dict[str, Any], str]:
         command += ["--trainer", way, "--json", str(file)]
         command += ["--check", check] if check else []
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        if is_cpu:
+            # Without it, no operator of Interlace runs on the CPU.
+            environment["TRITON_INTERPRET"] = "1"
         try:
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True,
@@ -129,7 +133,7 @@ def run(way: str, check: str) -> tuple[dict[str, Any], str]:
         except subprocess.TimeoutExpired:
             return {}, "TimeoutError: the trainer did not end"
         if done.returncode:
-            return {}, (done.stdout + done.stderr)[-20000:]
+            return {}, done.stdout + done.stderr
         found: dict[str, Any] = json.loads(file.read_text())
     return found, ""
 
@@ -151,8 +155,7 @@ def train(options: argparse.Namespace) -> None:
         batches = [batch(options, device, index, least, most) for index in range(BATCHES)]
         steps = 4 if options.check else options.steps
         found["losses"][case] = [
-            mean(step(model, optimizer, batches[index % BATCHES]), device)
-            for index in range(steps)
+            mean(step(model, optimizer, batches[index % BATCHES]), device) for index in range(steps)
         ]
         if not options.check:
             found["step_us"][case] = timed(model, optimizer, batches, options.rounds, device)
@@ -202,6 +205,8 @@ def dlrm(
 @torch.no_grad()
 def fill(weight: torch.Tensor, seed: int) -> None:
     """Draw a whole table's weights: the same for a seed, whoever holds the table."""
+    if not weight.numel():
+        return  # another rank's table
     generator = torch.Generator(weight.device).manual_seed(seed)
     bound = len(weight) ** -0.5
     weight.uniform_(-bound, bound, generator=generator)
@@ -275,6 +280,8 @@ def by_interlace(
     assert all(each.width == options.width for each in shards), "the plan splits tables"
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     others = [name for name, _ in model.named_parameters() if name not in dense]
+    # The states of row-wise Adagrad are buffers, of this rank's tables alone.
+    others += [name for name, _ in model.named_buffers()]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, others)
     parallel = DistributedDataParallel(
         model, device_ids=None if device.type == "cpu" else [device.index]
@@ -399,7 +406,8 @@ def compare(results: list[dict[str, Any]]) -> None:
     timings = [each for each in results if "check" not in each]
     first = next(each for each in timings if each["way"] == "torchrec")["losses"]
     for case, expected in first.items():
-        assert expected[-1] < expected[0], f"nothing was learned from {case}"
+        # The first and the last steps are on the same batches.
+        assert sum(expected[-BATCHES:]) < sum(expected[:BATCHES]), f"{case}: nothing was learned"
         for way in WAYS:
             worst = max(
                 difference(each["losses"][case], expected) for each in timings if each["way"] == way

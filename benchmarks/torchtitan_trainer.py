@@ -89,6 +89,9 @@ def run(way: str, options: argparse.Namespace, compiled: str) -> dict[str, Any]:
     """Start a trainer, whose compiled graphs are kept in ``compiled``, and return its results."""
     ranks = 2 if options.cpu else torch.cuda.device_count()
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": compiled, "OMP_NUM_THREADS": "1"}
+    if options.cpu:
+        # Without it, no operator of Interlace runs on the CPU.
+        environment["TRITON_INTERPRET"] = "1"
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "trainer.json"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -88,7 +88,11 @@ def main() -> None:
 def run(way: str, options: argparse.Namespace, compiled: str) -> dict[str, Any]:
     """Start a trainer, whose compiled graphs are kept in ``compiled``, and return its results."""
     ranks = 2 if options.cpu else torch.cuda.device_count()
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": compiled, "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ, "TORCHINDUCTOR_CACHE_DIR": compiled, "OMP_NUM_THREADS": "1",
+        # Ranks wait for each other in the first step, and one may compile for longer.
+        "INTERLACE_DEADLINE_S": "300",
+    }  # fmt: skip
     if options.cpu:
         # Without it, no operator of Interlace runs on the CPU.
         environment["TRITON_INTERPRET"] = "1"

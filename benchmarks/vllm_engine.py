@@ -194,7 +194,8 @@ def check_all(options: argparse.Namespace) -> None:
     results: list[dict[str, Any]] = []
     engines = [(name, way) for name in names for way in WAYS]
     with ThreadPoolExecutor(options.at_once) as pool:
-        found = dict(zip(engines, pool.map(lambda each: run_check(*each, options), engines)))
+        outcomes = pool.map(lambda each: run_check(*each, options), engines)
+        found = dict(zip(engines, outcomes, strict=True))
     for name in names:
         without, with_ = found[name, "without"], found[name, "with"]
         errors = [each["error"] for each in (without, with_) if "error" in each]

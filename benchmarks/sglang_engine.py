@@ -83,7 +83,7 @@ def measured(model: str, layers: int) -> dict[str, Any]:
             context_length=4608, mem_fraction_static=0.7, max_running_requests=max(SEQUENCES),
             chunked_prefill_size=max(PROMPTS), disable_radix_cache=True, log_level="info",
             attention_backend="triton", sampling_backend="pytorch",
-            cuda_graph_max_bs_decode=max(SEQUENCES), disable_piecewise_cuda_graph=True,
+            cuda_graph_max_bs_decode=max(SEQUENCES), disable_prefill_cuda_graph=True,
         )  # fmt: skip
         result: dict[str, Any] = {"start_s": time.perf_counter() - begin}
         numbers = random.Random(1)

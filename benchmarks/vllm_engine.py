@@ -13,7 +13,17 @@ Times are microseconds per decoding step (what 96 more tokens take, divided by 9
 per prefill of one sequence. ``new`` are prefills of lengths that the engine has not seen, ``again``
 the same lengths once more. The tokens that are chosen at temperature 0 must be equal in both ways.
 With ``--timeline`` the first engine of each way ends with a profile of what the GPU of the first
-rank does in decoding steps and in prefills.
+rank does in decoding steps and in prefills. ``--expert-parallel`` shares out the experts of a model
+that has some.
+
+    python benchmarks/vllm_engine.py --json FILE --checks all [--layers 4] [--at-once 2]
+
+measures nothing: for each of ``CHECKS`` one engine of each way generates from the same prompts at
+temperature 0. Weights are drawn anew after the engine has started, as those that vLLM draws make
+all logits nearly equal. The logprobs of the first token must agree to ``LOGPROB_TOLERANCE``, and
+tokens must be equal up to the first one for which the best two logprobs are as close as that. The
+results have the counts of a worker, too: what was fused, and what was left alone and why. A check
+that fails does not end the others.
 """
 
 from __future__ import annotations
@@ -30,6 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +55,53 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "hidden_size": 4096, "intermediate_size": 12288, "num_attention_heads": 32,
         "num_key_value_heads": 8, "head_dim": 128,
     }),
+    "qwen3-30b-a3b": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM", {
+        "hidden_size": 2048, "intermediate_size": 6144, "moe_intermediate_size": 768,
+        "num_experts": 128, "num_experts_per_tok": 8, "norm_topk_prob": True,
+        "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+    }),
+    "mixtral-8x7b": ("MixtralConfig", "MixtralForCausalLM", {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "num_attention_heads": 32, "num_key_value_heads": 8,
+    }),
 }  # fmt: skip
 """The configuration's class, the model's, and sizes, by name."""
+
+CHECKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "prefix caching": {"enable_prefix_caching": True},
+    "chunked prefill": {"enable_chunked_prefill": True, "max_num_batched_tokens": 256},
+    "mixed batches": {"max_num_seqs": 4, "max_num_batched_tokens": 512},
+    "LoRA": {"enable_lora": True, "max_lora_rank": 16},
+    "speculative decoding": {"speculative_config": {
+        "method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 2,
+        "prompt_lookup_max": 4,
+    }},
+    "pipeline parallel": {"pipeline_parallel_size": 2},
+    "batch invariant": {},
+    "FP8": {"quantization": "fp8"},
+    "experts": {},
+    "expert parallel": {"enable_expert_parallel": True},
+    "expert parallel, Mixtral": {"enable_expert_parallel": True},
+}  # fmt: skip
+"""What the engines of each check are given beside the options of all."""
+
+OTHER_MODELS = {
+    "experts": "qwen3-30b-a3b", "expert parallel": "qwen3-30b-a3b",
+    "expert parallel, Mixtral": "mixtral-8x7b",
+}  # fmt: skip
+"""The model of a check, where it is not that of ``--model``."""
+
+LOGPROB_TOLERANCE = 2 * 2**-5
+"""The largest difference of two logprobs: two units in the last place of a logit in bfloat16.
+
+The best of 32000 logits are between 4 and 8, where bfloat16 has steps of 2^-5. Sums over ranks are
+rounded at other places in both ways, so logits may be one step apart, and so may what they are
+compared with.
+"""
+
+TOP = 5
+"""Logprobs per token that are compared."""
 
 VOCABULARY = 32000
 SEQUENCES = (1, 8, 32, 128)
@@ -70,12 +126,23 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--only-start", action="store_true", help="Measure no more than starts.")
     parser.add_argument("--timeline", action="store_true", help="Profile the first engines.")
+    parser.add_argument("--expert-parallel", action="store_true", help="Share out experts.")
+    parser.add_argument("--checks", help="Names of checks, separated by semicolons, or all.")
+    parser.add_argument("--at-once", type=int, default=1, help="Engines of checks at a time.")
     parser.add_argument("--engine", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.engine and options.checks:
+        options.json.write_text(
+            json.dumps(generated(options.model, options.layers, options.checks))
+        )
+        return
+    if options.checks:
+        check_all(options)
+        return
     if options.engine:
         found = measured(
             options.model, options.layers, is_profiled=options.timeline,
-            only_start=options.only_start,
+            only_start=options.only_start, expert_parallel=options.expert_parallel,
         )  # fmt: skip
         options.json.write_text(json.dumps(found))
         return
@@ -107,6 +174,7 @@ def run(
         command = [sys.executable, __file__, "--engine", "--json", str(file)]
         command += ["--model", options.model, "--layers", str(options.layers)]
         command += ["--timeline"] * is_profiled + ["--only-start"] * options.only_start
+        command += ["--expert-parallel"] * options.expert_parallel
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if done.returncode:
             raise SystemExit(done.stdout[-4000:] + done.stderr[-4000:])
@@ -115,21 +183,221 @@ def run(
     return {**found, "capture_s": max(map(int, re.findall(r"capturing finished in (\d+)", log)))}
 
 
-def measured(model: str, layers: int, *, is_profiled: bool, only_start: bool) -> dict[str, Any]:
-    """Return the times of one engine in this process and its workers, and its timelines."""
+def check_all(options: argparse.Namespace) -> None:
+    """Run the checks that were asked for, and write and print what agrees."""
     import torch
-    import transformers
+
+    names = list(CHECKS) if options.checks == "all" else options.checks.split(";")
+    if torch.cuda.device_count() < 4 and "pipeline parallel" in names:
+        print("pipeline parallel is left out: it needs four GPUs")
+        names.remove("pipeline parallel")
+    results: list[dict[str, Any]] = []
+    engines = [(name, way) for name in names for way in WAYS]
+    with ThreadPoolExecutor(options.at_once) as pool:
+        outcomes = pool.map(lambda each: run_check(*each, options), engines)
+        found = dict(zip(engines, outcomes, strict=True))
+    for name in names:
+        without, with_ = found[name, "without"], found[name, "with"]
+        errors = [each["error"] for each in (without, with_) if "error" in each]
+        result = {"check": name, "errors": errors}
+        if not errors:
+            result |= agreement(without["outputs"], with_["outputs"]) | {"counts": with_["counts"]}
+        results.append(result)
+        print(result, flush=True)
+        documents.write(options.json, results, model=options.model, layers=options.layers)
+
+
+def run_check(name: str, way: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Start an engine of a check, and return what it has generated, or its error."""
+    environment = {
+        **os.environ, "VLLM_PLUGINS": "interlace", "INTERLACE_VLLM": WAYS[way],
+        # Graphs from the cache would not be counted, and a function is sent to the workers.
+        "VLLM_DISABLE_COMPILE_CACHE": "1", "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+    }  # fmt: skip
+    if name == "batch invariant":
+        environment["VLLM_BATCH_INVARIANT"] = "1"
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "engine.json"
+        command = [sys.executable, __file__, "--engine", "--json", str(file), "--checks", name]
+        command += ["--model", OTHER_MODELS.get(name, options.model)]
+        command += ["--layers", str(options.layers)]
+        environment["VLLM_CACHE_ROOT"] = folder
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=180
+            )
+        except subprocess.TimeoutExpired:
+            return {"error": f"{way}: it did not end"}
+        print(f"{name}, {way}: {time.perf_counter() - begin:.0f} s", flush=True)
+        if done.returncode:
+            return {"error": f"{way}: {(done.stdout + done.stderr)[-3000:]}"}
+        found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def agreement(without: list[Any], with_: list[Any]) -> dict[str, Any]:
+    """Return how far two engines agree.
+
+    Args:
+        without, with_: For each prompt a list of steps, and for each step the chosen token and its
+            ``TOP`` best logprobs, as pairs of token and logprob from the best on.
+
+    Returns:
+        The largest difference between logprobs of first tokens, for tokens that both engines have
+        among their best; how many prompts got the same tokens, of how many; and whether logprobs,
+        and tokens up to the first near tie, agree.
+    """
+    differences, same, is_equal = [0.0], 0, True
+    for ours, theirs in zip(with_, without, strict=True):
+        first, expected = dict(ours[0][1]), dict(theirs[0][1])
+        differences += [abs(first[token] - expected[token]) for token in first.keys() & expected]
+        for (token, _), (expected_token, best) in zip(ours, theirs, strict=True):
+            if token != expected_token:
+                # From here on, the engines continue different texts.
+                is_equal &= best[0][1] - best[1][1] <= LOGPROB_TOLERANCE
+                break
+        else:
+            same += 1
+    largest = max(differences)
+    return {
+        "largest_difference_of_logprobs": round(largest, 4),
+        "prompts_with_equal_tokens": [same, len(without)],
+        "agrees": bool(is_equal and largest <= LOGPROB_TOLERANCE),
+    }
+
+
+def generated(model: str, layers: int, check: str) -> dict[str, Any]:
+    """Return what an engine of a check generates from ``prompts_of``, and a worker's counts."""
+    import torch
     from vllm import LLM, SamplingParams
 
+    tensor_parallel = torch.cuda.device_count() // CHECKS[check].get("pipeline_parallel_size", 1)
+    folder = save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)
+    arguments: dict[str, Any] = {
+        "max_num_seqs": 16, "max_num_batched_tokens": 2048, "enable_prefix_caching": False,
+        "tensor_parallel_size": tensor_parallel, **CHECKS[check],
+    }  # fmt: skip
+    engine = LLM(
+        model=str(folder), load_format="dummy", skip_tokenizer_init=True, seed=0,
+        max_model_len=2048, gpu_memory_utilization=0.3, kv_cache_memory_bytes=2**32,
+        compilation_config={"cudagraph_capture_sizes": [1, 2, 4, 8, 16]}, **arguments,
+    )  # fmt: skip
+    engine.collective_rpc(draw_weights)
+    request = {}
+    if check == "LoRA":
+        from vllm.lora.request import LoRARequest
+
+        save_adapter(folder / "adapter", model, layers)
+        request = {"lora_request": LoRARequest("adapter", 1, str(folder / "adapter"))}
+    sampling = SamplingParams(
+        max_tokens=16, temperature=0, ignore_eos=True, detokenize=False, logprobs=TOP
+    )
+    outputs = []
+    # The second time, a cache of prefixes has them.
+    for _ in range(2 if check == "prefix caching" else 1):
+        prompts = [{"prompt_token_ids": tokens} for tokens in prompts_of(check)]
+        for output in engine.generate(prompts, sampling, use_tqdm=False, **request):
+            (completion,) = output.outputs
+            steps = []
+            for token, best in zip(completion.token_ids, completion.logprobs, strict=True):
+                pairs = sorted(((each.logprob, key) for key, each in best.items()), reverse=True)
+                steps.append([token, [[key, logprob] for logprob, key in pairs[:TOP]]])
+            outputs.append(steps)
+    return {"outputs": outputs, "counts": engine.collective_rpc(counts_of_worker)[0]}
+
+
+def prompts_of(check: str) -> list[list[int]]:
+    """Return the tokens of a check's prompts: of several lengths, of which some share a prefix."""
+    numbers = random.Random(3)
+
+    def drawn(count: int) -> list[int]:
+        return [numbers.randrange(10, VOCABULARY) for _ in range(count)]
+
+    prefix = drawn(640)
+    prompts = [drawn(count) for count in (5, 17, 64, 200, 300, 900, 1500)]
+    prompts += [prefix + drawn(count) for count in (3, 40, 200)]
+    # Proposals from the prompt need texts that repeat themselves.
+    prompts += [drawn(12) * 20 for _ in range(2)]
+    return prompts * 2 if check == "mixed batches" else prompts
+
+
+def draw_weights(worker: Any) -> None:
+    """Draw the weights of a worker's model as a new model has them; vLLM sends this to workers."""
+    import torch
+
+    rank = torch.distributed.get_rank()
+    with torch.no_grad():
+        for index, (name, weight) in enumerate(worker.model_runner.model.named_parameters()):
+            if weight.dtype not in (torch.bfloat16, torch.float32) or "scale" in name:
+                continue  # quantised weights and their scales
+            if weight.dim() == 1:
+                weight.fill_(1.0)
+                continue
+            # A router is the same on all ranks; all other matrices are sharded.
+            seed = index if name.endswith(".gate.weight") else index + 1000 * (rank + 1)
+            generator = torch.Generator(weight.device).manual_seed(seed)
+            weight.normal_(0, 0.02, generator=generator)
+
+
+def counts_of_worker(worker: Any) -> dict[str, Any]:
+    """Return what Interlace has fused and left alone in a worker's graphs."""
+    import interlace
+
+    counts = interlace.counts()["vllm"]
+    left = {f"{operator}: {reason}": count for (operator, reason), count in counts.left.items()}
+    return {"fused": dict(counts.taken), "left_alone": left}
+
+
+def save_config(folder: Path, model: str, layers: int) -> Path:
+    """Write a model's configuration, and return its folder."""
+    import transformers
+
     config_class, architecture, sizes = MODELS[model]
+    known = folder / f"{model}-{layers}"
+    config = getattr(transformers, config_class)(
+        num_hidden_layers=layers, vocab_size=VOCABULARY, max_position_embeddings=8192,
+        architectures=[architecture], dtype="bfloat16", **sizes,
+    )  # fmt: skip
+    config.save_pretrained(known)
+    return known
+
+
+def save_adapter(folder: Path, model: str, layers: int) -> None:
+    """Write a LoRA adapter of rank 8 for the row-parallel layers of a dense model."""
+    import torch
+    from safetensors.torch import save_file
+
+    sizes = MODELS[model][2]
+    heads = sizes["num_attention_heads"]
+    width = sizes.get("head_dim", sizes["hidden_size"] // heads) * heads
+    inner = {"self_attn.o_proj": width, "mlp.down_proj": sizes["intermediate_size"]}
+    generator, tensors = torch.Generator().manual_seed(5), {}
+    for layer in range(layers):
+        for name, columns in inner.items():
+            prefix = f"base_model.model.model.layers.{layer}.{name}"
+            for part, shape in (("A", (8, columns)), ("B", (sizes["hidden_size"], 8))):
+                drawn = 0.05 * torch.randn(shape, generator=generator)
+                tensors[f"{prefix}.lora_{part}.weight"] = drawn.bfloat16()
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    described = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "bias": "none",
+        "target_modules": [name.split(".")[1] for name in inner],
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+
+
+def measured(
+    model: str, layers: int, *, is_profiled: bool, only_start: bool, expert_parallel: bool
+) -> dict[str, Any]:
+    """Return the times of one engine in this process and its workers, and its timelines."""
+    import torch
+    from vllm import LLM, SamplingParams
+
     # vLLM knows a model by its folder.
-    known = Path(os.environ["VLLM_CACHE_ROOT"]) / f"{model}-{layers}"
+    known = save_config(Path(os.environ["VLLM_CACHE_ROOT"]), model, layers)
     with tempfile.TemporaryDirectory() as folder:
-        config = getattr(transformers, config_class)(
-            num_hidden_layers=layers, vocab_size=VOCABULARY, max_position_embeddings=8192,
-            architectures=[architecture], dtype="bfloat16", **sizes,
-        )  # fmt: skip
-        config.save_pretrained(known)
         profiler = {
             "profiler": "torch", "torch_profiler_dir": folder, "torch_profiler_with_stack": False,
         }  # fmt: skip
@@ -139,6 +407,7 @@ def measured(model: str, layers: int, *, is_profiled: bool, only_start: bool) ->
             tensor_parallel_size=torch.cuda.device_count(), max_model_len=4608,
             gpu_memory_utilization=0.7, max_num_seqs=max(SEQUENCES),
             max_num_batched_tokens=max(PROMPTS), enable_prefix_caching=False,
+            enable_expert_parallel=expert_parallel,
             **({"profiler_config": profiler} if is_profiled else {}),
         )  # fmt: skip
         start_s = time.perf_counter() - begin

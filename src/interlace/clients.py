@@ -196,6 +196,7 @@ CLIENTS = {
             ),
             left="models with FlexAttention, unless interlace.compile.install() is called",
             runs=(
+                VersionThatRan("0.2.2", "CPU backend: its trainer with torch 2.11"),
                 VersionThatRan(
                     "0.3.0", "CPU backend: blocks with torch 2.13, its trainer with torch 2.14"
                 ),
@@ -218,6 +219,7 @@ CLIENTS = {
                 "error"
             ),
             runs=(
+                VersionThatRan("1.6.1", "CPU backend, with torch 2.11"),
                 VersionThatRan("1.8.0", "CPU backend, with torch 2.13"),
                 VersionThatRan("1.9.2", "CPU backend, with torch 2.14.1"),
             ),

@@ -384,6 +384,20 @@ def test_a_merged_all_reduce_says_where_it_went(ranks: Any) -> None:
         )
 
 
+def _waits_alone() -> list[object]:
+    arguments = tensors((M, N), (M, N))
+    programs = [
+        lambda x, y: wait(x) + wait(y),
+        lambda x, y: wait(x.split(M // 2)[0]) + wait(y.split(M // 2)[1]),
+    ]
+    return [finding for each in programs for finding in fuse(traced(each, arguments).graph)]
+
+
+def test_sums_of_what_other_graphs_have_started(ranks: Any) -> None:
+    """A forward pass may save what it has started, and the backward pass waits for it."""
+    assert ranks(2).run(_waits_alone) == [[], []]
+
+
 def _copies() -> dict[tuple[str, int], int]:
     """How often a batch and several are copied after the pass, where rows are cut along the second
     dimension.

@@ -131,6 +131,9 @@ CALLS: dict[str, tuple[tuple[int, ...], dict[str, Any], dict[str, Any], str | No
     "quantised sum": ((6, K), {}, {"forward_batch": PREFILL}, "quantised format"),
     "quantised": ((6, K), {"quant_method": Fp8LinearMethod()}, {}, "weight is quantised"),
     "another group": ((6, K), {"use_dp_attention_reduce": True}, {}, "another group"),
+    "before 0.5.18": ((6, K), {"tp_size": 2}, {}, None),
+    "before 0.5.18, alone": ((6, K), {"tp_size": 1}, {}, "does not reduce"),
+    "before 0.5.18, fewer ranks": ((6, K), {"tp_size": 4}, {}, "another group"),
 }
 
 
@@ -139,6 +142,9 @@ def _call(name: str) -> tuple[int, list[str], float, bool]:
     torch.manual_seed(3 + dist.get_rank())
     with _sglang() as hooked:
         layer = hooked(hooked.group, **changes)  # type: ignore[attr-defined]
+        if name.startswith("before"):
+            # Layers had the number of ranks instead of their group, and no sequence parallelism.
+            del layer.tp_group, sys.modules["sglang.srt.layers.linear"].get_forward  # type: ignore[attr-defined]
         x = torch.randn(shape)
         expected, its_bias = RowParallelLinear.forward(layer, x, **options)
         expected = expected.clone()

@@ -173,8 +173,13 @@ def read(node: Node) -> Collective:
         LeftAlone: No operator has this collective, its group is unknown, or its result is used
             without a wait.
     """
+    if node.op != "call_function":
+        # A backward pass waits for what the forward pass has started and saved without a wait.
+        raise LeftAlone("another graph has started it")
     if node.target not in _KNOWN:
-        in_place = " in place" if str(node.target).split(".")[1].endswith(("_", "_out")) else ""
+        # A Python function, such as the one that takes a result out of several, has no namespace.
+        name = str(node.target).partition(".")[2].partition(".")[0]
+        in_place = " in place" if name.endswith(("_", "_out")) else ""
         raise LeftAlone(f"no operator has this collective{in_place}")
     group = argument(node, "group_name")
     # Some versions of DTensor pass the ProcessGroup itself instead of its name.

@@ -108,10 +108,12 @@ def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
     """
     from sglang.srt.layers import linear
 
-    group = layer.tp_group
+    group = _group_of(layer)
     if group is None or group.world_size == 1 or not layer.reduce_results:
         raise LeftAlone("the layer does not reduce its product")
-    if linear.get_forward().sp_active or linear.should_skip_mlp_all_reduce():
+    # SGLang has had sequence parallelism in this layer since 0.5.18.
+    flags = getattr(linear, "get_forward", None)
+    if (flags is not None and flags().sp_active) or linear.should_skip_mlp_all_reduce():
         raise LeftAlone("SGLang reduces the product in another way, or later")
     if layer.use_dp_attention_reduce or layer.use_decode_attn_tp:
         raise LeftAlone("the layer reduces over another group than its weight is cut by")
@@ -129,6 +131,23 @@ def _require_all_reduce(layer: Any, forward_batch: Any) -> str:
         raise LeftAlone("the layer's weight is quantised")
     name: str = group.device_group.group_name
     return name
+
+
+def _group_of(layer: Any) -> Any:
+    """Return SGLang's group in which ``layer`` reduces its product, or None.
+
+    Raises:
+        LeftAlone: The layer's weight is cut by another number of ranks than the group has.
+    """
+    from sglang.srt.layers import linear
+
+    if hasattr(layer, "tp_group"):
+        return layer.tp_group
+    # Before 0.5.18 a layer has no group: it reduces over the tensor-parallel one.
+    group = linear.get_parallel().tp_group
+    if layer.tp_size not in (1, group.world_size):
+        raise LeftAlone("the layer's weight is cut by another group than the tensor-parallel one")
+    return None if layer.tp_size == 1 else group
 
 
 def _reduced_product(layer: Any, x: torch.Tensor, group_name: str) -> torch.Tensor:

@@ -33,7 +33,8 @@ def shard(ebc: Any, **options: Any) -> nn.Module:
     ``in_backward_optimizer_filter``.
 
     Tables belong to no replica: do not wrap the module in ``DistributedDataParallel``; wrap the
-    dense part, or name its parameters in ``_set_params_and_buffers_to_ignore_for_model``.
+    dense part, or name its parameters and its buffers, the states of row-wise Adagrad, in
+    ``_set_params_and_buffers_to_ignore_for_model``.
 
     Args:
         ebc: A ``torchrec.EmbeddingBagCollection`` of the same tables on every rank, in which each

@@ -1,0 +1,87 @@
+"""What the scripts of whole engines compute themselves, without the engines."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module
+
+
+def _step(token: int, *logprobs: float) -> list[Any]:
+    """A step of an engine: its token, and logprobs of tokens 0, 1, ..."""
+    best = sorted(
+        ([key, logprob] for key, logprob in enumerate(logprobs)), key=lambda each: -each[1]
+    )
+    return [token, best]
+
+
+def test_engines_that_agree(script: Any) -> None:
+    agreement = script("vllm_engine").agreement
+    first, second = [_step(0, -1.0, -3.0), _step(1, -2.0, -1.0)], [_step(1, -2.0, -0.5)]
+    found = agreement([first, second], [first, [_step(1, -2.01, -0.51)]])
+    assert found == {
+        "largest_difference_of_logprobs": 0.01,
+        "prompts_with_equal_tokens": [2, 2],
+        "agrees": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("lead", "agrees"),
+    [pytest.param(0.03, True, id="a near tie"), pytest.param(0.5, False, id="no tie")],
+)
+def test_engines_whose_tokens_differ(script: Any, lead: float, agrees: bool) -> None:
+    """After the first other token, texts are no longer compared: the last tokens are far apart."""
+    same = _step(0, -1.0, -3.0)
+    without = [same, _step(0, -1.0, -1.0 - lead), _step(0, -1.0, -9.0)]
+    with_ = [same, _step(1, -1.0 - lead, -1.0), _step(1, -9.0, -1.0)]
+    found = script("vllm_engine").agreement([without], [with_])
+    assert found["prompts_with_equal_tokens"] == [0, 1]
+    assert found["agrees"] is agrees
+
+
+def test_first_logprobs_that_differ(script: Any) -> None:
+    found = script("vllm_engine").agreement([[_step(0, -1.0, -3.0)]], [[_step(0, -1.1, -3.0)]])
+    assert (found["largest_difference_of_logprobs"], found["agrees"]) == (0.1, False)
+
+
+def test_checks_have_models(script: Any) -> None:
+    engine = script("vllm_engine")
+    assert set(engine.OTHER_MODELS) < set(engine.CHECKS)
+    assert set(engine.OTHER_MODELS.values()) < set(engine.MODELS)
+    lengths = [len(tokens) for tokens in engine.prompts_of("chunked prefill")]
+    assert min(lengths) < 16 < 256 < max(lengths) < 2048
+
+
+def test_tokens_follow_from_one_another(script: Any) -> None:
+    trainer = script("torchtitan_trainer")
+    batch, labels = trainer.sequences(2, trainer.PATTERN, torch.Generator().manual_seed(0))
+    inputs = batch["input"]
+    assert inputs.shape == labels.shape == (2, trainer.PATTERN)
+    assert torch.equal(inputs[:, 1:], labels[:, :-1])
+    for row in inputs:
+        assert sorted(row.tolist()) == list(range(trainer.PATTERN))
+
+
+def test_losses_that_differ(script: Any) -> None:
+    trainer = script("torchtitan_trainer")
+
+    def trained(way: str, *losses: float) -> dict[str, Any]:
+        return {"way": way, "losses": list(losses)}
+
+    trainer.check([trained("without", 2.0, 1.0), trained("with", 2.0, 1.001)], 0.002)
+    with pytest.raises(AssertionError, match="losses with Interlace differ"):
+        trainer.check([trained("without", 2.0, 1.0), trained("with", 2.0, 1.1)], 0.002)
+    with pytest.raises(AssertionError, match="learned nothing"):
+        trainer.check([trained("without", 2.0, 2.0)], 0.002)
